@@ -45,7 +45,7 @@ class SkipReason(Enum):
     GRADIENT = "gradients are wanted: call it under torch.no_grad() or torch.inference_mode()"
     BUCKET = "no capture size fits"
     PADDING = "padding changes what comes out"
-    CHECK = "a padded call was compared with the call as it came"
+    CHECK = "what padding does could not be compared"
     SHAPES = "shapes='eager' captures the first shape only"
     BACKEND_EAGER = "backend='eager'"
     MAX_GRAPHS = "the limit on the number of programs is reached"
@@ -296,7 +296,7 @@ class VerifyError(RefusalError, RuntimeError):
 
 
 class PaddingError(VerifyError):
-    """A call at its capture size does not come to what the call comes to as it is; in training, it has not happened."""
+    """Padded to its capture size, a call would not leave what it leaves as it came; it has not happened."""
 
     reason = SkipReason.PADDING
 

@@ -16,7 +16,6 @@ from typing_extensions import override
 from graphplan.environment.surroundings import surroundings
 from graphplan.errors import BusyError, CopyError, FeedError, NotCapturedError, OptionError, SkipReason
 from graphplan.feed.signature import Feed, flatten, is_dense
-from graphplan.inference.bucketed import Bucketed
 from graphplan.inference.graphed_options import ServeOptions
 from graphplan.inference.prewarming import Prewarmed, bare, prewarm
 from graphplan.inference.shared_pool import Pool
@@ -74,9 +73,8 @@ class Graphed(GraphedStep):
         self.pool = pool or options.pool or Pool()
         super().__init__(fn, owners_of(fn, options.owners), options.step, self.pool.backends)
         self._serving = options
-        self._bucketed = Bucketed(fn, self, options) if options.shapes == "bucket" else None
         self._dynamic = Dynamic(fn, options.dynamic)
-        self._is_direct = options.enable_if is None and options.shapes == "exact"
+        self._is_direct = options.enable_if is None and options.shapes != "eager"
         self._first: dict[Any, tuple[int, ...]] = {}
         self._example: Feed | None = None
         """A call without its values."""
@@ -145,17 +143,12 @@ class Graphed(GraphedStep):
         options = self._serving
         if not options.is_enabled():
             return self.skip(args, kwargs, SkipReason.ENABLE_IF)
-        if options.backend == "eager" or surroundings() is not None:
-            return super().__call__(*args, **kwargs)
-        feed = _dense_feed(args, kwargs) if options.shapes != "exact" else None
-        if feed is None:
+        if options.shapes == "eager" and options.backend != "eager" and surroundings() is None:
             # What no program takes, the step refuses.
-            return super().__call__(*args, **kwargs)
-        if self._bucketed is not None:
-            return self._bucketed.call(feed)
-        fixed, sizes = self._dynamic.split(feed)
-        if self._first.setdefault(fixed, sizes) != sizes:
-            return self.skip(args, kwargs, SkipReason.SHAPES)
+            feed = _dense_feed(args, kwargs)
+            fixed, sizes = (None, ()) if feed is None else self._dynamic.split(feed)
+            if self._first.setdefault(fixed, sizes) != sizes:
+                return self.skip(args, kwargs, SkipReason.SHAPES)
         return super().__call__(*args, **kwargs)
 
     def _warn_of_limits(self) -> None:
@@ -183,7 +176,7 @@ class Graphed(GraphedStep):
             NotCapturedError: if no program came of it, with the reason.
             FeedError: if a value is missing, unknown, or of another shape, dtype or device.
         """
-        if self._bucketed is not None:
+        if self._padded is not None:
             raise OptionError("replay is for shapes='exact' and 'eager'; expected calls, which are padded first")
         with self.pool.turn(self.machine.runner.device):
             args = tuple(map(plain, args))
@@ -231,7 +224,7 @@ class Graphed(GraphedStep):
             given = bare(flatten(tuple(example or ()), kwargs or {}))
         if given is None:
             raise OptionError("prewarm has no example and there was no call; expected example=(x, ...) of any size")
-        ladders = self._bucketed.padding.ladders if self._bucketed is not None else None
+        ladders = None if self._padded is None else self._padded.padding.ladders
         return prewarm(self, given, self._dynamic, sizes=sizes, ladders=ladders, order=order, progress=progress)
 
     @property
@@ -243,7 +236,7 @@ class Graphed(GraphedStep):
     def memory(self) -> Memory:
         """Bytes by what they are for."""
         programs = self.programs
-        padding = self._bucketed.padding.nbytes if self._bucketed is not None else 0
+        padding = 0 if self._padded is None else self._padded.padding.nbytes
         by_role = {
             role: {e.name: e.spec.nbytes for program in programs for e in program.plan.by_role(role)} for role in Role
         }
@@ -258,8 +251,6 @@ class Graphed(GraphedStep):
     @override
     def text(self) -> str:
         lines = [super().text(), f"  shapes: {self.shapes.hits} hits, {self.shapes.misses} misses"]
-        if self.shapes.capture_sizes:
-            lines.append(f"  {self.shapes}")
         roles = asdict(self.memory)
         pool = f"the pool of {self.num_graphs} programs {roles.pop('pool') / _MIB:.1f} MiB"
         sizes = ", ".join(f"{name} {size / _MIB:.1f} MiB" for name, size in roles.items() if size)

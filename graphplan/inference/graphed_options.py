@@ -11,7 +11,7 @@ from graphplan.inference.shared_pool import Pool
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.step.buckets import check_shapes
-from graphplan.step.options import UNPADDED, Options, PlainOptions
+from graphplan.step.options import Options, PlainOptions
 
 SHAPES = ("exact", "eager", "bucket")
 
@@ -52,8 +52,8 @@ class ServeOptions(PlainOptions):
         if not isinstance(self.capture_after, int) or isinstance(self.capture_after, bool) or self.capture_after < 1:
             raise OptionError(f"capture_after is {self.capture_after!r}; expected an int >= 1")
         policy = Policy("inference", static_roles=self.static_roles, copy_roles=self.copy_roles)
-        # The step underneath is given batches that are padded already.
-        own = {"mode": "inference", "policy": policy, "warmup_steps": self.capture_after, "autograd": True, **UNPADDED}
+        own = {"mode": "inference", "policy": policy, "warmup_steps": self.capture_after, "autograd": True}
+        own["shapes"] = "bucket" if self.shapes == "bucket" else "exact"
         object.__setattr__(self, "step", Options(**{**self.shared(), **own}))
 
     @hands_over

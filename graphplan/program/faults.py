@@ -62,17 +62,6 @@ def refusing() -> Iterator[None]:
         raise refusal from error
 
 
-@contextmanager
-def having_run(name: str) -> Iterator[None]:
-    """Raise what the block raises, or what it comes to after the step ``name`` has run."""
-    try:
-        yield
-    except Exception as error:
-        if refusal_of(error) is None:
-            raise
-        raise lost(error, name) from error
-
-
 def lost(error: Exception, name: str) -> EffectError:
     """What ``error`` comes to after the step ``name`` has run."""
     return EffectError(

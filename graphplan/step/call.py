@@ -16,8 +16,14 @@ Before = Callable[[Program | None, SkipReason | None, str], None]
 """Told what is about to run: a program, or Python (None), and if that does not lead to a program, why."""
 
 
-class BeforeError(GraphPlanError):
-    """Holds what a :data:`Before` has raised, past what handles other errors."""
+class NotRunError(GraphPlanError):
+    """Raised by a :data:`Before`: the call is to be made in another way, and nothing of it has run. ``reason`` and
+    ``detail`` are what it was told.
+    """
+
+    def __init__(self, reason: SkipReason | None, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
 
 
 @dataclass(slots=True)
@@ -39,10 +45,6 @@ class Call:
     is_on_way: bool = False
 
     def tell(self, program: Program | None, reason: SkipReason | None = None, detail: str = "") -> None:
-        """Before anything runs."""
-        if self.before is None:
-            return
-        try:
+        """Tell ``before`` what is about to run."""
+        if self.before is not None:
             self.before(program, reason, detail)
-        except Exception as error:
-            raise BeforeError(error) from error

@@ -10,7 +10,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from graphplan.errors import PaddingError, RefusalError
 from graphplan.program.program import Program
 from graphplan.step.dimensions import Place
 from graphplan.tensors.containers import flatten_plain, rebuilder
@@ -160,16 +159,13 @@ class Slicer:
 class CaptureSize:
     """One capture size: its results, its padded calls so far, and which of them is checked next.
 
-    ``refusal`` refuses all its calls, ``drawing`` those that are padded; ``checked`` are programs of which a padded
-    replay was checked.
+    ``checked`` are programs that ran after a comparison.
     """
 
     slicer: Slicer = field(default_factory=Slicer)
     calls: int = 0
     next_check: int = 1
     timetable: Timetable | None = None
-    refusal: RefusalError | None = None
-    drawing: PaddingError | None = None
     checked: WeakSet[Program] = field(default_factory=WeakSet)
 
 

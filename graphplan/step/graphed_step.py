@@ -18,7 +18,6 @@ from graphplan.report.figures import Figures, describe_program
 from graphplan.report.rendering import Reports
 from graphplan.report.stats import Stats
 from graphplan.specs.options import takes
-from graphplan.step.call import Before, BeforeError
 from graphplan.step.call_lock import CallLock, running_step
 from graphplan.step.capture_sizes import ShapeStats
 from graphplan.step.gate import Gate, Stock
@@ -103,11 +102,11 @@ class GraphedStep(Method, CallLock, Reports):
         way = self.machine.timing.way
         return self._call(args, kwargs) if way is None else way(args, kwargs)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Before | None = None) -> Any:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._turn.acquire(False):
             self._check_turn()
         try:
-            return self._serve(args, kwargs, before)
+            return self._serve(args, kwargs)
         except Exception as error:
             refusal = self.machine.refusal_of(error)
             if refusal is not None:
@@ -122,14 +121,6 @@ class GraphedStep(Method, CallLock, Reports):
     def _bound_to(self, instance: Any) -> GraphedStep:
         method = MethodType(self._fn, instance)
         return type(self)(method, owners_of(method, self._owners), self._options)
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Before) -> Any:
-        """A call that tells ``before`` what is about to run; if that raises, nothing has run."""
-        way = self.machine.timing.way
-        try:
-            return self._call(args, kwargs, before) if way is None else way(args, kwargs)
-        except BeforeError as error:
-            raise error.args[0] from None
 
     def skip(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason, detail: str = "") -> Any:
         """An eager call for a reason of the caller's, on arguments of any kind, through which gradients may flow."""

@@ -55,10 +55,6 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Option, check, and what is expected."""
 
 
-UNPADDED: dict[str, Any] = {"shapes": "exact", "buckets": None, "pad": 0, "dynamic": None, "mask": None}
-"""The options of batches that are left as they come."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
     """What :func:`graphplan.graph_step`, :func:`graphplan.graphed` and the callback take.
@@ -227,7 +223,7 @@ class Options(StepOptions):
             raise OptionError(f"device is {self.device!r}; expected {expected}") from error
         Schedule.parse(self.verify)
         check_shapes(self.shapes, ("exact", "bucket"), self.buckets, self.mask)
-        if self.shapes == "bucket" and self.mode != "train":
+        if self.shapes == "bucket" and self.mode != "train" and not self.autograd:
             raise OptionError("shapes='bucket' of graph_step is for training; expected mode='train', or graphed")
         if self.buckets is not None:
             Ladders(self.buckets)

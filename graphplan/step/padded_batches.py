@@ -1,36 +1,42 @@
-"""Training steps whose batches are padded to capture sizes. Replays are checked as ever; that padding has no effect is
-checked by rehearsals (:mod:`padding_check`). Each batch is trained on once: padded, or as it came if that differs.
+"""Steps and predictions whose batches are padded to capture sizes. Replays are checked as without padding; that padding
+has no effect is checked by rehearsals (:mod:`padding_check`). Each call is made once: padded, or as it came.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from graphplan.backends.backend import first_line
 from graphplan.environment.surroundings import surroundings
-from graphplan.errors import FeedError, OptionError, PaddingError, RefusalError
+from graphplan.errors import FeedError, OptionError, PaddingError, RefusalError, SkipReason
 from graphplan.feed.signature import Feed, asks_for_gradients, flatten, is_dense
 from graphplan.feed.unread import UnreadValues
 from graphplan.program.bindings import settle_companions
-from graphplan.step.call import Before
+from graphplan.program.faults import is_steps_own, lost, refusal_of
+from graphplan.program.program import Program
+from graphplan.step.call import NotRunError
 from graphplan.step.call_lock import running_step
 from graphplan.step.capture_sizes import ShapeStats
 from graphplan.step.padding import Kind, PaddedCall, Padding
 from graphplan.step.padding_check import PaddingCheck
+from graphplan.step.runner import brought_to
 from graphplan.step.state_machine import StateMachine
 from graphplan.tensors.attributes import attributes_on
 from graphplan.verify.copy_placement import find_room
 from graphplan.verify.schedule import Timetable
 
 _CALLS_TO_KNOW = 2
-"""First calls, which are not padded: an object that the step changes is known once it turns up a second time, and has
-to be known to be undone."""
+"""First calls of a training step, which are not padded: an object that the step changes is known once it turns up a
+second time, and has to be known to be undone. Of predictions it is the first one alone.
+"""
 
 
 class PaddedBatches:
-    """Serves the calls of one training step at capture sizes. Raises OptionError if ranks train together."""
+    """Serves the calls of one step at capture sizes. Raises OptionError if ranks train together."""
 
     def __init__(self, machine: StateMachine, shapes: ShapeStats) -> None:
         options = machine.options
@@ -44,19 +50,20 @@ class PaddedBatches:
         self._machine = machine
         self._runner = machine.runner
         self._options = options
-        self._padding = Padding(
+        self._trains = options.mode == "train"
+        self.padding = Padding(
             self._runner.fn, options.buckets, options.dynamic, options.pad, options.mask, options.feed_device,
             self.shapes,
         )  # fmt: skip
         self._host_values = UnreadValues()
-        self._known_calls = 0
+        self._calls = 0
         self._stopped_by: RefusalError | None = None
         machine.timing.leave = self._with_mask
 
     @property
     def fact(self) -> str:
         """What the report says of padding."""
-        return f"{self.shapes} ({self._padding.ladders})"
+        return f"{self.shapes} ({self.padding.ladders})"
 
     def _with_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call as it came, with a mask that hides nothing where the step wants one."""
@@ -66,30 +73,34 @@ class PaddedBatches:
             feed = flatten(args, kwargs)
         except FeedError:
             return args, kwargs
-        return self._padding.leave(feed)
+        return self.padding.leave(feed)
 
-    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Before | None = None) -> Any:
+    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that has the turn, at its capture size if it has one."""
         feed = self._plain_feed(args, kwargs)
-        pads = feed is not None and self._known_calls >= _CALLS_TO_KNOW and self._stopped_by is None
-        kind = self._kind(feed) if feed is not None and pads else None
-        if feed is not None and kind is not None:
-            size = kind.size
-            is_due = kind.is_padded and (size.calls + 1 == size.next_check or not kind.is_sure)
-            if not is_due:
-                return self._serve_padded(feed, kind)
-            if self._is_harmless(feed, kind):
-                result = self._serve_padded(feed, kind)
-                self._runner.stats.end_call("compared")
-                return result
-        result = self._machine.serve(*self._with_mask(args, kwargs), before)
-        # Before a step begins, its calls are the function's own.
-        self._known_calls += self._machine.timing.stock is None
-        return result
+        begins = self._calls < (_CALLS_TO_KNOW if self._trains else 1)
+        kind: Kind | None = None
+        if feed is not None and not (self._trains and (begins or self._stopped_by is not None)):
+            found = self._kind(feed)
+            if isinstance(found, str):
+                return self._serve_unpadded(feed, SkipReason.BUCKET, found)
+            kind = found
+        if feed is None or kind is None or begins:
+            result = self._machine.serve(*self._with_mask(args, kwargs))
+            # Before a step begins, its calls are the function's own.
+            self._calls += self._machine.timing.stock is None and self._runner.device is not None
+            return result
+        if self._stopped_by is not None and kind.is_padded:
+            return self._serve_unpadded(feed, SkipReason.PADDING, str(self._stopped_by))
+        if kind.is_padded and (kind.size.calls + 1 == kind.size.next_check or not kind.is_sure):
+            return self._serve_compared(feed, kind)
+        return self._serve_padded(feed, kind)
 
     def _plain_feed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed | None:
         """The call, if padded tensors can stand for those in it, and it is to be replayed at all."""
         if self._options.backend == "eager" or self._machine.is_closed or surroundings() is not None:
+            return None
+        if not self._trains and torch.is_grad_enabled() and self._may_be_trained():
             return None
         try:
             feed = flatten(args, kwargs, self._host_values.keys)
@@ -97,26 +108,56 @@ class PaddedBatches:
             return None
         return feed if all(_is_plain(leaf) for _, leaf in feed.tensors()) else None
 
-    def _kind(self, feed: Feed) -> Kind | None:
-        """How a call is padded; None if it fits no capture size."""
+    def _may_be_trained(self) -> bool:
+        modules = [owner for owner in self._machine.managed.owners.values() if isinstance(owner, nn.Module)]
+        return any(asks_for_gradients(param) for module in modules for param in module.parameters())
+
+    def _kind(self, feed: Feed) -> Kind | str:
+        """How a call is padded, or why it fits no capture size."""
         # A call with no dimension at all may be a wrong one, which the step itself has words for.
         are_expected = not self.shapes.shapes and any(leaf.dim() for _, leaf in feed.tensors())
-        kind = self._padding.kind(feed, are_expected=are_expected)
-        if isinstance(kind, str):
-            self._runner.stats.note(f"not padded: {kind}")
-            return None
-        return kind
+        return self.padding.kind(feed, are_expected=are_expected)
 
-    def _serve_padded(self, feed: Feed, kind: Kind) -> Any:
-        call = PaddedCall(self._padding, feed, kind)
+    def _serve_unpadded(self, feed: Feed, reason: SkipReason, detail: str) -> Any:
+        """Make the call as it came: in training as any step, eagerly in inference, where it may never come again."""
+        args, kwargs = self.padding.leave(feed)
+        if self._trains:
+            if reason is not SkipReason.PADDING:
+                self._runner.stats.note(f"not padded: {detail}")
+            return self._machine.serve(args, kwargs)
+        with running_step():
+            result = self._runner.eager(brought_to(self._options.feed_device, args, kwargs), reason, detail)
+        self._runner.outcome = None
+        return result
+
+    def _serve_compared(self, feed: Feed, kind: Kind) -> Any:
+        """Rehearse the step with and without padding, and make the call: padded if that makes no difference."""
+        error = self._compare_in_time(feed, kind)
+        if error is not None:
+            is_refused = isinstance(error, RefusalError)
+            return self._serve_unpadded(feed, SkipReason.PADDING if is_refused else SkipReason.CHECK, str(error))
+        result = self._serve_padded(feed, kind, is_compared=True)
+        self._runner.stats.end_call("compared")
+        return result
+
+    def _serve_padded(self, feed: Feed, kind: Kind, *, is_compared: bool = False) -> Any:
+        call = PaddedCall(self.padding, feed, kind)
+        before = None if self._trains else partial(_check_known, call, is_compared)
+        try:
+            result = self._machine.serve(call.args, call.kwargs, before)
+        except NotRunError as error:
+            if error.reason is not None:
+                return self._serve_unpadded(feed, error.reason, error.detail)
+            return self._serve_compared(feed, kind)
         self.shapes.count(kind.own.values(), kind.staged.values())
-        result = self._machine.serve(call.args, call.kwargs)
         try:
             call.hand_back()
             leaves = call.take(result)
             if kind.is_sure:
                 return call.cut(leaves)
-        except Exception:
+        except Exception as error:
+            if not self._trains and refusal_of(error) is not None:
+                raise lost(error, getattr(self._runner.fn, "__name__", type(self._runner.fn).__name__)) from error
             self._runner.outcome = (result,)
             raise
         self._refuse(
@@ -129,36 +170,38 @@ class PaddedBatches:
         )
         return result
 
-    def _is_harmless(self, feed: Feed, kind: Kind) -> bool:
-        """Rehearse the step both ways; whether padding makes no difference. RefusalError if it does."""
+    def _compare_in_time(self, feed: Feed, kind: Kind) -> Exception | str | None:
+        """Rehearse the step both ways. Returns why the call is not to be padded, if so; may raise RefusalError."""
         size, stats = kind.size, self._runner.stats
         number = size.calls + 1
+        # A wrong padding function of the user's raises here.
+        args, kwargs = self.padding.pad(feed, kind)
         settle_companions()
         assert self._runner.device is not None
         timetable = size.timetable = size.timetable or Timetable(self._options.schedule, self._runner.device)
         timetable.begin(number)
         try:
             with running_step(), stats.timed("verify"):
-                reason = self._compare(feed, kind)
+                reason = self._compare(feed, kind, flatten(args, kwargs))
         except RefusalError as error:
             self._refuse(error)
-            return False
+            return error
         except ArithmeticError as error:
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - an error of the step's own comes again in the call as it came
             reason = f"{type(error).__name__}: {first_line(error)}"
-            self._machine.refusals.warn(f"graphplan does not pad a batch, since comparing it ended with {reason}")
+            if not is_steps_own(error):
+                self._machine.refusals.warn(f"graphplan does not pad a batch, since comparing it ended with {reason}")
         finally:
             # It was a rehearsal.
             self._runner.outcome = None
         if reason:
-            stats.note(f"not padded, since it could not be compared: {reason}")
-            return False
+            return f"it could not be compared: {reason}"
         self.shapes.checked += 1
         size.next_check = timetable.end(number)
-        return True
+        return None
 
-    def _compare(self, feed: Feed, kind: Kind) -> str:
+    def _compare(self, feed: Feed, kind: Kind, padded: Feed) -> str:
         """Compare the call with and without padding. Returns why there was no room for that, if so."""
         managed, backend = self._machine.managed, self._runner.backend
         walk = managed.walk()
@@ -169,10 +212,9 @@ class PaddedBatches:
         if room is None:
             return reason
         moved = self._machine.lookup.moved
-        own = moved(flatten(*self._padding.leave(feed)))
-        padded = moved(flatten(*self._padding.pad(feed, kind)))
+        own = moved(flatten(*self.padding.leave(feed)))
         check = PaddingCheck(self._runner, managed, walk, own, allow=self._options.allow, room=room)
-        check.run(padded, kind)
+        check.run(moved(padded), kind)
         return ""
 
     def _refuse(self, error: RefusalError) -> None:
@@ -185,3 +227,16 @@ class PaddedBatches:
 def _is_plain(leaf: Tensor) -> bool:
     """Whether the padded tensor can stand for ``leaf``."""
     return type(leaf) is Tensor and is_dense(leaf) and not (asks_for_gradients(leaf) or attributes_on(leaf))
+
+
+def _check_known(call: PaddedCall, is_compared: bool, program: Program | None, reason: Any, detail: str) -> None:
+    """Before a prediction: raise NotRunError if it is padded and eager for a ``reason``, or if Python code or a program
+    is about to run of which it was not compared what padding does.
+    """
+    known = call.kind.size.checked
+    if call.kind.is_padded and (reason is not None or not (is_compared or program in known)):
+        raise NotRunError(reason, detail)
+    if program is not None:
+        call.leave_lent_memory(program)
+        if is_compared:
+            known.add(program)

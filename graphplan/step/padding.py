@@ -249,10 +249,10 @@ class PaddedCall:
         self.feed, self.kind = feed, kind
         self.args, self.kwargs = padding.pad(feed, kind)
         self._versions = [memory._version for memory in kind.staged.values()]
-        kind.size.calls += kind.is_padded
 
     def take(self, result: Any) -> list[Any]:
         """The leaves of the padded result, of which the capture size learns."""
+        self.kind.size.calls += self.kind.is_padded
         leaves, structure = result_leaves(result)
         self.kind.size.slicer.meet(leaves, structure, self.kind.sizes)
         return leaves

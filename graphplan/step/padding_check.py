@@ -224,7 +224,8 @@ class PaddingCheck:
                 if not (math.isfinite(apart) or bool(came[path].isfinite().all())):
                     raise ArithmeticError(f"{path} has elements that are infinite or no numbers, without padding too")
                 over[path] = excess
-        noise = Run.of(came, self._nudged(rounding)).far if over else {}
+        # Without gradients no terms cancel into updates, and other threads may be reading the parameters.
+        noise = Run.of(came, self._nudged(rounding)).far if over and torch.is_grad_enabled() else {}
         times = RESPONSES if rounding > torch.finfo(torch.float32).eps else SPREADS
         found = {p: n for p, excess in over.items() if not excess <= times * (n := noise.get(p, 0.0))}
         found.update({path: 0.0 for path in [*came, *padded] if path not in alike})

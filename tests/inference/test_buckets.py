@@ -111,6 +111,12 @@ def bucketed(fn: Any, sizes: Any, **options: Any) -> Graphed:
     return graphed(fn, **{"backend": "tape", "shapes": "bucket", "buckets": sizes, **options})
 
 
+def twice(fast: Graphed, *args: Any) -> Any:
+    """The first call is made as it came."""
+    fast(*args)
+    return fast(*args)
+
+
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
 
@@ -126,8 +132,8 @@ def test_batches_of_one_to_eight_have_four_graphs_with_padding_and_eight_without
             assert torch.equal(exact(x), model(x))
     assert (exact.num_graphs, fast.num_graphs) == (8, 4)
     assert (len(fast.shapes.shapes), len(fast.shapes.capture_sizes)) == (8, 4)
-    assert fast.shapes.unpadded_elements == 6 * 36 * 8
-    assert fast.shapes.padded_elements == 6 * (1 + 2 + 4 + 4 + 4 * 8) * 8
+    assert fast.shapes.unpadded_elements == (6 * 36 - 8) * 8
+    assert fast.shapes.padded_elements == (6 * (1 + 2 + 4 + 4 + 4 * 8) - 8) * 8
     assert fast.shapes.padding == pytest.approx(43 / 36, abs=0.06)
     assert "8 shapes on 4 capture sizes" in fast.report()
 
@@ -224,7 +230,7 @@ def test_padding_values_and_functions_by_argument() -> None:
         x, y = torch.randn(size, 3), torch.randn(size, 2)
         for found, wanted in zip(fast(x, y), fn(x, y), strict=True):
             assert torch.equal(found, wanted)
-    assert seen[:2] == [((3, 2), (4, 2)), ((2, 2), (4, 2))]
+    assert ((3, 2), (4, 2)) in seen and ((2, 2), (4, 2)) in seen
 
 
 @pytest.mark.parametrize(
@@ -240,7 +246,7 @@ def test_padding_values_and_functions_by_argument() -> None:
 )
 def test_a_function_that_does_not_pad(pad: Any, text: str) -> None:
     with pytest.raises(PaddingError, match=text):
-        bucketed(Layer(), [4], pad=pad)(torch.randn(3, 8))
+        twice(bucketed(Layer(), [4], pad=pad), torch.randn(3, 8))
 
 
 def test_padding_that_changes_the_outcome_is_refused_by_name() -> None:
@@ -248,24 +254,25 @@ def test_padding_that_changes_the_outcome_is_refused_by_name() -> None:
         return x.mean(0)
 
     x = torch.ones(3, 8)
-    with pytest.raises(PaddingError, match=r"padding from 3 to 4 changes what comes out: result differs by 0\.25") as e:
-        bucketed(mean, [4])(x)
-    assert torch.equal(e.value.result, mean(x))
+    with pytest.raises(
+        PaddingError, match=r"padding from 3 to 4 changes what the step leaves: result: 8 of 8 elements"
+    ):
+        twice(bucketed(mean, [4]), x)
     fast = bucketed(mean, [4], on_failure="eager")
-    with pytest.warns(UserWarning, match="runs this step eagerly: padding from 3 to 4 changes what comes out"):
-        assert torch.equal(fast(x), mean(x))
+    with pytest.warns(UserWarning, match="no longer pads this step's batches: padding from 3 to 4 changes what"):
+        assert torch.equal(twice(fast, x), mean(x))
     for _ in range(5):
         assert torch.equal(fast(x), mean(x))
-    assert fast.stats.skipped[SkipReason.PADDING] == 5
+    assert fast.stats.skipped[SkipReason.PADDING] == 6
 
 
 def test_a_result_that_follows_no_dimension_is_refused_by_name() -> None:
     with pytest.raises(PaddingError, match=r"result is torch.float32\[6\] without padding and torch.float32\[8\] with"):
-        bucketed(lambda x: torch.cat([x[:, 0], x[:, 0]]), [4])(torch.ones(3, 8))
+        twice(bucketed(lambda x: torch.cat([x[:, 0], x[:, 0]]), [4]), torch.ones(3, 8))
     with pytest.raises(PaddingError, match=r"result is 3 without padding and 4 with it"):
-        bucketed(lambda x: len(x), [4])(torch.ones(3, 8))
+        twice(bucketed(lambda x: len(x), [4]), torch.ones(3, 8))
     with pytest.raises(PaddingError, match="the results' structure is"):
-        bucketed(lambda x: [x[0]] * len(x), [4])(torch.ones(3, 8))
+        twice(bucketed(lambda x: [x[0]] * len(x), [4]), torch.ones(3, 8))
 
 
 def test_a_step_that_pads_badly_only_later_is_demoted() -> None:
@@ -274,7 +281,7 @@ def test_a_step_that_pads_badly_only_later_is_demoted() -> None:
     for _ in range(8):
         fast(torch.rand(3, 8))
     assert fast.stats.replayed > 2
-    with pytest.warns(UserWarning, match="changes what comes out: result differs"):
+    with pytest.warns(UserWarning, match="changes what the step leaves: result: 8 of 8 elements differ"):
         assert torch.equal(fast(torch.full((3, 8), -1.0)), torch.full((8,), -1.0))
 
 
@@ -284,7 +291,7 @@ def test_what_is_changed_in_place_is_written_back_at_its_own_size() -> None:
         return x
 
     fast = bucketed(grow, [4, 8])
-    for size in (3, 4, 5, 3, 7, 3, 6, 3, 2, 5, 5):
+    for size in (3, 4, 5, 3, 7, 3, 6, 3, 2, 5, 5, 8):
         x = torch.randn(size, 2)
         wanted = x + 1
         found = fast(x)
@@ -387,8 +394,10 @@ def test_names_within_containers() -> None:
         assert fast({"inner": {"a": torch.ones(3)}, "b": torch.ones(3)}, [torch.ones(3), torch.ones(3)]).shape == (3,)
 
     pad = {"batch": -1.0, "a": -2.0, "pair[1]": -3.0, "pair": -4.0, "batch['b']": -5.0}
-    call(bucketed(double, [4], pad=pad))
-    assert seen == [[-2.0, -5.0, -4.0, -3.0], [1.0] * 4]
+    fast = bucketed(double, [4], pad=pad, allow=("seen",))
+    call(fast)
+    call(fast)
+    assert seen == [[1.0] * 4, [-2.0, -5.0, -4.0, -3.0]]
     with pytest.raises(OptionError, match=r"pad names 'c'; expected one of: batch, pair, inner, batch\['inner'\], a,"):
         call(bucketed(double, [4], pad={"c": 0}))
 
@@ -479,21 +488,21 @@ def test_state_that_takes_in_padding_is_refused_by_name() -> None:
     options = {"static_roles": ("input", "param", "state"), "pad": {"where": 4}}
     x, where = torch.randn(3, 3), torch.arange(3)
     model = Cached(careful=False)
-    with pytest.raises(PaddingError, match=r"model\.total, which the function changes, differs by"):
-        bucketed(model, [4], **options)(x, where)
+    with pytest.raises(PaddingError, match=r"changes what the step leaves: model\.total: 3 of 3 elements differ"):
+        twice(bucketed(model, [4], **options), x, where)
     twin = Cached(careful=False)
     twin(x, where)
     assert torch.equal(model.slots, twin.slots) and torch.equal(model.total, twin.total) and model.calls == 1
 
 
 def test_without_room_for_a_check_calls_stay_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until it is known how results are cut; after that, they are padded unchecked."""
+    """They are padded once there is room to compare them."""
     fast = bucketed(network(), [4], verify=1)
     free: list[int | None] = [0]
     monkeypatch.setattr("graphplan.verify.copy_placement.free_bytes", lambda device: free[0])
     for _ in range(3):
         assert fast(torch.randn(3, 8)).shape == (3, 4)
-    assert fast.stats.skipped[SkipReason.CHECK] == 3 and fast.shapes.checked == 0
+    assert fast.stats.skipped[SkipReason.CHECK] == 2 and fast.shapes.checked == 0
     assert any("neither cpu nor the host has that much free" in reason for reason in fast.stats.reasons)
     free[0] = None
     fast(torch.randn(3, 8))
@@ -512,5 +521,6 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for index in range(8):
         x = torch.randn(3, 8)
         assert torch.equal(fast(x, float(index)), x * float(index))
-    kinds = fast._bucketed.padding
+    assert fast._padded is not None
+    kinds = fast._padded.padding
     assert len(kinds._sizes) == 3 and len(fast.shapes.shapes) == 5 and len(kinds._kinds) == 4

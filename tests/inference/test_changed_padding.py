@@ -63,9 +63,9 @@ def test_padding_that_begins_to_matter(whole: bool) -> None:
         model.mixes = True
         for _ in range(6 if whole else 0):
             assert torch.equal(fast(eight), model(eight))
-        with pytest.warns(UserWarning, match="padding from 5 to 8 changes what comes out: result differs by"):
+        with pytest.warns(UserWarning, match="padding from 5 to 8 changes what the step leaves: result: 20 of 20"):
             assert torch.equal(fast(five), model(five))
-        assert fast.shapes.checked == checked + 1
+        assert fast.shapes.checked == checked
         assert torch.equal(fast(five), model(five))
 
 
@@ -93,6 +93,7 @@ def test_padded_calls_of_a_refused_function_are_made_without_padding() -> None:
     fast = graphed(function, shapes="bucket", buckets={0: [8]}, backend="tape", on_failure="eager")
     x = torch.arange(20.0).reshape(5, 4)
     with torch.no_grad():
+        fast(x)
         fast(x)
         with pytest.warns(UserWarning, match="reads a tensor's value on the host"):
             assert torch.equal(fast(x), function(x))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from graphplan import Graphed, PaddingError, SkipReason, graphed
@@ -52,14 +52,16 @@ def batches_of(*rows: int) -> list[Tensor]:
 @pytest.mark.parametrize("fn", [tokens, own_tokens, seldom_others])
 def test_padded_calls_that_draw_are_refused_by_name(fn: Any, verify: str) -> None:
     """Without a word they drew for the padding, too, and everything drawn later was another."""
-    (x,) = batches_of(3)
-    text = rf"the call draws random numbers at test_drawing\.py:\d+ in {fn.__name__}: .*, and padding from 3 to 4 may"
+    batches = batches_of(3, 3)
+    fast = served(fn, verify=verify)
+    text = rf"the step draws random numbers: at test_drawing\.py:\d+ in {fn.__name__}: .* For a padded"
     torch.manual_seed(0)
     _OWN.manual_seed(0)
-    with torch.inference_mode(), pytest.raises(PaddingError, match=text) as raised:
-        served(fn, verify=verify)(x)
-    found = [raised.value.result, torch.get_rng_state(), _OWN.get_state()]
-    assert all(map(torch.equal, found, run(fn, [x])))
+    with torch.inference_mode(), pytest.raises(PaddingError, match=text):
+        found = [fast(batches[0])]
+        fast(batches[1])
+    found += [torch.get_rng_state(), _OWN.get_state()]
+    assert all(map(torch.equal, found, run(fn, batches[:1])))
 
 
 @pytest.mark.parametrize("verify", ["geometric", "off"])
@@ -68,10 +70,10 @@ def test_calls_of_the_size_itself_are_replayed(fn: Any, verify: str) -> None:
     batches = batches_of(*(4, 3) * 12)
     fast = served(fn, verify=verify, on_failure="eager")
     expected = run(fn, batches)
-    with pytest.warns(UserWarning, match="runs this step eagerly: the call draws random numbers"):
+    with pytest.warns(UserWarning, match="no longer pads this step's batches: the step draws random numbers"):
         found = run(fast, batches)
     assert all(map(torch.equal, found, expected))
-    assert fast.stats.skipped[SkipReason.PADDING] == 11 and fast.stats.replayed == 9
+    assert fast.stats.skipped[SkipReason.PADDING] == 12 and fast.stats.replayed == 8
 
 
 @pytest.mark.parametrize("verify", ["geometric", "off"])
@@ -80,24 +82,10 @@ def test_a_program_that_draws_is_not_fed_padding(verify: str) -> None:
     batches = batches_of(*(4,) * 8, *(3,) * 4, *(4,) * 4)
     fast = served(tokens, verify=verify, on_failure="eager")
     expected = run(tokens, batches)
-    with pytest.warns(UserWarning, match=r"the call draws random numbers at test_drawing\.py:\d+ in tokens"):
+    with pytest.warns(UserWarning, match=r"the step draws random numbers: at test_drawing\.py:\d+ in tokens"):
         found = run(fast, batches)
     assert all(map(torch.equal, found, expected))
-    assert fast.stats.skipped[SkipReason.PADDING] == 3
-
-
-@pytest.mark.parametrize("verify", ["geometric", "off"])
-def test_a_model_that_begins_to_draw(verify: str) -> None:
-    """Dropout at work is another program, whose padding was not looked at yet."""
-    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).eval()
-    batches = batches_of(*(3,) * 10)
-    fast = served(model, verify=verify, on_failure="eager")
-    assert all(map(torch.equal, run(fast, batches), run(model, batches)))
-    assert fast.stats.replayed
-    model.train()
-    with pytest.warns(UserWarning, match="the call draws random numbers"):
-        found = run(fast, batches)
-    assert all(map(torch.equal, found, run(model, batches)))
+    assert fast.stats.skipped[SkipReason.PADDING] == 4
 
 
 def test_what_may_draw_and_does_not_is_padded() -> None:

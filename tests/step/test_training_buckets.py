@@ -18,7 +18,7 @@ from graphplan import BusyError, HostEffectError, OptionError, PaddingError, Ski
 from graphplan.step import padded_batches
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.options import Options
-from graphplan.step.padding_check import RehearsalMode
+from graphplan.step.padding_check import PaddingCheck, RehearsalMode
 from tests.facts import assert_same, flatten
 from tests.step.test_peers import Ranks
 from tests.twins import keep
@@ -460,13 +460,12 @@ def test_an_error_of_the_steps_own_is_what_it_is_without_graphplan() -> None:
         if number == UNPADDED:
             with pytest.raises(ValueError, match="a bad batch"):
                 eager.step(batch)
-            said = pytest.warns(UserWarning, match="since comparing it ended with ValueError: a bad batch")
-            with said, pytest.raises(ValueError, match="a bad batch"):
+            with pytest.raises(ValueError, match="a bad batch"):
                 step(batch)
         else:
             assert_same_call(eager, step, batch, pads=number > UNPADDED)
     assert_same(eager.state, found.state)
-    assert "event 1x: not padded, since it could not be compared: ValueError: a bad batch" in step.report()
+    assert "event 1x: not padded: it could not be compared: ValueError: a bad batch" in step.report()
 
 
 def test_a_step_that_overflows_is_not_compared() -> None:
@@ -517,7 +516,7 @@ def test_comparisons_take_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -
     made = [batch for batch in batches(80) if batch["input_ids"].shape[1] < SIZES[-1]][: UNPADDED + 64]
     for batch in made:
         step(batch)
-    (kind, *_) = step._padded._padding._kinds.values()
+    (kind, *_) = step._padded.padding._kinds.values()
     assert kind.size.calls == 64 and kind.size.next_check > 128, "a comparison is longer than a step"
 
 
@@ -592,9 +591,20 @@ def test_calls_from_within_the_step() -> None:
     for batch in batches(3):
         step(batch)
     training.inner = step
-    said = pytest.warns(UserWarning, match="graphplan does not pad a batch, since comparing it ended with BusyError")
-    with said, pytest.raises(BusyError, match="from within its own call"):
+    with pytest.raises(BusyError, match="from within its own call"):
         step(batches(1)[0])
+
+
+def test_an_error_of_graphplans_own_in_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, found = Training(), Training()
+    step = bucketed(found)
+    monkeypatch.setattr(PaddingCheck, "run", lambda *args: [].pop())
+    first, *others = batches(UNPADDED + 1)[::-1]
+    for batch in others:
+        assert_same_call(eager, step, batch, pads=False)
+    with pytest.warns(UserWarning, match="does not pad a batch, since comparing it ended with IndexError: pop from"):
+        assert_same_call(eager, step, first, pads=False)
+    assert_same(eager.state, found.state)
 
 
 @pytest.mark.parametrize(
