@@ -15,9 +15,9 @@ from torch import Tensor
 
 from graphplan.compare.comparing import facts_of
 from graphplan.compare.tensors import geometry
-from graphplan.guards.guards import Guards
 from graphplan.owners.slots import Slot, Walk, holds_plain, tensor_leaves
 from graphplan.plan.plan import Plan
+from graphplan.program.guards import Guards
 from graphplan.specs.paths import Path
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.dtensors import is_sharded, local

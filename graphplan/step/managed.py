@@ -16,7 +16,6 @@ from graphplan.compare.fast_compare import Modes
 from graphplan.errors import FaultError, HostEffectError, OptimizerError, RefusalError
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed
-from graphplan.guards.fingerprint import Fingerprint
 from graphplan.observe.executed_code import ExecutedCode
 from graphplan.observe.profile import Profile
 from graphplan.observe.source import find_source
@@ -30,6 +29,7 @@ from graphplan.owners.slots import Namespace, Reached, Walk
 from graphplan.owners.views import GroupCounts, attributes_of
 from graphplan.owners.walk import walk_owners
 from graphplan.program.faults import refusing
+from graphplan.program.fingerprint import Fingerprint
 from graphplan.step.compiled import runs_compiled
 from graphplan.trace.mode import refuse_trace
 from graphplan.trace.records import Trace

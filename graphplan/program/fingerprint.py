@@ -11,11 +11,11 @@ from torch import Tensor
 
 from graphplan.compare.comparing import Checks, Row, contents_of, facts_of, row_of
 from graphplan.compare.tensors import GEOMETRY, geometry
-from graphplan.guards.hooks import Hooks, Own
 from graphplan.owners.contents import has_contents, state_of
 from graphplan.owners.kinds import PLAIN
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Walk
+from graphplan.program.registered_hooks import Hooks, Own
 from graphplan.specs.paths import Of, Path, names
 from graphplan.trace.changes import same_value
 

@@ -1,1 +1,0 @@
-"""Is what a program depends on still where it was, and as it was?"""
