@@ -26,17 +26,16 @@ _as_memory = torch._C.DisableTorchFunctionSubclass
 
 
 class Snapshot:
-    """Owners' containers, gradients, modes and flags, and torch's switches unless in the middle of a step (``within``).
-    With ``values`` the contents of their tensors and of ``extra``, or of ``tensors``, and the states of the default
-    random generators (Python's and NumPy's too) and of ``generators``. Copies lie beside the tensors, or all on
-    ``device``. ``without`` names attributes that are there now and shall be gone after ``restore``.
+    """Owners' containers, gradients, modes, flags, torch's switches unless in the middle of a step (``within``), what
+    their tensors and ``extra`` hold (or ``tensors`` instead), and the states of the default random generators, Python's
+    and NumPy's too, and of ``generators``. Copies lie beside the tensors, or all on ``device``. ``without`` names
+    attributes that are there now and shall be gone after ``restore``.
     """
 
     def __init__(
         self,
         walk: Walk,
         *,
-        values: bool = True,
         extra: Iterable[Tensor] = (),
         tensors: Iterable[Tensor] | None = None,
         generators: Iterable[torch.Generator] = (),
@@ -50,7 +49,7 @@ class Snapshot:
         if tensors is None:
             # What a step's code only knows by name may be a whole dataset: callers name what they need in ``extra``.
             slots = [t for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found]
-            tensors = [*slots, *extra] if values else [*extra]
+            tensors = [*slots, *extra]
         each = list({id(t): t for t in tensors}.values())
         # A scripted module keeps its mode in C++.
         self._modes = [(m, m.training) for m in walk.modules if "training" not in vars(m) and hasattr(m, "training")]
@@ -59,18 +58,15 @@ class Snapshot:
             leaves = [*(param for _, param in walk.parameters.values()), *(tensor for tensor in each if tensor.is_leaf)]
             self._grads = [(leaf, leaf.requires_grad, leaf.grad) for leaf in leaves]
         self._switches = None if within else read_all()
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        self._generators: list[tuple[Callable[[Any], object], Any]] = []
-        if values:
-            with _as_memory():
-                # An expanded tensor cannot be written to, by the step no more than by us.
-                live = list(filter(_is_copied, each))
-            _check_copies(walk, live)
-            with _as_memory():
-                copies = copy_all(live, device)
-            self._tensors = {id(t): (t, copy) for t, copy in zip(live, copies, strict=True)}
-            self._generators = [(g.set_state, g.get_state()) for g in (*default_generators(), *generators)]
-            self._generators += _host_generators()
+        with _as_memory():
+            # An expanded tensor cannot be written to, by the step no more than by us.
+            live = list(filter(_is_copied, each))
+        _check_copies(walk, live)
+        with _as_memory():
+            copies = copy_all(live, device)
+        self._tensors = {id(t): (t, copy) for t, copy in zip(live, copies, strict=True)}
+        of_torch = [(g.set_state, g.get_state()) for g in (*default_generators(), *generators)]
+        self._generators: list[tuple[Callable[[Any], object], Any]] = [*of_torch, *_host_generators()]
 
     @property
     def storages(self) -> set[int | None]:
