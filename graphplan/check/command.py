@@ -9,13 +9,11 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphplan.check.configurations import configured
-from graphplan.check.facts import differences
 from graphplan.check.fit import check_fit
 from graphplan.check.result import Result
 from graphplan.check.run import check_step
@@ -33,8 +31,7 @@ CHECK = """Train a few steps on the CPU, under CUDA's rules, and list what keeps
     graphplan check pkg.models:Net --data pkg.data:Data --config config.yaml
     graphplan check train.py:step --batch "torch.randn(8, 64)"
 
-The exit status is 0 if the whole step would be replayed (and the plan is that of --against), 1 if not, 2 for a wrong
-call.
+The exit status is 0 if the whole step would be replayed, 1 if not, 2 for a wrong call.
 """
 PACKAGES = (
     "graphplan", "torch", "lightning", "pytorch-lightning", "transformers", "hydra-core", "omegaconf", "torchmetrics",
@@ -54,16 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("--data", help="module:expression of a DataModule, a DataLoader or batches")
     check.add_argument("--batch", help="an expression for one batch, or for the arguments of a step, with torch in it")
     check.add_argument("--config", help="a file of LightningCLI or Hydra that names model and data")
-    check.add_argument("--save", type=Path, metavar="PLAN.json", help="write the plan")
-    check.add_argument("--against", type=Path, metavar="PLAN.json", help="compare the plan with one that was saved")
-    check.add_argument("--json", action="store_true", help="print the result as JSON")
+    check.add_argument("--json", action="store_true", help="print the result, and the plan, as JSON")
     commands.add_parser("env", help="versions, devices and settings, for a report of a fault")
     options = parser.parse_args(arguments)
     try:
         if options.command == "env":
             text, status = "\n".join(f"{name}: {value}" for name, value in environment().items()), 0
         else:
-            text, status = _check(options)
+            result = _result(options)
+            text = json.dumps(result.data(), indent=2) if options.json else result.text()
+            status = 1 if result.blockers or result.plan is None else 0
     except OptionError as error:
         sys.stderr.write(f"graphplan {options.command}: {error}\n")
         return 2
@@ -76,43 +73,19 @@ def script() -> None:
     sys.exit(main())
 
 
-def _check(options: argparse.Namespace) -> tuple[str, int]:
-    result = _result(options)
-    if options.save is not None and result.plan is not None:
-        options.save.write_text(json.dumps(result.plan, indent=2) + "\n", encoding="utf-8")
-    data, lines = result.data(), [result.text()]
-    if result.plan is None:
-        lines += [] if options.save is None else [f"  there is no plan to write to {options.save}"]
-        lines += [] if options.against is None else [f"  there is no plan to compare with {options.against}"]
-    elif options.against is not None:
-        data["differences"] = found = differences(_saved(options.against), result.plan)
-        lines += [f"  not as in {options.against}: {line}" for line in found]
-        lines += [] if found else [f"  the plan is that of {options.against}"]
-    status = 1 if result.blockers or result.plan is None or data.get("differences") else 0
-    return json.dumps(data, indent=2) if options.json else "\n".join(lines), status
-
-
-def _saved(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {name: found[name] for name in ("roles", "operators", "launches", "guards")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OptionError(f"--against is {path}, which is no plan that --save has written: {error!r}") from error
-
-
 def _result(options: argparse.Namespace) -> Result:
     make, data = _makers(options)
     name = options.target or options.config
     batches = None if options.batch is None else _batches(options.batch)
     first = make()
     if hasattr(first, "training_step"):
-        return check_fit(make, data if batches is None else lambda: batches, name=name, progress=True)
+        return check_fit(make, data if batches is None else lambda: batches, name=name)
     if not callable(first):
         raise OptionError(f"{name} is a {type(first).__name__}; expected a LightningModule, or a step to call")
     if batches is None:
         raise OptionError(f"{name} is a step, and is called with --batch, which is missing")
     calls = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
-    return check_step(first, calls, name=name, progress=True)
+    return check_step(first, calls, name=name)
 
 
 def _makers(options: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[], Any]]:

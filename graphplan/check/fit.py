@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from graphplan.environment.lightnings import callback_class, name_of
 from graphplan.errors import OptionError
 
 
-def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "fit", progress: bool = False) -> Result:
+def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "fit") -> Result:
     """Train a module for a few steps on the CPU, and list everything that would keep its steps from being replays.
 
     Examples:
@@ -31,7 +30,6 @@ def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "
         data: returns a DataModule, a DataLoader, a Dataset of batches, or a list of batches; None if the module has
             loaders of its own.
         name: what the result is headed with.
-        progress: whether to draw a bar, on a terminal where rich is installed.
 
     Returns:
         The result. ``print(result.text())`` lists the blockers.
@@ -40,11 +38,11 @@ def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "
         OptionError: if the data is none of these, or there is none.
     """
 
-    def run(components: str = "auto") -> Ran:
+    def run() -> Ran:
         module, fed = make(), data()
         package = name_of(module)
         pl = importlib.import_module(package)
-        callback = callback_class(package)(backend="tape", on_failure="eager", components=components)
+        callback = callback_class(package)(backend="tape", on_failure="eager")
         with _quiet(package):
             trainer = pl.Trainer(
                 accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, logger=False, callbacks=[callback],
@@ -58,13 +56,7 @@ def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "
                 trainer.fit(module, _loader_of(fed))
         return callback.stats, callback.plan, callback.notes
 
-    def meanwhile() -> str:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            stats, _, _ = run("optimizer")
-        return "; components='optimizer' would replay the optimizer's step alone" if stats.replayed else ""
-
-    return check(run, name, meanwhile, progress=progress)
+    return check(run, name)
 
 
 @contextmanager

@@ -8,11 +8,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graphplan.check.facts import Facts
 from graphplan.errors import RefusalError
+from graphplan.plan.plan import Plan
 from graphplan.report.stats import Stats
+from graphplan.specs.roles import Role
 
 _WIDTH = 100
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Result:
             it can.
         warnings: what replays would leave out, and the like.
         replayed: what would be replayed as things are.
-        plan: facts of the plan, :func:`graphplan.check.facts.facts_of`; None if none could be made.
+        plan: facts of the plan, :func:`facts_of`; None if none could be made.
     """
 
     name: str
@@ -70,3 +72,17 @@ def blockers_of(collected: Iterable[RefusalError], stats: Stats) -> tuple[str, .
 
 _WITHOUT_NUMBERS = re.compile(r"(?<![\w:])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 """Numbers that differ from run to run, and not those of lines."""
+
+
+def facts_of(plan: Plan) -> Facts:
+    """Roles, operators, launches, guards and memory of a plan, ready to be written as JSON."""
+    return {
+        "roles": {external.name: f"{external.role} {external.spec}" for external in plan.externals},
+        "operators": dict(sorted(plan.operators.items())),
+        "launches": plan.launches,
+        "guards": sorted({*plan.reads.values, *plan.reads.traits}),
+        "bytes": {
+            **{str(role): sum(e.spec.nbytes for e in plan.by_role(role)) for role in Role},
+            "intermediates": plan.footprint.peak,
+        },
+    }

@@ -8,12 +8,10 @@ from itertools import cycle, islice
 from typing import Any
 
 from graphplan.check.cuda_rules import cuda_rules
-from graphplan.check.facts import facts_of
-from graphplan.check.result import Result, blockers_of
+from graphplan.check.result import Result, blockers_of, facts_of
 from graphplan.errors import SkipReason
 from graphplan.plan.plan import Plan
 from graphplan.report.figures import CLOSED
-from graphplan.report.progress import bar
 from graphplan.report.stats import Stats
 from graphplan.step.graphed_step import graph_step
 from graphplan.trace.records import collecting
@@ -34,7 +32,6 @@ def check_step(
     *,
     owners: Mapping[str, Any] | Sequence[Any] | None = None,
     name: str = "step",
-    progress: bool = False,
 ) -> Result:
     """Run a step a few times on the CPU, and list everything that would keep it from being one replay.
 
@@ -57,7 +54,6 @@ def check_step(
         calls: the positional arguments of one call each; they repeat.
         owners: objects whose tensors the step uses, as for :func:`graph_step`.
         name: what the result is headed with.
-        progress: whether to draw a bar, on a terminal where rich is installed.
 
     Returns:
         The result. ``print(result.text())`` lists the blockers.
@@ -77,28 +73,23 @@ def check_step(
         step.close()
         return stats, plan, []
 
-    return check(run, name, progress=progress)
+    return check(run, name)
 
 
-def check(run: Callable[[], Ran], name: str, meanwhile: Callable[[], str] = str, *, progress: bool = False) -> Result:
+def check(run: Callable[[], Ran], name: str) -> Result:
     """The result of two runs: one in which refusals are collected, and one as it would be.
 
     Args:
         run: trains for a few steps with ``backend="tape"`` and ``on_failure="eager"``.
         name: what the result is headed with.
-        meanwhile: says what other options would replay, of a step that is not replayed; asked for such a one only.
-        progress: whether to draw a bar, on a terminal where rich is installed.
     """
-    with bar("check", 2, is_shown=progress) as begin:
-        begin("collecting blockers")
-        # Under CUDA's rules; a step that is refused is let go on, for a plan of it.
-        with warnings.catch_warnings(), collecting() as found, cuda_rules():
-            warnings.simplefilter("ignore")
-            _, collected_plan, _ = run()
-        begin("replaying")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            stats, plan, notes = run()
+    # A step that is refused is let go on, for a plan of it.
+    with warnings.catch_warnings(), collecting() as found, cuda_rules():
+        warnings.simplefilter("ignore")
+        _, collected_plan, _ = run()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stats, plan, notes = run()
     refused = {reason for reason in stats.skipped if reason not in _NO_REFUSALS}
     closed = tuple(note for note in notes if note.startswith(CLOSED))
     blockers = (*closed, *blockers_of(found.values(), stats if refused else Stats()))
@@ -108,15 +99,15 @@ def check(run: Callable[[], Ran], name: str, meanwhile: Callable[[], str] = str,
         name=name,
         blockers=blockers,
         warnings=tuple(dict.fromkeys(texts)),
-        replayed=_replayed(stats, notes, meanwhile, is_blocked=bool(blockers)),
+        replayed=_replayed(stats, notes, is_blocked=bool(blockers)),
         plan=None if best is None else facts_of(best),
     )
 
 
-def _replayed(stats: Stats, notes: Sequence[str], meanwhile: Callable[[], str], *, is_blocked: bool) -> str:
+def _replayed(stats: Stats, notes: Sequence[str], *, is_blocked: bool) -> str:
     parts = next((note for note in notes if "eagerly" in note), None)
     if not stats.replayed:
-        return f"nothing would be replayed{meanwhile()}" if is_blocked else "no step was replayed in so few of them"
+        return "nothing would be replayed" if is_blocked else "no step was replayed in so few of them"
     if parts is not None:
         return f"a part of each step would be replayed ({parts})"
     return "replayed on the CPU, and not on a CUDA device" if is_blocked else "each step would be one replay"

@@ -204,17 +204,15 @@ class Graphed(GraphedStep):
         *,
         example: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-        order: str = "largest_first",
         progress: bool | Callable[[str], object] = False,
     ) -> Prewarmed:
-        """Capture before the first request: see :func:`graphplan.inference.prewarming.prewarm`.
+        """Capture before the first request, the largest size first: smaller ones then fit into its memory.
 
         Args:
             sizes: sizes of dimension 0, or sizes by dimension; by default all that ``buckets`` has.
             example: positional arguments of one call, of any size; by default zeros like an earlier call's.
             kwargs: keyword arguments of that call.
-            order: ``"largest_first"``, so that smaller ones fit into the memory of larger ones, or ``"as_given"``.
-            progress: whether to show a bar on standard error, or a function that gets its text.
+            progress: whether to write a line for each size to standard error, or a function that gets the text.
 
         Raises:
             OptionError: for sizes that make no sense, without an example, or where gradients are wanted.
@@ -225,7 +223,7 @@ class Graphed(GraphedStep):
         if given is None:
             raise OptionError("prewarm has no example and there was no call; expected example=(x, ...) of any size")
         ladders = None if self._padded is None else self._padded.padding.ladders
-        return prewarm(self, given, self._dynamic, sizes=sizes, ladders=ladders, order=order, progress=progress)
+        return prewarm(self, given, self._dynamic, sizes=sizes, ladders=ladders, progress=progress)
 
     @property
     def num_graphs(self) -> int:

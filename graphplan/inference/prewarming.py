@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.environment.devices import is_accelerator
 from graphplan.errors import OptionError, SkipReason
 from graphplan.feed.signature import Feed
-from graphplan.report.progress import bar, draws_bars
 from graphplan.step.buckets import Ladders
 from graphplan.step.dimensions import Dynamic, outer_first
 from graphplan.step.graphed_step import GraphedStep
@@ -27,22 +25,14 @@ _CALLS = 64
 
 @dataclass(frozen=True, slots=True)
 class Prewarmed:
-    """What was captured: ``sizes`` by dimension, how many programs came of them, and bytes of the pool.
-
-    ``estimate`` is what the pool was expected to take after the first capture: where the largest is captured first and
-    programs share memory, what that took; else in proportion to the elements.
-    """
+    """What was captured: ``sizes`` by dimension, how many programs came of them, and bytes of the pool."""
 
     sizes: tuple[dict[int, int], ...]
     captured: int
-    estimate: int
     nbytes: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.captured} captures for {len(self.sizes)} sizes; {self.nbytes / 2**20:.1f} MiB, "
-            f"estimated {self.estimate / 2**20:.1f} MiB"
-        )
+        return f"{self.captured} captures for {len(self.sizes)} sizes; {self.nbytes / 2**20:.1f} MiB"
 
 
 def bare(feed: Feed) -> Feed:
@@ -76,28 +66,26 @@ def prewarm(
     *,
     sizes: Sequence[Size] | None,
     ladders: Ladders | None,
-    order: str,
     progress: bool | Callable[[str], object],
 ) -> Prewarmed:
-    """Call with zeros of each size until there is a program for it. Raises OptionError if there is none in the end."""
-    wanted = _parse_sizes(sizes, ladders, order)
+    """Call with zeros of each size, the largest first, until there is a program for it. Raises OptionError if there is
+    none in the end.
+    """
+    wanted = sorted(_parse_sizes(sizes, ladders), key=lambda dims: prod(dims.values()), reverse=True)
+    tell = progress if callable(progress) else (lambda text: sys.stderr.write(f"{text}\n")) if progress else None
     before = step.stats.captured
-    estimate = 0
-    with bar("prewarm", len(wanted), is_shown=progress is True) as begin:
-        for number, dims in enumerate(wanted):
-            begin(_show(progress, number, len(wanted), dims, estimate))
-            with step.machine.timing.asked_for():
-                _capture(step, _zeros(example, dynamic, dims), dims)
-            if number == 0:
-                estimate = _estimate(step, wanted)
-    _show(progress, len(wanted), len(wanted), {}, estimate)
+    for number, dims in enumerate(wanted):
+        if tell is not None:
+            tell(f"prewarm {number}/{len(wanted)} size {' x '.join(map(str, dims.values()))}")
+        with step.machine.timing.asked_for():
+            _capture(step, _zeros(example, dynamic, dims), dims)
+    if tell is not None:
+        tell(f"prewarm {len(wanted)}/{len(wanted)}")
     used = sum(program.nbytes for program in step.programs)
-    return Prewarmed(tuple(wanted), step.stats.captured - before, estimate, used)
+    return Prewarmed(tuple(wanted), step.stats.captured - before, used)
 
 
-def _parse_sizes(sizes: Sequence[Size] | None, ladders: Ladders | None, order: str) -> list[dict[int, int]]:
-    if order not in ("largest_first", "as_given"):
-        raise OptionError(f"order is {order!r}; expected 'largest_first' or 'as_given'")
+def _parse_sizes(sizes: Sequence[Size] | None, ladders: Ladders | None) -> list[dict[int, int]]:
     if sizes is None:
         if ladders is None:
             raise OptionError("prewarm has no sizes; expected some, such as [1, 2, 4, 8], or shapes='bucket'")
@@ -111,11 +99,7 @@ def _parse_sizes(sizes: Sequence[Size] | None, ladders: Ladders | None, order: s
                 raise OptionError(f"prewarm has the size {size!r} in dimension {dim!r}; expected integers from 1 on")
     if not parsed:
         raise OptionError("prewarm has no sizes; expected at least one, such as [1, 2, 4, 8]")
-    return sorted(parsed, key=_elements, reverse=True) if order == "largest_first" else parsed
-
-
-def _elements(dims: Mapping[int, int]) -> int:
-    return prod(dims.values())
+    return parsed
 
 
 def _capture(step: GraphedStep, arguments: Any, dims: Mapping[int, int]) -> None:
@@ -133,28 +117,3 @@ def _capture(step: GraphedStep, arguments: Any, dims: Mapping[int, int]) -> None
             break
     text = why.value if why is not None else "no capture came"
     raise OptionError(f"nothing is captured for the size {dict(dims)}: {text}; expected calls that can be replayed")
-
-
-def _estimate(step: GraphedStep, wanted: Sequence[Mapping[int, int]]) -> int:
-    """Bytes of the pool in the end, after the first capture."""
-    programs = step.programs
-    first = max((program.nbytes for program in programs), default=0)
-    device = step.machine.runner.device
-    if device is not None and is_accelerator(device) and _elements(wanted[0]) == max(map(_elements, wanted)):
-        return first
-    return round(first * sum(map(_elements, wanted)) / _elements(wanted[0]))
-
-
-def _show(
-    progress: bool | Callable[[str], object], done: int, total: int, dims: Mapping[int, int], estimate: int
-) -> str:
-    """Tell of the size that comes next, unless a bar does; what the bar is given."""
-    size = " x ".join(map(str, dims.values()))
-    facts = [f"size {size}"] if size else []
-    facts += [f"about {estimate / 2**20:.1f} MiB"] if estimate else []
-    text = f"prewarm {done}/{total}" + (f" {', '.join(facts)}" if facts else "")
-    if callable(progress):
-        progress(text)
-    elif progress and not draws_bars():
-        sys.stderr.write(f"{text}\n")
-    return ", ".join(facts)

@@ -14,7 +14,6 @@ from graphplan.inference.graphed import Graphed
 from graphplan.inference.graphed_options import ServeOptions
 from graphplan.inference.shared_pool import Pool
 from graphplan.program.leases import StaticOutput
-from graphplan.program.program import Program
 from graphplan.report.rendering import Reports
 from graphplan.step.call_lock import runs_within_step
 from graphplan.tensors.trees import map_result
@@ -123,10 +122,6 @@ class Pieces(Reports):
         """The report as data."""
         pieces = [graphed.data() for graphed in self.programs]
         return {"scope": self.scope, "graphs": self.num_graphs, "reasons": dict(self.reasons), "pieces": pieces}
-
-    def drawn(self) -> list[Program]:
-        """The programs of all pieces."""
-        return [program for graphed in self.programs for program in graphed.programs]
 
     def close(self) -> None:
         """Drop every program."""

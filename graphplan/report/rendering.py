@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphplan.errors import OptionError
-from graphplan.program.program import Program
 from graphplan.report.figures import Figures
 from graphplan.report.page import page
 
 _FORMATS = ("text", "json", "html")
-_LABEL = 64
-"""Characters of a name that a drawing shows; names of kernels have their template arguments in them."""
 
 
 class Reports(ABC):
@@ -29,42 +26,30 @@ class Reports(ABC):
     def data(self) -> dict[str, Any]:
         """The report as plain data."""
 
-    @abstractmethod
-    def drawn(self) -> Sequence[Program]:
-        """The programs to draw."""
-
-    def report(self, format: str = "text", program: int | None = None) -> str:
+    def report(self, format: str = "text") -> str:
         """What the calls so far were, why some were eager, and what there is to replay.
 
         Args:
-            format: ``"text"``, ``"json"`` (the same as data, and each program with its nodes), ``"html"`` (that as a
-                page of its own, with drawings) or ``"dot"`` (the programs' nodes as a drawing for graphviz).
-            program: the number of the program to draw, as JSON lists them; all without it.
+            format: ``"text"``, ``"json"`` (the same as data, and each program with its nodes) or ``"html"`` (that as a
+                page of its own, with drawings).
 
         Raises:
-            OptionError: for a format or a program that there is not, or where what draws a page is not installed.
+            OptionError: for a format that there is not, or where what draws a page is not installed.
         """
-        check_format(format, "dot")
-        if program is not None and format != "dot":
-            raise OptionError(f"program is given with format={format!r}; expected format='dot', which draws one or all")
+        check_format(format)
         if format == "text":
             return self.text()
-        if format == "json":
-            return json.dumps(self.data(), indent=2)
-        if format == "html":
-            return page([("calls", self.data())])
-        return _draw(_chosen(self.drawn(), program))
+        return json.dumps(self.data(), indent=2) if format == "json" else page([("calls", self.data())])
 
 
-def check_format(format: str, *more: str) -> None:
+def check_format(format: str) -> None:
     """Refuse a form that there is not.
 
     Raises:
         OptionError: naming those that there are.
     """
-    known = (*_FORMATS, *more)
-    if format not in known:
-        raise OptionError(f"format is {format!r}; expected one of: {', '.join(known)}")
+    if format not in _FORMATS:
+        raise OptionError(f"format is {format!r}; expected one of: {', '.join(_FORMATS)}")
 
 
 def report_of_runs(runs: Sequence[tuple[str, Figures]], format: str) -> str:
@@ -80,41 +65,3 @@ def report_of_runs(runs: Sequence[tuple[str, Figures]], format: str) -> str:
         return "\n".join(f"{title}:\n{figures.text()}" for title, figures in sections)
     data = [(title, figures.data()) for title, figures in sections]
     return page(data) if format == "html" else json.dumps(dict(data), indent=2)
-
-
-def _chosen(programs: Sequence[Program], number: int | None) -> list[tuple[int, Program]]:
-    numbered = list(enumerate(programs))
-    if number is None:
-        return numbered
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(numbered):
-        raise OptionError(
-            f"program is {number!r}, and there are {len(numbered)} of them; expected a number from 0, or None for all"
-        )
-    return [numbered[number]]
-
-
-def _draw(programs: Sequence[tuple[int, Program]]) -> str:
-    """A graph in graphviz's language: a cluster for each program, an edge to each node from what it follows."""
-    lines = ["digraph graphplan {", "  node [shape=box];"]
-    for number, program in programs:
-        nodes = program.nodes
-        title = f"{number}: {program.plan.name}({program.plan.feed}), {program.replays} replays"
-        lines += [f"  subgraph cluster_{number} {{", f"    label={_quote(title)};"]
-        if nodes.missing:
-            lines.append(f"    p{number} [shape=note, label={_quote(nodes.missing)}];")
-        for index, node in enumerate(nodes.all):
-            label = node.name or node.type
-            short = label if len(label) <= _LABEL else f"{label[: _LABEL - 1]}…"
-            lines.append(f"    p{number}_{index} [label={_quote(short)}, tooltip={_quote(label)}];")
-        lines += [
-            f"    p{number}_{before} -> p{number}_{index};"
-            for index, node in enumerate(nodes.all)
-            for before in node.after
-        ]
-        lines.append("  }")
-    return "\n".join([*lines, "}"])
-
-
-def _quote(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'

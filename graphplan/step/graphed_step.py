@@ -198,10 +198,6 @@ class GraphedStep(Method, CallLock, Reports):
         return self.machine.programs.all()
 
     @override
-    def drawn(self) -> list[Program]:
-        return self.programs
-
-    @override
     def text(self) -> str:
         return self._figures().text()
 

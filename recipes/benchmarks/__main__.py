@@ -30,10 +30,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from graphplan.report.progress import bar
 from recipes.benchmarks.bars import bars
 from recipes.benchmarks.catalogue import CONTENDERS, CPU_SECONDS, PEER, SETS, WAYS, Contender
 from recipes.benchmarks.tables import draw, markdown, show
+from recipes.progress import bar
 
 Row = dict[str, Any]
 _SHARE = 5

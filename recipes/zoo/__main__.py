@@ -28,7 +28,7 @@ from time import monotonic
 
 import torch
 
-from graphplan.report.progress import bar
+from recipes.progress import bar
 from recipes.zoo.clock import BLOCK, Turns
 from recipes.zoo.registry import Entry, load_entries
 from recipes.zoo.table import Row, markdown, summary

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from graphplan import GraphPlanCallback
 from graphplan.backends.backend import first_line
-from graphplan.report.progress import bar
+from recipes.progress import bar
 from recipes.zoo.clock import Turns
 from recipes.zoo.measuring import compare, oracles_of
 from recipes.zoo.registry import Case, Entry, Scale

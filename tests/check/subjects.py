@@ -50,14 +50,6 @@ class Tuned(Good):
         return self.make(self.parameters())
 
 
-class Growing(Good):
-    """A change of a plan: one layer more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
-
-
 class Own(Good):
     """Has a loader of its own."""
 

@@ -1,4 +1,4 @@
-"""``graphplan check``: all blockers at once, each with its line; exit statuses; plans that are kept and compared."""
+"""``graphplan check``: all blockers at once, each with its line; exit statuses; configurations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from graphplan import check_step
 from graphplan.check import fit
 from graphplan.check.command import environment, main
 from graphplan.check.configurations import configured
-from graphplan.check.facts import differences
 from graphplan.check.targets import load
 from graphplan.errors import OptionError
 from tests.check import subjects
@@ -118,12 +117,10 @@ def test_what_operators_read_of_a_device(dtype: torch.dtype) -> None:
     assert bool(found) == (dtype == torch.float32), result.text()
 
 
-def test_a_part_that_is_replayed_meanwhile() -> None:
+def test_a_part_that_is_replayed() -> None:
     result = fit.check_fit(subjects.OptimizerOnly, subjects.Data)
     assert len(result.blockers) == 1
-    assert result.replayed == (
-        "nothing would be replayed; components='optimizer' would replay the optimizer's step alone"
-    )
+    assert result.replayed == "nothing would be replayed"
     result = fit.check_fit(subjects.HostOptimizer, subjects.Data)
     assert result.replayed.startswith("a part of each step would be replayed (")
     assert "optimizer" in result.replayed
@@ -135,39 +132,6 @@ def test_a_fit_that_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> No
     result = fit.check_fit(subjects.Good, subjects.Data)
     assert result.blockers == ("no step of this fit can be captured: a reason",)
     assert result.replayed == "nothing would be replayed"
-
-
-def test_a_plan_is_kept_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "plan.json"
-    data = ["--data", f"{HERE}:Data"]
-    assert main(["check", f"{HERE}:Good", *data, "--save", str(file)]) == 0
-    assert main(["check", f"{HERE}:Good", *data, "--against", str(file)]) == 0
-    assert f"the plan is that of {file}" in capsys.readouterr().out
-    assert main(["check", f"{HERE}:Growing", *data, "--against", str(file)]) == 1
-    out = capsys.readouterr().out
-    assert "model.net.2.weight: none -> param f32[1, 8]" in out
-    assert "launches: " in out
-    assert main(["check", f"{HERE}:Growing", *data, "--against", str(file), "--json"]) == 1
-    assert "model.net.2.weight: none -> param f32[1, 8]" in json.loads(capsys.readouterr().out)["differences"]
-
-
-def test_without_a_plan_nothing_is_kept_or_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("graphplan.callback.callback.closed_to_training", lambda *args: "a reason")
-    file = tmp_path / "plan.json"
-    for option, words in (("--save", "to write to"), ("--against", "to compare with")):
-        assert main(["check", f"{HERE}:Own", option, str(file)]) == 1
-        assert f"there is no plan {words} {file}" in capsys.readouterr().out
-    assert not file.exists()
-
-
-def test_differences_of_guards_and_operators() -> None:
-    old = {"roles": {}, "operators": {"aten.mm": 1}, "launches": 1, "guards": ["model.scale"]}
-    new = {"roles": {}, "operators": {"aten.mm": 2}, "launches": 2, "guards": ["model.gain"]}
-    assert differences(old, new) == [
-        "operator aten.mm: 1 -> 2 times", "launches: 1 -> 2", "guard gone: model.scale", "guard new: model.gain",
-    ]  # fmt: skip
 
 
 CLI = f"model:\n  class_path: {HERE}.Good\n  init_args:\n    width: 8\ndata:\n  class_path: {HERE}.Data\n"
@@ -244,13 +208,6 @@ def test_configurations_that_are_none(tmp_path: Path) -> None:
     file.write_text("model:\n  nothing: 3\n")
     with pytest.raises(OptionError, match="which LightningCLI does not take"):
         configured(str(file), subjects.Good, None)[0]()
-
-
-def test_a_plan_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "plan.json"
-    file.write_text("[]")
-    assert main(["check", f"{HERE}:Own", "--against", str(file)]) == 2
-    assert "which is no plan that --save has written" in capsys.readouterr().err
 
 
 def test_a_configuration_without_what_reads_it(

@@ -361,19 +361,17 @@ def test_launches() -> None:
 
 
 def test_reports() -> None:
-    """What a program consists of, as data and as a drawing: kernels by name, each after those that it waits for."""
+    """What a program consists of: kernels by name."""
     model = make_network()
     fast = fast_of(model, verify="off")
     for size in (8, 4) * 6:
         fast(batch(size))
     programs = json.loads(fast.report("json"))["programs"]
-    drawing = fast.report("dot")
-    assert len(programs) == drawing.count("subgraph cluster_") == 2
-    for number, program in enumerate(programs):
+    assert len(programs) == 2
+    for program in programs:
         nodes = program["nodes"]
         if CUDA and not nodes["count"]:
-            assert "nodes are not known" in nodes["missing"] and nodes["missing"] in drawing
+            assert "nodes are not known" in nodes["missing"]
             continue
         assert nodes["missing"] == "" and sum(nodes["types"].values()) == nodes["count"] >= 5
         assert sum(nodes["names"].values()) >= 5 and all(nodes["names"])
-        assert drawing.count(f"p{number}_0 ->") >= 1 and drawing.count(f" -> p{number}_") >= nodes["count"] - 1

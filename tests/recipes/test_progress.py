@@ -7,9 +7,7 @@ import sys
 
 import pytest
 
-from graphplan.check.run import check_step
-from graphplan.report.progress import bar, draws_bars
-from tests.check.subjects import batches
+from recipes.progress import bar, draws_bars
 
 
 class Terminal(io.StringIO):
@@ -35,17 +33,8 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_bar_elsewhere(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", written := io.StringIO() if is_there else Terminal())
     if not is_there:
-        monkeypatch.setattr("graphplan.report.progress.find_spec", lambda name: None)
+        monkeypatch.setattr("recipes.progress.find_spec", lambda name: None)
     assert not draws_bars()
     with bar("work", 1) as begin:
         begin("first")
     assert written.getvalue() == ""
-
-
-def test_a_check_with_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two parts, with the result that it has without."""
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    found = check_step(lambda x: x.sum(), batches, progress=True)
-    assert found.text() == check_step(lambda x: x.sum(), batches).text()
-    assert terminal.getvalue().index("check: collecting blockers") < terminal.getvalue().index("check: replaying")

@@ -197,7 +197,7 @@ def test_a_step_that_does_not_pay_stands_down_to_stock(monkeypatch: pytest.Monke
     assert "was measured to take 1000000 µs per step eagerly and 5000000 µs with replays" in step.report()
     assert "step 1000000 -> 5000000 µs" in step.report()
     assert hooks_of(rig.model, rig.optimizer) == before
-    assert step.drawn() == []
+    assert step.programs == []
     rests = rig.clock.rests
     rig.drive(step, 20)
     assert rig.clock.rests == rests

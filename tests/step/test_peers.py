@@ -153,7 +153,7 @@ def drive_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, after: Callable[[i
     step = GraphedStep(rig.step, rig.owners, Options(backend="tape", **options), peers=ranks.rank_0)
 
     def communicating(index: int) -> None:
-        for program in step.drawn():
+        for program in step.programs:
             program.plan = replace(program.plan, communicates=True)
         after(index)
 
@@ -182,7 +182,7 @@ def test_a_rank_whose_program_is_wrong_stops_the_others(ranks: Ranks, monkeypatc
         step = drive_rank(ranks, monkeypatch, after, on_failure="eager")
     assert (step.stats.replayed, step.stats.verified) == (1, 1)
     assert step.stats.skipped == {SkipReason.PEER: CALLS - CHECKED - 1}
-    assert step.drawn() == []
+    assert step.programs == []
 
 
 def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:

@@ -322,7 +322,7 @@ def test_a_batch_beyond_the_largest_size_has_its_own_shape() -> None:
         f"not padded: dimension 1 of args[0]['input_ids'] has {length} elements, which is beyond the largest capture"
     )
     assert f"  event 8x: {event} size 32\n" in step.report()
-    assert any(str(length) in str(program.plan.feed) for program in step.drawn()), "and a program of its own"
+    assert any(str(length) in str(program.plan.feed) for program in step.programs), "and a program of its own"
 
 
 def test_rows_under_a_mask_that_the_step_asks_for() -> None:
