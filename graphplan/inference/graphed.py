@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import update_wrapper
-from threading import get_ident
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from graphplan.environment.surroundings import surroundings
-from graphplan.errors import BusyError, CopyError, FeedError, NotCapturedError, OptionError, SkipReason
+from graphplan.errors import CopyError, FeedError, NotCapturedError, OptionError, SkipReason
 from graphplan.feed.signature import Feed, flatten, is_dense
 from graphplan.inference.graphed_options import ServeOptions
-from graphplan.inference.prewarming import Prewarmed, bare, prewarm
+from graphplan.inference.prewarming import Prewarmed, prewarm
 from graphplan.inference.shared_pool import Pool
 from graphplan.program.leases import plain
 from graphplan.specs.roles import Role
@@ -76,10 +75,7 @@ class Graphed(GraphedStep):
         self._dynamic = Dynamic(fn, options.dynamic)
         self._is_direct = options.enable_if is None and options.shapes != "eager"
         self._first: dict[Any, tuple[int, ...]] = {}
-        self._example: Feed | None = None
-        """A call without its values."""
         self._warned: set[str] = set()
-        self._thread: int | None = None
         if isinstance(fn, nn.Module):
             self.__wrapped__ = fn
         else:
@@ -103,21 +99,14 @@ class Graphed(GraphedStep):
         if stock is not None:
             return stock(args, kwargs)
         if runs_within_step():
-            if self._thread == get_ident():
-                raise BusyError(
-                    f"{self._name} was called from within its own call; expected one call at a time, since all work on "
-                    "the same memory. Let it call the functions that it is made of instead of itself"
-                )
             # Part of another step, which has it in its own recording.
             return self._fn(*args, **kwargs)
         self.pool.take(self.machine.runner.device)
-        self._thread = get_ident()
         try:
             return self._served(args, kwargs)
         except Exception as error:  # noqa: BLE001 - raised again where it is the caller's
             return self.recover(error, args, kwargs)
         finally:
-            self._thread = None
             self.pool.give_back()
 
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,12 +120,8 @@ class Graphed(GraphedStep):
             self.shapes.hits += 1
             return result
         self.shapes.misses += 1
-        with self.machine.timing.having_run():
-            if stats.captured > captured:
-                self._warn_of_limits()
-            if self._example is None or stats.captured > captured:
-                feed = _dense_feed(args, kwargs)
-                self._example = self._example if feed is None else bare(feed)
+        if stats.captured > captured:
+            self._warn_of_limits()
         return result
 
     def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -202,7 +187,7 @@ class Graphed(GraphedStep):
         self,
         sizes: Sequence[int | Mapping[int, int]] | None = None,
         *,
-        example: Sequence[Any] | None = None,
+        example: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         progress: bool | Callable[[str], object] = False,
     ) -> Prewarmed:
@@ -210,18 +195,14 @@ class Graphed(GraphedStep):
 
         Args:
             sizes: sizes of dimension 0, or sizes by dimension; by default all that ``buckets`` has.
-            example: positional arguments of one call, of any size; by default zeros like an earlier call's.
+            example: positional arguments of one call, of any size.
             kwargs: keyword arguments of that call.
             progress: whether to write a line for each size to standard error, or a function that gets the text.
 
         Raises:
-            OptionError: for sizes that make no sense, without an example, or where gradients are wanted.
+            OptionError: for sizes that make no sense, or where gradients are wanted.
         """
-        given = self._example
-        if example is not None or kwargs is not None:
-            given = bare(flatten(tuple(example or ()), kwargs or {}))
-        if given is None:
-            raise OptionError("prewarm has no example and there was no call; expected example=(x, ...) of any size")
+        given = flatten(tuple(example), kwargs or {})
         ladders = None if self._padded is None else self._padded.padding.ladders
         return prewarm(self, given, self._dynamic, sizes=sizes, ladders=ladders, progress=progress)
 
@@ -235,13 +216,14 @@ class Graphed(GraphedStep):
         """Bytes by what they are for."""
         programs = self.programs
         padding = 0 if self._padded is None else self._padded.padding.nbytes
-        by_role = {
-            role: {e.name: e.spec.nbytes for program in programs for e in program.plan.by_role(role)} for role in Role
-        }
+
+        def bytes_of(role: Role) -> int:
+            return sum({e.name: e.spec.nbytes for each in programs for e in each.plan.by_role(role)}.values())
+
         return Memory(
             input=self.machine.buffers.nbytes + padding,
-            param=sum(by_role[Role.PARAM].values()),
-            state=sum(by_role[Role.STATE].values()),
+            param=bytes_of(Role.PARAM),
+            state=bytes_of(Role.STATE),
             output=sum(program.outputs.lent_bytes for program in programs),
             pool=sum(program.nbytes for program in programs),
         )

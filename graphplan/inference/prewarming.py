@@ -10,7 +10,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from graphplan.errors import OptionError, SkipReason
 from graphplan.feed.signature import Feed
@@ -35,18 +34,6 @@ class Prewarmed:
         return f"{self.captured} captures for {len(self.sizes)} sizes; {self.nbytes / 2**20:.1f} MiB"
 
 
-def bare(feed: Feed) -> Feed:
-    """A call without its values: enough to make calls of other sizes."""
-    leaves = [_bare(leaf) if isinstance(leaf, Tensor) else leaf for leaf in feed.leaves]
-    return Feed(leaves, feed.structure, feed.key)
-
-
-def _bare(leaf: Tensor) -> Tensor:
-    if leaf.layout is not torch.strided or leaf.is_nested:
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-
-
 def _zeros(example: Feed, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call of zeros, with other sizes in the dynamic dimensions that ``dims`` has."""
     places = dynamic.of(example)
@@ -54,8 +41,7 @@ def _zeros(example: Feed, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tu
     for index, leaf in example.tensors():
         own = {dim: dims[dim] for position, dim in places if position == index and dim in dims}
         shape = [own.get(dim, size) for dim, size in enumerate(leaf.shape)]
-        where = example.key[1 + index][3]  # type: ignore[index]
-        leaves[index] = torch.empty_permuted(shape, outer_first(leaf), dtype=leaf.dtype, device=where).zero_()
+        leaves[index] = torch.empty_permuted(shape, outer_first(leaf), dtype=leaf.dtype, device=leaf.device).zero_()
     return example.rebuild(leaves)
 
 

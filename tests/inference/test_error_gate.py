@@ -48,9 +48,9 @@ def _drive(call: Any) -> list[Tensor]:
 
 BEFORE = {
     "exact": ["inference.graphed:plain", "step.state_machine:flatten", "step.lookup:Lookup.find", "step.managed:trace",
-              "step.stages:capture_program", "inference.graphed:_dense_feed"],
+              "step.stages:capture_program"],
     "eager": ["inference.graphed:_dense_feed", "step.dimensions:Dynamic.split"],
-    "bucket": ["inference.graphed:_dense_feed", "step.padded_batches:PaddedBatches._kind",
+    "bucket": ["step.padded_batches:PaddedBatches._kind",
                "step.padding:Padding.kind", "step.padding:Padding._learn", "step.padding:Padding.pad",
                "step.padded_batches:_check_known", "step.managed:trace"],
 }  # fmt: skip

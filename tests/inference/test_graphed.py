@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphplan import (
-    BusyError,
     ClosedError,
     CopyError,
     FeedError,
@@ -530,15 +529,6 @@ def test_eviction_by_bytes_frees_them() -> None:
     assert fast.num_graphs == 2
     assert 0 < fast.memory.pool <= budget
     assert fast.stats.events["evicted: more bytes than memory_budget"] == 1
-
-
-def test_a_call_from_within_itself() -> None:
-    @graphed(backend="tape")
-    def fn(x: Tensor) -> Tensor:
-        return fn(x - 1)
-
-    with pytest.raises(BusyError, match="fn was called from within its own call"):
-        fn(torch.ones(3))
 
 
 def test_a_graphed_function_within_another_is_part_of_it() -> None:
