@@ -8,7 +8,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -108,10 +108,6 @@ class Backend(Protocol):
 
     def needs(self, footprint: Footprint, *, alone: bool) -> int:
         """Estimate the bytes of a recording of such a step: ``alone``, or beside others, whose memory it may use."""
-
-    def apart(self, nbytes: int) -> AbstractContextManager[object]:
-        """A context in which up to ``nbytes`` of memory are pieces of their own, for what is kept."""
-        return nullcontext()
 
     def begin_generation(self) -> None:
         """Have later recordings share memory among themselves only. Nothing to do where each has memory of its own."""

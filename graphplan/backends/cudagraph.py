@@ -15,7 +15,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from graphplan.backends.backend import (
     is_out_of_memory,
 )
 from graphplan.backends.cudanodes import capture_options, forget_workspaces, new_graph, read_nodes, upload
-from graphplan.backends.cudapools import Loan, memory_apart
+from graphplan.backends.cudapools import Loan
 from graphplan.backends.cudastates import CapturedStates
 from graphplan.backends.idleness import UNDISTURBED
 from graphplan.environment.collector import no_collections
@@ -246,10 +246,6 @@ class CUDAGraphBackend(Backend):
         pool = self._pool if not alone else None
         shared = sum(r.nbytes for r in self._living if r.alive and r.generation == pool) if pool is not None else 0
         return max(0, footprint.peak - shared)
-
-    def apart(self, nbytes: int) -> AbstractContextManager[object]:
-        """See :meth:`graphplan.backends.backend.Backend.apart`."""
-        return memory_apart(self.device, nbytes)
 
     def begin_generation(self) -> None:
         """See :meth:`graphplan.backends.backend.Backend.begin_generation`."""

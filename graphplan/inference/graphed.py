@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import update_wrapper
@@ -75,7 +74,6 @@ class Graphed(GraphedStep):
         self._dynamic = Dynamic(fn, options.dynamic)
         self._is_direct = options.enable_if is None and options.shapes != "eager"
         self._first: dict[Any, tuple[int, ...]] = {}
-        self._warned: set[str] = set()
         if isinstance(fn, nn.Module):
             self.__wrapped__ = fn
         else:
@@ -138,13 +136,10 @@ class Graphed(GraphedStep):
 
     def _warn_of_limits(self) -> None:
         for event in self.stats.events:
-            if event.startswith(_LIMITS) and event not in self._warned:
-                self._warned.add(event)
-                warnings.warn(
+            if event.startswith(_LIMITS):
+                self.machine.refusals.warn(
                     f"graphplan: {self._name}: {event}. Where shapes come back, raise the limit, or have more of them "
-                    "share a program: shapes='bucket'",
-                    UserWarning,
-                    stacklevel=5,
+                    "share a program: shapes='bucket'"
                 )
 
     def replay(self, args: tuple[Any, ...], *, params: Mapping[str, Tensor] | None = None) -> Any:

@@ -26,7 +26,6 @@ from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.placeholders import ReadSignal, compares_classes
 from graphplan.feed.signature import Feed, asks_for_gradients
 from graphplan.feed.unread import UnreadValues, with_placeholders
-from graphplan.optimizers.first_steps import within_first_steps
 from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.snapshot import Snapshot
 from graphplan.plan.build import build_plan, build_plan_like
@@ -111,7 +110,7 @@ class Stages:
         fed = CallArguments.of(feed).watch()
         call = partial(self._runner.call, fed)
         is_settled = entry.settled or any(other.settled for other in self._programs.other_shapes(entry))
-        with self._stats.timed("warmup"), within_first_steps(self._runner.backend.apart):
+        with self._stats.timed("warmup"):
             if self._programs.is_further(entry):
                 result = self._runner.run(call)
             else:

@@ -179,36 +179,6 @@ def test_a_program_takes_what_eager_steps_take() -> None:
     assert reserved - before[1] - workspaces <= 1.15 * (need + 2 * PARAMETERS) + fed + static + 64 * MIB
 
 
-def deep_rig() -> Rig:
-    """A step with many layers, whose weights and activations are of one size, and with momentum."""
-    layers = [layer for _ in range(24) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
-    model = nn.Sequential(*layers)
-    optimizer = SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
-    return squaring_rig(model, optimizer, (1024, 1024))
-
-
-@needs_cuda
-def test_what_an_optimizer_makes_lies_together() -> None:
-    """Momentum fills the memory that it keeps from being given back, and shares it with nothing else."""
-    make = on_device(deep_rig)
-    rig = build(make)
-    expected = drive(rig, oracle(rig))
-    rig = build(make)
-    step = managed(rig, backend=BACKEND, verify="off")
-    assert_same_runs(expected, drive(rig, step))
-    held = [values["momentum_buffer"] for values in rig.owners["optimizer"].state.values()]
-    places = {tensor.data_ptr() for tensor in held}
-    segments = [
-        segment
-        for segment in torch.cuda.memory_snapshot()
-        if any(segment["address"] <= place < segment["address"] + segment["total_size"] for place in places)
-    ]
-    assert step.stats.replayed == CALLS - AT - 1, step.report()
-    taken = sum(tensor.nbytes for tensor in held)
-    assert sum(segment["total_size"] for segment in segments) <= 1.2 * taken
-    assert sum(segment["allocated_size"] for segment in segments) <= 1.01 * taken
-
-
 @needs_cuda
 def test_an_estimate_is_near_to_what_a_capture_reserves() -> None:
     """Within a third: segments are larger than what lies in them, and kernels have workspaces."""

@@ -77,7 +77,7 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.program.guards": ["Guards.hold"],
     "graphplan.program.program": ["Program.fits", "Program.misfit", "Program.leave", "Program.run_recorded"],
     "graphplan.step.stages": [
-        "Snapshot", "with_placeholders", "within_first_steps", "capture_program", "build_plan", "_omissions",
+        "Snapshot", "with_placeholders", "capture_program", "build_plan", "_omissions",
         "check_threads",
     ],
     "graphplan.step.memory_budget": ["Room.make", "Room.settle"],
@@ -102,7 +102,6 @@ BEFORE: dict[str, list[str]] = {
         "Preparation._has_newcomers", "Preparation.enter", "Preparation.leave",
     ],
     "graphplan.optimizers.rates": ["Shadow.push", "Shadow.enter", "LearningRates.attach"],
-    "graphplan.optimizers.first_steps": ["_bytes_of"],
 }  # fmt: skip
 """Functions that run before the step, around it, in its middle or after it."""
 PLACES = [f"{module}:{name}" for module, names in BEFORE.items() for name in names]
