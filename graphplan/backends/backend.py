@@ -172,13 +172,11 @@ def refusing_memory() -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class Node:
     """One piece of recorded work. ``type`` is ``"Operator"`` on the tape, on CUDA what CUDA calls it (``"Kernel"``, …).
-    ``name`` is the operator's or the kernel's, if it has one. ``after`` are numbers of nodes: those whose results an
-    operator reads, or those that a CUDA graph has it wait for.
+    ``name`` is the operator's or the kernel's, if it has one.
     """
 
     type: str
     name: str = ""
-    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,15 +193,3 @@ class Nodes:
     def names(self) -> Counter[str]:
         """How often each operator or kernel is run."""
         return Counter(node.name for node in self.all if node.name)
-
-
-def link(names: Sequence[str], reads: Sequence[Iterable[int | None]], writes: Sequence[Iterable[int | None]]) -> Nodes:
-    """Operators in their order, each after those that last wrote the storages that it reads."""
-    writers: dict[int | None, int] = {}
-    nodes = []
-    for number, (name, read, written) in enumerate(zip(names, reads, writes, strict=True)):
-        after = {writers[storage] for storage in read if storage in writers}
-        nodes.append(Node("Operator", name, tuple(sorted(after))))
-        # What has no storage (a sparse tensor) cannot be followed.
-        writers.update((storage, number) for storage in written if storage is not None)
-    return Nodes(tuple(nodes))

@@ -125,20 +125,12 @@ def _ask(call: Any, *args: Any) -> Sequence[Any]:
 def _walk(driver: Any, graph: Any) -> Nodes:
     number = int(_ask(driver.cuGraphGetNodes, graph, 0)[-1])
     handles = list(_ask(driver.cuGraphGetNodes, graph, number)[0])[:number] if number else []
-    positions = {int(handle): index for index, handle in enumerate(handles)}
-    after: list[list[int]] = [[] for _ in handles]
-    edges = int(_ask(driver.cuGraphGetEdges, graph, 0)[-1])
-    if edges:
-        # Newer bindings have the edges' properties between the ends and their number.
-        sources, targets, *_ = _ask(driver.cuGraphGetEdges, graph, edges)
-        for source, target in zip(list(sources)[:edges], list(targets)[:edges], strict=True):
-            after[positions[int(target)]].append(positions[int(source)])
     nodes = []
-    for handle, before in zip(handles, after, strict=True):
+    for handle in handles:
         kind = _ask(driver.cuGraphNodeGetType, handle)[0].name
         words = kind.removeprefix(_TYPE).split("_")
         name = "".join(word.capitalize() for word in words)
-        nodes.append(Node(name, _kernel_name(driver, handle) if name == _KERNEL else "", tuple(sorted(before))))
+        nodes.append(Node(name, _kernel_name(driver, handle) if name == _KERNEL else ""))
     named = not any(node.type == _KERNEL for node in nodes) or any(node.name for node in nodes)
     return Nodes(tuple(nodes), "" if named else "the kernels' names are not known: this driver does not tell them")
 
