@@ -79,13 +79,9 @@ class _Kernel:
     switches: dict[str, Any] = field(default_factory=dict)
     """torch's switches that the step had set otherwise than it found them."""
 
-    def given(self) -> list[Tensor]:
-        """The tensors among its arguments."""
-        return tensors_in([self.args, list(self.kwargs.values())])
-
     def tensors(self) -> list[Tensor]:
         """What it reads and writes."""
-        return self.given() + tensors_in(self.outs)
+        return tensors_in([self.args, list(self.kwargs.values()), self.outs])
 
 
 def _alias(value: Any, aliases: dict[int, Tensor]) -> Any:

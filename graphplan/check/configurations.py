@@ -13,7 +13,7 @@ from graphplan.errors import OptionError
 
 _MODELS, _DATA = ("model", "module"), ("data", "datamodule")
 _TRAINER = ("accelerator=cpu", "devices=1", "num_nodes=1", "strategy=auto", "logger=false", "callbacks=null")
-"""What the configured Trainer is made with: it trains nothing here."""
+"""Arguments of the configured Trainer, which does not train here."""
 _CLASS, _TARGET = "class_path", "_target_"
 
 
@@ -75,7 +75,7 @@ def _of_hydra(path: str) -> Any:
 
 
 def _of_lightning(path: str, kind: type | None, data: type | None, *, has_data: bool) -> Any:
-    """What ``LightningCLI`` makes of the file, its optimizer and schedule included, and trains with nothing of."""
+    """Return the ``LightningCLI`` of the file, with model, data, optimizer and schedule; it does not train."""
     name = NAMES[0] if kind is None else name_of(kind)
     try:
         pl, cli = importlib.import_module(name), importlib.import_module(f"{name}.cli")

@@ -55,7 +55,7 @@ class Pool:
         self._lock.acquire()
         self._thread = get_ident()
         try:
-            # This thread's stream waits for what the last call of another stream's has to do.
+            # This thread's stream waits for the work of the last call, if that was on another stream.
             if device is not None and is_accelerator(device):
                 current = current_stream(device)
                 if self._last is not None and self._last != current:
@@ -66,6 +66,6 @@ class Pool:
             raise
 
     def give_back(self) -> None:
-        """Let the next one have it."""
+        """Let other threads have the pool."""
         self._thread = None
         self._lock.release()

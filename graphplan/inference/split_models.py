@@ -17,8 +17,9 @@ from graphplan.inference.graphed import Graphed
 from graphplan.inference.graphed_options import ServeOptions
 from graphplan.inference.segments import Pieces, name_of
 from graphplan.program.leases import plain
-from graphplan.step.capture_sizes import distance, tolerance
+from graphplan.step.capture_sizes import tolerance
 from graphplan.tensors.trees import flatten_result
+from graphplan.verify.compare import Run, fits, lengths
 
 _LITERALS = (bool, int, float, str, type(None))
 
@@ -100,8 +101,10 @@ class SplitModel(Pieces):
 def _is_alike(wanted: Any, found: Any) -> bool:
     if not isinstance(wanted, Tensor):
         return bool(wanted == found)
-    is_like = wanted.shape == found.shape and wanted.dtype == found.dtype
-    return is_like and distance(wanted, found) <= tolerance(wanted.dtype)
+    if not fits(wanted, found):
+        return False
+    apart = Run.of({"": wanted}, {"": found}).far.get("", float("inf"))
+    return apart <= tolerance(wanted.dtype) * lengths([wanted])[0]
 
 
 class _Called(nn.Module):

@@ -58,7 +58,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def may_be_captured(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch steps the optimizer in a capture as it is."""
+    """Return True if torch allows the optimizer to step in a capture as it is."""
     groups = optimizer.param_groups
     return all(group.get("capturable", True) or device_of(group).type != "cuda" for group in groups)
 

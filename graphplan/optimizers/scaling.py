@@ -39,7 +39,7 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every parameter that is about to be stepped has its state, which a step that is skipped cannot make."""
+    """Return True if every parameter to be stepped has its state already: a skipped step does not create it."""
     return all(
         any(isinstance(value, Tensor) for value in optimizer.state.get(param, {}).values())
         for group in optimizer.param_groups

@@ -196,7 +196,7 @@ _NOTHING = object()
 
 
 def _holds_the_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    """Whether two dictionaries have the same keys and values, in the same order."""
+    """Return True if two dictionaries have the same keys and values, in the same order."""
     return len(one) == len(other) and all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
 
 

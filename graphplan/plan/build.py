@@ -123,7 +123,7 @@ def _handles(trace: Trace, **others: Any) -> Handles:
 
 
 def _check(feed: Feed, first: Trace, second: Trace, allow: Sequence[str]) -> None:
-    """Refuse what two traces alone tell."""
+    """Refuse what shows in two traces alone."""
     for trace in (first, second):
         # Before what else was noted: draws of another thread look like a seek.
         check_threads(trace, allow)
@@ -171,7 +171,7 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
 
 
 def _marks(old: Any, new: OutputTensor, name: str) -> tuple[tuple[str, Any], ...]:
-    """What hangs on a result, which a replay hangs on each."""
+    """Attributes set on a result, which each replay sets on its own."""
     before = old.marks if isinstance(old, OutputTensor) else ()
     if not same_value(before, new.marks) or any(isinstance(value, type) for _, value in new.marks):
         raise OutputError(
@@ -211,7 +211,7 @@ def _host_facts(trace: Trace) -> list[str]:
 
 
 def _uses_grads(first: Trace, second: Trace, walk: Walk) -> bool:
-    """Whether gradients may matter to the step: not to one that makes predictions while others train."""
+    """Return True if the step may depend on gradients; a prediction during another step's training does not."""
     if torch.is_grad_enabled() or walk.optimizers or "torch.is_grad_enabled()" in second.changes.flags:
         return True
     for facts in (first, second):
@@ -284,7 +284,7 @@ def _is_alike(plan: Plan, known: Plan) -> bool:
 
 
 def _outline(plan: Plan) -> tuple[Any, ...]:
-    """What is compared in part: nothing that follows from shapes."""
+    """The parts of a plan that do not follow from shapes."""
     outputs = [(output.kind, output.index, output.path, output.marks) for output in plan.outputs]
     restores = [(restore.device, restore.number) for restore in plan.states.restores]
     return [_facts(external) for external in plan.externals], outputs, plan.states.saves, restores
@@ -298,6 +298,6 @@ def _facts(external: External) -> tuple[Any, ...]:
 
 
 def _values(plan: Plan) -> tuple[Any, ...]:
-    """Python values, whose own comparison is not asked."""
+    """Python values, which are compared without their own ``__eq__``."""
     assigned = tuple((assignment.path, assignment.value) for assignment in plan.assignments)
     return assigned, tuple(plan.left.items())

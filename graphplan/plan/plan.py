@@ -167,7 +167,7 @@ class Plan:
 
     @property
     def tells_gradients(self) -> bool:
-        """Whether it matters to the step which gradients are there when it begins."""
+        """Return True if the step depends on which gradients exist when it begins."""
         return bool(self.entry_grads) or any(names(path, Of.GRADIENT) for path in self.reads.traits)
 
     def untouched(self, walk: Walk) -> set[str]:

@@ -89,7 +89,7 @@ def describe(error: Exception) -> str:
 
 
 def is_steps_own(error: BaseException) -> bool:
-    """Whether ``error`` is the caller's, or may have come out of a dispatch mode of the caller's."""
+    """Return True if ``error`` is the caller's, or may come from a dispatch mode of the caller's."""
     return _get_current_dispatch_mode() is not None or is_callers(error)
 
 

@@ -76,7 +76,7 @@ class Fingerprint:
                     self.labels.append(f"{type(optimizer).__name__} {place}.{key}")
 
     def is_of_today(self) -> bool:
-        """Whether the optimizers' groups have the parameters that they had in the walk."""
+        """Return True if the optimizers' groups have the same parameters as in the walk."""
         return self._groups.hold()
 
     def rows(self, placed: Collection[int]) -> list[Row] | None:
@@ -221,7 +221,7 @@ class _Groups:
         return [list(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def hold(self) -> bool:
-        """Whether all groups have the parameters that they had, in the same order: in other lists, perhaps."""
+        """Return True if all groups have the same parameters in the same order, perhaps in other lists."""
         if self._checks.hold():
             return True
         before, now = self._parameters, self._now()
@@ -231,7 +231,7 @@ class _Groups:
 
 
 class _Odd:
-    """A hyper-parameter of a type that may have its own mind of equality, or none of hashing."""
+    """A hyper-parameter of a type with an ``__eq__`` of its own, or without a hash."""
 
     __slots__ = ("value",)
 
@@ -260,7 +260,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _stays(value: Any) -> bool:
-    """Whether a hyper-parameter is what it was as long as it is the same object."""
+    """Return True if the value cannot change without becoming another object."""
     if type(value) is tuple:
         return all(map(_stays, value))
     return not isinstance(value, (list, dict)) and not has_contents(value)

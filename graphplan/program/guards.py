@@ -124,16 +124,16 @@ class Guards:
         return [*_rows_of_shards(sharded), row_of(tensors, placed=True)]
 
     def gradients_fit(self) -> bool:
-        """Whether gradients are there where the program reads them, and missing where it makes new ones."""
+        """Return True if gradients exist where the program reads them, and are None where it makes new ones."""
         fit = all((p.grad is None) == (g is None) for p, g in zip(self._grad_params, self._grads, strict=True))
         return fit and self._shown.gradients_are_there()
 
     def hold(self) -> bool:
-        """Whether everything is where it was."""
+        """Return True if nothing has changed."""
         return _hold(self._checks)
 
     def structure_holds(self) -> bool:
-        """Whether the containers and the Python values are what they were, so that no walk is needed to find slots."""
+        """Return True if containers and Python values are unchanged, so that slots are found without a walk."""
         return _hold(self._structure)
 
     def changed_structure(self) -> str | None:
@@ -193,7 +193,7 @@ class _Metadata:
         self._facts: Any = None
 
     def hold(self) -> bool:
-        """Whether all are there, and what they were."""
+        """Return True if all tensors exist and have the properties that they had."""
         if not self._is_whole or not self.gradients_are_there():
             return False
         tensors = [slot.get() for slot in self._single]
@@ -204,7 +204,7 @@ class _Metadata:
         return all(is_alike(traits, metadata_of(slot.get())) for traits, slot in self._others)
 
     def gradients_are_there(self) -> bool:
-        """Whether the gradients are there of which that is all that the code may tell."""
+        """Return True if the gradients exist whose existence alone the code reads."""
         return all(slot.param.grad is not None for slot in self.slots if slot.param is not None)
 
 

@@ -1,4 +1,4 @@
-"""Who has which hooks."""
+"""The hooks that are registered on modules, parameters, optimizers, and for all of them."""
 
 from __future__ import annotations
 

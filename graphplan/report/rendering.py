@@ -34,7 +34,7 @@ class Reports(ABC):
                 page of its own, with drawings).
 
         Raises:
-            OptionError: for a format that there is not, or where what draws a page is not installed.
+            OptionError: for an unknown format, or if the libraries that draw a page are not installed.
         """
         check_format(format)
         if format == "text":
@@ -43,7 +43,7 @@ class Reports(ABC):
 
 
 def check_format(format: str) -> None:
-    """Refuse a form that there is not.
+    """Check that a format is known.
 
     Raises:
         OptionError: naming those that there are.

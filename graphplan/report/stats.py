@@ -104,7 +104,7 @@ class Stats:
     laps: deque[float] = field(default_factory=lambda: deque(maxlen=LAPS))
     measured: dict[str, float] = field(default_factory=dict)
     follow: bool = True
-    """Whether a call follows the one before, as steps of a loop do; requests of a service come when they come."""
+    """True for the steps of a loop, which follow each other; False for requests, with idle time between them."""
     last_end: float = 0.0
     last_kind: str = ""
     changes: list[tuple[str, int, float, int]] = field(default_factory=list)

@@ -61,5 +61,5 @@ class Path(str):
 
 
 def names(path: str, of: Of) -> bool:
-    """Whether ``path`` names that: a plain string names the value in a place."""
+    """Return True if ``path`` names ``of``; a plain string names the value."""
     return (path.of if isinstance(path, Path) else Of.VALUE) is of

@@ -85,7 +85,7 @@ class TensorSpec:
         return prod(self.shape) * self.dtype.itemsize
 
     def fits(self, other: TensorSpec) -> bool:
-        """Whether values of ``other`` can be copied here without a cast, a broadcast or a transfer."""
+        """Return True if ``other`` can be copied here without a cast, a broadcast or a transfer."""
         return self.shape == other.shape and self.dtype == other.dtype and self.device == other.device
 
     def __str__(self) -> str:
@@ -141,11 +141,11 @@ class Overlay:
 
     @property
     def is_apart(self) -> bool:
-        """Whether each element has a place of its own, as far as strides tell: not in what is expanded."""
+        """Return True if no two elements share memory, as they do in expanded tensors."""
         return not overlaps(self.shape, self.stride)
 
     def meets(self, other: Overlay) -> bool:
-        """Whether the two may have an element in common, as far as their ends tell."""
+        """Return True if the two ranges of memory overlap."""
         return self.dtype == other.dtype and self.offset < other.end and other.offset < self.end
 
     def of(self, memory: Tensor) -> Tensor:

@@ -176,21 +176,3 @@ def _describe(tensor: Tensor) -> str:
 def tolerance(dtype: torch.dtype) -> float:
     """Largest relative difference of results of other kernels, which are chosen by size. Integers are exact."""
     return 2 * torch.finfo(dtype).eps ** 0.5 if dtype.is_floating_point or dtype.is_complex else 0.0
-
-
-def distance(own: Tensor, other: Tensor) -> float:
-    """The largest difference of two tensors relative to the largest value; infinite if only one has a number."""
-    if own.numel() == 0:
-        return 0.0
-    one, two = own.detach(), other.detach()
-    if not own.dtype.is_floating_point and not own.dtype.is_complex:
-        return float((one != two).any())
-    one, two = (side.to(torch.complex128 if own.dtype.is_complex else torch.float64) for side in (one, two))
-    same = (one == two) | (one.isnan() & two.isnan())
-    apart = torch.where(same, 0.0, (one - two).abs())
-    finite = one.abs()[one.isfinite()]
-    largest = float(finite.max()) if finite.numel() else 0.0
-    found = float(apart.max())
-    if found != found:
-        return float("inf")
-    return found / largest if largest else (float("inf") if found else 0.0)

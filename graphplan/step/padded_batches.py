@@ -97,7 +97,7 @@ class PaddedBatches:
         return self._serve_padded(feed, kind)
 
     def _plain_feed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed | None:
-        """The call, if padded tensors can stand for those in it, and it is to be replayed at all."""
+        """The call, flattened; None if its tensors cannot be replaced by padded ones, or if it will not be replayed."""
         if self._options.backend == "eager" or self._machine.is_closed or surroundings() is not None:
             return None
         if not self._trains and torch.is_grad_enabled() and self._may_be_trained():
@@ -225,7 +225,7 @@ class PaddedBatches:
 
 
 def _is_plain(leaf: Tensor) -> bool:
-    """Whether the padded tensor can stand for ``leaf``."""
+    """Return True if a padded tensor can replace ``leaf``."""
     return type(leaf) is Tensor and is_dense(leaf) and not (asks_for_gradients(leaf) or attributes_on(leaf))
 
 

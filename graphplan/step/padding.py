@@ -54,12 +54,12 @@ class Kind:
 
     @property
     def is_padded(self) -> bool:
-        """Whether anything is added."""
+        """Return True if any dimension grows."""
         return self.true != self.sizes
 
     @property
     def is_sure(self) -> bool:
-        """Whether enough is known to cut the results of these calls."""
+        """Return True if enough is known to cut the results of these calls."""
         slicer = self.size.slicer
         if slicer.known is None or self._sure_of is not slicer.known:
             self._sure_of = slicer.known if slicer.is_sure(self.true, self.sizes) else None
@@ -68,7 +68,7 @@ class Kind:
 
 class Padding:
     """Pads the calls of one function, on ``device`` if given, and remembers their kinds and capture sizes. Raises
-    OptionError for an argument that there is not.
+    OptionError for the name of an unknown argument.
     """
 
     def __init__(

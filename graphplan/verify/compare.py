@@ -36,7 +36,7 @@ _SUBTRACTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that the eager step left otherwise than the replay: ``path``, and how they differ in words."""
+    """One difference between the replay and the eager step: its ``path`` and a description."""
 
     path: str
     text: str
@@ -46,7 +46,7 @@ class Difference:
 
 
 def fits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors can be compared element by element."""
+    """Return True if two tensors can be compared element by element."""
     return first.shape == second.shape and first.dtype == second.dtype and first.layout == second.layout
 
 
@@ -74,7 +74,7 @@ def _norms(rows: Sequence[tuple[Tensor, ...]], device: torch.device | None = Non
         order += members
         vectors.append(torch.stack(_norms_of(*(beside(column, home) for column in columns))))
     found = dict(zip(order, chain.from_iterable(values_of(vectors)), strict=True))
-    # An infinite norm, or one that is no number, says nothing of where.
+    # Infinite and NaN norms are computed again, element by element.
     return [n if math.isfinite(n := found[index]) else _careful_norm(*row) for index, row in enumerate(rows)]
 
 
@@ -210,7 +210,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def has_numbers(tensor: Tensor) -> bool:
-    """Whether its elements are rounded."""
+    """Return True if the elements are floating-point numbers, which are rounded."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -232,7 +232,7 @@ def describe(
     eager: Mapping[str, Tensor],
     sides: Sides = _REPLAY,
 ) -> list[Difference]:
-    """What :func:`unexplained` found, in words. ``before`` is what was there before the step."""
+    """Describe what :func:`unexplained` found. ``before`` are the values before the step."""
     return [
         Difference(path, _words(before.get(path), one.get(path), eager.get(path), spreads[path], sides))
         for path in spreads

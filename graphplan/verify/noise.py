@@ -29,7 +29,7 @@ class Noise:
 
     @property
     def is_known(self) -> bool:
-        """Whether one check has measured it, or two where the first found it large."""
+        """Return True if one check has measured the noise, or two where the first found it large."""
         return self._measured >= (1 if max(self._shares.values(), default=0.0) <= _LITTLE else 2)
 
     def learn(self, changes: Mapping[str, float], again: Sequence[Run], eager: Run, nudged: Run | None = None) -> None:
@@ -75,14 +75,14 @@ _ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.c
 
 
 def can_be_nudged(tensor: Tensor) -> bool:
-    """Whether its elements are numbers that can be changed in place."""
+    """Return True if the elements are floating-point numbers that can be changed in place."""
     is_dense = tensor.layout is torch.strided and 0 not in tensor.stride()
     return is_dense and tensor.dtype in _ROUNDED and not (is_freed(tensor) or tensor.is_inference())
 
 
 @torch.no_grad()
 def nudge(tensors: Iterable[Tensor], rounding: float) -> None:
-    """Change the elements of each tensor by turns up and down: by ``rounding``, or what its own type can tell apart."""
+    """Scale the elements alternately up and down, by ``rounding`` or the epsilon of their type, whichever is larger."""
     rows = [tensor.detach() if tensor.dim() else tensor.detach().view(1) for tensor in tensors]
     for kind in {row.dtype for row in rows}:
         part = max(torch.finfo(kind).eps, rounding)
