@@ -38,6 +38,28 @@ def test_padded_results_that_become_others(way: str) -> None:
             assert all(map(torch.equal, _as_tuple(model(x)), _as_tuple(fast(x))))
 
 
+class Detecting(nn.Module):
+    """Returns something else while it trains."""
+
+    def forward(self, x: Tensor) -> Any:
+        """One result, or three."""
+        return (x, x.sum(1), x.T + 1) if self.training else x.T * 2
+
+
+@pytest.mark.parametrize("outputs", ["clone", "static"])
+def test_results_that_alternate(outputs: str) -> None:
+    """Two programs of one capture size, of which each returns another structure."""
+    model = Detecting()
+    fast = graphed(model, shapes="bucket", buckets={0: [4]}, backend="tape", outputs=outputs, verify="off")
+    x = torch.arange(12.0).reshape(3, 4)
+    with torch.no_grad():
+        for number in range(40):
+            model.train(number % 3 == 0)
+            assert all(map(torch.equal, _as_tuple(model(x)), [leaf + 0 for leaf in _as_tuple(fast(x))]))
+    assert fast.stats.captured == 2, fast.report()
+    assert fast.stats.replayed > 20
+
+
 class Mixing(nn.Module):
     """Begins to look at the other rows, in results of the same shape."""
 
