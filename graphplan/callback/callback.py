@@ -36,6 +36,7 @@ from graphplan.report.stats import Stats
 from graphplan.report.table import show
 from graphplan.specs.options import takes, with_arguments
 from graphplan.step.gate import AGAIN, Clock, Gate
+from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.peers import find_peers
 from graphplan.step.runner import Backends
 
@@ -98,7 +99,7 @@ class GraphPlanCallback(Callback):
         self._backends = Backends()
         self._patches: list[Any] = []
         self._kept: list[Any] = []
-        self._down: Seam | None = None
+        self._down: list[GraphedStep] = []
         self._stock = StockBatches()
         self._gate: Gate | None = None
         self._again = AGAIN
@@ -272,7 +273,7 @@ class GraphPlanCallback(Callback):
 
     def _stand_down(self, reason: SkipReason, detail: str) -> None:
         """Remove everything from the running fit, which goes on in Lightning's own loop, and keep the figures."""
-        self._down = self._take_off(_TRAINING)
+        self._take_off(_TRAINING)
         self._figures[_TRAINING].notes.append("graphplan stood down: the rest of the fit ran without it")
         self._stock.begin(reason, detail)
 
@@ -292,7 +293,8 @@ class GraphPlanCallback(Callback):
                 self._refuse(_EVALUATION, reason)
                 return
             options = replace(self.options, policy=self._eval_policy)
-            self._install(_EVALUATION, EvaluationSeam(Run(trainer, pl_module, options, self._backends)))
+            run = Run(trainer, pl_module, options, self._backends, lambda *why: self._take_off(_EVALUATION))
+            self._install(_EVALUATION, EvaluationSeam(run))
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -326,10 +328,10 @@ class GraphPlanCallback(Callback):
 
     def _remove(self) -> None:
         """Remove the seams and keep their figures."""
-        for seam in (self._take_off(_TRAINING) or self._down, self._take_off(_EVALUATION)):
-            if seam is not None:
-                seam.close()
-        self._down = None
+        self._take_off(_TRAINING)
+        self._take_off(_EVALUATION)
+        while self._down:
+            self._down.pop().close()
         while self._kept:
             self._kept.pop().remove()
         vars(self).pop(_STEP_ENDS, None)
@@ -339,16 +341,15 @@ class GraphPlanCallback(Callback):
         self._stock.end()
         self._backends = Backends()
 
-    def _take_off(self, part: str) -> Seam | None:
+    def _take_off(self, part: str) -> None:
         """Remove a seam with all that belongs to it, and keep its figures."""
         while part == _TRAINING and self._patches:
             self._patches.pop().remove()
         seam = self._seams.pop(part, None)
         if seam is not None:
             programs = seam.describe_programs()
-            seam.take_off()
+            self._down += seam.take_off()
             self._figures[part] = replace(seam.figures, programs=programs)
-        return seam
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -396,7 +397,7 @@ class GraphPlanCallback(Callback):
         """The figures of a running fit, without the seam and all else that leads to the Trainer or the module."""
         state = {name: value for name, value in vars(self).items() if name not in (*_LIGHTNINGS_OWN, _STEP_ENDS)}
         figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
-        fresh = {"_seams": {}, "_backends": Backends(), "_patches": [], "_kept": [], "_gate": None, "_down": None}
+        fresh = {"_seams": {}, "_backends": Backends(), "_patches": [], "_kept": [], "_gate": None, "_down": []}
         return {**state, **fresh, "_figures": figures, "_stock": StockBatches()}
 
 

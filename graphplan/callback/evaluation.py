@@ -34,21 +34,13 @@ class EvaluationSeam(Seam):
         super().__init__(replace(run, options=options))
         self._strategy: Any = run.trainer.strategy
         self._gates: dict[str, Gate | None] = {}
+        self._by_hook: dict[str, GraphedStep] = {}
+        self._are_same: Callable[[], bool] = Checks(members_of(self._strategy, "_optimizers")).hold
 
     @override
     def install(self) -> None:
         for hook in _HOOKS:
             self._put(self._strategy, hook, partial(self._run, hook))
-        self._begin()
-
-    @override
-    def _begin(self) -> None:
-        self._by_hook: dict[str, GraphedStep] = {}
-        self._are_same: Callable[[], bool] = Checks(members_of(self._strategy, "_optimizers")).hold
-
-    @override
-    def _end(self) -> None:
-        self._by_hook = {}
 
     def _gate_of(self, hook: str) -> Gate | None:
         """What decides whether replays of ``hook`` pay; None if that is decided, or not asked for."""
@@ -63,6 +55,9 @@ class EvaluationSeam(Seam):
         if not args or isinstance(args[0], Iterator):
             # The step takes batches from the loader itself.
             return self._stock(hook, *args)
+        if not self._are_same():
+            self._leave_to_lightning()
+            return self._stock(hook, *args)
         gate = self._gate_of(hook)
         if gate is None:
             return self._replayed(hook, *args)
@@ -70,7 +65,7 @@ class EvaluationSeam(Seam):
         if gate.eager is None:
             result = self._stock(hook, *args)
             gate.end_eager(start)
-            self._past.stats.eager += 1
+            self._stock_stats.eager += 1
             return result
         result = self._replayed(hook, *args)
         step = self._by_hook[hook]
@@ -89,8 +84,6 @@ class EvaluationSeam(Seam):
                 patch.remove()
 
     def _replayed(self, hook: str, *args: Any) -> Any:
-        if not self._are_same():
-            self._renew()
         kwargs = OrderedDict(zip(_ARGUMENTS, args, strict=False))
         self._enter(kwargs.get("batch_idx", 0), kwargs)
         step = self._by_hook.get(hook)

@@ -24,8 +24,6 @@ from graphplan.callback.loop.seam import NO_BATCH, Run, Seam
 from graphplan.callback.trainer_state import WatchedIndex, group_numbers
 from graphplan.errors import RefusalError
 
-_ALWAYS = 2
-"""Patches that there are in every form."""
 _COMPONENTS, _UPDATE = "forward and backward alone", "the optimizer's step alone"
 """What is replayed of a step in these forms."""
 
@@ -50,6 +48,7 @@ class AutomaticSeam(Seam):
     def __init__(self, run: Run, components: Components) -> None:
         super().__init__(run)
         self._loop: Any = run.trainer.fit_loop.epoch_loop.automatic_optimization
+        self._optimizer: Any = run.trainer.optimizers[0]
         self._sides = components
         self._uses_epoch = False
         self._logs.takes_loss = True
@@ -61,13 +60,6 @@ class AutomaticSeam(Seam):
         self._compile()
         self._put(self._loop, "run", self._run)
         self._put(self._loop, "_optimizer_zero_grad", self._zero_grad)
-        self._begin()
-
-    @override
-    def _begin(self) -> None:
-        self._optimizer: Any = self._trainer.optimizers[0]
-        self.part = ""
-        self._logs.sums_in_step = self._may_sum
         body = partial(self._body, self._stock_run)
         self._step = self._make(body, self._owners(self._progress), escalates=self._escalates)
         outside = keeps_optimizer_outside(self._module)
@@ -75,14 +67,6 @@ class AutomaticSeam(Seam):
             self._keep_forward_outside()
         elif outside is not None or not self._sides.optimizer:
             self._keep_optimizer_outside(outside or "components names forward and backward alone")
-
-    @override
-    def _end(self) -> None:
-        for patch in self._patches[_ALWAYS:]:
-            patch.remove()
-        del self._patches[_ALWAYS:]
-        self._optimizer = None
-        del self._step
 
     def _escalates(self, error: RefusalError) -> bool:
         """Whether a refusal of the whole step raises: for the user, or so that the optimizer can be left out of it."""
@@ -112,7 +96,9 @@ class AutomaticSeam(Seam):
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``automatic_optimization.run``."""
-        if self._loop._skip_backward or (optimizer is not self._optimizer and not self._renew()):
+        if optimizer is not self._optimizer:
+            self._leave_to_lightning()
+        if self._loop._skip_backward or optimizer is not self._optimizer:
             return self._stock_run(optimizer, batch_idx, self._on_device(kwargs))
         self._enter(batch_idx, kwargs)
         if not self.part:

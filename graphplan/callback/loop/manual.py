@@ -35,22 +35,13 @@ class ManualSeam(Seam):
     def install(self) -> None:
         self._compile()
         self._put(self._loop, "run", self._run)
-        self._begin()
-
-    @override
-    def _begin(self) -> None:
         self._are_same: Callable[[], bool] = Checks(members_of(self._trainer.strategy, "_optimizers")).hold
         self._whole = self._make(self._body, self._owners({"step": self._loop.optim_step_progress}))
 
-    @override
-    def _end(self) -> None:
-        # Where no others are made, no optimizers are the same.
-        self._are_same = bool
-        del self._whole
-
     def _run(self, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``manual_optimization.run``."""
-        if not self._are_same() and not self._renew():
+        if not self._are_same():
+            self._leave_to_lightning()
             return self._stock_run(self._on_device(kwargs))
         self._enter(self._epoch_loop.batch_idx, kwargs)
         self._schedules.start()

@@ -1,8 +1,7 @@
 """What the seams share: graphed steps in the place of methods of Lightning's loops.
 
 A seam replaces methods of instances, never of classes, and removes them again. A program reads the optimizers that it
-was captured with. When the Trainer gets others in the middle of a fit, the steps so far are closed and new ones are
-made; the counts go on.
+was captured with: when the Trainer gets others in the middle of a fit, the rest of the fit is Lightning's.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ from graphplan.step.runner import Backends
 from graphplan.tensors.containers import Literals
 from graphplan.trace.mode import is_traced
 
-_PAYS = 16
-"""Replays for which an optimizer has to stay: fewer count against ``max_recaptures``."""
 _BATCH_CHANGED = (
     "training_step puts something else into the container of its batch, or takes something out. With graphplan a step "
     "gets a container of its own: hooks that come later, and the batch size that epoch means are weighted with, are "
@@ -93,7 +90,7 @@ class Run:
 
 
 class Seam(ABC):
-    """One loop's seam. ``take_off`` and ``close`` undo ``install``; ``figures`` outlive them."""
+    """One loop's seam. ``take_off`` undoes ``install``; ``figures`` outlive it."""
 
     part = ""
     """Which part of a step is replayed, if not all of it."""
@@ -129,20 +126,12 @@ class Seam(ABC):
         self._leaf = Literals()
         self._compiled = CompiledModules([], False)
         self.notes: list[str] = []
-        self._past = Figures()
-        self._unpaid = 0
+        # Calls of Lightning's own code in the place of a step.
+        self._stock_stats = Stats()
 
     @abstractmethod
     def install(self) -> None:
         """Put the seam in."""
-
-    @abstractmethod
-    def _begin(self) -> None:
-        """Make the steps, for the optimizers that the Trainer has now."""
-
-    @abstractmethod
-    def _end(self) -> None:
-        """Forget the steps, and the optimizers that they are for."""
 
     def _compile(self) -> None:
         """Compile the module's parts, if asked to, and its ``forward`` unless a strategy wraps the module."""
@@ -159,13 +148,12 @@ class Seam(ABC):
         self._patches.append(InstancePatch(owner, name, run))
         self._patches[-1].install()
 
-    def close(self) -> None:
-        """Close all steps, and put the optimizers' flags back."""
-        for step in self._steps:
-            step.close()
+    def take_off(self) -> list[GraphedStep]:
+        """Remove the seam, and close its steps, which puts the optimizers' flags back.
 
-    def take_off(self) -> None:
-        """Remove the seam. A step that stands down keeps its optimizers' kernels until :meth:`close`."""
+        Returns:
+            Steps that stand down. They keep their optimizers' kernels until the end of the run, and are not closed.
+        """
         for patch in self._patches:
             patch.remove()
         for step in self._steps:
@@ -173,6 +161,7 @@ class Seam(ABC):
                 step.close()
         self._compiled.undo()
         self._logs.sums.dissolve()
+        return [step for step in self._steps if step.is_down]
 
     def _owners(self, progress: dict[str, Any]) -> dict[str, Any]:
         """All that a step may use. ``progress`` are the counters of Lightning's that it moves."""
@@ -214,15 +203,14 @@ class Seam(ABC):
     @property
     def figures(self) -> Figures:
         """Counts of the fit so far, and notes for the report."""
-        stats, past = Stats(), self._past
-        stats.merge(past.stats)
-        stats.merge(self._current_stats())
-        stats.bytes_verified = max(past.stats.bytes_verified, sum(step.stats.bytes_verified for step in self._steps))
+        stats = Stats()
+        for part in (*(step.stats for step in self._steps), self._stock_stats):
+            stats.merge(part)
         facts = [fact for step in self._steps for fact in step.facts]
         return Figures(
             stats=stats,
-            plans=past.plans + sum(step.stats.captured - step.stats.recaptured for step in self._steps),
-            notes=[*dict.fromkeys((*past.notes, *facts, *self.notes))],
+            plans=sum(step.stats.captured - step.stats.recaptured for step in self._steps),
+            notes=[*dict.fromkeys((*facts, *self.notes))],
             plan=next((step.plan for step in reversed(self._steps) if step.plan is not None), None),
             part=self.part,
         )
@@ -231,63 +219,29 @@ class Seam(ABC):
         """Descriptions of the programs that there are."""
         return [describe_program(program) for step in self._steps for program in step.programs]
 
-    def _current_stats(self) -> Stats:
-        """Counts of the steps for the optimizers that the Trainer has now."""
-        stats = Stats()
-        for step in self._steps:
-            stats.merge(step.stats)
-        return stats
-
     def _must_raise(self) -> bool:
-        replayed = self._past.stats.replayed or any(step.stats.replayed for step in self._steps)
-        return self._options.on_failure == "raise" and not replayed
+        return self._options.on_failure == "raise" and not any(step.stats.replayed for step in self._steps)
 
     def _look_at(self, step: GraphedStep) -> None:
         """After a call of ``step``, stand down with it."""
         if step.is_down:
             self._made_for.when_down(*step.down_because)
 
-    def _renew(self) -> bool:
-        """Make steps for the optimizers that the Trainer has now; False if this one and all later ones are eager.
+    def _leave_to_lightning(self) -> None:
+        """End the seam because the Trainer has other optimizers than those that programs read.
 
         Raises:
-            RecaptureError: if that happens too often, and no step was ever replayed.
+            RecaptureError: if no step was ever replayed.
         """
-        is_refused = self._is_churning()
-        self._past = self.figures
-        # A plan keeps tensors.
-        self._past.plan, self._past.stats.bytes_static = None, 0
-        self.close()
-        self._steps, self._counters, self.notes = [], [], []
-        self._end()
-        if is_refused:
-            self._refuse_churn()
-            return False
-        self._past.stats.note("another optimizer: the step is captured anew", "recaptures")
-        self._begin()
-        return True
-
-    def _is_churning(self) -> bool:
-        """Whether too many optimizers in a row stayed too shortly, with nothing else to keep training eager."""
-        stats = self._current_stats()
-        if self._options.mode != "train" or stats.skipped.keys() - {SkipReason.SHAPE}:
-            return False
-        self._unpaid = self._unpaid + 1 if stats.replayed < _PAYS else 0
-        return self._unpaid >= self._options.max_recaptures
-
-    def _refuse_churn(self) -> None:
-        most = self._options.max_recaptures
         error = RecaptureError(
-            f"the Trainer got another optimizer {most} times in a row after fewer than {_PAYS} replays each, and the "
-            "step has to be captured anew each time. Expected an optimizer to stay for a while. Keep it, and change "
-            "its groups or load a state into it (optimizer.load_state_dict), or raise max_recaptures "
-            f"(now {most})"
+            "the Trainer got other optimizers in the middle of the run, and programs read those that they were "
+            "captured with. Keep one, and change its groups or load a state into it (optimizer.load_state_dict)"
         )
         if self._must_raise():
             raise error
-        warnings.warn(f"graphplan runs this step eagerly: {error}", UserWarning, stacklevel=4)
-        self._past.stats.count_stock(1)
-        self._past.stats.skip(error.reason, str(error))
+        warnings.warn(f"graphplan leaves the rest to Lightning: {error}", UserWarning, stacklevel=4)
+        self._stock_stats.count_stock(1)
+        self._stock_stats.skip(error.reason, str(error))
         self._made_for.when_down(error.reason, str(error))
 
     @hands_over
