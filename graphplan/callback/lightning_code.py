@@ -1,4 +1,4 @@
-"""The code of Lightning's that this package has copies of, by digest.
+"""The code of Lightning's that this package has copies of, by the digest of its text.
 
 The loop seam and the logging beside it do what parts of Lightning do, without what a run does not use. They are right
 for the code that they were written from. Installed code that has another digest is not replaced.
@@ -9,7 +9,6 @@ in the functions of those parts, see that the copies are still right, and add th
 
 from __future__ import annotations
 
-import ast
 import inspect
 from functools import cache
 from hashlib import sha256
@@ -17,15 +16,13 @@ from textwrap import dedent
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
-from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.progress import _BatchProgress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
-from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 
 from graphplan.environment.origin import is_library
 
@@ -41,10 +38,6 @@ PARTS: dict[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
         (_TrainingEpochLoop, LOOP_METHODS),
         (_TrainingEpochLoop, ("_build_kwargs",)),
         (_BatchProgress, ("increment_ready", "increment_started", "increment_processed", "increment_completed")),
-        (_PrefetchDataFetcher, ("__next__",)),
-        (_DataFetcher, ("__next__",)),
-        (CombinedLoader, ("__next__",)),
-        (_MaxSizeCycle, ("__next__",)),
         (_LoggerConnector, ("on_batch_start", "on_batch_end", "update_train_step_metrics", "should_update_logs")),
         (call, ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")),
     ),
@@ -55,31 +48,18 @@ PARTS: dict[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
         (ClosureResult, ("from_training_step_output", "__post_init__")),
         (LightningModule, ("_LightningModule__to_tensor",)),
     ),
-    "checkpoint": ((ModelCheckpoint, ("on_train_batch_end", "_should_skip_saving_checkpoint")),),
     "bar": ((TQDMProgressBar, ("on_train_batch_end", "_should_update")),),
 }
 """What is replaced or passed over, by part: functions by their class or module."""
 KNOWN: dict[str, dict[str, str]] = {
-    "loop": {"044f91f944fc1b00": "2.6.0 to 2.6.6"},
-    "logs": {"6e18789f2c6c020e": "2.6.0 to 2.6.6"},
-    "checkpoint": {"7e80763ffb9030e6": "2.6.0 to 2.6.6"},
-    "bar": {"2fccce739b6bdc3f": "2.6.0 to 2.6.6"},
+    "loop": {"a3eff944d7ac9f68": "2.6.0 to 2.6.6"},
+    "logs": {
+        "33db0b1d35c7dc28": "2.6.0 to 2.6.6",
+        "470b92ba3e8344f9": "2.6.0 to 2.6.6 of pytorch_lightning, whose docstrings have its name",
+    },
+    "bar": {"5e84b70001174190": "2.6.0 to 2.6.6"},
 }
 """The digests of each part, and the versions of Lightning that they were taken from."""
-_LEFT_OUT = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx"})
-
-
-def _form(node: Any) -> str:
-    """A syntax tree as text that is the same on every Python, without positions, annotations and docstrings."""
-    if isinstance(node, list):
-        return f"[{', '.join(map(_form, node))}]"
-    if not isinstance(node, ast.AST):
-        return ascii(node)
-    fields = {name: value for name, value in ast.iter_fields(node) if name not in _LEFT_OUT}
-    if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
-        fields["body"] = node.body[1:]
-    inner = [f"{name}={_form(value)}" for name, value in fields.items() if value is not None and value != []]
-    return f"{type(node).__name__}({', '.join(inner)})"
 
 
 def _inner(function: Any) -> Any:
@@ -95,7 +75,7 @@ def _digest_of(functions: tuple[Any, ...]) -> str:
         sources = [dedent(inspect.getsource(function)) for function in functions]
     except (OSError, TypeError):
         return ""
-    return sha256("\n".join(_form(ast.parse(source)) for source in sources).encode()).hexdigest()[:16]
+    return sha256("\n".join(sources).encode()).hexdigest()[:16]
 
 
 def digest_of(part: str) -> str:

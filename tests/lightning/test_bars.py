@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 
-from graphplan.callback.lightning_code import KNOWN, digest_of
 from graphplan.callback.logging import bars
 from tests.lightning.parts import LitDigits, Observer, assert_same_fits, digits, fit, tape, with_step
 
@@ -32,13 +31,6 @@ class CountingBar(TQDMProgressBar):
     def on_train_end(self, *args: Any) -> None:
         self.last = (self.train_progress_bar.n, self.train_progress_bar.postfix)
         super().on_train_end(*args)
-
-
-class AskedBar(CountingBar):
-    """Has a hook of its own."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        super().on_train_batch_end(*args)
 
 
 class DecidingBar(CountingBar):
@@ -99,29 +91,6 @@ def test_a_bar_that_is_drawn_seldom_ends_where_lightnings_does(
         fit(LitDigits, tmp_path / name, callback, batch=BATCH, more=[bar, Off()], max_epochs=1, **options)
         ends.append(bar.last[0])
     assert ends == [70 if disabled else 100] * 2
-
-
-@pytest.mark.usefixtures("still")
-@pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
-@pytest.mark.parametrize("kind", [CountingBar, AskedBar])
-def test_a_bar_that_rests_is_not_asked(
-    kind: type[CountingBar], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Lightning's own hook is not called while there is nothing to draw; one that somebody has overridden is."""
-    asked = []
-    own = TQDMProgressBar._should_update
-
-    def should_update(self: Any, current: int, total: int) -> bool:
-        asked.append(current)
-        return own(self, current, total)
-
-    monkeypatch.setattr(TQDMProgressBar, "_should_update", should_update)
-    monkeypatch.setitem(KNOWN["bar"], digest_of("bar"), "this test's")
-    bar = kind()
-    run(tmp_path, bar, tape(), limit_val_batches=0)
-    assert len(bar.shown) <= 64 + 3
-    assert bar.last[0] == STEPS
-    assert len(asked) >= STEPS if kind is AskedBar else len(asked) <= 64 + 3
 
 
 class FinalCounts(TQDMProgressBar):

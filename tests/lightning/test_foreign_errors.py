@@ -129,7 +129,7 @@ class Shown(LitDigits):
 
 
 IN_FIT = [
-    *("loop.training_loop:LoopSeam._is_due", "loop.training_loop:_reader", "loop.training_loop:LoopSeam._ready"),
+    *("loop.training_loop:LoopSeam._is_due", "loop.training_loop:LoopSeam._ready"),
     "logging.epoch_sums:Sums.whole",
     *("logging.step_logs:StepLogs.start", "logging.step_logs:StepLogs._settled"),
     *("logging.step_logs:StepLogs._in_known_dtype", "logging.step_logs:find_source"),

@@ -15,7 +15,6 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from graphplan import HostEffectError
@@ -218,25 +217,6 @@ def test_a_batch_that_is_none(tmp_path: Path) -> None:
 def test_a_list_that_the_loader_keeps(tmp_path: Path) -> None:
     """Hooks are given a list of their own, as by Lightning: what they put into it is not there in the next epoch."""
     _assert_same_training(tmp_path, _Kept, _Halves())
-
-
-def _other_step(module: Any) -> Callable[..., Tensor]:
-    return lambda batch: module.loss_of(batch) * 0.5
-
-
-class _Replaces(Callback):
-    """Gives the module another training step, with other arguments."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == (1, 3):
-            module.training_step = _other_step(module)
-
-
-def test_a_training_step_that_is_replaced(tmp_path: Path) -> None:
-    """Its arguments are looked at anew."""
-    expected = fit(LitDigits, tmp_path / "eager", more=[_Replaces()])
-    found = fit(LitDigits, tmp_path / "graphed", tape(on_failure="eager"), more=[_Replaces()])
-    assert_same_fits(expected, found)
 
 
 def test_the_loop_is_left_as_it_was(tmp_path: Path) -> None:

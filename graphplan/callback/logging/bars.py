@@ -2,7 +2,7 @@
 
 Lightning's ``TQDMProgressBar`` writes two lines to the terminal after every ``refresh_rate`` batches, one by default,
 which takes longer than a small replay. Others read their numbers after every batch, and the host waits for the device.
-Numbers are exact at an epoch's end, and for a bar that reads them now and then.
+Numbers are exact at an epoch's end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ThrottledBar:
         self._trainer = trainer
         self._bar: Any = trainer.progress_bar_callback
         self._asked, self._drawn = 0, 0.0
-        self._batch, self._read = -1, 0.0
+        self._read = 0.0
         self._metrics: dict[str, Any] = {}
         self.patches: list[InstancePatch] = []
         kind = type(self._bar)
@@ -47,12 +47,10 @@ class ThrottledBar:
             self.patches.append(InstancePatch(self._bar, "get_metrics", self._get_metrics))
 
     def _get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """In place of the bar's own: after every batch, metrics of the last tenth of a second."""
-        batch, now = self._trainer.fit_loop.epoch_loop.total_batch_idx, perf_counter()
+        """In place of the bar's own: within an epoch, metrics of the last tenth of a second."""
         connector: Any = self._trainer._logger_connector
-        asks_always = batch - self._batch <= 1 and connector._first_loop_iter is not None
-        self._batch = batch
-        if not asks_always or now - self._read >= _INTERVAL:
+        now = perf_counter()
+        if connector._first_loop_iter is None or now - self._read >= _INTERVAL:
             self._metrics, self._read = type(self._bar).get_metrics(self._bar, *args, **kwargs), now
         return dict(self._metrics)
 
@@ -66,15 +64,4 @@ class ThrottledBar:
             bar.n = current
             return False
         self._drawn = now
-        return True
-
-    def rests(self, batch_idx: int) -> bool:
-        """Return True if no update is due after this training batch: the bar's hook need not be called."""
-        if self._asked <= _SLOW_START or perf_counter() - self._drawn >= _INTERVAL:
-            return False
-        bar, current = self._bar, batch_idx + 1
-        if current == bar.train_progress_bar.total:
-            return False
-        if bar.is_enabled and current % bar.refresh_rate == 0:
-            bar.train_progress_bar.n = current
         return True

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.callback.callback_options import VariantOf
 from graphplan.callback.gates import needed_warmup
-from graphplan.callback.hooks import OwnHooks, hooked_callbacks
+from graphplan.callback.hooks import hooked_callbacks
 from graphplan.callback.logging.step_logs import StepLogs
 from graphplan.callback.patches import InstancePatch, Recover, recovering
 from graphplan.callback.trainer_state import (
@@ -115,7 +115,6 @@ class Seam(ABC):
         # The sums are weighted with the batch's number of rows, which a program for padded rows does not know.
         self._may_sum = options.mode == "train" and not options.pads_rows
         self._logs = StepLogs(run.trainer, run.module, sums_in_step=self._may_sum)
-        self._own_hooks = OwnHooks(run.trainer, run.module)
         self._steps: list[GraphedStep] = []
         self._counters: list[Any] = []
         self._begun: list[dict[str, Any]] = []
@@ -306,9 +305,9 @@ class Seam(ABC):
 
     def _known(self, facts: tuple[Any, ...]) -> Literals:
         """``facts`` and all else that a step depends on as one leaf, the same object while nothing changes."""
-        known = facts, self._own_hooks.changes(), getattr(self._wrapper, WRAPPERS_NOTE, None)
+        known = (*facts, getattr(self._wrapper, WRAPPERS_NOTE, None))
         if known != self._known_before:
-            self._known_before, self._leaf = known, Literals((*facts, *known[1:]))
+            self._known_before, self._leaf = known, Literals(known)
         return self._leaf
 
     def _variant_of(self, batch: Any) -> Any:

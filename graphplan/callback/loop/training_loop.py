@@ -16,15 +16,13 @@ from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from graphplan.callback.gates import STOCK_HOOKS
-from graphplan.callback.hooks import END, START, BatchHooks, own_of
+from graphplan.callback.gates import STOCK_HOOKS, keeps_stock_transfer
+from graphplan.callback.hooks import END, START, call_hooks, has_hook, members_of
 from graphplan.callback.logging.connector import LazyConnector
 from graphplan.callback.logging.epoch_sums import Sums
 from graphplan.callback.logging.late_numbers import LateRows
@@ -33,14 +31,13 @@ from graphplan.compare.comparing import Checks
 from graphplan.feed.call_arguments import hands_over
 from graphplan.program.faults import lost, refusal_of
 
-_SCHEDULE = "lr_scheduler_step"
 _OF_TRAINER = (
     "should_stop", "received_sigterm", "accumulate_grad_batches", "check_val_every_n_epoch", "_val_check_time_interval",
     "val_check_batch",
 )  # fmt: skip
 _OF_LOOP = (
     "_skip_next_val", "max_steps", "_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint",
-    "_restart_stage",
+    "_restart_stage", "advance",
 )  # fmt: skip
 """Attributes that decide whether anything is due after a batch, without those that differ from batch to batch."""
 _NONE = object()
@@ -84,34 +81,6 @@ class Batches(Iterator[Any]):
         return getattr(self.fetcher, name)
 
 
-def _reader(fetcher: Any) -> Callable[[], Any]:
-    """A function that reads the next batch, directly from the loader if there is one, with a known length.
-
-    Raises:
-        StopIteration: by the function that it returns, where there is no further batch.
-    """
-    loader, kind = fetcher.iterator, type(fetcher)
-    cycle = getattr(loader, "_iterator", None)
-    is_plain = kind is _PrefetchDataFetcher and type(loader) is CombinedLoader and type(cycle) is _MaxSizeCycle
-    if not is_plain or fetcher.length is None or not loader._spec.is_leaf():
-        return lambda: next(fetcher)[0]
-
-    def read() -> Any:
-        if fetcher.iterator is not loader or loader._iterator is not cycle or fetcher.batches or fetcher.done:
-            return next(fetcher)[0]
-        try:
-            batch = next(cycle.iterators[0])
-        except StopIteration:
-            cycle._consumed[0] = fetcher.done = True
-            raise
-        cycle._idx += 1
-        fetcher.fetched += 1
-        fetcher.done = fetcher.fetched >= fetcher.length
-        return batch
-
-    return read
-
-
 class LoopSeam:
     """Replaces ``advance`` of one fit's loop over batches. The first batch goes through Lightning's own code, which may
     warn.
@@ -136,10 +105,7 @@ class LoopSeam:
         methods: dict[str, Any] = {"advance": self._advance, "_on_before_fetch": _nothing, "_on_after_fetch": _nothing}
         self._patches = [InstancePatch(self._loop, name, method) for name, method in methods.items()]
         self._rows = LateRows(trainer)
-        self._hooks = BatchHooks(trainer, module)
-        self._own_schedule = is_overridden(_SCHEDULE, module)
         self._takes_index: bool | None = None
-        self._step: Any = None
         self._unchanged: Any = None
 
     def install(self) -> None:
@@ -169,22 +135,20 @@ class LoopSeam:
     @recovering(_advance_stock)
     def _take_batches(self, batches: Any) -> None:
         """This batch and those after it, up to one after which something is due."""
-        loop, own, progress = self._loop, vars(self._module), self._loop.batch_progress
-        is_other = own.get("training_step") is not self._step or not own.keys().isdisjoint(STOCK_HOOKS)
-        if loop.restarting or self._takes_index is None or is_other:
+        loop, progress = self._loop, self._loop.batch_progress
+        if loop.restarting or self._takes_index is None or self._has_stock_hooks():
             self._advance_stock(batches)
             batches.has_ended = True
             self._takes_index = "batch_idx" in loop._build_kwargs(OrderedDict(), None, 0)
-            self._step = own.get("training_step")
             return
         loop.val_loop.restarting = False
         if self._unchanged is None or not self._unchanged.hold():
             self._note()
-        fetcher, read = batches.fetcher, _reader(batches.fetcher)
+        fetcher = batches.fetcher
         while True:
             if self._is_one_of_many:
                 _stock(loop._broadcast_sigterm_tensor)
-            batches.batch = batch = _stock(read)
+            batches.batch = batch = _stock(next, fetcher)[0]
             if batch is None:
                 # Lightning warns of that.
                 self._advance_stock(batches)
@@ -208,19 +172,24 @@ class LoopSeam:
         """Note all that decides whether something is due after a batch. While that stays, only a few numbers have to be
         compared.
         """
-        loop, trainer, own = self._loop, self._trainer, vars(self._module)
+        loop, trainer = self._loop, self._trainer
         self._unchanged = None
         if trainer.should_stop or trainer.received_sigterm or loop._skip_next_val:
             return
         self._most, self._max_steps = trainer.fit_loop.max_batches, loop.max_steps
         self._may_accumulate = trainer.accumulate_grad_batches != 1
         self._validates_every = self._between_validations() if self._validates else 0
+        self._hands_out = not self._direct or keeps_stock_transfer(trainer, self._module) is not None
         places = [(trainer, name) for name in _OF_TRAINER if hasattr(trainer, name)]
         places += [(loop, name) for name in _OF_LOOP if hasattr(loop, name)]
         places.append((trainer.fit_loop, "max_batches"))
         things, names = [thing for thing, _ in places], [name for _, name in places]
-        hooks = own_of([(vars(loop), "advance"), *((own, name) for name in ("training_step", *STOCK_HOOKS))])
-        self._unchanged = Checks([("same_attributes", things, names, list(map(getattr, things, names))), hooks])
+        values = list(map(getattr, things, names))
+        self._unchanged = Checks([("same_attributes", things, names, values), *members_of(trainer, "callbacks")])
+
+    def _has_stock_hooks(self) -> bool:
+        """Return True if the module has got hooks that Lightning's own loop calls, as attributes of the instance."""
+        return not STOCK_HOOKS.isdisjoint(vars(self._module))
 
     def _between_validations(self) -> int:
         """After how many batches of an epoch validation may be due; 0 for never."""
@@ -237,6 +206,7 @@ class LoopSeam:
             or not self._unchanged.hold()
             or progress.is_last_batch
             or ready == self._most
+            or self._has_stock_hooks()
             or (self._validates_every and ready % self._validates_every == 0)
             or (self._max_steps != -1 and loop.global_step >= self._max_steps)
         ):
@@ -246,25 +216,9 @@ class LoopSeam:
                 return True
         return False
 
-    def _step_schedulers(self) -> None:
-        """Lightning's ``update_lr_schedulers("step", update_plateau_schedulers=False)`` without a look for the hook."""
-        loop, module = self._loop, self._module
-        # The module may take its schedulers over in the middle of a fit.
-        if self._own_schedule or not module.automatic_optimization or _SCHEDULE in vars(module):
-            _stock(loop.update_lr_schedulers, "step", update_plateau_schedulers=False)
-            return
-        ready, progress = loop.batch_progress.current.ready, loop.scheduler_progress
-        for config in self._strategy.lr_scheduler_configs:
-            if config.interval == "step" and not config.reduce_on_plateau and ready % config.frequency == 0:
-                progress.increment_ready()
-                _stock(config.scheduler.step)
-                progress.increment_completed()
-
     def _ready(self, batch: Any) -> Any:
         """The batch on the device, unless the step moves it there and no hook needs it before."""
-        if not self._hooks.hold():
-            self._hooks.look()
-        if self._is_cpu or (self._direct and not self._hooks.hand_out):
+        if self._is_cpu or not self._hands_out:
             kind = type(batch)
             tensors = batch if kind is list or kind is tuple else (batch,)
             if _PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors)):
@@ -274,7 +228,7 @@ class LoopSeam:
 
     def _train(self, batch: Any, progress: Any) -> None:
         """One batch, from its hooks before to its hooks after."""
-        loop, trainer, hooks, connector = self._loop, self._trainer, self._hooks, self._connector
+        loop, trainer, module, connector = self._loop, self._trainer, self._module, self._connector
         total, current = progress.total, progress.current
         total.ready += 1
         current.ready += 1
@@ -283,30 +237,24 @@ class LoopSeam:
         results = loop._results
         connector._first_loop_iter = connector._first_loop_iter is None
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
-        if hooks.starts:
-            hooks.call(START, hooks.starts, batch, batch_idx)
+        call_hooks(trainer, module, START, batch, batch_idx)
         total.started += 1
         current.started += 1
         kwargs = OrderedDict(batch=batch)
         if self._takes_index:
             kwargs["batch_idx"] = batch_idx
-        if self._module.automatic_optimization:
+        if module.automatic_optimization:
             outputs = _stock(loop.automatic_optimization.run, self._strategy.optimizers[0], batch_idx, kwargs)
         else:
             outputs = _stock(loop.manual_optimization.run, kwargs)
         total.processed += 1
         current.processed += 1
         if self._strategy.lr_scheduler_configs:
-            if trainer.accumulate_grad_batches == 1 or not loop._should_accumulate():
-                self._step_schedulers()
+            _stock(loop.update_lr_schedulers, "step", update_plateau_schedulers=False)
             if progress.is_last_batch or current.ready == trainer.fit_loop.max_batches:
                 _stock(loop.update_lr_schedulers, "epoch", update_plateau_schedulers=False)
-        are_known = hooks.hold() or self._look()
-        if not are_known:
-            _stock(call._call_callback_hooks, trainer, END, outputs, batch, batch_idx)
-        elif hooks.ends:
-            hooks.call(END, hooks.ends, outputs, batch, batch_idx)
-        if hooks.module_ends or not are_known:
+        call_hooks(trainer, module, END, outputs, batch, batch_idx)
+        if has_hook(module, END, LightningModule):
             _stock(call._call_lightning_module_hook, trainer, END, outputs, batch, batch_idx)
         if results:
             self._end(results)
@@ -320,12 +268,6 @@ class LoopSeam:
             _stock(connector.update_train_step_metrics)
         elif self._rows.pending:
             connector.look()
-
-    @recovering(lambda self: False)
-    def _look(self) -> bool:
-        """Look the hooks after a batch up again if they have changed in it."""
-        self._hooks.look()
-        return True
 
     @recovering(lambda self, results: _stock(self._connector.on_batch_end))
     def _end(self, results: Any) -> None:
