@@ -114,7 +114,7 @@ class Seam(ABC):
         self._watches_index = not reads_index
         # The sums are weighted with the batch's number of rows, which a program for padded rows does not know.
         self._may_sum = options.mode == "train" and not options.pads_rows
-        self._logs = StepLogs(run.trainer, run.module, sums_in_step=self._may_sum)
+        self._logs = StepLogs(run.trainer, sums_in_step=self._may_sum)
         self._steps: list[GraphedStep] = []
         self._counters: list[Any] = []
         self._begun: list[dict[str, Any]] = []
