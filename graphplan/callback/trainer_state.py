@@ -124,16 +124,16 @@ class WatchedIndex(int):
         return (int, (self.plain(),))
 
 
-def refuse_index() -> None:
-    """Refuse a trace in which the batch's index is used.
+def refuse_number(name: str) -> None:
+    """Refuse a trace in which a number that Lightning hands to a hook is used.
 
     Raises:
         HostScalarError: with the line of code, in a trace.
     """
     refuse_trace(
         HostScalarError,
-        f"the step computes with batch_idx at {find_source()}, which differs for each batch; a replay would keep one "
-        "value. Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, "
+        f"the step computes with {name} at {find_source()}, which changes in a fit; a replay would keep one value. "
+        "Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, "
         "variant= for a program of its own for each of a few answers, or, "
         f"{allowing('batch_idx')}",
     )

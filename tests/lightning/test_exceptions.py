@@ -1,4 +1,4 @@
-"""Exceptions of the user's own in the middle of a fit: what Lightning saves of the loops, what the user reads."""
+"""Exceptions of the user's own in the middle of a fit: what the user reads."""
 
 from __future__ import annotations
 
@@ -10,17 +10,12 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from torch import Tensor
 
 import graphplan
-from tests.crossing import by_key, each, pairs
+from tests.crossing import pairs
 from tests.lightning.parts import LitDigits, fit, tape, with_step
 
-HOOKS = (
-    "training_step", "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
-    "on_before_optimizer_step", "optimizer_zero_grad", "optimizer_step", "on_train_batch_end",
-)  # fmt: skip
 FORMS: dict[str, Any] = {
     "whole": "auto",
     "forward and backward": ("forward_backward",),
@@ -29,59 +24,7 @@ FORMS: dict[str, Any] = {
 
 
 class Failed(Exception):
-    """Raised by a hook."""
-
-
-class Keeping(OnExceptionCheckpoint):
-    """Leaves its checkpoint for the test to read."""
-
-    def teardown(self, *args: Any, **kwargs: Any) -> None:
-        """Remove nothing."""
-
-
-def failing(hook: str, at: int) -> L.LightningModule:
-    """A module whose ``hook`` raises in its call number ``at``, as Python that runs in eager steps."""
-    calls = 0
-
-    def count() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            raise Failed
-
-    class Module(LitDigits):
-        """Raises in one of its hooks."""
-
-    own = getattr(Module, hook)
-
-    def raising(self: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        count()
-        found: Tensor | None = own(self, *args, **kwargs)
-        return found
-
-    setattr(Module, hook, raising)
-    return Module()
-
-
-def loops_saved(folder: Path, make: Any, callback: Callback | None, **options: Any) -> Any:
-    """The state of the loops in the checkpoint that an exception leaves."""
-    with pytest.raises(Failed):
-        fit(make, folder, callback, more=[Keeping(folder)], max_epochs=2, **options)  # type: ignore[arg-type]
-    return torch.load(folder / "on_exception.ckpt", weights_only=False)["loops"]["fit_loop"]
-
-
-@pytest.mark.filterwarnings(
-    "ignore:.*was called without a model", "ignore:.*ckpt_path=", "ignore:graphplan runs this fit eagerly"
-)
-@each(times=2, where=by_key({"batches": (1, 5), "micro-batches": (2, 3)}), form=FORMS, hook=HOOKS)
-@pytest.mark.crossed(2)
-def test_the_progress_that_an_exception_leaves(hook: str, form: str, where: tuple[int, int], tmp_path: Path) -> None:
-    """In a warm-up step and in a trace, from each hook that Lightning calls."""
-    accumulate, at = where
-    options = {"accumulate_grad_batches": accumulate}
-    callback = tape(components=FORMS[form], on_failure="eager")
-    found = loops_saved(tmp_path / "graphed", lambda: failing(hook, at), callback, **options)
-    assert found == loops_saved(tmp_path / "eager", lambda: failing(hook, at), None, **options)
+    """Raised by a step."""
 
 
 class Backward(torch.autograd.Function):

@@ -21,7 +21,7 @@ from typing_extensions import override
 from graphplan.callback.callback_options import Components
 from graphplan.callback.gates import keeps_optimizer_outside
 from graphplan.callback.loop.seam import NO_BATCH, Run, Seam
-from graphplan.callback.trainer_state import WatchedIndex, group_numbers
+from graphplan.callback.trainer_state import WatchedIndex, group_numbers, refuse_number
 from graphplan.errors import RefusalError
 
 _COMPONENTS, _UPDATE = "forward and backward alone", "the optimizer's step alone"
@@ -50,7 +50,6 @@ class AutomaticSeam(Seam):
         self._loop: Any = run.trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimizer: Any = run.trainer.optimizers[0]
         self._sides = components
-        self._uses_epoch = False
         progress = self._loop.optim_progress.optimizer
         self._progress = {"step": progress.step, "zero_grad": progress.zero_grad}
 
@@ -125,17 +124,14 @@ class AutomaticSeam(Seam):
         is_first = self._index % divisor == 0
         accumulates = divisor != 1 and trainer.fit_loop._should_accumulate()
         kind = clip and getattr(trainer.gradient_clip_algorithm, "value", None)
-        return is_first, accumulates, divisor, clip, kind, trainer.current_epoch if self._uses_epoch else None
+        return is_first, accumulates, divisor, clip, kind
 
     def _zero_grad(self, batch_idx: int, optimizer: Any) -> None:
         """In place of ``_optimizer_zero_grad``: the module's hook gets numbers that report their use."""
-        epoch = WatchedIndex(self._trainer.current_epoch, self._split_epochs)
+        epoch = WatchedIndex(self._trainer.current_epoch, partial(refuse_number, "the epoch"))
         args = (epoch, self._watched(batch_idx), optimizer)
         call._call_lightning_module_hook(self._trainer, "optimizer_zero_grad", *args)
         self._loop.optim_progress.optimizer.zero_grad.increment_completed()
-
-    def _split_epochs(self) -> None:
-        self._uses_epoch = True
 
     def _body(self, run: Any, batch: Any, *facts: Any) -> dict[str, Any]:
         """The step of the whole and of the components form."""
@@ -163,13 +159,7 @@ class AutomaticSeam(Seam):
 
     def _step_optimizer(self, batch_idx: int, closure: Closure) -> None:
         """In place of ``_optimizer_step`` in the update form."""
-        try:
-            loss = closure()
-        except BaseException:
-            # Lightning begins the optimizer's step before it calls the closure, and checkpoints show that.
-            self._loop.optim_progress.optimizer.step.increment_ready()
-            raise
-        if loss is None:
+        if closure() is None:
             # training_step returned None: Lightning skips what it skips then.
             type(self._loop)._optimizer_step(self._loop, batch_idx, _nothing)
             return

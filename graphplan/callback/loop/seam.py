@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -31,7 +32,7 @@ from graphplan.callback.trainer_state import (
     WatchedIndex,
     optimizers_of,
     reached_objects,
-    refuse_index,
+    refuse_number,
     trainer_numbers,
     unwatch,
 )
@@ -116,8 +117,6 @@ class Seam(ABC):
         self._may_sum = options.mode == "train" and not options.pads_rows
         self._logs = StepLogs(run.trainer, sums_in_step=self._may_sum)
         self._steps: list[GraphedStep] = []
-        self._counters: list[Any] = []
-        self._begun: list[dict[str, Any]] = []
         self._patches: list[InstancePatch] = []
         # Arguments of Lightning's loop that are not fed: the batch's number, and all after the batch.
         self._index, self._rest = 0, list[tuple[str, Any]]()
@@ -169,7 +168,6 @@ class Seam(ABC):
         for name, part in progress.items():
             for count in ("total", "current"):
                 owners[f"progress.{name}.{count}"] = Via(getattr(part, count), "optim_progress")
-                self._counters.append(getattr(part, count))
         owners["logs"] = self._logs.sums.tensors
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         if scaler is not None:
@@ -283,7 +281,6 @@ class Seam(ABC):
         """
         if not self._start_logs():
             return stock()
-        self._begun = []
         known = self._known(facts)
         try:
             if self._variant is not None and batch is not NO_BATCH:
@@ -292,11 +289,6 @@ class Seam(ABC):
                 out = step(batch, known)
         except RefusalError:
             self._logs.take_back()
-            raise
-        except BaseException:
-            # The state from before the batch is back; that the batch was begun shows in checkpoints all the same.
-            for counter, values in zip(self._counters, self._begun, strict=False):
-                vars(counter).update(values)
             raise
         self._finish(out)
         if self._logs.has_faults:
@@ -346,11 +338,7 @@ class Seam(ABC):
         if "batch_idx" in kwargs:
             kwargs["batch_idx"] = self._watched(kwargs["batch_idx"])
         fed = CallArguments((own,), {}).watch() if is_traced() else None
-        try:
-            out = self._logs.around(lambda: body(kwargs))
-        except BaseException:
-            self._begun = [dict(vars(counter)) for counter in self._counters]
-            raise
+        out = self._logs.around(lambda: body(kwargs))
         if fed is not None and fed.change() is not None:
             warnings.warn(_BATCH_CHANGED, UserWarning, stacklevel=2)
         unwatch(self._module)
@@ -358,4 +346,4 @@ class Seam(ABC):
         return {**out, "note": getattr(self._wrapper, WRAPPERS_NOTE, None)}
 
     def _watched(self, batch_idx: int) -> int:
-        return WatchedIndex(batch_idx, refuse_index) if self._watches_index else batch_idx
+        return WatchedIndex(batch_idx, partial(refuse_number, "batch_idx")) if self._watches_index else batch_idx
