@@ -1,4 +1,4 @@
-"""What a report says of times, and where: timelines, seconds saved, loggers, terminals, ``GRAPHPLAN_LOGS``."""
+"""What a report says of times, and where: timelines, seconds saved, loggers, terminals, logs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 
 from graphplan import GraphPlanCallback, OptionError, graph_step, graphed
-from graphplan.environment import logs
 from graphplan.errors import SkipReason
 from graphplan.report.figures import Figures
 from graphplan.report.stats import Stats, Stretch
@@ -217,20 +216,9 @@ def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no " not in text.getvalue()
 
 
-@pytest.fixture
-def unchanged_loggers() -> Any:
-    """Loggers as they were, after a test."""
-    loggers = [logging.getLogger(f"graphplan.{name}") for name in logs.NAMES]
-    before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
-    yield
-    for logger, level, handlers in before:
-        logger.setLevel(level)
-        logger.handlers[:] = handlers
-
-
-def test_events_are_logged(unchanged_loggers: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each by the logger of its kind, as the variable asks."""
-    logs.configure("guards, +eager,-captures")
+def test_events_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Each by the logger of its kind."""
+    caplog.set_level(logging.DEBUG, "graphplan")
     weight = torch.ones(3, requires_grad=True)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -242,15 +230,10 @@ def test_events_are_logged(unchanged_loggers: None, capsys: pytest.CaptureFixtur
     graphed.invalidate("a test")
     graphed.skip((torch.ones(3),), {}, SkipReason.EAGER_IF, "by hand")
     graphed.close()
-    lines = capsys.readouterr().err.splitlines()
-    assert "[graphplan.guards] invalidated: a test" in lines
-    assert "[graphplan.eager] by hand" in lines
+    assert ("graphplan.guards", logging.INFO, "invalidated: a test") in caplog.record_tuples
+    assert ("graphplan.eager", logging.DEBUG, "by hand") in caplog.record_tuples
 
 
-def test_names_that_no_logger_has(unchanged_loggers: None) -> None:
-    with pytest.raises(OptionError, match="GRAPHPLAN_LOGS names 'gards'; choose from: captures, checks, eager"):
-        logs.configure("+gards")
-    logs.configure("all")
-    assert all(logging.getLogger(f"graphplan.{name}").level == logging.INFO for name in logs.NAMES)
+def test_figures_of_nothing() -> None:
     assert Figures().text().startswith("graphplan: 0 plans")
     assert "phases" not in Figures().text()
