@@ -1,1 +1,1 @@
-"""Graphed steps inside a Lightning Trainer. The only room that imports Lightning."""
+"""Graphed steps inside a Lightning Trainer. The only folder that imports Lightning."""

@@ -367,9 +367,9 @@ class GraphPlanCallback(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the seams and say in one line what they did."""
-        ran = _TRAINING in self._seams or self._stock.count
+        trained = _TRAINING in self._seams or self._stock.count
         self._remove()
-        if ran:
+        if trained:
             figures = self._of(_TRAINING)
             text = without_programs(figures.stats, self.options.backend, self.options.warmup_steps)
             text = text or figures.headline()

@@ -41,7 +41,7 @@ class Components:
 
     @property
     def both(self) -> bool:
-        """Whether the whole step is captured to begin with."""
+        """Return True if the whole step is captured to begin with."""
         return self.forward_backward and self.optimizer
 
 

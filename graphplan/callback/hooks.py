@@ -37,9 +37,9 @@ def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
 
 
 def members_of(thing: Any, name: str) -> list[Row]:
-    """Comparisons that hold while ``thing`` has the list that it has now, with the same items."""
-    held = getattr(thing, name)
-    return [("same_attributes", [thing], [name], [held]), *contents_of([held])]
+    """Comparisons that hold while ``thing`` has the same list, with the same items."""
+    members = getattr(thing, name)
+    return [("same_attributes", [thing], [name], [members]), *contents_of([members])]
 
 
 def hands_out_batch(callback: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What replaces methods of Lightning's objects, and what becomes of graphplan's own errors there."""
+"""Patches of methods of Lightning's objects, and the way out of them after graphplan's own errors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Recover = Callable[[Exception], None]
 
 
 class InstancePatch(partial[Any]):
-    """A callable on an instance, in the place of the method of that name: calling it is calling ``run``.
+    """A callable attribute of an instance that shadows a method: calling it calls ``run``.
 
-    In a copy of the instance, and where it is unpickled, the method itself is back: a copied Trainer has no seam.
+    A copy of the instance, or an unpickled one, has the method itself: a copied Trainer has no seam.
     """
 
     _owner: Any
@@ -39,8 +39,8 @@ class InstancePatch(partial[Any]):
 
 
 def recovering(stock: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a method that does what Lightning does: after an error of graphplan's own, its object's ``recover`` is
-    told, and ``stock``, with the same arguments, is Lightning's way.
+    """Decorate a method in the place of Lightning's code: after an error of graphplan's own it calls ``recover`` of its
+    object, then ``stock``, Lightning's code, with the same arguments.
     """
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,11 +9,10 @@ from graphplan.report.stats import Stats
 
 
 class StockBatches:
-    """Counts the batches before the seam is installed and after it was taken out, by Lightning's own progress, without
-    a look at each.
+    """Counts the batches before the seam is installed and after it was removed, from Lightning's own progress.
 
     Attributes:
-        reason: why the current ones are not graphplan's; None for those that are timed.
+        reason: why the current ones run without graphplan; None for those that are timed.
     """
 
     def __init__(self, trainer: Any = None) -> None:

@@ -1,8 +1,8 @@
 """Python's garbage collector, put off while a step is traced, captured or checked.
 
-What these make, hundreds of thousands of small objects, is mostly gone when they end, without the collector's help. If
-it runs meanwhile, it takes them for long-lived and soon goes through everything that the process has: a quarter of a
-second with torch and Lightning loaded, while the device has nothing to do.
+A trace makes hundreds of thousands of small objects, and reference counts free most of them when it ends. A collector
+that runs meanwhile moves them to the oldest generation and soon traverses all objects of the process. With torch and
+Lightning loaded that takes a quarter of a second, during which the device is idle.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ _NEVER = 20_000_003
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Put automatic collections off until the block ends. Whether the collector is enabled is left alone, and so are
-    thresholds that are set meanwhile.
-    """
+    """Put automatic collections off until the block ends. Thresholds that the block sets stay."""
     first, *others = before = gc.get_threshold()
     if not first:
         yield

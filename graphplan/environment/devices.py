@@ -1,7 +1,7 @@
 """Accelerators by what torch gives all of them: streams, events, memory, generators.
 
-Only the room of backends uses CUDA by name. All other code asks here, with the device that its tensors are on, so that
-another kind of accelerator needs a backend and nothing else.
+Only ``graphplan/backends`` uses CUDA by name. All other code asks here, with the device of its tensors, so that another
+kind of accelerator needs a backend and nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work on ``device`` is queued, so that the host runs ahead of it."""
+    """Return True if work on ``device`` is queued, so that the host runs ahead of it."""
     return device.type not in ("cpu", "meta")
 
 

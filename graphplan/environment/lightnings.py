@@ -1,6 +1,6 @@
 """Lightning under its two names: ``lightning.pytorch``, and ``pytorch_lightning`` with the same code a second time.
 
-A class of one is none of the other's, so the callback needs the classes of the Trainer that it is given. Its room is
+A class of one is none of the other's, so the callback needs the classes of the Trainer that it is given. Its code is
 written for ``lightning.pytorch``. For Trainers of ``pytorch_lightning`` the same files are loaded a second time, under
 another name, with the imports of the one package read as imports of the other.
 """
@@ -19,8 +19,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
-_ROOM, _SECOND = "graphplan.callback", "graphplan.callback_of_pytorch_lightning"
-_READ_AS = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric", _ROOM: _SECOND}
+_FIRST, _SECOND = "graphplan.callback", "graphplan.callback_of_pytorch_lightning"
+_READ_AS = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric", _FIRST: _SECOND}
 _WHOLE = "lightning"
 
 
@@ -38,14 +38,14 @@ def callback_class(name: str) -> Any:
     Raises:
         ModuleNotFoundError: if that package is not installed.
     """
-    room = _ROOM
+    package = _FIRST
     if name != NAMES[0]:
         importlib.import_module(name)
-        room = _SECOND
+        package = _SECOND
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-            # Before the one for files, which would find the first room's where the second one's modules are looked for.
+            # Before the one for files, which would find the first package's modules in place of the second one's.
             sys.meta_path.insert(0, _Finder())
-    return importlib.import_module(f"{room}.callback").GraphPlanCallback
+    return importlib.import_module(f"{package}.callback").GraphPlanCallback
 
 
 def blank_callback(name: str) -> Any:
@@ -77,7 +77,7 @@ def installed_callback_class() -> Any:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the second room's modules in the first one's files."""
+    """Finds the modules of the second package in the files of the first."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _SECOND and not name.startswith(f"{_SECOND}."):
@@ -89,13 +89,13 @@ class _Finder(MetaPathFinder):
 
 
 def _file_of(inner: str) -> Path:
-    """The file of a module of the first room, by its name there."""
+    """The file of a module of the first package, by its name there."""
     stem = Path(importlib.import_module("graphplan").__path__[0], "callback", *filter(None, inner.split(".")))
     return stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
 
 
 class _Loader(SourceFileLoader):
-    """Compiles a module of the first room for the second; nothing of it is kept in ``__pycache__``."""
+    """Compiles a module of the first package for the second; the code is not kept in ``__pycache__``."""
 
     def get_code(self, fullname: str) -> CodeType:
         tree = ast.parse(self.get_data(self.path), self.path)

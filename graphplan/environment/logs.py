@@ -1,4 +1,4 @@
-"""Loggers of Python's ``logging``, one for each kind of event: ``graphplan.captures``, ``graphplan.checks`` and others."""
+"""Loggers of Python's ``logging``, one for each kind of event, such as ``graphplan.captures``."""
 
 from __future__ import annotations
 

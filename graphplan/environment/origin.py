@@ -65,8 +65,8 @@ def _is_familiar(package: ModuleType | None) -> bool:
 
 @cache
 def is_familiar(filename: str) -> bool:
-    """Whether the file belongs to Lightning or torchmetrics. Asked about files whose code runs: the packages that they
-    belong to are loaded.
+    """Return True if the file belongs to Lightning or torchmetrics. Only files whose code runs are asked about: their
+    packages are loaded.
     """
     packages = filter(_is_familiar, map(sys.modules.get, _FAMILIAR))
     files = (getattr(package, "__file__", None) for package in packages)
@@ -75,14 +75,14 @@ def is_familiar(filename: str) -> bool:
 
 @cache
 def is_library(filename: str) -> bool:
-    """Whether the file belongs to torch, Lightning, this package, or Python's standard library."""
+    """Return True if the file belongs to torch, Lightning, this package, or Python's standard library."""
     return filename.startswith((_TORCH, _HERE)) or is_standard(filename) or is_familiar(filename)
 
 
 @cache
 def is_installed(filename: str) -> bool:
-    """Whether the file belongs to a package that was installed beside the standard library, and is not watched. An
-    editable installation lies elsewhere, and is the user's own code.
+    """Return True if the file belongs to an installed package that is not watched. An editable installation lies
+    elsewhere, and is the user's own code.
     """
     where = next((place for place in _SITES if filename.startswith(place)), None)
     if where is None:
@@ -95,25 +95,25 @@ def is_installed(filename: str) -> bool:
 
 @cache
 def is_standard(filename: str) -> bool:
-    """Whether the file belongs to Python's standard library."""
+    """Return True if the file belongs to Python's standard library."""
     return filename.startswith(_STANDARD) and not any(mark in filename for mark in _INSTALLED)
 
 
 @cache
 def is_ours(filename: str) -> bool:
-    """Whether the file belongs to this package."""
+    """Return True if the file belongs to this package."""
     return filename.startswith(_HERE)
 
 
 @cache
 def is_torchs(filename: str) -> bool:
-    """Whether the file is one of those in which torch's own layers, optimizers, tensors and scalers are."""
+    """Return True if the file is one of those in which torch's own layers, optimizers, tensors and scalers are."""
     return filename.startswith(_PARTS)
 
 
 @cache
 def is_users_file(filename: str) -> bool:
-    """Whether the file is the user's own: in no library, in no installed package."""
+    """Return True if the file is the user's own: in no library, in no installed package."""
     return not is_library(filename) and not is_installed(filename)
 
 
@@ -155,7 +155,7 @@ def file_of(code: CodeType, space: Mapping[str, Any]) -> str:
 
 
 def is_users(thing: Any) -> bool:
-    """Whether a class or function is defined in the user's own code."""
+    """Return True if a class or function is defined in the user's own code."""
     name = getattr(thing, "__module__", None)
     if not isinstance(name, str) or name == "builtins":
         return False
@@ -163,7 +163,7 @@ def is_users(thing: Any) -> bool:
 
 
 def is_librarys(kind: type) -> bool:
-    """Whether a class is Python's own, torch's, Lightning's or this package's."""
+    """Return True if a class is Python's own, torch's, Lightning's or this package's."""
     name = kind.__module__
     file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
     if isinstance(file, str):
@@ -172,7 +172,7 @@ def is_librarys(kind: type) -> bool:
 
 
 def is_users_module(module: ModuleType | None, name: str) -> bool:
-    """Whether a module is the user's own. One that has no file, such as an interactive session's, is, unless Python
+    """Return True if a module is the user's own. One without a file, as in an interactive session, is, unless Python
     brings it along.
     """
     file = getattr(module, "__file__", None)

@@ -1,8 +1,7 @@
-"""What is active around a call and has a say in its operators: modes of the caller's, transforms, forward-mode AD.
+"""Modes of the caller, transforms and forward-mode AD: what is active around a call and changes its operators.
 
-A recording is of plain tensors and of operators as they were called below all of these: a replay would pass them by, as
-without a mode that watches or changes it. Gradient modes, autocast and the default device are no part of this: they are
-in a program's key.
+A recording has plain tensors and the operators that were called below all of these, so a replay would skip them.
+Gradient modes, autocast and the default device are part of a program's key instead.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphplan.errors import SurroundingsError
 
-_functorch: Any = getattr(torch._C, "_functorch", None)
-_innermost_transform: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", lambda: None)
-_jit_trace: Callable[[], Any] = getattr(torch._C, "_get_tracing_state", lambda: None)
+_innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_jit_trace: Callable[[], Any] = torch._C._get_tracing_state
 _count_of_dispatch_modes = torch._C._len_torch_dispatch_stack
 _count_of_function_modes = torch._C._len_torch_function_stack
 COUNTS: list[tuple[Callable[[], Any], Any]] = [
@@ -28,13 +26,13 @@ COUNTS: list[tuple[Callable[[], Any], Any]] = [
     (_innermost_transform, None),
     (_jit_trace, None),
 ]
-"""Functions that say, each in a moment, that there is nothing of a kind, and what they say then."""
+"""Functions that return quickly whether something of a kind is active, and their values where nothing is."""
 LEVEL = (vars(forward_ad), "_current_level", -1)
-"""Where torch keeps how deep forward-mode AD is nested, and what lies there outside of it."""
+"""The module and variable in which torch counts nested levels of forward-mode AD, and its value outside of them."""
 
 
 def surroundings() -> str | None:
-    """The first thing around this call that a replay would not heed, described; None if there is nothing."""
+    """Describe the first thing around this call that a replay would skip; None if there is nothing."""
     space, name, outside = LEVEL
     if space.get(name, outside) != outside:
         return "forward-mode AD (torch.autograd.forward_ad.dual_level)"
@@ -48,9 +46,9 @@ def surroundings() -> str | None:
 
 
 def changing_mode() -> Any:
-    """A mode that is active and may change what operators do; None if there is none.
+    """An active mode that may change what operators do; None if there is none.
 
-    One that only watches says so by ``changes_nothing = True`` in its class.
+    A mode that only watches has ``changes_nothing = True`` in its class.
     """
     if not _count_of_dispatch_modes() and not _count_of_function_modes():
         return None
@@ -60,7 +58,7 @@ def changing_mode() -> Any:
 
 
 def check_surroundings(doing: str) -> None:
-    """Refuse to do what ``doing`` says where something is active that a replay would not heed.
+    """Refuse to do what ``doing`` says if something is active that a replay would skip.
 
     Raises:
         SurroundingsError: naming it.

@@ -1,5 +1,6 @@
-"""torch's global switches, in one list: programs are keyed by them, guards compare them before each replay, a replay
-leaves them as the step does, and checks compare what it left.
+"""torch's global switches: keys of programs, compared by guards before each replay and by checks after it.
+
+A replay leaves them as the step does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ count_of_modes: Callable[[], int] = _C._len_torch_function_stack
 
 
 class Seen(Enum):
-    """Who sees that a switch was changed before a replay. To ask for one takes a ten-millionth of a second."""
+    """What notices that a switch was changed before a replay. To read one takes 0.1 µs."""
 
     BY_GUARDS = "by a comparison of its own"
     BY_OTHERS = "by torch's GlobalStateGuard, or by the comparison of switches that change along with it"
@@ -48,7 +49,7 @@ class _Mixed:
 
 
 MIXED = _Mixed()
-"""What an old switch says of newer ones that it cannot express, where torch itself raises."""
+"""The value of an old switch while newer ones have values that it cannot express: torch raises then."""
 
 
 def _or_mixed(get: _Get) -> Any:
@@ -76,11 +77,6 @@ def _set_anomaly(value: bool) -> None:
 
 def _set_check_nan(value: bool) -> None:
     torch.set_anomaly_enabled(torch.is_anomaly_enabled(), value)
-
-
-def _saved_tensors_hooks() -> list[Switch]:
-    hooks = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
-    return [] if hooks is None else [Switch("torch.autograd.graph.saved_tensors_hooks", partial(hooks, False), None)]
 
 
 def _autocast(device: str, alias: str) -> list[Switch]:
@@ -148,7 +144,8 @@ SWITCHES: tuple[Switch, ...] = (
            ("is_anomaly_check_nan_enabled", "set_anomaly_enabled")),
     *_of_torch("torch.autograd.set_multithreading_enabled", "_is_multithreading_enabled", "_set_multithreading_enabled",
                Seen.BY_USE),
-    *_saved_tensors_hooks(),
+    Switch("torch.autograd.graph.saved_tensors_hooks", partial(_C._autograd._top_saved_tensors_default_hooks, False),
+           None),
     *_autocast("cuda", "gpu"),
     *_autocast("cpu", "cpu"),
     Switch("torch.is_autocast_cache_enabled()", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled,

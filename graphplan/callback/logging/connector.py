@@ -97,7 +97,7 @@ class LazyConnector(_LoggerConnector):
 
     @recovering(lambda self, metrics, step: False)
     def _take_row(self, metrics: Any, step: int | None) -> bool:
-        """Whether the row is written later; if not, write the pending ones."""
+        """Return True if the row is written later; if not, write the pending ones."""
         assert self.rows is not None
         if self._first_loop_iter is not None and step is None and self.rows.take(metrics):
             return True
@@ -111,14 +111,14 @@ class LazyConnector(_LoggerConnector):
             self.rows.look()
 
     def epoch_end_reached(self) -> None:
-        """Values of the last batch, before those of the epoch come."""
+        """Fill in the values of the last batch before those of the epoch."""
         self.settle()
         if self.rows is not None:
             self.rows.settle()
         super().epoch_end_reached()
 
     def reset_results(self) -> None:
-        """Values of the last batch, before they are gone."""
+        """Fill in the values of the last batch before they are reset."""
         self.settle()
         super().reset_results()
 

@@ -186,9 +186,9 @@ class Sums:
         are_means = [metric.meta.on_epoch for metric in free.values()]
         keys = [*compress(free, are_means), *(key for key in free if not free[key].meta.on_epoch)]
         with torch.no_grad():
-            held = [free[key].value.detach() for key in keys[: sum(are_means)]]
-            totals = torch.stack(held) if held else torch.empty(0)
-        if held:
+            means = [free[key].value.detach() for key in keys[: sum(are_means)]]
+            totals = torch.stack(means) if means else torch.empty(0)
+        if means:
             self.tensors[f"group {len(self._groups)}"] = totals
         group = Group(len(self._groups), {key: free[key] for key in keys}, totals)
         self._groups.append(group)

@@ -98,7 +98,7 @@ for _name in ("__contains__", "__getitem__", "__iter__", "__len__", "get", "item
 
 
 class _Before:
-    """A result collection before a step logs for real. Metrics bind new values, so that references to the old do."""
+    """A result collection before a step logs for real. Metrics bind new values: references to the old are kept."""
 
     def __init__(self, results: _ResultCollection, last_hook: str | None) -> None:
         self._results = results
@@ -283,8 +283,8 @@ class StepLogs:
         if known.options != call.options or not isinstance(value, Tensor):
             return False
         # Not asked as an attribute, for which a metric would compute in the step.
-        held = vars(self.sums.metric_of(call.key))["value"]
-        return value.ndim == 0 and _kind(value) == self._kind == _kind(held)
+        total = vars(self.sums.metric_of(call.key))["value"]
+        return value.ndim == 0 and _kind(value) == self._kind == _kind(total)
 
     def finish(self, calls: list[LogCall], grouped: Grouped, values: list[Any]) -> None:
         """After a step: log what it noted. What may be grouped from now on is asked here, where no trace is looking."""
@@ -313,7 +313,7 @@ class StepLogs:
             connector._current_fx = self._last_hook = call.fx
 
     def _learn(self, notes: Sequence[Note]) -> None:
-        """Which of a step's calls may be grouped from now on."""
+        """Group the step's calls that may be grouped from now on."""
         results = self._trainer._results
         assert results is not None
         hooks = [fx for fx, _ in groupby(notes, lambda note: note[0].fx)]
@@ -331,7 +331,7 @@ class StepLogs:
         self.sums.form(found)
 
     def _may_be_grouped(self, metric: Any, value: Any) -> bool:
-        """Whether it is a mean of single numbers that Lightning takes as they are, of one kind with the others."""
+        """Return True for the mean of scalars of the group's dtype and device, which Lightning does not cast."""
         meta = metric.meta
         if not metric.is_tensor or meta.enable_graph or meta.sync.should or metric.value.ndim:
             return False
@@ -370,7 +370,7 @@ def _log(results: Any, call: LogCall, value: Any) -> None:
 
 
 def _is_rate(value: Tensor, rate: Any) -> bool:
-    """Whether one number was logged, and it is this learning rate in the dtype that it was logged in."""
+    """Return True if the logged value is one number, which equals this learning rate in its dtype."""
     return value.numel() == 1 and bool(value == torch.as_tensor(rate, dtype=value.dtype, device=value.device))
 
 

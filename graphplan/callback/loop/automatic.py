@@ -67,7 +67,7 @@ class AutomaticSeam(Seam):
             self._keep_optimizer_outside(outside or "components names forward and backward alone")
 
     def _escalates(self, error: RefusalError) -> bool:
-        """Whether a refusal of the whole step raises: for the user, or so that the optimizer can be left out of it."""
+        """Return True if a refusal of the whole step raises: for the user, or to leave the optimizer out of it."""
         return self._must_raise() or (self._sides.falls_back and error.component == "optimizer")
 
     def _keep_forward_outside(self) -> None:

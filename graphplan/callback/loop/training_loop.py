@@ -199,7 +199,7 @@ class LoopSeam:
         return 0 if trainer.val_check_batch == float("inf") else trainer.val_check_batch
 
     def _is_due(self, progress: Any) -> bool:
-        """Whether Lightning's loop has anything to do or to decide after this batch."""
+        """Return True if Lightning's loop has anything to do or to decide after this batch."""
         loop, ready = self._loop, progress.current.ready
         if (
             self._unchanged is None
