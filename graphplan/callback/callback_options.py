@@ -16,9 +16,8 @@ VariantOf = Callable[[Any, int], Any] | str | None
 
 @dataclass(frozen=True)
 class Components:
-    """Which sides of a step are captured. ``falls_back``: one alone, where the other cannot be."""
+    """Which sides of a step are captured. ``falls_back``: forward and backward alone, if the optimizer cannot be."""
 
-    forward_backward: bool = True
     optimizer: bool = True
     falls_back: bool = True
 
@@ -27,22 +26,17 @@ class Components:
         """From what the callback was given.
 
         Raises:
-            OptionError: for sides that there are not, or none at all.
+            OptionError: for other sides, or without forward and backward.
         """
         if isinstance(value, str) and value == "auto":
             return cls()
         sides = (value,) if isinstance(value, str) or not isinstance(value, Sequence) else tuple(value)
-        if not sides or any(side not in _SIDES for side in sides):
+        if _SIDES[0] not in sides or any(side not in _SIDES for side in sides):
             raise OptionError(
-                f"components is {value!r}; expected 'auto', or what is to be captured: ('forward_backward',), "
-                "('optimizer',), or both"
+                f"components is {value!r}; expected 'auto', or what is to be captured: ('forward_backward',) or "
+                "('forward_backward', 'optimizer')"
             )
-        return cls(_SIDES[0] in sides, _SIDES[1] in sides, falls_back=False)
-
-    @property
-    def both(self) -> bool:
-        """Return True if the whole step is captured to begin with."""
-        return self.forward_backward and self.optimizer
+        return cls(_SIDES[1] in sides, falls_back=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +56,7 @@ class CallbackOptions(TrainingOptions):
         transfer: ``"auto"``: replays copy batches in from host memory where nothing else has them; ``"stock"``: never.
         loop: ``"auto"``: what Lightning does around each step is left out where it is not used; ``"stock"``: never.
         components: ``"auto"``: the whole step; forward and backward alone where the optimizer cannot be captured. Or
-            what to capture, whatever could be: ``("forward_backward",)``, ``("optimizer",)``, or both.
+            what to capture, whatever could be: ``("forward_backward",)`` or ``("forward_backward", "optimizer")``.
         log: whether the share of steps that were replayed, the microseconds of a replayed step and the number of
             recaptures go to the Trainer's loggers at the end of each epoch, as ``graphplan/replayed_share``,
             ``graphplan/step_us`` and ``graphplan/recaptures``.

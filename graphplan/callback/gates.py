@@ -80,13 +80,11 @@ def closed_to_training(trainer: Any, module: LightningModule, components: Compon
         )
     if trainer._detect_anomaly:
         return "detect_anomaly=True reads every gradient on the host; turn it off"
-    if not module.automatic_optimization and not components.both:
+    if not module.automatic_optimization and not components.optimizer:
         return (
-            "components names one side of the step, and with manual optimization the module's own code decides what "
-            "comes first: use components='auto', or graph_step in training_step"
+            "components names forward and backward alone, and with manual optimization the module's own code decides "
+            "what comes first: use components='auto', or graph_step in training_step"
         )
-    if components.optimizer and not components.both and keeps_optimizer_outside(module) is not None:
-        return f"components names the optimizer, which runs on the host: {keeps_optimizer_outside(module)}"
     if module.automatic_optimization and len(trainer.optimizers) != 1:
         return (
             f"the module has {len(trainer.optimizers)} optimizers, and automatic optimization steps exactly one: "

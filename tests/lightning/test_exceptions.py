@@ -19,7 +19,6 @@ from tests.lightning.parts import LitDigits, fit, tape, with_step
 FORMS: dict[str, Any] = {
     "whole": "auto",
     "forward and backward": ("forward_backward",),
-    "optimizer": ("optimizer",),
 }
 
 

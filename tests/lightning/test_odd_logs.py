@@ -24,16 +24,6 @@ def _plain(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_sizes_of_batches_that_a_step_is_not_fed(accumulate: int, tmp_path: Path) -> None:
-    """The optimizer's side alone gets no batch, and its means are weighted by its size all the same."""
-    make = with_step(_plain, on_before_optimizer_step=_logs_in_hook)
-    options: dict[str, Any] = {"sizes": RAGGED, "accumulate_grad_batches": accumulate}
-    callback = tape(warmup_steps=1, components=("optimizer",))
-    assert_same_fits(fit(make, tmp_path / "eager", **options), fit(make, tmp_path / "graphed", callback, **options))
-    assert callback.stats.replayed > 10
-
-
 def _half_a_sample(self: Any, batch: Any, batch_idx: int) -> Tensor:
     loss: Tensor = self.loss_of(batch)
     self.log("loss", loss, on_step=True, on_epoch=True, batch_size=2.5)

@@ -107,7 +107,6 @@ WAYS: dict[str, tuple[Any, dict[str, Any], SkipReason]] = {
     "slower, by hand": (Manual, {"min_speedup": 1.0}, SkipReason.SLOWER),
     "slower, stock loop": (LitDigits, {"min_speedup": 1.0, "loop": "stock"}, SkipReason.SLOWER),
     "slower parts": (LitDigits, {"min_speedup": 1.0, "components": "forward_backward"}, SkipReason.SLOWER),
-    "slower optimizer": (LitDigits, {"min_speedup": 1.0, "components": "optimizer"}, SkipReason.SLOWER),
     "slower, evaluated": (LitDigits, {"min_speedup": 1.0, "eval": True}, SkipReason.SLOWER),
     "refused": (Branching, {"on_failure": "eager"}, SkipReason.HOST_SYNC),
     "refused parts": (Branching, {"on_failure": "eager", "components": "forward_backward"}, SkipReason.HOST_SYNC),

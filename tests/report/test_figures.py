@@ -144,10 +144,6 @@ def test_a_part_of_the_step_is_named_in_the_headline() -> None:
         "calls of training_step (16 optimizer steps) replayed (forward and backward alone)"
         in callback.report().splitlines()[0]
     )
-    callback = GraphPlanCallback(backend="tape", components="optimizer")
-    fit(callback)
-    assert callback.stats.replayed
-    assert "steps replayed (the optimizer's step alone)" in callback.report().splitlines()[0]
 
 
 def test_all_fits_of_a_callback_are_reported() -> None:

@@ -79,7 +79,7 @@ def test_a_plain_loop_with_a_scheduler(name: str, walks: list[int]) -> None:
     assert not walks
 
 
-@each(name=SCHEDULERS, parts=["auto", ("optimizer",), ("forward_backward",)])
+@each(name=SCHEDULERS, parts=["auto", ("forward_backward",)])
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")
 def test_a_trainer_with_a_scheduler(name: str, parts: Any, walks: list[int], tmp_path: Path) -> None:
     """The whole step, and either part of it: an eager backward pass makes new gradients for each replay."""

@@ -1,10 +1,8 @@
 """Lightning's automatic optimization, run through a graphed step.
 
-There are three forms. *Whole*: ``automatic_optimization.run`` is one graphed step, optimizer included. *Components*,
+There are two forms. *Whole*: ``automatic_optimization.run`` is one graphed step, optimizer included. *Components*,
 where the optimizer cannot be captured: the closure (forward, ``zero_grad``, backward) is a graphed step, and
-Lightning's own code clips and steps after it. *Update*, if asked for: the closure is Python, and hooks, clipping and
-the optimizer's step after it are a graphed step. It is no fallback, since each backward pass makes new gradients, which
-a program has to follow before each replay.
+Lightning's own code clips and steps after it.
 """
 
 from __future__ import annotations
@@ -20,12 +18,9 @@ from typing_extensions import override
 
 from graphplan.callback.callback_options import Components
 from graphplan.callback.gates import keeps_optimizer_outside
-from graphplan.callback.loop.seam import NO_BATCH, Run, Seam
+from graphplan.callback.loop.seam import Run, Seam
 from graphplan.callback.trainer_state import WatchedIndex, group_numbers, refuse_number
 from graphplan.errors import RefusalError
-
-_COMPONENTS, _UPDATE = "forward and backward alone", "the optimizer's step alone"
-"""What is replayed of a step in these forms."""
 
 
 class ReplayedClosure(Closure):
@@ -61,34 +56,19 @@ class AutomaticSeam(Seam):
         body = partial(self._body, self._stock_run)
         self._step = self._make(body, self._owners(self._progress), escalates=self._escalates)
         outside = keeps_optimizer_outside(self._module)
-        if not self._sides.forward_backward:
-            self._keep_forward_outside()
-        elif outside is not None or not self._sides.optimizer:
+        if outside is not None or not self._sides.optimizer:
             self._keep_optimizer_outside(outside or "components names forward and backward alone")
 
     def _escalates(self, error: RefusalError) -> bool:
         """Return True if a refusal of the whole step raises: for the user, or to leave the optimizer out of it."""
         return self._must_raise() or (self._sides.falls_back and error.component == "optimizer")
 
-    def _keep_forward_outside(self) -> None:
-        """Go over to the update form."""
-        self.notes.append(
-            "forward and backward run eagerly before the replay of the optimizer's step: components names the "
-            "optimizer alone"
-        )
-        # Means are weighted with the size of the batch, which this step is not given.
-        self._logs.sums_in_step = False
-        self._step.close()
-        self.part = _UPDATE
-        self._step = self._make(self._update_body, self._owners(self._progress), feeds=False)
-        self._put(self._loop, "_optimizer_step", self._step_optimizer)
-
     def _keep_optimizer_outside(self, reason: str) -> None:
         """Go over to the components form."""
         self.notes.append(f"optimizer runs eagerly after the replay of forward and backward: {reason}")
         owners = {name: owner for name, owner in self._owners(self._progress).items() if owner is not self._optimizer}
         self._step.close()
-        self.part = _COMPONENTS
+        self.part = "forward and backward alone"
         self._step = self._make(partial(self._body, self._closed), owners | group_numbers(self._optimizer))
         self._put(self._loop, "_make_closure", self._make_closure)
 
@@ -110,7 +90,7 @@ class AutomaticSeam(Seam):
                     raise
                 self._keep_optimizer_outside(str(error))
         # A graphed forward moves its batch itself.
-        result = self._stock_run(optimizer, batch_idx, self._on_device(kwargs) if self.part == _UPDATE else kwargs)
+        result = self._stock_run(optimizer, batch_idx, kwargs)
         self._look_at(self._step)
         return result
 
@@ -156,30 +136,3 @@ class AutomaticSeam(Seam):
         closure: Closure = type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
         closure()
         return closure.consume_result().asdict()
-
-    def _step_optimizer(self, batch_idx: int, closure: Closure) -> None:
-        """In place of ``_optimizer_step`` in the update form."""
-        if closure() is None:
-            # training_step returned None: Lightning skips what it skips then.
-            type(self._loop)._optimizer_step(self._loop, batch_idx, _nothing)
-            return
-        stock = lambda: type(self._loop)._optimizer_step(self._loop, batch_idx, _done)  # noqa: E731
-        self._through(self._step, stock, NO_BATCH, self._given_facts())
-
-    def _update_body(self, batch: Any, *facts: Any) -> dict[str, Any]:
-        batch_idx = self._watched(self._index)
-
-        def body(kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-            type(self._loop)._optimizer_step(self._loop, batch_idx, _done)
-            return {}
-
-        return self._in_step(body, batch)
-
-
-def _nothing() -> None:
-    """A closure that came to nothing."""
-
-
-def _done() -> bool:
-    """A closure that has been called: Lightning asks only whether there was a loss."""
-    return True

@@ -63,10 +63,6 @@ _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
 """Bookkeeping of Lightning's and torch's own that no step depends on."""
 
 
-NO_BATCH = Literals()
-"""The feed of a step without a batch."""
-
-
 def _raise(error: Exception) -> None:
     raise error
 
@@ -114,8 +110,7 @@ class Seam(ABC):
         reads_index = asks or is_allowed("batch_idx", options.allow)
         self._watches_index = not reads_index
         # The sums are weighted with the batch's number of rows, which a program for padded rows does not know.
-        self._may_sum = options.mode == "train" and not options.pads_rows
-        self._logs = StepLogs(run.trainer, sums_in_step=self._may_sum)
+        self._logs = StepLogs(run.trainer, sums_in_step=options.mode == "train" and not options.pads_rows)
         self._steps: list[GraphedStep] = []
         self._patches: list[InstancePatch] = []
         # Arguments of Lightning's loop that are not fed: the batch's number, and all after the batch.
@@ -180,14 +175,12 @@ class Seam(ABC):
         body: Callable[..., Any],
         owners: dict[str, Any],
         *,
-        feeds: bool = True,
         escalates: Callable[[RefusalError], bool] | None = None,
     ) -> GraphedStep:
-        """A graphed step of ``body``, without a batch unless it ``feeds``. ``escalates`` says which refusals raise."""
+        """A graphed step of ``body``. ``escalates`` says which refusals raise."""
         gate = None if self._made_for.gate is None else self._made_for.gate.with_same_eager_time()
-        options = self._options if feeds else replace(self._options, shapes="exact", buckets=None, mask=None)
         backends, peers = self._made_for.backends, find_peers()
-        step = GraphedStep(body, owners, options, backends, peers, compiles=False, gate=gate, opens_gate=False)
+        step = GraphedStep(body, owners, self._options, backends, peers, compiles=False, gate=gate, opens_gate=False)
         step.machine.refusals.escalates = escalates or (lambda error: self._must_raise())
         self._steps.append(step)
         return step
@@ -283,7 +276,7 @@ class Seam(ABC):
             return stock()
         known = self._known(facts)
         try:
-            if self._variant is not None and batch is not NO_BATCH:
+            if self._variant is not None:
                 out = step(batch, known, self._variant_of(batch))
             else:
                 out = step(batch, known)
