@@ -192,7 +192,7 @@ class Walk:
     parts: dict[str, Any] = field(default_factory=dict)
     empty: dict[str, tuple[Any, str]] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
-    parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)
+    parameters: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
 
     @property
     def counted(self) -> set[str]:

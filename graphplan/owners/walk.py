@@ -239,7 +239,7 @@ class _Walker:
             elif all(isinstance(leaf, SCALARS) for leaf in pytree.tree_leaves(value)):
                 self.walk.scalars[place] = Scalar(Numbers(module), name, module, name, name=name)
 
-    def _parameter(self, param: nn.Parameter, path: str, container: Any, key: Any, source: Source) -> None:
+    def _parameter(self, param: Tensor, path: str, container: Any, key: Any, source: Source) -> None:
         self.walk.slots[path] = Slot(container, key, *source, path=path, is_parameter=True)
         if id(param) not in self.walk.parameters:
             self._marks(param, path)
@@ -610,7 +610,11 @@ def walk_owners(owners: Mapping[str, Any]) -> Walk:
     for name, owner in ranked:
         if isinstance(owner, Tensor):
             assert isinstance(owners, MutableMapping)
-            walker._value(owner, name, owners, name, 0, (owners, name))
+            if owner.requires_grad and owner.is_leaf:
+                # It has a gradient, too, as parameters have.
+                walker._parameter(owner, name, owners, name, (owners, name))
+            else:
+                walker._value(owner, name, owners, name, 0, (owners, name))
         else:
             walker.enter(owner, name)
     walker.take_rest()
