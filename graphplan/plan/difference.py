@@ -121,21 +121,29 @@ def _check_numbers(a: Operator, b: Operator) -> None:
         if name != other or not (old is new or same_value(old, new)):
             _refuse_scalar(b, name or other, old, new)
     if a.constant is not None and b.constant is not None and not same_bits(a.constant, b.constant):
-        _refuse_scalar(b, "value", _short(a.constant), _short(b.constant))
+        if a.constant.numel() == b.constant.numel() == 1:
+            _refuse_scalar(b, "value", a.constant.item(), b.constant.item())
+        _refuse(b, "other values than one step before")
 
 
 def _refuse_scalar(operator: Operator, name: str, old: Any, new: Any) -> NoReturn:
+    before, after = told_apart(old, new)
+    _refuse(operator, f"{name}={before} on one step and {name}={after} on the next")
+
+
+def _refuse(operator: Operator, values: str) -> NoReturn:
     if operator.source.component == "optimizer":
         fix = optimizer_fix(operator.source)
     elif operator.source.by is not None and operator.source.by.function == _LOGGING:
         fix = "Log the number in on_train_batch_end, which follows replays, too, or log a tensor that is updated"
     else:
-        fix = "Keep the value in a tensor that an owner holds and update that in place, or feed it to the step"
-    before, after = told_apart(old, new)
+        fix = (
+            "Keep the value in a tensor that an owner holds and update that in place, or feed it to the step; draw "
+            "random numbers with torch (torch.rand, torch.randn)"
+        )
     made = "a tensor made from a Python value" if operator.constant is not None else f"{operator.name}"
     raise HostScalarError(
-        f"{made} at {operator.source} gets {name}={before} on one step and {name}={after} on the next; a replay would "
-        f"freeze the first. {fix}",
+        f"{made} at {operator.source} gets {values}; a replay would freeze the first. {fix}",
         component=operator.source.component,
     )
 
