@@ -47,10 +47,12 @@ class Counter:
             component = "optimizer" if scalar and isinstance(scalar.owner, (Optimizer, GroupCounts)) else "step"
             is_item = scalar is not None and _is_item_of_optimizer(scalar)
             if delta is not None and scalar is not None and _is_read(scalar, second):
+                whose, fix = "the step's", "Count in a tensor, or count and decide outside the step"
+                if component == "optimizer":
+                    whose, fix = "the optimizer's", "Step the optimizer outside (in a Trainer that is done for you)"
                 raise HostScalarError(
-                    f"the step's code reads {path}, which it also counts up ({describe(old)}, then {describe(new)}); a "
-                    "replay would act on one value for ever. Count in a tensor, or count and decide outside the step, "
-                    f"or, {allowing(path)}",
+                    f"{whose} code reads {path}, which it also counts up ({describe(old)}, then {describe(new)}); a "
+                    f"replay would act on one value for ever. {fix}, or, {allowing(path)}",
                     component=component,
                     path=path,
                 )

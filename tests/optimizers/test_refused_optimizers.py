@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -66,6 +67,31 @@ def test_a_violation_in_the_step_is_not_the_optimizers() -> None:
     error = assert_refused(make, HostSyncError, r"test_refused_optimizers\.py")
     assert isinstance(error, RefusalError)
     assert error.component == "step"
+
+
+class Counting(torch.optim.Optimizer):
+    """It counts in its state, and decides by the count."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["step"] = state.get("step", 0) + 1
+            if state["step"] % 50 == 0:
+                param.mul_(0.9)
+            param.add_(param.grad, alpha=-0.1)
+
+
+def test_an_optimizer_that_reads_its_own_count() -> None:
+    """Its user cannot count elsewhere, but step it outside."""
+    text = r"the optimizer's code reads optimizer\.state\[.*\]\.step, .* Step the optimizer outside"
+    error = refusal(lambda: scheduled_rig(Counting, gamma=1.0))
+    assert isinstance(error, HostScalarError)
+    assert error.component == "optimizer"
+    assert re.search(text, str(error))
 
 
 def scheduled_rig(make_optimizer: Callable[..., torch.optim.Optimizer], gamma: float = 0.9) -> Rig:
