@@ -44,8 +44,9 @@ def graphed(fn: Callable[..., Any] | None, options: ServeOptions) -> Any:  # noq
         fn: what to call. Without it, the arguments are those of a decorator.
 
     Returns:
-        A callable with ``stats``, ``shapes``, ``memory``, ``report()``, ``prewarm(sizes)``, ``replay(args, params=)``,
-        ``invalidate(why)`` and ``close()``; on a class, a method that has them for each instance.
+        A callable with ``stats``, ``shapes``, ``memory``, ``report()``, ``prewarm(example=)``,
+        ``replay(args, params=)``, ``invalidate(why)`` and ``close()``; on a class, a method that has them for each
+        instance.
 
     Raises:
         OptionError: if an option has a value or a type that makes no sense.

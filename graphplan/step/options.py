@@ -92,10 +92,10 @@ class CommonOptions:
             later ones the step is rehearsed on the batch as it came and on the padded one, and both are undone: if
             something differs by more than rounding, the step is refused by its name, and the call has not happened;
             under ``on_failure="eager"`` this and all further batches are trained on as they came. Dropout is left out
-            of the comparison; a step that draws other random numbers is refused. The first two calls, and batches
-            beyond the largest size, are not padded. Results are cut to their true size. In a Trainer, hooks and
-            Lightning's batch sizes are those of the batch as it came, and evaluation is not padded. ``graphed`` also
-            has ``"eager"``: the first shape has a program, others are eager.
+            of the comparison; a step that draws other random numbers is refused. The first two calls (of ``graphed``,
+            the first one), and batches beyond the largest size, are not padded. Results are cut to their true size. In
+            a Trainer, hooks and Lightning's batch sizes are those of the batch as it came, and evaluation is not
+            padded. ``graphed`` also has ``"eager"``: the first shape has a program, others are eager.
         buckets: capture sizes of dimension 0, in elements, or by dimension; see :func:`graphplan.buckets.fit`.
         pad: what padding holds, a number or ``function(tensor, shape)``; or those by argument, by key of a dictionary
             that is fed (``"labels"``) or by path (``"batch[1]"``).
