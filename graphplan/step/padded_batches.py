@@ -233,11 +233,11 @@ def _is_plain(leaf: Tensor) -> bool:
 
 
 def _check_known(call: PaddedCall, is_compared: bool, program: Program | None, reason: Any, detail: str) -> None:
-    """Before a prediction: raise NotRunError if it is padded and eager for a ``reason``, or if Python code or a program
-    is about to run of which it was not compared what padding does.
+    """Before a prediction: raise NotRunError if it is eager for a ``reason``, to get the arguments as they came,
+    or if Python code or a program is about to run with padding for which that was not compared.
     """
     known = call.kind.size.checked
-    if call.kind.is_padded and (reason is not None or not (is_compared or program in known)):
+    if reason is not None or (call.kind.is_padded and not (is_compared or program in known)):
         raise NotRunError(reason, detail)
     if program is not None:
         call.leave_lent_memory(program)
