@@ -15,7 +15,9 @@ from hashlib import sha256
 from textwrap import dedent
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.progress import _BatchProgress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
@@ -43,6 +45,8 @@ PARTS: dict[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
         (_LoggerConnector, ("on_batch_end", "log_metrics", "metrics", "progress_bar_metrics", "should_reset_tensors")),
         (_ResultCollection, ("log", "update_metrics", "_get_cache", "_extract_batch_size", "metrics", "reset")),
         (_ResultMetric, ("update", "forward", "reset")),
+        (ClosureResult, ("from_training_step_output", "__post_init__")),
+        (LightningModule, ("_LightningModule__to_tensor",)),
     ),
     "bar": ((TQDMProgressBar, ("on_train_batch_end", "_should_update")),),
 }
@@ -50,8 +54,8 @@ PARTS: dict[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
 KNOWN: dict[str, dict[str, str]] = {
     "loop": {"a3eff944d7ac9f68": "2.6.0 to 2.6.6"},
     "logs": {
-        "ecc54f59ebecd52a": "2.6.0 to 2.6.6",
-        "377bf9bc8089c57d": "2.6.0 to 2.6.6 of pytorch_lightning, whose docstrings have its name",
+        "33db0b1d35c7dc28": "2.6.0 to 2.6.6",
+        "470b92ba3e8344f9": "2.6.0 to 2.6.6 of pytorch_lightning, whose docstrings have its name",
     },
     "bar": {"5e84b70001174190": "2.6.0 to 2.6.6"},
 }

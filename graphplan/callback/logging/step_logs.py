@@ -6,8 +6,8 @@ after it (eager, captured or replayed alike) each call is made for real. Where t
 calls noted so far are made at once, so that it reads what it has logged, and a trace is refused.
 
 A call that was made for real once, and comes again with the same options, needs little more than its value: its metric
-is in a group (:mod:`graphplan.callback.logging.epoch_sums`). The values of all grouped calls become elements of one
-vector at the step's end.
+is in a group (:mod:`graphplan.callback.logging.epoch_sums`). The values of all grouped calls and the loss become
+elements of one vector at the step's end.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 
 from graphplan.callback.lightning_code import is_known
 from graphplan.callback.logging.epoch_sums import Sums
+from graphplan.callback.logging.late_copies import LOSS, LateCopies
 from graphplan.compare.moving import apart
 from graphplan.errors import Faults, HostSyncError
 from graphplan.feed.call_arguments import hands_over
@@ -132,14 +133,17 @@ class StepLogs:
 
     Attributes:
         sums_in_step: whether calls are grouped.
+        takes_loss: whether the step's result is a dictionary whose loss is a copy of its own.
         faults, has_faults: graphplan's own errors in the middle of the step.
     """
 
-    def __init__(self, trainer: Trainer, *, sums_in_step: bool) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, *, sums_in_step: bool) -> None:
         self._trainer = trainer
         self._connector: Any = trainer._logger_connector
+        self.late = LateCopies(module)
         self.sums = Sums()
         self.faults, self.has_faults = Faults(), False
+        self.takes_loss = False
         self.sums_in_step = sums_in_step
         self._grouped: dict[str, LogCall] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -155,7 +159,7 @@ class StepLogs:
         grouped = Grouped()
         with self._noting_faults():
             settled = list(notes)
-            parts = self._settled(settled)
+            result, parts = self._settled(settled, result)
             # Where that failed, they stay calls to be made for real.
             notes[:] = settled
             grouped = Grouped(parts, all(call.size is not None for call, _ in notes))
@@ -198,7 +202,8 @@ class StepLogs:
         results.note, results.log_now = note, log_now
         results.__class__ = _NotingResults
         try:
-            yield notes
+            with self.late.of_logs(self._grouped.__contains__):
+                yield notes
         finally:
             results.__class__ = _ResultCollection
             del results.note, results.log_now
@@ -245,23 +250,27 @@ class StepLogs:
             self._connector._current_fx = self._last_hook = self._before.last_hook
             self._before = None
 
-    def _settled(self, notes: list[Note]) -> tuple[Part, ...]:
-        """At the end of a step: copy what its grouped calls log to one vector, and sum the means in it.
+    def _settled(self, notes: list[Note], result: Any) -> tuple[Any, tuple[Part, ...]]:
+        """At the end of a step: copy what its grouped calls log, and the loss, to one vector, and sum its means.
 
         Returns:
-            The grouped calls by group.
+            ``result``, in which the loss is that copy, and the grouped calls by group.
         """
+        self.late.settle()
         numbers = [number for number, (call, value) in enumerate(notes) if self._is_grouped(call, value)]
         groups = self.sums.logged_by([notes[number][0].key for number in numbers]) if self.sums_in_step else []
         by_key = {notes[number][0].key: number for number in numbers}
         order = [by_key[key] for group in groups for key in group.metrics]
-        if not order:
-            return ()
+        values = [notes[number][1] for number in order]
+        loss = result.get("loss") if self.takes_loss else None
+        if isinstance(loss, Tensor) and values and not loss.ndim and _kind(loss) == _kind(values[0]):
+            values.append(loss.detach())
         with torch.no_grad():
-            vector = torch.stack([notes[number][1] for number in order])
-        copies = apart(vector)
+            vector = torch.stack(values) if values else None
+        copies = () if vector is None else apart(vector)
         start, parts = 0, list[Part]()
         for group in groups:
+            assert vector is not None
             own = order[start : start + len(group.metrics)]
             sizes = [self._size(notes[number][0]) for number in own[: group.means]] + [0] * (len(own) - group.means)
             if group.means:
@@ -270,7 +279,15 @@ class StepLogs:
                 notes[number] = (replace(notes[number][0], size=size), copy)
             parts.append((group.number, None if own == list(range(len(notes))) else own, sizes))
             start += len(own)
-        return tuple(parts)
+        for number, (call, value) in enumerate(notes):
+            if call.size is None and self.late.may_wait(call.key):
+                notes[number] = (call, value.clone())
+        if len(values) > len(order):
+            result = {**result, "loss": copies[-1]}
+        elif isinstance(loss, Tensor) and self.late.may_wait(LOSS) and (notes or len(result) > 1):
+            # Something else that the step returns may be the same memory.
+            result = {**result, "loss": loss.clone()}
+        return result, tuple(parts)
 
     def _size(self, call: LogCall) -> int:
         metric, given = self.sums.metric_of(call.key), dict(call.options).get("batch_size")

@@ -45,6 +45,7 @@ class AutomaticSeam(Seam):
         self._loop: Any = run.trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimizer: Any = run.trainer.optimizers[0]
         self._sides = components
+        self._logs.takes_loss = True
         progress = self._loop.optim_progress.optimizer
         self._progress = {"step": progress.step, "zero_grad": progress.zero_grad}
 
@@ -116,7 +117,8 @@ class AutomaticSeam(Seam):
     def _body(self, run: Any, batch: Any, *facts: Any) -> dict[str, Any]:
         """The step of the whole and of the components form."""
         optimizer, batch_idx = self._optimizer, self._index
-        return self._in_step(lambda kwargs: run(optimizer, batch_idx, kwargs), batch)
+        with self._logs.late.of_loss(self._loop):
+            return self._in_step(lambda kwargs: run(optimizer, batch_idx, kwargs), batch)
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
         """In place of ``automatic_optimization._make_closure`` in the components form."""

@@ -110,7 +110,8 @@ class Seam(ABC):
         reads_index = asks or is_allowed("batch_idx", options.allow)
         self._watches_index = not reads_index
         # The sums are weighted with the batch's number of rows, which a program for padded rows does not know.
-        self._logs = StepLogs(run.trainer, sums_in_step=options.mode == "train" and not options.pads_rows)
+        may_sum = options.mode == "train" and not options.pads_rows
+        self._logs = StepLogs(run.trainer, run.module, sums_in_step=may_sum)
         self._steps: list[GraphedStep] = []
         self._patches: list[InstancePatch] = []
         # Arguments of Lightning's loop that are not fed: the batch's number, and all after the batch.

@@ -1,0 +1,119 @@
+"""Copies of logged scalars and of the loss, made together at the step's end.
+
+Lightning copies each logged value, and the loss that it returns, at once: a launch each. The copies are read after the
+step, so one copy of all at its end does as well, if the step does not change the originals until then. A trace copies
+at once and watches the originals' memory. A capture copies late what no trace has seen changed. Eager steps copy at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from torch import Tensor
+
+from graphplan.callback.lightning_code import is_known
+from graphplan.program.capture import is_recorded
+from graphplan.trace.memory_watch import MemoryWatch
+from graphplan.trace.mode import watch_memory
+
+LOSS = "loss"
+"""The name of the loss among the keys of logged values, each of which has a dot in it."""
+_MOST_BYTES = 1 << 16
+"""Larger memory is not kept until the step's end for the sake of a number in it."""
+_TO_TENSOR = "_LightningModule__to_tensor"
+"""What ``LightningModule.log`` copies values with."""
+
+
+class LateCopies:
+    """Knows which of a module's scalars may be copied at the end of its steps."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._may_wait: dict[str, bool] = {}
+        self._watched: list[tuple[str, list[MemoryWatch]]] = []
+
+    def may_wait(self, key: str) -> bool:
+        """Whether the running step copies the scalar at its end."""
+        return is_recorded() and self._may_wait.get(key, False)
+
+    def watch(self, key: str, *tensors: Tensor) -> None:
+        """In a trace, watch whether the step changes the memory of ``tensors`` after the scalar was copied."""
+        if not all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in tensors):
+            self._may_wait[key] = False
+            return
+        watches = [watch for watch in map(watch_memory, tensors) if watch is not None]
+        if watches:
+            self._watched.append((key, watches))
+
+    def settle(self) -> None:
+        """The step is over."""
+        for key, watches in self._watched:
+            is_left_alone = all(watch.is_intact and watch.nbytes <= _MOST_BYTES for watch in watches)
+            self._may_wait[key] = is_left_alone and self._may_wait.get(key, True)
+        self._watched = []
+
+    @contextmanager
+    def of_logs(self, is_late: Callable[[str], bool]) -> Iterator[None]:
+        """While a step runs, do not copy logged values with such a key if they can wait."""
+        module: Any = self._module
+        plain: Callable[..., Tensor] | None = getattr(module, _TO_TENSOR, None)
+        if plain is None or _TO_TENSOR in vars(module):
+            yield
+            return
+
+        def to_tensor(value: Any, name: str) -> Tensor:
+            key = f"{module._current_fx_name}.{name}"
+            if not isinstance(value, Tensor) or not is_late(key):
+                return plain(value, name)
+            if value.numel() == 1 and self.may_wait(key):
+                return value.detach().squeeze()
+            self.watch(key, value)
+            return plain(value, name)
+
+        vars(module)[_TO_TENSOR] = to_tensor
+        self._watched = []
+        try:
+            yield
+        finally:
+            del vars(module)[_TO_TENSOR]
+
+    @contextmanager
+    def of_loss(self, loop: Any) -> Iterator[None]:
+        """While a step of automatic optimization runs, neither copy its loss nor divide it by one if it can wait."""
+        stock = type(loop).output_result_cls
+        if stock is not ClosureResult or "output_result_cls" in vars(loop) or not is_known("logs"):
+            yield
+            return
+        loop.output_result_cls = _Results(self)
+        try:
+            yield
+        finally:
+            del loop.output_result_cls
+
+
+class _Results:
+    """Replaces ``output_result_cls`` of Lightning's loop while a step runs."""
+
+    def __init__(self, late: LateCopies) -> None:
+        self._late = late
+
+    def from_training_step_output(self, output: Any, normalize: int = 1) -> ClosureResult:
+        """What ``ClosureResult`` makes of what ``training_step`` returned."""
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and self._late.may_wait(LOSS):
+            extra = {key: value for key, value in output.items() if key != "loss"} if loss is not output else {}
+            result = ClosureResult(None, extra=extra)
+            # A quotient by one has the same bits, and so has its gradient.
+            result.closure_loss = loss if normalize == 1 and loss.is_floating_point() else loss / normalize
+            result.loss = result.closure_loss.detach()
+            return result
+        result = ClosureResult.from_training_step_output(output, normalize)
+        if isinstance(loss, Tensor) and result.closure_loss is not None:
+            self._late.watch(LOSS, loss, result.closure_loss)
+        return result
