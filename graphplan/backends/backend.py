@@ -17,6 +17,7 @@ from torch import Tensor
 
 from graphplan.errors import BackendError, CaptureMemoryError
 from graphplan.specs.roles import Footprint
+from graphplan.trace.batch_reads import BatchAnswers
 from graphplan.trace.records import HostConstant
 from graphplan.trace.rng import SavedStates
 
@@ -59,6 +60,7 @@ class TracedValues:
         device_constants: tensors that the step makes from Python values on the device.
         host_constants: tensors that the step makes from Python values on the host and copies to the device.
         watched: what to call the recording if torch shall watch the memory that it reads, else None.
+        answers: what was read of the batch before the step, if anything.
         in_mode: the step is to run in a dispatch mode, as in the traces, where some of autograd's formulas do not read
             on the host.
     """
@@ -69,6 +71,7 @@ class TracedValues:
     device_constants: Sequence[Tensor] = ()
     host_constants: Sequence[HostConstant] = ()
     watched: str | None = None
+    answers: BatchAnswers | None = None
     in_mode: bool = False
 
 

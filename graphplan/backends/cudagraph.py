@@ -268,7 +268,8 @@ class CUDAGraphBackend(Backend):
         constants = DeviceConstants(traced.device_constants) if traced.device_constants else nullcontext()
         # Compiled code leaves a dispatch mode out of account, or does not run compiled: no mode without need.
         is_needed = traced.in_mode or traced.host_constants or any(read.waits for read in traced.reads)
-        given = GivenValues(traced.reads, traced.host_constants) if is_needed else None
+        is_given = is_needed or traced.answers is not None
+        given = GivenValues(traced.reads, traced.host_constants, traced.answers) if is_given else None
         options = capture_options(graph.capture_begin, watched=traced.watched is not None)
         self._stream.wait_stream(current)
         with UNDISTURBED, torch.cuda.stream(self._stream):

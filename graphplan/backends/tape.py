@@ -33,6 +33,7 @@ from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import same_bits
 from graphplan.tensors.dtensors import is_imagined
 from graphplan.tensors.storages import storage_id
+from graphplan.trace.batch_reads import BatchAnswers
 from graphplan.trace.collectives import finish, is_collective, wait_for
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_reads import KnownReads, find_place
@@ -112,9 +113,9 @@ class _SavedState:
 
 
 class _TapeMode(OperatorMode):
-    def __init__(self, reads: KnownReads) -> None:
+    def __init__(self, reads: KnownReads, given: BatchAnswers | None) -> None:
         super().__init__()
-        self._reads = reads
+        self._reads, self._answers = reads, given
         self.kernels: list[_Kernel] = []
         self.failure: str | None = None
         self.storages: dict[int, int] = {}
@@ -155,6 +156,11 @@ class _TapeMode(OperatorMode):
         schema = schema_of(func)
         if schema.is_ignored or is_imagined():
             return aside.run(func, args, kwargs)
+        answer = None if self._answers is None else self._answers.take(schema, args, kwargs)
+        if answer is not None and answer.value is not None:
+            return answer.value[0]
+        if answer is not None:
+            func, args, schema = answer.operator, answer.args, schema_of(answer.operator)
         if schema.name in LIFTS:
             self._record_constant(args[0])
             return aside.run(func, args, kwargs)
@@ -368,7 +374,7 @@ class TapeBackend(Backend):
 
     def record(self, body: Callable[[], Any], traced: TracedValues = NOTHING_TRACED) -> tuple[TapeRecording, Any]:
         """See :meth:`graphplan.backends.backend.Backend.record`."""
-        mode = _TapeMode(KnownReads(traced.reads))
+        mode = _TapeMode(KnownReads(traced.reads), traced.answers)
         with mode, saving_states(mode.save_state, mode.put_state), Conversions(mode.note_read), no_collections():
             result = body()
         mode.faults.check()

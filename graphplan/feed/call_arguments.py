@@ -21,6 +21,8 @@ from graphplan.tensors.trees import base_of, fill_record, is_record, record_valu
 
 Result = TypeVar("Result")
 _Called = TypeVar("_Called", bound=Callable[..., Any])
+BATCH_READS = "read before the step"
+"""The name of an argument that a step's function does not get: what was read of the batch on its behalf."""
 _HANDS_OVER: dict[int, CodeType] = {}
 """By identity: to hash a code object takes as long as it has instructions."""
 Contents = dict[Any, Any]
@@ -47,6 +49,8 @@ def is_callers(error: BaseException) -> bool:
 @hands_over
 def call_step(fn: Callable[..., Result], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Result:
     """Call a step's function. All calls of it are made here, but for those of a step that stands down."""
+    if BATCH_READS in kwargs:
+        kwargs = {name: value for name, value in kwargs.items() if name != BATCH_READS}
     return fn(*args, **kwargs)
 
 

@@ -32,6 +32,7 @@ from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
+from graphplan.trace.batch_reads import answers_in
 
 _IS_RECORDED = ContextVar("is_recorded", default=False)
 
@@ -94,7 +95,7 @@ def capture_program(
     return program
 
 
-def _traced_values(plan: Plan, *, watches: bool) -> TracedValues:
+def _traced_values(plan: Plan, fed: CallArguments, *, watches: bool) -> TracedValues:
     handles = plan.handles
     return TracedValues(
         reads=plan.host_reads,
@@ -103,6 +104,7 @@ def _traced_values(plan: Plan, *, watches: bool) -> TracedValues:
         device_constants=handles.device_constants,
         host_constants=handles.host_constants,
         watched=f"the program of {plan.name} (fed {plan.feed})" if watches else None,
+        answers=answers_in(fed.kwargs),
         in_mode=plan.derives_otherwise,
     )
 
@@ -148,7 +150,7 @@ def _record(
     copied.load({})
     copied.swap_in()
     try:
-        recording = backend.record(body, _traced_values(plan, watches=watches))[0]
+        recording = backend.record(body, _traced_values(plan, fed, watches=watches))[0]
     finally:
         copied.swap_out()
     return recording, *found[-1]

@@ -5,6 +5,7 @@ comparison fails.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import repeat
 from operator import is_not
 from time import perf_counter
@@ -23,6 +24,7 @@ from graphplan.step.runner import Parts
 from graphplan.tensors.attributes import attributes_on
 from graphplan.tensors.containers import PLAIN_LEAVES
 from graphplan.tensors.tree_shapes import shape_of, take_leaves
+from graphplan.trace.batch_reads import reads_in
 
 _KINDS = 4
 """Kinds of calls with tensors of the same shapes that are remembered: as many as a step that accumulates gradients has
@@ -46,12 +48,17 @@ class Lookup:
         self._warmup_steps, self._feed_device = parts.options.warmup_steps, parts.options.feed_device
         self.is_moved = self._feed_device is not None and self._feed_device.type != "cpu"
 
-    def find(self, feed: Feed) -> tuple[Entry, Program | None]:
-        """The feed's entry, and its program if that is ready and fits."""
+    def find(self, feed: Feed, base: Entry | None = None) -> tuple[Entry, Program | None]:
+        """The feed's entry, and its program if that is ready and fits. ``base`` is the entry of the feed without what
+        was read of the batch.
+        """
         looked = False
         self._managed.sharding.settle()
         while True:
-            entry = self._entry(feed)
+            entry = self._entry(feed, base)
+            if entry.batch is not None:
+                # Others have its programs.
+                return entry, None
             program = entry.select(self._managed.grad_presence)
             if program is None and not entry.eager_calls and self._programs.is_further(entry):
                 # One eager step, for which nothing needs to be known.
@@ -65,10 +72,10 @@ class Lookup:
             if program is None or program.fits():
                 return entry, program
             # Following what moved may bring other hyper-parameters with it (a loaded checkpoint), hence another key.
-            if not self._follow(program, entry):
-                return self._entry(feed), None
+            if not self._follow(program, entry, base):
+                return self._entry(feed, base), None
 
-    def _entry(self, feed: Feed) -> Entry:
+    def _entry(self, feed: Feed, base: Entry | None) -> Entry:
         key = self._key(feed, self._managed.next_fingerprint())
         entry = self._programs.get(key)
         if entry is None:
@@ -76,7 +83,11 @@ class Lookup:
             if self._programs.knows(self.geometry(feed)):
                 self._stats.note(f"another program: {self._managed.why_changed()}", "guards")
             wants_grad = any(leaf.requires_grad for _, leaf in feed.tensors())
-            entry = self._programs.add(key, Entry(wants_grad=wants_grad, warm=self._warmth(key)))
+            made = Entry(wants_grad=wants_grad, warm=self._warmth(key))
+            if base is not None:
+                # It has warmed up for all ways that its batches may take.
+                made = replace(base, lines={}, batch=None, captured=False)
+            entry = self._programs.add(key, made)
         elif entry.wants_grad:
             # Leaves of one key that ask for gradients may still differ in whether they have a grad_fn.
             check_feed(feed, self._home())
@@ -108,10 +119,13 @@ class Lookup:
             leaves[index] = leaf.to(home, non_blocking=True)
         return feed.replaced(leaves) if any(map(is_not, leaves, feed.leaves)) else feed
 
-    def _follow(self, program: Program, entry: Entry) -> bool:
+    def _follow(self, program: Program, entry: Entry, base: Entry | None) -> bool:
         """Re-synchronise the program with rebound tensors; drop it if that is impossible."""
         reason = program.resync()
         self._managed.refresh()
+        if base is not None:
+            base.batch = None
+            reason = reason or "what the step reads on the host may lie in other containers"
         if reason is None:
             return True
         self._programs.drop(entry, reason)
@@ -181,6 +195,9 @@ class KnownCall:
         self.program = program
         self.checks = checks
         self.variant = variant
+        given = {} if feed.given is None else feed.given[1]
+        found = reads_in(given)
+        self._reads = None if found is None else found[0]
         self._kinds = list(map(type, feed.leaves))
         # Only facts of the tensors are kept, not the tensors: they are a batch.
         self._tensors = [index for index, _ in feed.tensors()]
@@ -197,8 +214,18 @@ class KnownCall:
         self._adopted = list(program.inputs.adopted.items())
         self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
 
-    def has(self, leaves: Sequence[Any]) -> bool:
-        """Whether ``leaves``, of a call with the same layout, are those of such a call."""
+    def take(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
+        """``leaves``, of a call with the same layout, if they are those of such a call; with what is read of the batch
+        before the step.
+        """
+        if self._reads is not None:
+            tensors = self._reads.find(leaves)
+            if tensors is None:
+                return None
+            leaves = [*leaves, self._reads.number, *tensors]
+        return leaves if self._has(leaves) else None
+
+    def _has(self, leaves: Sequence[Any]) -> bool:
         if list(map(type, leaves)) != self._kinds:
             return False
         for index, literal, key in self._literals:
@@ -231,7 +258,7 @@ class FastPath:
         self._known: dict[tuple[Layout, Any], list[KnownCall]] = {}
         self._latest: KnownCall | None = None
 
-    def find(self, args: Sequence[Any]) -> tuple[KnownCall, list[Any]] | None:
+    def find(self, args: Sequence[Any]) -> tuple[KnownCall, Sequence[Any]] | None:
         """A call like this one whose program may be replayed, and the leaves of this one."""
         try:
             call, leaves = self._search(args)
@@ -248,18 +275,18 @@ class FastPath:
         except Exception:  # noqa: BLE001 - something is gone, or an object raises: the long way says what
             return None
 
-    def _search(self, args: Sequence[Any]) -> tuple[KnownCall | None, list[Any] | None]:
+    def _search(self, args: Sequence[Any]) -> tuple[KnownCall | None, Sequence[Any] | None]:
         for layout in self._layouts:
             leaves = layout.leaves(args)
             if leaves is None:
                 continue
             latest = self._latest
-            if latest is not None and latest.layout is layout and latest.has(leaves):
-                return latest, leaves
+            if latest is not None and latest.layout is layout and (taken := latest.take(leaves)) is not None:
+                return latest, taken
             for call in self._known.get((layout, _shapes(leaves)), ()):
-                if call.has(leaves):
+                if call is not latest and (taken := call.take(leaves)) is not None:
                     self._latest = call
-                    return call, leaves
+                    return call, taken
         return None, None
 
     def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
@@ -280,12 +307,12 @@ class FastPath:
         )
         layout = self._layout(args)
         leaves = layout.leaves(args)
-        if leaves is None or len(leaves) != len(feed.leaves) or any(map(is_not, leaves, feed.leaves)):
+        if leaves is None or any(map(is_not, leaves, feed.leaves)):
             return
         call = KnownCall(layout, feed, entry, program, checks=checks, variant=variant, moved=self._moved)
-        if call.has(leaves):
+        if call.take(leaves) is not None:
             key = layout, _shapes(leaves)
-            others = [known for known in self._known.pop(key, ()) if not known.has(leaves)]
+            others = [known for known in self._known.pop(key, ()) if known.take(leaves) is None]
             self._known[key] = [call, *others][:_KINDS]
             self._latest = call
             if len(self._known) > _SHAPES:

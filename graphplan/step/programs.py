@@ -12,6 +12,7 @@ from graphplan.feed.signature import Feed, first_difference, without_shapes
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.report.stats import Stats
+from graphplan.step.batch_variants import BatchVariants
 from graphplan.step.options import Options
 from graphplan.trace.records import Trace
 
@@ -63,6 +64,7 @@ class Entry:
     ``captured``: whether it has or had a program. ``takes_two``: whether one trace is not enough, whatever others have
     shown. ``gate``: while it is open whether its replays pay, until ``is_decided``. ``settled``: the names in the code
     of its warm-up steps are known. ``outside``: gradients flow through the results of its calls, which are eager.
+    ``batch``: what is read of the batch before the step, and chooses one of other entries.
     """
 
     warm: int = 0
@@ -79,6 +81,7 @@ class Entry:
     captured: bool = False
     wants_grad: bool = False
     outside: bool = False
+    batch: BatchVariants | None = None
     gate: Gate | None = None
     is_decided: bool = False
 

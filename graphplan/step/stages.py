@@ -34,12 +34,14 @@ from graphplan.plan.plan import Plan
 from graphplan.program.capture import capture_program, outdated
 from graphplan.program.faults import is_steps_own, refusal_of
 from graphplan.program.program import Program
+from graphplan.step.batch_variants import BatchVariants
 from graphplan.step.call import Call
 from graphplan.step.compiled import Rehearsal, refuse_beside_compiled, refuse_graphs_within, uncompiled
 from graphplan.step.memory_budget import Room
 from graphplan.step.programs import Entry, Line
 from graphplan.step.runner import Parts
 from graphplan.tensors.trees import flatten_result
+from graphplan.trace.batch_reads import BatchRecorder, reads_in, recorder_of
 from graphplan.trace.records import Trace, collect
 
 _NO_ACCIDENT = 2
@@ -207,6 +209,8 @@ class Stages:
         """
         facts, feed = Trace(), call.feed
         rehearses = self._managed.runs_compiled(call.walk)
+        if not rehearses and self._peers is None:
+            facts.batch = recorder_of(feed)
         hidden, placeholders = with_placeholders(feed)
         fed = CallArguments.of(hidden).watch()
         undo.callback(fed.restore)
@@ -276,6 +280,9 @@ class Stages:
             # Code ran for the first time: what it uses was not watched yet.
             line.traces = []
             return
+        if facts.batch is not None and not self._take_reads(call, facts.batch, facts):
+            line.traces = []
+            return
         self._note_change(facts, walk)
         # What turned up for the first time is the step's own, or a name that one more trace will know.
         entry.takes_two |= not self._managed.is_settled
@@ -294,6 +301,28 @@ class Stages:
         needed = self._runner.backend.needs(plan.footprint, alone=True)
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
         self._stats.launches_eager += plan.launches * (entry.eager_calls + 1)
+
+    def _take_reads(self, call: Call, batch: BatchRecorder, facts: Trace) -> bool:
+        """Take in what a trace has read of its batch. False if other traces have to follow, with that read before."""
+        reads, found = batch.reads(), reads_in(call.feed.given[1] if call.feed.given is not None else {})
+        if found is None and reads is None:
+            return True
+        if found is not None and batch.is_outdated:
+            found[0].is_outdated = True
+            return False
+        if batch.error is not None and (found is not None or reads is None or reads.is_among(facts.host_reads)):
+            raise batch.error
+        if found is None:
+            assert reads is not None
+            assert batch.error is not None
+            call.entry.batch = call.entry.batch or BatchVariants(batch.error)
+            call.entry.batch.add(reads)
+            for read in reads.reads:
+                self._stats.note(f"reads the batch before the step, at {read.place}", "traces")
+            return False
+        before, _ = found
+        before.is_outdated = reads is None or not reads.is_like(before)
+        return not before.is_outdated
 
     def _note_change(self, facts: Trace, walk: Walk) -> None:
         before, self._latest = self._latest, facts

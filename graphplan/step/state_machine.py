@@ -36,6 +36,7 @@ from graphplan.program.bindings import settle_companions
 from graphplan.program.faults import refusal_of
 from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.program.program import Program
+from graphplan.step.batch_variants import BatchVariants
 from graphplan.step.call import Before, Call
 from graphplan.step.call_lock import running_step, runs_within_step
 from graphplan.step.compiled import CompiledModules
@@ -45,7 +46,7 @@ from graphplan.step.managed import Managed
 from graphplan.step.memory_budget import Room
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
-from graphplan.step.programs import Line, Programs
+from graphplan.step.programs import Entry, Line, Programs
 from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
 from graphplan.step.stages import Stages
@@ -194,6 +195,10 @@ class StateMachine:
     def _look_up(self, call: Call) -> Skip | None:
         """Find the entry, and perhaps a program. Reasons for which neither can serve the call."""
         entry, call.program = self.lookup.find(call.feed)
+        if entry.batch is not None and entry.refusal is None:
+            entry, skip = self._by_batch(call, entry, entry.batch)
+            if skip is not None:
+                return skip
         call.entry = entry
         self._check_refusal()
         if entry.outside:
@@ -212,6 +217,19 @@ class StateMachine:
         if call.program.inputs.adopted:
             self.refusals.warn(f"graphplan runs calls eagerly: {misfit}")
         return Skip(SkipReason.FEED, misfit, self._as_traced)
+
+    def _by_batch(self, call: Call, base: Entry, variants: BatchVariants) -> tuple[Entry, Skip | None]:
+        """The entry that a call has by what is read of its batch: ``base`` for a batch that is to be traced."""
+        feed = variants.extend(self.lookup.moved(call.feed))
+        if feed is not None:
+            call.feed = feed
+            entry, call.program = self.lookup.find(feed, base)
+            return entry, None
+        if variants.is_over:
+            base.refusal = variants.error
+        elif variants.is_full:
+            return base, Skip(SkipReason.HOST_SYNC, str(variants.error), self._as_traced)
+        return base, None
 
     def _on_way(self, call: Call) -> Skip | None:
         """Reasons for which a call without a program is neither traced nor captured."""

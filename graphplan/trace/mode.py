@@ -23,15 +23,17 @@ from graphplan.observe.source import Source, Sources, find_source, is_recomputed
 from graphplan.observe.watching import Aside
 from graphplan.tensors.dtensors import is_imagined
 from graphplan.tensors.storages import storage_id
+from graphplan.trace.batch_reads import BatchAnswers, is_read
 from graphplan.trace.collectives import finish
 from graphplan.trace.composites import OperatorMode
-from graphplan.trace.deciding_arguments import explain
 from graphplan.trace.host_reads import HostRead, find_place, is_asserted
 from graphplan.trace.memory_watch import Allocations, MemoryWatch
 from graphplan.trace.operator_schemas import (
     INDEXING,
     NESTED_FIX,
     NONZERO,
+    PACKING,
+    TO_COPY,
     TRANSFERS,
     Schema,
     has_dynamic_shape,
@@ -90,12 +92,17 @@ def _waits(given: _Given) -> bool:
 
 
 class TraceMode(OperatorMode):
-    """Fills a :class:`Trace`, and notes the first violation. ``before`` is the step's previous trace."""
+    """Fills a :class:`Trace`, and notes the first violation. ``before`` is the step's previous trace; ``answers`` has
+    what was read of the batch before the step.
+    """
 
-    def __init__(self, trace: Trace, watch: RateWatch, before: Trace | None = None) -> None:
+    def __init__(
+        self, trace: Trace, watch: RateWatch, before: Trace | None = None, answers: BatchAnswers | None = None
+    ) -> None:
         super().__init__()
         before = before or Trace()
         self._trace = trace
+        self._answers, self._batch = answers, trace.batch
         self._before = before.operators
         self._source: Source | None = None
         """Where the operator at hand comes from, if that was looked for."""
@@ -107,8 +114,6 @@ class TraceMode(OperatorMode):
         self._fixed: set[Operand] = set()
         """What is made of Python's numbers alone, or is certain whatever is drawn. It is the same in each step."""
         self._draws = UniformDraws()
-        self._by_chance: set[Operand] = set()
-        """Results of comparing numbers that were drawn on the host."""
         self._allocations = Allocations()
         self._thread = get_ident()
         self._states = [(gen, gen.get_state()) for gen in default_generators()]
@@ -121,13 +126,9 @@ class TraceMode(OperatorMode):
         super().__exit__(*exc)
         self._sources.forget()
 
-    def refuse(
-        self, error: type[RefusalError], message: str, *, component: str | None = None, is_drawn: bool = False
-    ) -> None:
-        """Note a violation; the first one counts. ``is_drawn``: it reads how a number drawn on the host compares."""
+    def refuse(self, error: type[RefusalError], message: str, *, component: str | None = None) -> None:
+        """Note a violation; the first one counts."""
         if self._trace.violation is None:
-            said = explain(is_drawn=is_drawn)
-            message = f"{message.rstrip('.')}.{said}" if said else message
             self._trace.refuse(error(message, component=component or find_source().component))
 
     def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -135,6 +136,15 @@ class TraceMode(OperatorMode):
         schema, trace = schema_of(func), self._trace
         if schema.is_ignored or is_imagined():
             return aside.run(func, args, kwargs)
+        asked = schema, args, kwargs
+        answer = None if self._answers is None else self._answers.take(schema, args, kwargs)
+        if answer is not None and self._batch is not None and self._batch.takes(answer, *asked):
+            if answer.is_content:
+                self._birth(answer.found[0])
+                self._fixed.add(self._internal_operand(answer.found[0]))
+            if answer.value is not None:
+                return answer.value[0]
+            schema, args = schema_of(answer.operator), answer.args
         name = schema.name
         self._source = None
         constant = self._lift(args[0]) if name in LIFTS else None
@@ -157,6 +167,11 @@ class TraceMode(OperatorMode):
         self._watch.check(name, tensors, made, source)
         if schema.may_synchronize:
             self._check_sync(schema, args, kwargs, out, source, list(zip(tensors, operands, strict=True)))
+        if self._batch is not None:
+            if constant is not None:
+                self._batch.note_constant(out, constant)
+            elif not is_read(*asked):
+                self._batch.note(*asked, out)
         is_fresh = False
         for tensor in made:
             trace.dtypes.add(tensor.dtype)
@@ -168,8 +183,6 @@ class TraceMode(OperatorMode):
         computes = not (written or schema.is_random or schema.allocates)
         is_certain = False
         if self._draws.drawn:
-            if self._draws.decides(name, operands):
-                self._by_chance.update(map(self._internal_operand, made))
             is_certain = self._draws.take(name, args, operands, views=bool(made) and not is_fresh)
         if constant is not None or is_certain or (computes and stay_fixed):
             self._fixed.update(map(self._internal_operand, made))
@@ -239,6 +252,8 @@ class TraceMode(OperatorMode):
             self._birth(tensor)
         else:
             self._operands[storage] = ("external", len(self._trace.externals))
+            if self._batch is not None:
+                self._batch.meet(tensor, self._trace.entry_slots.get(storage, ()))
             self._watch.meet(storage)
             given = given_to_script()
             is_scripted = given is not None and storage not in given
@@ -374,13 +389,15 @@ class TraceMode(OperatorMode):
     ) -> None:
         name = schema.name
         if schema.reads_values:
-            self._check_value(name, out, source, given)
+            self._check_value(schema, args, kwargs, out, source, given)
         elif has_dynamic_shape(schema, args, kwargs) and not self._has_constant_shape(name, args, out, given):
-            self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
+            what = f"{name} makes a tensor whose shape depends on values"
+            self._refuse_sync(what, source, read=(schema, args, kwargs, out))
         if name in TRANSFERS:
             origin = args[1] if name == "aten.copy_.default" else args[0]
             if out.device.type == "cpu" and origin.device.type != "cpu":
-                self._refuse_sync(f"{name} copies from {origin.device} to the host", source)
+                what = f"{name} copies from {origin.device} to the host"
+                self._refuse_sync(what, source, read=(schema, args, kwargs, out) if name == TO_COPY else None)
         for tensor in host_operands(name, args, kwargs):
             if self._is_constant(tensor, given):
                 value = tensor.detach().clone()
@@ -397,9 +414,13 @@ class TraceMode(OperatorMode):
             # The first argument is what is worked on, if there is another tensor. A graph cannot look at a device's.
             read = [pair for pair in given if pair[0] is not args[0]] or given
             if not self._are_constants(read):
-                self._refuse_sync(f"{name} {hidden.what}", source, hidden.fix)
+                of_batch = (schema, args, kwargs, out) if name == PACKING else None
+                self._refuse_sync(f"{name} {hidden.what}", source, hidden.fix, read=of_batch)
 
-    def _check_value(self, name: str, out: Any, source: Source, given: _Given) -> None:
+    def _check_value(
+        self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, source: Source, given: _Given
+    ) -> None:
+        name = schema.name
         is_torchs, is_constant = validates(), self._are_fixed(given)
         is_only_asserted = not (is_torchs or is_constant) and is_asserted()
         if is_torchs or is_constant or is_only_asserted:
@@ -409,8 +430,8 @@ class TraceMode(OperatorMode):
             return
         is_comparison = name.startswith(("aten.equal", "aten.allclose"))
         what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
-        is_drawn = any(operand in self._by_chance for _, operand in given)
-        self._refuse_sync(f"{name} {what} (.item(), float(), bool(), if)", source, is_drawn=is_drawn)
+        what = f"{name} {what} (.item(), float(), bool(), if)"
+        self._refuse_sync(what, source, read=(schema, args, kwargs, out))
 
     def _refuse_nested(self, verb: str, name: str, source: Source) -> None:
         self.refuse(
@@ -423,16 +444,22 @@ class TraceMode(OperatorMode):
         """What a message names: the backward that is waited for, if autograd's own thread runs the operator."""
         return find_source(sys._current_frames()[self._thread]) if is_ours(source.filename) else source
 
-    def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX, *, is_drawn: bool = False) -> None:
+    def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX, *, read: Any = None) -> None:
+        """Note a violation, unless it is a ``read`` of the batch alone, given as operator, arguments and result."""
+        if read is not None and self._batch is not None and self._batch.read(*read):
+            if self._batch.error is None:
+                self._batch.error = self._sync_error(what, source, fix)
+            return
+        error = self._sync_error(what, source, fix)
+        if self._trace.violation is None:
+            self._trace.refuse(error)
+
+    def _sync_error(self, what: str, source: Source, fix: str) -> HostSyncError:
         source = with_users_line(self._told(source))
         fix = optimizer_fix(source) if source.component == "optimizer" else fix
         if source.by is not None and what.startswith("aten.bincount") and "torchmetrics" in source.by.filename:
             fix = f"{_METRIC_FIX} {fix}"
         place = find_place()
         by = "" if source.by is not None or place.filename == source.filename else f" (by {place})"
-        self.refuse(
-            HostSyncError,
-            f"{what} at {source}{by}; a replay would keep the first value. {fix}",
-            component=source.component,
-            is_drawn=is_drawn,
-        )
+        text = f"{what} at {source}{by}; a replay would keep the first value. {fix}"
+        return HostSyncError(text, component=source.component)

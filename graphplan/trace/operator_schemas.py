@@ -29,6 +29,9 @@ _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
 _KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "BackendSelect")
 """Where :mod:`torch.library` may have a kernel in Python for one of torch's own operators."""
 _INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
+INDEXING = ("aten.index.Tensor", *_INDEX_PUTS)
+PACKING = "aten._pack_padded_sequence.default"
+TO_COPY = "aten._to_copy.default"
 AS_ON_DEVICE = ContextVar("as_on_device", default=False)
 """Whether steps that compute on the CPU are judged as if they computed on a device."""
 
@@ -82,7 +85,7 @@ NESTED_FIX = (
     "construct that with enable_nested_tensor=False"
 )
 _HOST_READS = {
-    "aten._pack_padded_sequence.default": _LENGTHS,
+    PACKING: _LENGTHS,
     "aten._linalg_check_errors.default": _SUCCESS,
     "aten._grouped_mm.default": _GROUPS,
     "aten.masked_scatter_backward.default": _SELECTED,
@@ -98,12 +101,11 @@ _HOST_READS = {
     "aten._make_per_channel_quantized_tensor.default": _SCALE,
     "aten._empty_per_channel_affine_quantized.default": _SCALE,
 }
-INDEXING = ("aten.index.Tensor", *_INDEX_PUTS)
 NONZERO = "aten.nonzero.default"
 _FROM_OUTSIDE = ("aten.from_file.default",)
 """What gives other values than those of its arguments."""
 _DERIVED_OTHERWISE = ("aten.prod.", "aten.cumprod.")
-TRANSFERS = ("aten._to_copy.default", "aten.copy_.default")
+TRANSFERS = (TO_COPY, "aten.copy_.default")
 """Operators that may copy from one device to another."""
 _BY_ARGUMENTS = (*INDEXING, "aten.repeat_interleave.Tensor", "aten.one_hot.default", "aten._ctc_loss.default")
 """Operators whose results may have a shape that depends on values, and sometimes do."""
@@ -269,7 +271,7 @@ def hidden_read(name: str, given: Sequence[Tensor]) -> HiddenRead | None:
 
 def host_operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors in host memory that a transfer to a device, or what indexes a device's tensor, copies from."""
-    if name == "aten._to_copy.default":
+    if name == TO_COPY:
         target = kwargs.get("device")
         given, is_on_device = args[:1], target is not None and target.type != "cpu"
     elif name == "aten.copy_.default" or name in INDEXING:

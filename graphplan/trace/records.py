@@ -19,6 +19,7 @@ from graphplan.owners.slots import Slot
 from graphplan.specs.roles import Footprint, TensorSpec
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.storages import is_memory_shared
+from graphplan.trace.batch_reads import BatchRecorder
 from graphplan.trace.changes import Changes
 from graphplan.trace.collectives import is_collective
 from graphplan.trace.host_reads import HostRead
@@ -117,6 +118,8 @@ class HostConstant(NamedTuple):
 class Trace:
     """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index.
 
+    ``batch`` follows what is computed from the batch alone, where reads of that may be made before the step.
+
     ``graph_elsewhere``: another thread than the step's worked with gradients enabled, as autograd's engine does in
     double backward, and not to recompute an activation.
     """
@@ -138,6 +141,7 @@ class Trace:
     entry_traits: dict[str, Any] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
     host_reads: list[HostRead] = field(default_factory=list)
+    batch: BatchRecorder | None = None
     draws: list[str] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
     """Where the step left tensors that it had made, and that have a gradient."""

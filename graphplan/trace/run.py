@@ -24,6 +24,7 @@ from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_memory,
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result
+from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.changes import Changes, Recorder
 from graphplan.trace.mode import TraceMode
 from graphplan.trace.rate_reads import RateWatch
@@ -62,7 +63,8 @@ def trace(
     recorder = Recorder(owners, walk, {names[index]: leaf for index, leaf in tensors})
     _note_entry(record, feed, recorder, sharding)
     watch = RateWatch(record, rates)
-    result = _run(fn, feed, fed, TraceMode(record, watch, before), record, sharding)
+    mode = TraceMode(record, watch, before, answers_in(fed.kwargs))
+    result = _run(fn, feed, fed, mode, record, sharding)
     named, record.output_structure = flatten_result(result)
     leaves = [leaf for _, leaf in named]
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}

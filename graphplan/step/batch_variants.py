@@ -1,0 +1,67 @@
+"""Programs of one key that are chosen by what a step reads of its batch: see :mod:`graphplan.trace.batch_reads`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from graphplan.errors import HostSyncError
+from graphplan.feed.call_arguments import BATCH_READS
+from graphplan.feed.signature import Feed, flatten, leaf_key
+from graphplan.trace.batch_reads import BatchReads
+
+_MOST = 4
+"""Maximum ways through a step, by what it reads of its batch. To find that a batch takes none of them costs more with
+each."""
+_MISSES = 16
+"""Batches in a row that take no known way, after which none is looked for."""
+
+
+class BatchVariants:
+    """The ways that a step has taken through its code for one key, the latest first. ``error`` is the refusal that its
+    reads are where they cannot be made before the step.
+    """
+
+    def __init__(self, error: HostSyncError) -> None:
+        self.error = error
+        self._known: list[BatchReads] = []
+        self._misses = 0
+
+    def add(self, reads: BatchReads) -> None:
+        """Take in another way."""
+        self._known.insert(0, reads)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no other way is taken in."""
+        return len(self._known) >= _MOST
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the batches differ too much."""
+        return self._misses >= _MISSES
+
+    def extend(self, feed: Feed) -> Feed | None:
+        """``feed`` with what is read of it before the step; None if that takes no known way."""
+        for reads in self._known:
+            tensors = None if reads.is_outdated else reads.find(feed.leaves)
+            if tensors is not None:
+                self._known.remove(reads)
+                self._known.insert(0, reads)
+                self._misses = 0
+                return _extended(feed, reads, tensors)
+        self._misses += 1
+        return None
+
+
+def _extended(feed: Feed, reads: BatchReads, tensors: Sequence[Tensor]) -> Feed:
+    assert feed.given is not None
+    args, kwargs = feed.rebuild(feed.leaves) if feed.is_moved else feed.given
+    read = (reads.number, *tensors)
+
+    def keys_of(shape: Hashable, leaves: Sequence[Any], names: Any) -> tuple[list[Hashable], frozenset[int]]:
+        return [*feed.key[1:], *map(leaf_key, read)], feed.unread
+
+    return flatten(args, {**kwargs, BATCH_READS: read}, keys_of)
