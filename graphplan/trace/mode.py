@@ -23,7 +23,7 @@ from graphplan.observe.source import Source, Sources, find_source, is_recomputed
 from graphplan.observe.watching import Aside
 from graphplan.tensors.dtensors import is_imagined
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.batch_reads import BatchAnswers, is_read
+from graphplan.trace.batch_reads import Answer, BatchAnswers, is_read
 from graphplan.trace.collectives import finish
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_reads import HostRead, find_place, is_asserted
@@ -138,10 +138,7 @@ class TraceMode(OperatorMode):
             return aside.run(func, args, kwargs)
         asked = schema, args, kwargs
         answer = None if self._answers is None else self._answers.take(schema, args, kwargs)
-        if answer is not None and self._batch is not None and self._batch.takes(answer, *asked):
-            if answer.is_content:
-                self._birth(answer.found[0])
-                self._fixed.add(self._internal_operand(answer.found[0]))
+        if answer is not None and self._takes(answer, *asked):
             if answer.value is not None:
                 return answer.value[0]
             schema, args = schema_of(answer.operator), answer.args
@@ -344,6 +341,18 @@ class TraceMode(OperatorMode):
         state = generator.get_state()
         self._states.append((generator, state))
         self._trace.unowned_draws.append((generator, state))
+
+    def _takes(self, answer: Answer, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Take in a read that was made before the step; False if it gives something else now."""
+        assert self._batch is not None
+        # What it reads may be an owner's.
+        self._take_operands(tensors_in([*args, *kwargs.values()]), schema.name)
+        if not self._batch.takes(answer, schema, args, kwargs):
+            return False
+        if answer.is_content:
+            self._birth(answer.found[0])
+            self._fixed.add(self._internal_operand(answer.found[0]))
+        return True
 
     def read(self, name: str, tensor: Tensor | None) -> None:
         """Note a read of a tensor's memory that is no operator."""
