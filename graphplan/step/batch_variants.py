@@ -10,24 +10,28 @@ from torch import Tensor
 from graphplan.errors import HostSyncError
 from graphplan.feed.call_arguments import BATCH_READS
 from graphplan.feed.signature import Feed, flatten, leaf_key
-from graphplan.trace.batch_reads import BatchReads
+from graphplan.trace.batch_reads import BatchReads, Search
 
-_MOST = 4
+_MOST = 8
 """Maximum ways through a step, by what it reads of its batch. To find that a batch takes none of them costs more with
-each."""
+each.
+"""
+_UNPROVEN = 3
+"""Maximum ways as long as no batch has taken one of them again."""
 _MISSES = 16
 """Batches in a row that take no known way, after which none is looked for."""
 
 
 class BatchVariants:
-    """The ways that a step has taken through its code for one key, the latest first. ``error`` is the refusal that its
-    reads are where they cannot be made before the step.
+    """The ways that a step has taken through its code for one key, the latest first. ``error`` is what refuses it where
+    it cannot read its batch beforehand.
     """
 
     def __init__(self, error: HostSyncError) -> None:
-        self.error = error
+        self._error = error
         self._known: list[BatchReads] = []
         self._misses = 0
+        self._proven = False
 
     def add(self, reads: BatchReads) -> None:
         """Take in another way."""
@@ -36,7 +40,16 @@ class BatchVariants:
     @property
     def is_full(self) -> bool:
         """Whether no other way is taken in."""
-        return len(self._known) >= _MOST
+        return len(self._known) >= (_MOST if self._proven else _UNPROVEN)
+
+    @property
+    def refusal(self) -> HostSyncError:
+        """Why there is no program for batches that take no known way."""
+        return HostSyncError(
+            f"{str(self._error).rstrip('.')}. What the batch decides may be read before the step, but the batches "
+            f"differ too much: {self._misses} in a row were unlike the {len(self._known)} that were traced",
+            component=self._error.component,
+        )
 
     @property
     def is_over(self) -> bool:
@@ -45,12 +58,13 @@ class BatchVariants:
 
     def extend(self, feed: Feed) -> Feed | None:
         """``feed`` with what is read of it before the step; None if that takes no known way."""
+        search = Search(feed.leaves)
         for reads in self._known:
-            tensors = None if reads.is_outdated else reads.find(feed.leaves)
+            tensors = None if reads.is_outdated else reads.find(search)
             if tensors is not None:
                 self._known.remove(reads)
                 self._known.insert(0, reads)
-                self._misses = 0
+                self._misses, self._proven = 0, True
                 return _extended(feed, reads, tensors)
         self._misses += 1
         return None

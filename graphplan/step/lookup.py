@@ -24,11 +24,11 @@ from graphplan.step.runner import Parts
 from graphplan.tensors.attributes import attributes_on
 from graphplan.tensors.containers import PLAIN_LEAVES
 from graphplan.tensors.tree_shapes import shape_of, take_leaves
-from graphplan.trace.batch_reads import reads_in
+from graphplan.trace.batch_reads import Search, reads_in
 
-_KINDS = 4
-"""Kinds of calls with tensors of the same shapes that are remembered: as many as a step that accumulates gradients has
-programs."""
+_KINDS = 8
+"""Kinds of calls with tensors of the same shapes that are remembered: as many as there are ways through a step by what
+it reads of its batch."""
 _SHAPES = 256
 """Shapes whose kinds of calls are remembered."""
 _COMPARABLE = PLAIN_LEAVES | {type}
@@ -214,12 +214,13 @@ class KnownCall:
         self._adopted = list(program.inputs.adopted.items())
         self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
 
-    def take(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
-        """``leaves``, of a call with the same layout, if they are those of such a call; with what is read of the batch
+    def take(self, search: Search) -> Sequence[Any] | None:
+        """The leaves of a call with the same layout, if they are those of such a call; with what is read of the batch
         before the step.
         """
+        leaves = search.leaves
         if self._reads is not None:
-            tensors = self._reads.find(leaves)
+            tensors = self._reads.find(search)
             if tensors is None:
                 return None
             leaves = [*leaves, self._reads.number, *tensors]
@@ -280,11 +281,11 @@ class FastPath:
             leaves = layout.leaves(args)
             if leaves is None:
                 continue
-            latest = self._latest
-            if latest is not None and latest.layout is layout and (taken := latest.take(leaves)) is not None:
+            latest, search = self._latest, Search(leaves)
+            if latest is not None and latest.layout is layout and (taken := latest.take(search)) is not None:
                 return latest, taken
             for call in self._known.get((layout, _shapes(leaves)), ()):
-                if call is not latest and (taken := call.take(leaves)) is not None:
+                if call is not latest and (taken := call.take(search)) is not None:
                     self._latest = call
                     return call, taken
         return None, None
@@ -310,9 +311,10 @@ class FastPath:
         if leaves is None or any(map(is_not, leaves, feed.leaves)):
             return
         call = KnownCall(layout, feed, entry, program, checks=checks, variant=variant, moved=self._moved)
-        if call.take(leaves) is not None:
+        search = Search(leaves)
+        if call.take(search) is not None:
             key = layout, _shapes(leaves)
-            others = [known for known in self._known.pop(key, ()) if known.take(leaves) is None]
+            others = [known for known in self._known.pop(key, ()) if known.take(search) is None]
             self._known[key] = [call, *others][:_KINDS]
             self._latest = call
             if len(self._known) > _SHAPES:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from graphplan.backends.backend import Backend, resolve_backend
 from graphplan.backends.cudagraph import CUDAGraphBackend
@@ -19,6 +23,7 @@ from graphplan.feed.call_arguments import CallArguments, call_step, hands_over
 from graphplan.feed.signature import Feed, check_feed
 from graphplan.observe.capture_state import presenting_capture
 from graphplan.owners.slots import Walk
+from graphplan.owners.walk import walk_owners
 from graphplan.plan.build import find_device
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
@@ -181,11 +186,25 @@ class Runner:
         """Choose device and backend once the owners' and the feed's tensors show where the step computes."""
         if self._backend is not None:
             return
-        device = find_device(self._managed.walk_before(), feed)
+        walk = self._managed.walk_before()
+        if not feed.tensors() and not any(slot.tensors() for slot in walk.slots.values()):
+            # A step that is fed nothing: what it names leads to tensors, of which its first call makes owners.
+            walk = walk_owners(_named_by(self.fn))
+        device = find_device(walk, feed)
         name = resolve_backend(self._asked, device)
         check_feed(feed, device)
         self.device = device
         self._backend = self._backends.get(name, device)
+
+
+def _named_by(fn: Callable[..., Any]) -> dict[str, Any]:
+    """The modules, optimizers and tensors that a function's code or its object names."""
+    function = inspect.unwrap(fn)
+    held = dict(vars(function.__self__)) if isinstance(function, MethodType) else {}
+    with suppress(TypeError, ValueError):
+        names = inspect.getclosurevars(function)
+        held |= {**names.globals, **names.nonlocals}
+    return {name: value for name, value in held.items() if isinstance(value, nn.Module | Optimizer | Tensor)}
 
 
 @dataclass(frozen=True, slots=True)

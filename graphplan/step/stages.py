@@ -317,8 +317,9 @@ class Stages:
             assert batch.error is not None
             call.entry.batch = call.entry.batch or BatchVariants(batch.error)
             call.entry.batch.add(reads)
-            for read in reads.reads:
-                self._stats.note(f"reads the batch before the step, at {read.place}", "traces")
+            self._stats.note(
+                f"the batch is read before the step, which does so first at {reads.reads[0].place}", "traces"
+            )
             return False
         before, _ = found
         before.is_outdated = reads is None or not reads.is_like(before)

@@ -226,9 +226,9 @@ class StateMachine:
             entry, call.program = self.lookup.find(feed, base)
             return entry, None
         if variants.is_over:
-            base.refusal = variants.error
+            base.refusal = variants.refusal
         elif variants.is_full:
-            return base, Skip(SkipReason.HOST_SYNC, str(variants.error), self._as_traced)
+            return base, Skip(SkipReason.HOST_SYNC, str(variants.refusal), self._as_traced)
         return base, None
 
     def _on_way(self, call: Call) -> Skip | None:

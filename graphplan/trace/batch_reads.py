@@ -118,6 +118,28 @@ class _Call:
         return replace(self, args=args, kwargs=kwargs, made=tuple(numbers.get(each, each) for each in self.made))
 
 
+class _Ran(NamedTuple):
+    """An operator that has run for one batch, and what it gave."""
+
+    form: str
+    out: Any
+    made: Sequence[Tensor]
+
+
+class Search:
+    """What has run to find the reads of one batch, given as the ``leaves`` of a call: ways through a step that begin
+    with the same operators have these run once.
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self.leaves = leaves
+        self._ran: dict[tuple[Any, ...], list[_Ran]] = {}
+
+    def ran(self, sources: tuple[Any, ...]) -> list[_Ran]:
+        """The operators that the latest way from these sources began with."""
+        return self._ran.setdefault(sources, [])
+
+
 class BatchReads:
     """The ``reads`` of one trace in their order, and the operators that lead to them."""
 
@@ -125,6 +147,9 @@ class BatchReads:
         self.reads = reads
         self._calls, self._sources = calls, sources
         self._of_call = {read.call: read for read in reads}
+        self._forms = [call.form for call in calls]
+        self._begin = tuple(map(_named, sources.values()))
+        self._is_pure = not any(call.writes for call in calls)
         self.number = next(_numbers)
         """Tells it from all others in the process."""
         _made[self.number] = self
@@ -135,19 +160,22 @@ class BatchReads:
         """Return True if one of the reads is at the place of a read of another kind: places tell reads apart."""
         return not {read.place for read in self.reads}.isdisjoint(other.place for other in others)
 
-    def find(self, leaves: Sequence[Any]) -> list[Tensor] | None:
-        """The tensors that a step with these leaves reads; None if it reads other values or shapes than the trace."""
+    def find(self, search: Search) -> list[Tensor] | None:
+        """The tensors that a step reads of a batch; None if it reads other values or shapes than the traced one."""
         known: dict[int, Any] = {}
         for number, source in self._sources.items():
-            known[number] = source.get() if isinstance(source, Slot) else leaves[source]
+            known[number] = source.get() if isinstance(source, Slot) else search.leaves[source]
             if not isinstance(known[number], Tensor):
                 return None
         found: list[Tensor] = []
+        ran = search.ran(self._begin) if self._is_pure else []
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for position, call in enumerate(self._calls):
-                named = {name: _filled(value, known) for name, value in call.kwargs.items()}
-                out = call.run(*_filled(call.args, known), **named)
-                made = tensors_in(out)
+                if len(ran) <= position or ran[position].form != self._forms[position]:
+                    named = {name: _filled(value, known) for name, value in call.kwargs.items()}
+                    out = call.run(*_filled(call.args, known), **named)
+                    ran[position:] = [_Ran(self._forms[position], out, tensors_in(out))]
+                _, out, made = ran[position]
                 read = self._of_call.get(position)
                 if read is not None and not read.finds(out, made):
                     return None
@@ -167,8 +195,7 @@ class BatchReads:
 
     def is_like(self, other: BatchReads) -> bool:
         """Return True if both come to the same reads by the same operators."""
-        same = [call.form for call in self._calls] == [call.form for call in other._calls]
-        same = same and list(map(_named, self._sources.values())) == list(map(_named, other._sources.values()))
+        same = self._forms == other._forms and self._begin == other._begin
         return same and len(self.reads) == len(other.reads) and all(map(_is_same, self.reads, other.reads))
 
 

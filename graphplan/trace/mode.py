@@ -350,9 +350,13 @@ class TraceMode(OperatorMode):
         if not self._batch.takes(answer, schema, args, kwargs):
             return False
         if answer.is_content:
-            self._birth(answer.found[0])
-            self._fixed.add(self._internal_operand(answer.found[0]))
+            self._take_constant(answer.found[0])
         return True
+
+    def _take_constant(self, tensor: Tensor) -> None:
+        """Take in a tensor whose contents are always the same."""
+        self._birth(tensor)
+        self._fixed.add(self._internal_operand(tensor))
 
     def read(self, name: str, tensor: Tensor | None) -> None:
         """Note a read of a tensor's memory that is no operator."""
@@ -456,6 +460,8 @@ class TraceMode(OperatorMode):
     def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX, *, read: Any = None) -> None:
         """Note a violation, unless it is a ``read`` of the batch alone, given as operator, arguments and result."""
         if read is not None and self._batch is not None and self._batch.read(*read):
+            if read[0].name == TO_COPY:
+                self._take_constant(read[-1])
             if self._batch.error is None:
                 self._batch.error = self._sync_error(what, source, fix)
             return
