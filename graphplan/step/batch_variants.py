@@ -47,7 +47,7 @@ class BatchVariants:
         """Why there is no program for batches that take no known way."""
         return HostSyncError(
             f"{str(self._error).rstrip('.')}. What the batch decides may be read before the step, but the batches "
-            f"differ too much: {self._misses} in a row were unlike the {len(self._known)} that were traced",
+            f"differ too much: {_MISSES} in a row were unlike those that were traced",
             component=self._error.component,
         )
 

@@ -228,7 +228,7 @@ class StateMachine:
         if variants.is_over:
             base.refusal = variants.refusal
         elif variants.is_full:
-            return base, Skip(SkipReason.HOST_SYNC, str(variants.refusal), self._as_traced)
+            return base, Skip(SkipReason.SHAPE, "", self._as_traced)
         return base, None
 
     def _on_way(self, call: Call) -> Skip | None:
