@@ -28,8 +28,8 @@ class NotRunError(GraphPlanError):
 
 @dataclass(slots=True)
 class Call:
-    """``around`` is what is active around the call; ``is_flat``: there is a ``feed``. ``walk`` is over the owners as
-    they are before it.
+    """``around`` is what is active around the call; ``is_flat``: there is a ``feed``; ``is_found``: if there is a
+    ``program``, it serves the call. ``walk`` is over the owners as they are before it.
     """
 
     args: tuple[Any, ...]
@@ -37,6 +37,7 @@ class Call:
     before: Before | None = None
     around: str | None = None
     is_flat: bool = False
+    is_found: bool = False
     feed: Feed = field(init=False)
     entry: Entry = field(init=False)
     program: Program | None = None

@@ -1,8 +1,7 @@
 """The state machine of a graphed step: eager warm-up, two traces, one capture, then replays; per key.
 
 Each of these is a real step on the batch it is given. A refusal before the first good replay raises and undoes its
-call; after it, the step goes on eagerly with one warning. ``StateMachine._why_eager`` has all reasons for which a call
-is eager, in their order.
+call; after it, the step goes on eagerly with one warning. :data:`_REASONS` has all reasons for which a call is eager.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from graphplan.program.bindings import settle_companions
 from graphplan.program.faults import refusal_of
 from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.program.program import Program
-from graphplan.step.batch_variants import BatchVariants
 from graphplan.step.call import Before, Call
 from graphplan.step.call_lock import running_step, runs_within_step
 from graphplan.step.compiled import CompiledModules
@@ -46,7 +44,7 @@ from graphplan.step.managed import Managed
 from graphplan.step.memory_budget import Room
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
-from graphplan.step.programs import Entry, Line, Programs
+from graphplan.step.programs import Line, Programs
 from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
 from graphplan.step.stages import Stages
@@ -157,60 +155,102 @@ class StateMachine:
         return skip.run(call, skip.reason, skip.detail)
 
     def _why_eager(self, call: Call) -> Skip | None:
-        """The first reason for which the call is eager; None if it is replayed, traced or captured.
+        """The first of :data:`_REASONS` for which the call is eager; None if it is replayed, traced or captured.
 
         What is found out of the call on the way is kept in it. An error refuses all calls of the step.
         """
         try:
-            skip = self._before_lookup(call) or self._look_up(call)
-            return skip if skip is not None or call.program is not None else self._on_way(call)
+            for find in _REASONS:
+                skip = find(self, call)
+                if skip is not None:
+                    return skip
+                if call.is_found and call.program is not None:
+                    break
+            return None
         except RefusalError as error:
             self.demote(error)
             return self._refused(error)
 
-    def _before_lookup(self, call: Call) -> Skip | None:
-        """Reasons that need no entry."""
-        options = self.options
-        if call.around is not None:
-            # Gradients may flow through calls for results; others are as their neighbours are.
-            return Skip(SkipReason.SURROUNDINGS, call.around, self._plainly if options.autograd else self._as_traced)
-        if options.backend == "eager":
-            return Skip(SkipReason.BACKEND_EAGER, "", self._untouched)
+    def _surrounded(self, call: Call) -> Skip | None:
+        """A mode, a transform or forward-mode AD is active around it."""
+        if call.around is None:
+            return None
+        # Gradients may flow through calls for results; others are as their neighbours are.
+        return Skip(SkipReason.SURROUNDINGS, call.around, self._plainly if self.options.autograd else self._as_traced)
+
+    def _without_backend(self, call: Call) -> Skip | None:
+        """The step has no backend."""
+        return Skip(SkipReason.BACKEND_EAGER, "", self._untouched) if self.options.backend == "eager" else None
+
+    def _fed_gradients(self, call: Call) -> Skip | None:
+        """Gradients may flow to what is fed."""
         settle_companions()
         call.feed, call.is_flat = flatten(call.args, call.kwargs, self.unread.keys), True
-        if options.autograd and any(map(asks_for_gradients, call.feed.leaves)):
-            return Skip(SkipReason.GRADIENT, "", self._plainly)
-        if options.asks_eager(self.calls, call.args, call.kwargs):
-            return Skip(SkipReason.EAGER_IF, "", self._as_traced)
-        if self.timing.begins(call.feed):
-            return Skip(None, "", self._as_stock)
-        self._check_refusal()
+        asks = self.options.autograd and any(map(asks_for_gradients, call.feed.leaves))
+        return Skip(SkipReason.GRADIENT, "", self._plainly) if asks else None
+
+    def _asked_for(self, call: Call) -> Skip | None:
+        """``eager_if=`` says so."""
+        asks = self.options.asks_eager(self.calls, call.args, call.kwargs)
+        return Skip(SkipReason.EAGER_IF, "", self._as_traced) if asks else None
+
+    def _timed_as_stock(self, call: Call) -> Skip | None:
+        """The step is timed as it is without graphplan."""
+        return Skip(None, "", self._as_stock) if self.timing.begins(call.feed) else None
+
+    def _of_refused_step(self, call: Call) -> Skip | None:
+        """The step is refused, which raises."""
+        if self.managed.refusal is not None:
+            raise self.managed.refusal
+        return None
+
+    def _turned_away(self, call: Call) -> Skip | None:
+        """Calls of its signature are not looked up any more."""
         turned_away = self.programs.turns_away(self.lookup.geometry(call.feed))
         return None if turned_away is None else Skip(*turned_away, self._plainly)
 
-    def _check_refusal(self) -> None:
-        if self.managed.refusal is not None:
-            raise self.managed.refusal
+    def _unlike_traced_batches(self, call: Call) -> Skip | None:
+        """What the step reads of its batch takes no known way through it, and no other one is traced. Finds the entry,
+        and perhaps a program.
+        """
+        base, call.program = self.lookup.find(call.feed)
+        call.entry = base
+        if base.batch is None or base.refusal is not None:
+            return None
+        feed = base.batch.extend(self.lookup.moved(call.feed))
+        if feed is not None:
+            call.feed = feed
+            call.entry, call.program = self.lookup.find(feed, base)
+        elif base.batch.is_over:
+            base.refusal = base.batch.refusal
+        elif base.batch.is_full:
+            return Skip(SkipReason.SHAPE, "", self._as_traced)
+        return None
 
-    def _look_up(self, call: Call) -> Skip | None:
-        """Find the entry, and perhaps a program. Reasons for which neither can serve the call."""
-        entry, call.program = self.lookup.find(call.feed)
-        if entry.batch is not None and entry.refusal is None:
-            entry, skip = self._by_batch(call, entry, entry.batch)
-            if skip is not None:
-                return skip
-        call.entry = entry
-        self._check_refusal()
-        if entry.outside:
-            return Skip(SkipReason.GRADIENT, "", self._plainly)
-        if entry.refusal is not None:
-            self.programs.close(entry)
-            return self._refused(entry.refusal)
+    def _with_gradients_outside(self, call: Call) -> Skip | None:
+        """Gradients flow through its results."""
+        return Skip(SkipReason.GRADIENT, "", self._plainly) if call.entry.outside else None
+
+    def _of_refused_key(self, call: Call) -> Skip | None:
+        """Calls of its key are refused."""
+        if call.entry.refusal is None:
+            return None
+        self.programs.close(call.entry)
+        return self._refused(call.entry.refusal)
+
+    def _timed_eagerly(self, call: Call) -> Skip | None:
+        """Eager calls of its key are timed, to compare replays with."""
+        entry = call.entry
         if self.timing.opens and not entry.is_decided and entry.gate is None:
             entry.gate = self.timing.gate_of_calls(self.lookup.moved(call.feed))
             entry.is_decided = entry.gate is None
-        if entry.gate is not None and entry.gate.eager is None:
-            return Skip(None, "", partial(self._timed, entry.gate))
+        if entry.gate is None or entry.gate.eager is not None:
+            return None
+        return Skip(None, "", partial(self._timed, entry.gate))
+
+    def _fed_elsewhere(self, call: Call) -> Skip | None:
+        """What is fed lies where its program cannot take it from."""
+        call.is_found = True
         misfit = None if call.program is None else call.program.misfit(call.feed)
         if call.program is None or misfit is None:
             return None
@@ -218,67 +258,67 @@ class StateMachine:
             self.refusals.warn(f"graphplan runs calls eagerly: {misfit}")
         return Skip(SkipReason.FEED, misfit, self._as_traced)
 
-    def _by_batch(self, call: Call, base: Entry, variants: BatchVariants) -> tuple[Entry, Skip | None]:
-        """The entry that a call has by what is read of its batch: ``base`` for a batch that is to be traced."""
-        feed = variants.extend(self.lookup.moved(call.feed))
-        if feed is not None:
-            call.feed = feed
-            entry, call.program = self.lookup.find(feed, base)
-            return entry, None
-        if variants.is_over:
-            base.refusal = variants.refusal
-        elif variants.is_full:
-            return base, Skip(SkipReason.SHAPE, "", self._as_traced)
-        return base, None
-
-    def _on_way(self, call: Call) -> Skip | None:
-        """Reasons for which a call without a program is neither traced nor captured."""
+    def _overdue(self, call: Call) -> Skip | None:
+        """No call has come to a program in time."""
         call.feed = self.lookup.moved(call.feed)
         overdue = self.programs.check_due(call.feed)
-        if overdue is not None:
-            if self.options.on_failure == "raise":
-                raise NotCapturedError(f"{overdue}. Or pass on_failure='eager' to go on without replays")
-            self.refusals.warn(f"graphplan runs this step eagerly: {overdue}")
-            self.stand_down(SkipReason.SHAPE, str(overdue))
-            return Skip(SkipReason.SHAPE, str(overdue), self._plainly)
-        entry = call.entry
-        if not self.programs.has_room(entry):
-            return Skip(SkipReason.MAX_GRAPHS, "", self._plainly)
-        self.programs.check_churn()
-        self.stages.check_changes(entry)
-        if self.peers is not None and not self.peers.may_advance(is_planned=bool(entry.plans)):
-            return Skip(SkipReason.PEERS, "", self._as_traced)
-        if self._is_cold(call):
-            return Skip(None, "", self._warm_up)
-        plan = call.line.plan
-        if plan is None:
+        if overdue is None:
             return None
-        if plan.shared_leaves(call.feed, call.walk) != plan.shared:
-            return Skip(SkipReason.FEED, MEMORY_IS_FED, self._as_traced)
-        cramped = self.room.make(entry, plan, self.runner.backend)
-        if cramped is None:
-            return None
-        # No fault of the step's: nothing to raise.
-        self.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
-        return Skip(cramped.reason, str(cramped), self._plainly)
+        if self.options.on_failure == "raise":
+            raise NotCapturedError(f"{overdue}. Or pass on_failure='eager' to go on without replays")
+        self.refusals.warn(f"graphplan runs this step eagerly: {overdue}")
+        self.stand_down(SkipReason.SHAPE, str(overdue))
+        return Skip(SkipReason.SHAPE, str(overdue), self._plainly)
 
-    def _is_cold(self, call: Call) -> bool:
-        """Whether a call on its way to a program is one more eager step."""
+    def _without_room(self, call: Call) -> Skip | None:
+        """All programs are in use."""
+        return None if self.programs.has_room(call.entry) else Skip(SkipReason.MAX_GRAPHS, "", self._plainly)
+
+    def _of_changing_step(self, call: Call) -> Skip | None:
+        """The step keeps changing what its programs rest on, which raises."""
+        self.programs.check_churn()
+        self.stages.check_changes(call.entry)
+        return None
+
+    def _before_other_ranks(self, call: Call) -> Skip | None:
+        """Other ranks are not as far."""
+        waits = self.peers is not None and not self.peers.may_advance(is_planned=bool(call.entry.plans))
+        return Skip(SkipReason.PEERS, "", self._as_traced) if waits else None
+
+    def _cold(self, call: Call) -> Skip | None:
+        """It is one of the first of its key."""
         entry, call.is_on_way = call.entry, True
         if not entry.eager_calls:
             self.programs.count_new()
         if not self.stages.is_ready(entry):
-            return True
+            return Skip(None, "", self._warm_up)
         variant = self.managed.grad_presence()
         line = call.line = entry.lines.setdefault(variant, Line())
         with no_collections():
             walk = call.walk = self.managed.walk_of_call()
         gone = next((path for path in line.state if path not in walk.slots), None)
-        if gone is not None:
-            # A recording would make it anew in every replay.
-            self.stats.note(f"traced anew: {gone} is gone, which only an eager step can make", "traces")
-            del entry.lines[variant]
-        return gone is not None
+        if gone is None:
+            return None
+        # A recording would make it anew in every replay.
+        self.stats.note(f"traced anew: {gone} is gone, which only an eager step can make", "traces")
+        del entry.lines[variant]
+        return Skip(None, "", self._warm_up)
+
+    def _fed_owners_memory(self, call: Call) -> Skip | None:
+        """What is fed shares memory with what the step changes, and did not in the traces."""
+        plan = call.line.plan
+        shares = plan is not None and plan.shared_leaves(call.feed, call.walk) != plan.shared
+        return Skip(SkipReason.FEED, MEMORY_IS_FED, self._as_traced) if shares else None
+
+    def _without_memory(self, call: Call) -> Skip | None:
+        """A capture would take too much memory."""
+        plan = call.line.plan
+        cramped = None if plan is None else self.room.make(call.entry, plan, self.runner.backend)
+        if cramped is None:
+            return None
+        # No fault of the step's: nothing to raise.
+        self.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
+        return Skip(cramped.reason, str(cramped), self._plainly)
 
     def _plainly(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """With no program to come, so learning rates are numbers."""
@@ -490,3 +530,30 @@ class StateMachine:
         self.compiled.undo()
         self.timing.close()
         self.is_closed = True
+
+
+_REASONS: tuple[Callable[[StateMachine, Call], Skip | None], ...] = (
+    StateMachine._surrounded,
+    StateMachine._without_backend,
+    StateMachine._fed_gradients,
+    StateMachine._asked_for,
+    StateMachine._timed_as_stock,
+    StateMachine._of_refused_step,
+    StateMachine._turned_away,
+    StateMachine._unlike_traced_batches,
+    StateMachine._of_refused_step,
+    StateMachine._with_gradients_outside,
+    StateMachine._of_refused_key,
+    StateMachine._timed_eagerly,
+    StateMachine._fed_elsewhere,
+    StateMachine._overdue,
+    StateMachine._without_room,
+    StateMachine._of_changing_step,
+    StateMachine._before_other_ranks,
+    StateMachine._cold,
+    StateMachine._fed_owners_memory,
+    StateMachine._without_memory,
+)
+"""All reasons for which a call is eager, in their order. A call that has a program is asked no further than
+``_fed_elsewhere``; the search for an entry may refuse the step.
+"""
