@@ -47,7 +47,7 @@ def check_threads(trace: Trace, allow: Iterable[str]) -> None:
 
 
 def check_gradients(first: Trace, second: Trace, allow: Iterable[str]) -> None:
-    """Refuse a step that leaves a tensor with a ``.grad``, where that is no parameter and was not fed.
+    """Refuse a step that leaves a tensor with a new ``.grad``, where that is no parameter and was not fed.
 
     Raises:
         HostEffectError: naming the tensor.
@@ -60,6 +60,13 @@ def check_gradients(first: Trace, second: Trace, allow: Iterable[str]) -> None:
                 f"alone. Keep or return the gradient itself ({path}.grad once backward is over, what a hook of the "
                 "tensor gets, torch.autograd.grad), or, if it is not needed, leave retain_grad() out, and detached "
                 "tensors behind"
+            )
+    for name in [*first.unowned_gradients, *second.unowned_gradients]:
+        if not is_allowed(name, allow):
+            raise HostEffectError(
+                f"the step leaves a gradient at {name}, which is neither a parameter nor an owner; a replay would "
+                "leave an earlier one there. Expected gradients at parameters, owners and what is fed: name the tensor "
+                "(owners={'w': w, ...}), make it a parameter (nn.Parameter) of a module, or use torch.autograd.grad"
             )
 
 

@@ -194,7 +194,8 @@ def _values_key(thing: Any, depth: int) -> Hashable:
 
 
 def _without_key(leaf: Any) -> FeedError:
-    advice = (
+    as_array = "feed torch.as_tensor(array), or " if hasattr(type(leaf), "__array__") else ""
+    advice = as_array + (
         "feed tensors in dicts, tuples, lists, dataclasses or objects, or register the type with torch.utils._pytree"
         if isinstance(leaf, Iterable) or not hasattr(leaf, "__dict__")
         else "use it from the enclosing scope, and name it in owners="

@@ -353,6 +353,7 @@ class Programs:
         return NotCapturedError(
             f"no step was captured in {self._stats.calls} steps, though {needed} with one signature are enough: the "
             f"batches differ each time in shape, dtype, structure or Python values ({signatures} signatures so far"
-            f"{'' if found is None else f'; {found}'}). Expected batches that repeat a signature: pad them, and "
-            "leave Python values that the step does not need out of what it is fed"
+            f"{'' if found is None else f'; {found}'}). Expected batches that repeat a signature: pad them, leave "
+            "Python values that the step does not need out of what it is fed, and where it only decides by one "
+            "(i % 2 == 0), feed what it decides"
         )

@@ -261,6 +261,10 @@ class TraceMode(OperatorMode):
         operand = self._operands.get(storage_id(tensor), _NOWHERE)
         return operand if operand[0] == "internal" else _NOWHERE
 
+    def made(self, tensor: Tensor | None) -> bool:
+        """Return True if the step has made a tensor's memory."""
+        return tensor is not None and self._internal_operand(tensor) is not _NOWHERE
+
     def _birth(self, tensor: Tensor) -> bool:
         """Number a storage that the step made; False if it was known (a view, or a result written in place)."""
         storage = storage_id(tensor)
@@ -443,7 +447,7 @@ class TraceMode(OperatorMode):
             return
         is_comparison = name.startswith(("aten.equal", "aten.allclose"))
         what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
-        what = f"{name} {what} (.item(), float(), bool(), if)"
+        what = f"{name} {what} (.item(), float(), bool(), if, an index or a size)"
         self._refuse_sync(what, source, read=(schema, args, kwargs, out))
 
     def _refuse_nested(self, verb: str, name: str, source: Source) -> None:

@@ -140,6 +140,7 @@ class Trace:
     entry_scalars: dict[str, Any] = field(default_factory=dict)
     entry_traits: dict[str, Any] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
+    unowned_gradients: list[str] = field(default_factory=list)
     host_reads: list[HostRead] = field(default_factory=list)
     batch: BatchRecorder | None = None
     draws: list[str] = field(default_factory=list)

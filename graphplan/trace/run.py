@@ -83,6 +83,12 @@ def trace(
                 "replay would copy what is not there. Leave or return what has memory, or nothing"
             )
             record.refuse(HostEffectError(text))
+    with_slots = {id(slot.param) for slot in after.slots.values() if slot.param is not None}
+    for external in record.externals.values():
+        tensor = external.tensor
+        is_alone = id(tensor) not in with_slots and id(tensor) not in fed_ids
+        if is_alone and _has_gradient(tensor) and mode.made(tensor.grad):
+            record.unowned_gradients.append(paths.get(id(tensor), f"a tensor that is used at {external.source}"))
     for path, items in changes.appended.items():
         changes.appended[path] = pytree.tree_map_only(Tensor, lambda tensor: OutputTensor(), items)
     watch.finish(after, leaves)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from graphplan import UnownedTensorError, graph_step
+from graphplan import HostEffectError, UnownedTensorError, graph_step
 
 
 class Points:
@@ -52,6 +52,18 @@ class Weights:
         return loss.detach()
 
 
+class FreshGradients(Weights):
+    """The same with a new gradient in each step, which anybody may look at afterwards."""
+
+    def step(self) -> Tensor:
+        self.x.grad = None
+        loss = (self.x - 1).tanh().square().mean()
+        loss.backward()
+        assert self.x.grad is not None
+        self.x.data += -0.1 * self.x.grad
+        return loss.detach()
+
+
 def stay(net: Any, index: int) -> None:
     """Nothing happens between calls."""
 
@@ -84,7 +96,7 @@ def drive(make: Callable[[], Any], act: Callable[[Any, int], None], wrap: Callab
 
 
 @pytest.mark.parametrize("act", [stay, drop, add, move])
-@pytest.mark.parametrize("make", [Points, Weights])
+@pytest.mark.parametrize("make", [Points, Weights, FreshGradients])
 def test_a_plain_tensor_that_is_named_is_owned_with_its_gradient(
     make: Callable[[], Any], act: Callable[[Any, int], None]
 ) -> None:
@@ -108,3 +120,9 @@ def test_one_that_is_not_named_is_refused_with_what_to_do(make: Callable[[], Any
     text = r"the gradient of net\.x, which is no parameter, is changed by .* Name the tensor itself in owners="
     with pytest.raises(UnownedTensorError, match=text):
         drive(make, stay, wrap)
+
+
+def test_a_new_gradient_at_a_tensor_that_is_not_named_is_refused() -> None:
+    wrap = lambda net: graph_step(net.step, owners={"net": net}, backend="tape")  # noqa: E731
+    with pytest.raises(HostEffectError, match=r"leaves a gradient at net\.leaves\[0\].*name the tensor \(owners="):
+        drive(FreshGradients, stay, wrap)
