@@ -80,7 +80,7 @@ def facts_of(plan: Plan) -> Facts:
         "roles": {external.name: f"{external.role} {external.spec}" for external in plan.externals},
         "operators": dict(sorted(plan.operators.items())),
         "launches": plan.launches,
-        "guards": sorted({*plan.reads.values, *plan.reads.traits}),
+        "guards": sorted({*plan.reads.values, *plan.reads.metadata}),
         "bytes": {
             **{str(role): sum(e.spec.nbytes for e in plan.by_role(role)) for role in Role},
             "intermediates": plan.footprint.peak,

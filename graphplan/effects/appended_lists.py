@@ -42,7 +42,7 @@ class _Name:
         return look.depth <= self.depth
 
 
-class Grown:
+class AppendedLists:
     """The lists and deques that two traces made longer."""
 
     def __init__(self, first: Trace, second: Trace, walk: Walk) -> None:

@@ -35,7 +35,7 @@ def check_threads(trace: Trace, allow: Iterable[str]) -> None:
     Raises:
         HostEffectError: naming the call.
     """
-    for name, source in trace.ran.threads.items():
+    for name, source in trace.executed.threads.items():
         if not is_allowed(name, allow):
             raise HostEffectError(
                 f"the step calls {name} at {source}: what runs in another thread or process is not recorded, and "

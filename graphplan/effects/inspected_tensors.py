@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from graphplan.effects.allowed import allowing, is_allowed
-from graphplan.effects.appended_lists import Grown
+from graphplan.effects.appended_lists import AppendedLists
 from graphplan.errors import HostScalarError
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.tensor_metadata import GONE, THERE, difference, is_there
@@ -17,7 +17,14 @@ from graphplan.trace.records import Trace
 
 
 def find_inspected(
-    first: Trace, second: Trace, walk: Walk, reads: Iterable[str], allow: Iterable[str], grown: Grown, *, loose: bool
+    first: Trace,
+    second: Trace,
+    walk: Walk,
+    reads: Iterable[str],
+    allow: Iterable[str],
+    appended: AppendedLists,
+    *,
+    loose: bool,
 ) -> dict[str, Any]:
     """What tensors are like of which the step's code may have read no more than that, by path. ``reads`` are the paths
     of Python values that are compared anyway. ``loose``: of a tensor that was another kind of one before each of the
@@ -30,7 +37,7 @@ def find_inspected(
     lists = _loose_lists(walk, reads)
     found = {}
     for path, scalar in _untouched(first, second, walk):
-        if id(scalar.container) in lists or is_allowed(path, allow) or grown.hides(path, scalar):
+        if id(scalar.container) in lists or is_allowed(path, allow) or appended.hides(path, scalar):
             continue
         sure = any(trace.reads.covers(scalar) for trace in (first, second))
         is_owned = scalar.container is not None
@@ -74,7 +81,7 @@ def _untouched(first: Trace, second: Trace, walk: Walk) -> Iterator[tuple[str, S
     for path, slot in walk.slots.items():
         if path not in touched and slot.get() is not None:
             yield path, slot
-    for path in (first.entry_traits.keys() & walk.scalars.keys()) - touched:
+    for path in (first.entry_metadata.keys() & walk.scalars.keys()) - touched:
         yield path, walk.scalars[path]
 
 
@@ -84,8 +91,8 @@ def _is_looked_at(scalar: Scalar, first: Trace, second: Trace) -> bool:
 
 
 def _at_entry(trace: Trace, path: str) -> Any:
-    """What lay at ``path`` when the trace began: traits, or a Python value."""
-    return trace.entry_traits.get(path, trace.entry_scalars.get(path, GONE))
+    """What lay at ``path`` when the trace began: metadata, or a Python value."""
+    return trace.entry_metadata.get(path, trace.entry_scalars.get(path, GONE))
 
 
 def _loose_lists(walk: Walk, reads: Iterable[str]) -> set[int]:

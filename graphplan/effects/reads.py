@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from graphplan.effects.allowed import allowing, is_allowed
-from graphplan.effects.appended_lists import Grown
+from graphplan.effects.appended_lists import AppendedLists
 from graphplan.effects.compared_numbers import find_comparisons
 from graphplan.effects.counters import Counter
 from graphplan.effects.inspected_tensors import find_inspected
@@ -31,12 +31,12 @@ class Reads:
         values: Python values by path, as they were before each traced step.
         comparisons: by path, those of ``values`` that are numbers which the code only compares, each with its
             comparisons: a replay is good while these come out as they did.
-        traits: what tensors are like with which no operator works, but of which the code may tell that, by path.
+        metadata: what tensors are like with which no operator works, but of which the code may tell that, by path.
     """
 
     values: Mapping[str, Any]
     comparisons: Mapping[str, tuple[Comparison, ...]]
-    traits: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
     @classmethod
     def find(
@@ -54,14 +54,14 @@ class Reads:
         stale: dict[str, Scalar] = {}
         for trace in (first, second):
             trace.reads.unfold(trace.entry_scalars.values())
-        grown = Grown(first, second, walk)
+        appended = AppendedLists(first, second, walk)
         for path, scalar in {**walk.scalars, **walk.objects}.items():
             if path in own or is_allowed(path, allow):
                 continue
-            if path in grown.lengths:
-                _check_length(path, grown, allow)
+            if path in appended.lengths:
+                _check_length(path, appended, allow)
                 continue
-            if grown.hides(path, scalar):
+            if appended.hides(path, scalar):
                 continue
             sure = any(trace.reads.covers(scalar) for trace in (first, second))
             if not sure and not any(trace.reads.may_cover(scalar) for trace in (first, second)):
@@ -82,27 +82,27 @@ class Reads:
         if stale:
             _refuse_stale(stale, first, second)
         comparisons = {path: made for path, made in found.comparisons.items() if path in values}
-        traits = find_inspected(first, second, walk, values, allow, grown, loose=loose)
-        return cls(*map(MappingProxyType, (values, comparisons, traits)))
+        metadata = find_inspected(first, second, walk, values, allow, appended, loose=loose)
+        return cls(*map(MappingProxyType, (values, comparisons, metadata)))
 
     def allow(self, path: str, old: Any, new: Any) -> bool:
         """Whether the step is the same with either of two values."""
         return same_value(old, new) or come_out_alike(self.comparisons.get(path), old, new)
 
-    def changed_traits(self, walk: Walk, when: str = "") -> str | None:
+    def changed_metadata(self, walk: Walk, when: str = "") -> str | None:
         """The first tensor that is not what it was, described. ``walk`` knows where it lies now."""
-        for path, old in self.traits.items():
-            new = walk.traits(path)
+        for path, old in self.metadata.items():
+            new = walk.metadata(path)
             if not is_alike(old, new):
                 what, was, now = difference(path, old, new)
                 return f"{what} was {was}{when} and is {now}"
         return None
 
 
-def _check_length(path: str, grown: Grown, allow: Iterable[str]) -> None:
+def _check_length(path: str, appended: AppendedLists, allow: Iterable[str]) -> None:
     """Refuse the length of a list that the step makes longer, where the step's code asks for it."""
-    look = grown.look(grown.lengths[path])
-    if look is not None and not is_allowed(grown.lengths[path], allow):
+    look = appended.look(appended.lengths[path])
+    if look is not None and not is_allowed(appended.lengths[path], allow):
         raise HostScalarError(
             f"the step's code asks for {path}, which the step itself makes longer, or can tell it otherwise, "
             f"at {look}; a replay would keep one length. Count in a tensor, append after the step, or, "

@@ -163,7 +163,7 @@ class Profile:
         self._others = ExitStack()
         self._importing: FrameType | None = None
         self._watcher: Watcher
-        self.ran = ExecutedCode()
+        self.executed = ExecutedCode()
         self.faults = Faults()
 
     def __enter__(self) -> Profile:
@@ -211,11 +211,11 @@ class Profile:
         self._codes[key] = code
         if is_library(code.co_filename):
             if not known:
-                self.ran.note_write(name_of_saving(frame, owner))
+                self.executed.note_write(name_of_saving(frame, owner))
             return name is None
         if is_users_file(file_of(code, frame.f_globals)):
             self._users.add(id(code))
-            self.ran.note(frame, owner)
+            self.executed.note(frame, owner)
             return False
         return name is None
 
@@ -229,13 +229,13 @@ class Profile:
         if id(code) in CALLS:
             note_called(frame.f_locals["self"])
         elif code.co_filename == _ENTERS_COMPILED and {"self", "fn"} <= {*code.co_freevars}:
-            self.ran.note_compiled(frame.f_locals["self"], frame.f_locals["fn"])
+            self.executed.note_compiled(frame.f_locals["self"], frame.f_locals["fn"])
         elif id(code) in INITIALIZERS:
             note_made(frame.f_locals["self"], find_source)
         elif id(code) not in STARTERS:
             self._owners[id(code)] = found
         elif (start := name_of_start(frame)) is not None:
-            self.ran.threads.setdefault(start, find_source())
+            self.executed.threads.setdefault(start, find_source())
         return found
 
     def _note_conversion(self, name: str, tensor: Tensor | None) -> None:
@@ -253,11 +253,11 @@ class Profile:
         elif function is print:
             self._on_print()
         elif function.__name__ in USED:
-            self.ran.switches.add(function.__name__)
+            self.executed.switches.add(function.__name__)
         elif function in STARTERS_IN_C and not is_library(frame.f_code.co_filename):
-            self.ran.threads.setdefault(f"_thread.{function.__name__}", find_source())
+            self.executed.threads.setdefault(f"_thread.{function.__name__}", find_source())
         elif (writes := name_of_write(frame, function)) is not None:
-            self.ran.note_write(writes)
+            self.executed.note_write(writes)
         elif (type(owner) if home is None else home) not in self._known:
             self._note_extension(frame, function)
 
@@ -267,7 +267,7 @@ class Profile:
         if is_known(name):
             self._known.add(type(function.__self__) if function.__module__ is None else function.__module__)
         elif is_users_file(file_of(frame.f_code, frame.f_globals)):
-            self.ran.extensions[name] = str(find_source())
+            self.executed.extensions[name] = str(find_source())
 
     def reads(self) -> Reads:
         """What the code that ran may have read."""
@@ -280,7 +280,7 @@ class Profile:
             names = names_of(code)
             found.codes.append((code, owner))
             found.assigned.update(names.assigned)
-            if code not in self.ran.codes:
+            if code not in self.executed.codes:
                 found.by_packages.update(names.attributes)
                 continue
             found.anywhere.update(names.attributes)

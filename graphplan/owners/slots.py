@@ -210,7 +210,7 @@ class Walk:
         """The Python value, object or size of that path."""
         return self.scalars.get(path) or self.objects.get(path)
 
-    def traits(self, path: str) -> Any:
+    def metadata(self, path: str) -> Any:
         """What the tensors of that path are like, or the Python value that lies there now; or ``GONE``."""
         place = self.slots.get(path) or self.scalars.get(path)
         if place is not None:

@@ -25,7 +25,7 @@ class StandIn:
 GONE = StandIn("gone")
 """For what a place holds in which there is nothing any more, or nothing that could be compared."""
 THERE = StandIn("a tensor")
-"""For the traits of a tensor, or a tuple with tensors, of which it only matters that it is there."""
+"""For the metadata of a tensor, or a tuple with tensors, of which it only matters that it is there."""
 
 
 # Not frozen: one is made for each tensor of a trace, and that takes a frozen one three times as long.
@@ -46,9 +46,9 @@ class TensorMetadata:
 
 
 def metadata_of(value: Any) -> Any:
-    """The traits of a tensor, of the tensors and plain values in a tuple, or of anything else, which is itself."""
+    """The metadata of a tensor, of the tensors and plain values in a tuple, or of anything else, which is itself."""
     if isinstance(value, tuple):
-        return tuple(map(_traits_of_item, value))
+        return tuple(map(_metadata_of_item, value))
     if not isinstance(value, Tensor):
         return value
     has_shape = not value.is_nested and not is_lazy(value)
@@ -64,18 +64,18 @@ def metadata_of(value: Any) -> Any:
     )
 
 
-def _traits_of_item(item: Any) -> Any:
+def _metadata_of_item(item: Any) -> Any:
     # What else lies in a tuple is looked at where it lies: here it may not be kept alive.
     return metadata_of(item) if isinstance(item, (tuple, Tensor)) or type(item) in PLAIN else type(item)
 
 
-def is_there(traits: Any) -> bool:
-    """Whether these are traits of a tensor, or of what is in a tuple."""
-    return isinstance(traits, TensorMetadata | tuple)
+def is_there(metadata: Any) -> bool:
+    """Whether these are metadata of a tensor, or of what is in a tuple."""
+    return isinstance(metadata, TensorMetadata | tuple)
 
 
 def difference(path: str, old: Any, new: Any) -> tuple[str, str, str]:
-    """What differs between two unequal traits of what lies at ``path``: its name, what it was, and what it is."""
+    """What differs between two unequal metadata of what lies at ``path``: its name, what it was, and what it is."""
     if isinstance(old, TensorMetadata) and isinstance(new, TensorMetadata):
         for field in fields(TensorMetadata):
             was, now = getattr(old, field.name), getattr(new, field.name)

@@ -168,7 +168,7 @@ class Plan:
     @property
     def tells_gradients(self) -> bool:
         """Return True if the step depends on which gradients exist when it begins."""
-        return bool(self.entry_grads) or any(names(path, Of.GRADIENT) for path in self.reads.traits)
+        return bool(self.entry_grads) or any(names(path, Of.GRADIENT) for path in self.reads.metadata)
 
     def untouched(self, walk: Walk) -> set[str]:
         """Paths of tensors that a library's object leads to and the step has nothing to do with: a dataset, say."""
@@ -233,11 +233,11 @@ class Plan:
     def _footnotes(self) -> list[str]:
         notes = [f"carried: {path}" for path in self.rebindings.carries]
         notes += [f"rebound: {path}" for path in self.rebindings.fresh if not names(path, Of.GRADIENT)]
-        values, traits, comparisons = self.reads.values, self.reads.traits, self.reads.comparisons
+        values, metadata, comparisons = self.reads.values, self.reads.metadata, self.reads.comparisons
         if values:
             notes.append(f"guarded: {len(values)} Python values that the step reads ({_few(values)})")
-        if traits:
-            notes.append(f"guarded: {len(traits)} tensors of which the step reads no values ({_few(traits)})")
+        if metadata:
+            notes.append(f"guarded: {len(metadata)} tensors of which the step reads no values ({_few(metadata)})")
         if comparisons:
             notes.append(f"guarded: comparisons with {len(comparisons)} of them ({_few(comparisons)})")
         notes += [f"in place: {self.feed.leaf_names[index]}" for index in sorted(self.shared)]

@@ -162,7 +162,7 @@ def outdated(plan: Plan, walk: Walk) -> str | None:
         value = walk.value(path)
         if value is not None and not plan.reads.allow(path, old, new := value.get()):
             return f"{path} was {old!r} when the step was traced and is {new!r}"
-    changed = plan.reads.changed_traits(walk, " when the step was traced")
+    changed = plan.reads.changed_metadata(walk, " when the step was traced")
     if changed is not None:
         return changed
     for path in plan.rebindings.replaced & walk.slots.keys():

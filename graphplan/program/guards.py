@@ -58,7 +58,7 @@ class Guards:
         read = [(path, value) for path in plan.reads.values if (value := walk.value(path)) is not None]
         self._reads = plan.reads
         places = [(slot.container, slot.key, slot.get()) for slot in slots]
-        self._shown = _Metadata(plan.reads.traits, walk)
+        self._shown = _Metadata(plan.reads.metadata, walk)
         holders = [[place.container for place in places] for places in (slots, self._shown.slots, dict(read).values())]
         links = _used_links(walk, plan, *holders)
         self._shared = _with_other_names(links)
@@ -88,7 +88,7 @@ class Guards:
             *rows_of_structure,
             ("same_attributes", self._grad_params, ["grad"] * len(self._grads), self._grads),
             *self._rows_of_tensors(slots, list(extra)),
-            *([("same_results", [self._shown.hold], [True])] if plan.reads.traits else []),
+            *([("same_results", [self._shown.hold], [True])] if plan.reads.metadata else []),
         ]
         self._checks = Checks(self.rows)
         self._structure = Checks([*_rows_of_places(structure), *rows_of_structure])
@@ -169,7 +169,7 @@ class Guards:
             new = place.get()
             if not self._reads.allow(label, old, new):
                 return f"{label} was {old!r} and is {new!r}"
-        return self._reads.changed_traits(walk)
+        return self._reads.changed_metadata(walk)
 
 
 class _Metadata:
@@ -182,14 +182,14 @@ class _Metadata:
     """
 
     def __init__(self, known: Mapping[str, Any], walk: Walk) -> None:
-        found = [(traits, walk.slots[path]) for path, traits in known.items() if path in walk.slots]
+        found = [(metadata, walk.slots[path]) for path, metadata in known.items() if path in walk.slots]
         self.slots = [slot for _, slot in found]
         self._is_whole = len(found) == len(known)
         # Single tensors are compared in one call; others are tuples, or only have to be there.
-        single = [(traits, slot) for traits, slot in found if isinstance(traits, TensorMetadata)]
-        self._others = [(traits, slot) for traits, slot in found if not isinstance(traits, TensorMetadata)]
-        self._traits, self._single = [traits for traits, _ in single], [slot for _, slot in single]
-        self._kinds = [traits.kind for traits in self._traits]
+        single = [(metadata, slot) for metadata, slot in found if isinstance(metadata, TensorMetadata)]
+        self._others = [(metadata, slot) for metadata, slot in found if not isinstance(metadata, TensorMetadata)]
+        self._metadata, self._single = [metadata for metadata, _ in single], [slot for _, slot in single]
+        self._kinds = [metadata.kind for metadata in self._metadata]
         self._facts: Any = None
 
     def hold(self) -> bool:
@@ -198,10 +198,10 @@ class _Metadata:
             return False
         tensors = [slot.get() for slot in self._single]
         if self._facts is None or list(map(type, tensors)) != self._kinds or not self._facts.fit(tensors):
-            if not all(map(same_value, self._traits, map(metadata_of, tensors))):
+            if not all(map(same_value, self._metadata, map(metadata_of, tensors))):
                 return False
             self._facts = facts_of(tensors, placed=False)
-        return all(is_alike(traits, metadata_of(slot.get())) for traits, slot in self._others)
+        return all(is_alike(metadata, metadata_of(slot.get())) for metadata, slot in self._others)
 
     def gradients_are_there(self) -> bool:
         """Return True if the gradients exist whose existence alone the code reads."""

@@ -104,11 +104,11 @@ class _Traces:
         """Traces of two steps in a row, once all that the step's code names is known."""
         managed = self.managed
         walk = self._run(None, self._copy)
-        managed.take_names(self._records[0].ran, walk)
+        managed.take_names(self._records[0].executed, walk)
         device = find_device(managed.walk(), self.feed)
         check_feed(self.feed, device)
         walk = self._run(device)
-        if managed.take_names(self._records[1].ran, walk):
+        if managed.take_names(self._records[1].executed, walk):
             # What was not named until now is put back to here, and from here by undoing the two traces' writes.
             self._snapshots.append(Snapshot(managed.walk()))
             self._run(device)

@@ -190,12 +190,12 @@ class Managed:
         if is_settled:
             self.is_settled &= len(self.owners) == known
             return result, walk
-        self.compiled |= profile.ran.compiled
+        self.compiled |= profile.executed.compiled
         if self.compiled:
             return result, None
-        profile.ran.leave_out(fed)
+        profile.executed.leave_out(fed)
         are_named = _NAMES in self.owners
-        has_grown = self.take_names(profile.ran, walk)
+        has_grown = self.take_names(profile.executed, walk)
         walk = self.walk() if has_grown or not are_named else walk
         self.kept = discovery.kept(walk, result)
         self.is_settled &= not (self.kept or discovery.steps_own)
@@ -211,11 +211,11 @@ class Managed:
                 "the step"
             )
 
-    def take_names(self, ran: ExecutedCode, walk: Walk) -> bool:
+    def take_names(self, executed: ExecutedCode, walk: Walk) -> bool:
         """Own the names that code used, and the objects that it used a second time. Return True if any is new."""
         asked: dict[int, bool] = {}
         self.is_settled = False
-        self.compiled |= ran.compiled
+        self.compiled |= executed.compiled
         kinds = set(map(id, map(type, walk.modules)))
 
         def has_met(thing: Any) -> bool:
@@ -227,14 +227,14 @@ class Managed:
             return asked[number]
 
         reached = self._count_reached()
-        grown = self.modes.watch(ran.switches)
-        grown |= ran.name_all(self._fn, self._names, has_met)
+        grown = self.modes.watch(executed.switches)
+        grown |= executed.name_all(self._fn, self._names, has_met)
         grown |= self._count_reached() > reached
         # Its defaults, and what a partial function holds for it.
         is_new = self._names.add("the step", self._root, "step")
         self.owners.setdefault(_NAMES, self._names)
         known = {id(container) for container in (self.walk() if grown or is_new else walk).containers}
-        for thing in ran.objects():
+        for thing in executed.objects():
             inner = attributes_of(thing)
             if inner is not None and id(inner) not in known and has_met(thing):
                 self.owners[free_name(type(thing).__name__.lower(), self.owners)] = thing

@@ -20,7 +20,7 @@ _GROUPS = 4
 """Groups of programs that share memory, of which one can go when a budget is used up."""
 
 
-class Room:
+class MemoryBudget:
     """The memory of one step's programs, estimated from the traces before a capture."""
 
     def __init__(self, options: Options, programs: Programs, peers: Peers | None) -> None:

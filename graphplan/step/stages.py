@@ -37,7 +37,7 @@ from graphplan.program.program import Program
 from graphplan.step.batch_variants import BatchVariants
 from graphplan.step.call import Call
 from graphplan.step.compiled import Rehearsal, refuse_beside_compiled, refuse_graphs_within, uncompiled
-from graphplan.step.memory_budget import Room
+from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.programs import Entry, Line
 from graphplan.step.runner import Parts
 from graphplan.tensors.trees import flatten_result
@@ -59,10 +59,10 @@ _STRADDLING = 3
 class Stages:
     """Takes the steps on the way to a program, and counts them."""
 
-    def __init__(self, parts: Parts, buffers: Buffers, room: Room, unread: UnreadValues) -> None:
+    def __init__(self, parts: Parts, buffers: Buffers, memory: MemoryBudget, unread: UnreadValues) -> None:
         self._runner, self._managed, self._options = parts.runner, parts.managed, parts.options
         self._refusals, self._programs, self._stats = parts.refusals, parts.programs, parts.runner.stats
-        self._buffers, self._room, self._unread, self._peers = buffers, room, unread, parts.peers
+        self._buffers, self._memory, self._unread, self._peers = buffers, memory, unread, parts.peers
         self._captured: WeakSet[Program] = WeakSet()
         self._changes: list[str] = []
         """What first calls in a row, each with a key of its own, changed in containers that they were fed."""
@@ -175,7 +175,7 @@ class Stages:
             generators = plan.handles.generators if plan is not None else ()
             changed = plan.changed_tensors(walk) if plan is not None else []
             extra = [*changed, *(tensor for _, tensor in feed.tensors())]
-            device = self._room.for_copies(walk, self._runner.backend)
+            device = self._memory.for_copies(walk, self._runner.backend)
             snapshot = Snapshot(walk, extra=extra, generators=generators, device=device)
             undo.callback(snapshot.restore)
             # What is recorded next must not lack the casts of weights that the caller's autocast has cached.
@@ -220,7 +220,7 @@ class Stages:
             if feed.unread and any(compares_classes(code) for code, _ in facts.reads.codes):
                 raise ReadSignal(feed.unread)
             rehearsal = None
-            if rehearses or facts.ran.compiled:
+            if rehearses or facts.executed.compiled:
                 rehearsal = Rehearsal(self._managed.walk, result, self._options.allow)
                 facts.undo_unowned_writes()
                 snapshot.restore()
@@ -276,7 +276,7 @@ class Stages:
             raise facts.violation
         self._managed.check_kept()
         walk = at_end or self._managed.walk()
-        if self._managed.take_names(facts.ran, walk):
+        if self._managed.take_names(facts.executed, walk):
             # Code ran for the first time: what it uses was not watched yet.
             line.traces = []
             return
@@ -463,13 +463,13 @@ def _omissions(facts: Trace, allow: Sequence[str]) -> Iterator[str]:
             f"the step prints at {facts.prints[0]}, and a replay runs no Python: only eager calls will "
             "print. Print what the step returns, outside it, or pass allow=('print',)"
         )
-    for name, source in facts.ran.writers.items():
+    for name, source in facts.executed.writers.items():
         if not is_allowed(name, allow):
             yield (
                 f"the step calls {name} at {source}, and a replay runs no Python: only eager calls will write. Write "
                 f"after the step what it returns (in a Trainer: self.log, or a hook), or pass allow=({name!r},)"
             )
-    for name, source in facts.ran.extensions.items():
+    for name, source in facts.executed.extensions.items():
         if not is_allowed(name, allow):
             yield (
                 f"the step calls {name}, a function of an extension module, at {source}: what it remembers is "

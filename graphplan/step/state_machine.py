@@ -41,7 +41,7 @@ from graphplan.step.compiled import CompiledModules
 from graphplan.step.gate import Gate, Serve, Timing
 from graphplan.step.lookup import FastPath, Lookup
 from graphplan.step.managed import Managed
-from graphplan.step.memory_budget import Room
+from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.programs import Line, Programs
@@ -93,10 +93,10 @@ class StateMachine:
         self.stats = self.runner.stats
         self.refusals = Refusals(options.on_failure, self.stats, peers)
         self.programs: Programs = Programs(options, self.stats)
-        self.room = Room(options, self.programs, peers)
+        self.memory = MemoryBudget(options, self.programs, peers)
         self.unread = UnreadValues()
         parts = Parts(options, self.managed, self.runner, self.refusals, self.programs, peers)
-        self.stages = Stages(parts, self.buffers, self.room, self.unread)
+        self.stages = Stages(parts, self.buffers, self.memory, self.unread)
         self.replays = Replays(parts)
         self.lookup = Lookup(parts)
         self.fast_path = FastPath(self.managed, moved=self.lookup.is_moved)
@@ -313,7 +313,7 @@ class StateMachine:
     def _without_memory(self, call: Call) -> Skip | None:
         """A capture would take too much memory."""
         plan = call.line.plan
-        cramped = None if plan is None else self.room.make(call.entry, plan, self.runner.backend)
+        cramped = None if plan is None else self.memory.make(call.entry, plan, self.runner.backend)
         if cramped is None:
             return None
         # No fault of the step's: nothing to raise.
@@ -425,7 +425,7 @@ class StateMachine:
             self.programs.forget()
             self.demote(refusal)
             return self._run_eager(call, self._refused(refusal))
-        self.room.after_check(self.runner.backend)
+        self.memory.after_check(self.runner.backend)
         if error is not None and is_needed:
             # One trace could not tell; two will, and name the culprit.
             self.stats.note(f"traced anew: {error}", "traces")
@@ -452,7 +452,7 @@ class StateMachine:
                     self._count_refused(entry.refusal, call)
                 return result
             self.programs.count_capture(entry, self.lookup.geometry(call.feed))
-            cramped = self.room.settle(entry, self.runner.backend)
+            cramped = self.memory.settle(entry, self.runner.backend)
             if cramped is not None:
                 self.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
             self.fast_path.forget()

@@ -83,7 +83,7 @@ class Recorder:
         self.walk = walk
         self._weak = WeakStorages()
         self.places: dict[str, tuple[Place, ...]] = {}
-        self.traits: dict[str, Any] = {}
+        self.metadata: dict[str, Any] = {}
         self._held: dict[str, list[weakref.ref[Tensor]]] = {}
         self._plain: set[str] = set()
         for path, slot in walk.slots.items():
@@ -93,7 +93,7 @@ class Recorder:
             for tensor, place in zip(tensors, self.places[path], strict=True):
                 if place[0] is not None:
                     self._weak.add(tensor.untyped_storage())
-            self.traits[path] = metadata_of(value)
+            self.metadata[path] = metadata_of(value)
             # Gradients are other tensors in each step, which may get the places of those before.
             if slot.param is None:
                 self._held[path] = list(map(weakref.ref, tensors))
@@ -221,9 +221,9 @@ ABSENT = _Absent()
 """Stands for the value of a place that has none."""
 
 
-def is_alike(known: Any, traits: Any) -> bool:
-    """Whether the traits of what lies somewhere now are those that are known, as far as these matter."""
-    return is_there(traits) if known is THERE else same_value(known, traits)
+def is_alike(known: Any, metadata: Any) -> bool:
+    """Whether the metadata of what lies somewhere now are those that are known, as far as these matter."""
+    return is_there(metadata) if known is THERE else same_value(known, metadata)
 
 
 def told_apart(first: Any, second: Any, tell: Callable[[Any], str] = repr) -> tuple[str, str]:

@@ -138,7 +138,7 @@ class Trace:
     gathered: set[int | None] = field(default_factory=set)
     entry_paths: frozenset[str] = frozenset()
     entry_scalars: dict[str, Any] = field(default_factory=dict)
-    entry_traits: dict[str, Any] = field(default_factory=dict)
+    entry_metadata: dict[str, Any] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
     unowned_gradients: list[str] = field(default_factory=list)
     host_reads: list[HostRead] = field(default_factory=list)
@@ -151,7 +151,7 @@ class Trace:
     states: SavedStates = field(default_factory=SavedStates)
     """The states of generators that the step saved and put back."""
     prints: list[str] = field(default_factory=list)
-    ran: ExecutedCode = field(default_factory=ExecutedCode)
+    executed: ExecutedCode = field(default_factory=ExecutedCode)
     drawings: list[tuple[torch.Generator, Source]] = field(default_factory=list)
     """What each random operator that is given a generator draws from, and where."""
     device: torch.device | None = None

@@ -106,7 +106,7 @@ def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Shardin
     record.entry_paths = frozenset(recorder.places)
     record.entry_slots = recorder.entry_slots()
     record.entry_scalars = {**recorder.scalars, **recorder.objects}
-    record.entry_traits = recorder.traits
+    record.entry_metadata = recorder.metadata
     record.gathered = {storage_id(tensor) for tensor in sharding.gathered()}
 
 
@@ -131,10 +131,10 @@ def _run(
     record.states = states.facts(record.device)
     record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]
     record.reads = profile.reads()
-    record.ran = profile.ran
-    record.ran.leave_out(fed.objects())
+    record.executed = profile.executed
+    record.executed.leave_out(fed.objects())
     for kind in {type(leaf) for _, leaf in feed.tensors()} - PLAIN_KINDS:
-        record.ran.note_class(kind)
+        record.executed.note_class(kind)
     return result
 
 

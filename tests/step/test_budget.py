@@ -121,7 +121,7 @@ def test_a_budget_that_is_raised() -> None:
     with pytest.warns(UserWarning, match=r"takes? .*memory_budget allows 0\.0 MiB"):
         drive(rig, step)
     object.__setattr__(step._options, "memory_budget", 2**40)
-    step.machine.room._budget = 2**40
+    step.machine.memory._budget = 2**40
     step.invalidate("more memory")
     drive(rig, step)
     assert step.stats.captured == 1

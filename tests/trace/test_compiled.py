@@ -279,4 +279,4 @@ def test_compiled_code_that_captures_itself_is_found_where_it_runs() -> None:
     assert not runs_compiled(walk, trainer.step)
     text = r"gave Net CUDA graphs of its own .*mode='max-autotune-no-cudagraphs'"
     with pytest.raises(CaptureError, match=text):
-        refuse_graphs_within(walk, trainer.step, torch.device("cuda", 0), profile.ran.compiled)
+        refuse_graphs_within(walk, trainer.step, torch.device("cuda", 0), profile.executed.compiled)

@@ -63,7 +63,7 @@ class Thing:
 
 def names_of(watch: Profile) -> set[str]:
     """The code of this file that ran."""
-    return {code.co_name for code in watch.ran.codes if code.co_filename == __file__}
+    return {code.co_name for code in watch.executed.codes if code.co_filename == __file__}
 
 
 @pytest.mark.usefixtures("kind")
@@ -234,7 +234,7 @@ def test_what_a_module_does_when_it_is_imported(fails: bool, tmp_path: Path, mon
     sys.modules.pop("graphplan_imported", None)
     assert read == ["Tensor.tolist"]
     assert names_of(watch) == {"__init__", "read"}
-    assert not any(code.co_name == "made" for code in watch.ran.codes)
+    assert not any(code.co_name == "made" for code in watch.executed.codes)
 
 
 @pytest.mark.usefixtures("kind")
