@@ -194,7 +194,7 @@ class _Walker:
             for name, part in parts.items():
                 if part is None:
                     self.walk.empty[f"{path}.{name}"] = parts, name
-                elif parts is tables[0]:
+                elif parts is tables[0] or _has_own_gradient(part):
                     self._parameter(part, f"{path}.{name}", parts, name, (module, name))
                 else:
                     self._slot(f"{path}.{name}", parts, name, (module, name))
@@ -603,6 +603,11 @@ def _length(loader: Any) -> int | None:
         return None
 
 
+def _has_own_gradient(tensor: Tensor) -> bool:
+    """Return True for a tensor that is no parameter and has a gradient as parameters have."""
+    return tensor.requires_grad and tensor.is_leaf
+
+
 def walk_owners(owners: Mapping[str, Any]) -> Walk:
     """Walk ``owners``: modules first, so that optimizers can name their state after the modules' parameters."""
     walker = _Walker(owners)
@@ -610,8 +615,7 @@ def walk_owners(owners: Mapping[str, Any]) -> Walk:
     for name, owner in ranked:
         if isinstance(owner, Tensor):
             assert isinstance(owners, MutableMapping)
-            if owner.requires_grad and owner.is_leaf:
-                # It has a gradient, too, as parameters have.
+            if _has_own_gradient(owner):
                 walker._parameter(owner, name, owners, name, (owners, name))
             else:
                 walker._value(owner, name, owners, name, 0, (owners, name))

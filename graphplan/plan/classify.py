@@ -108,7 +108,7 @@ def _unowned(traced: TracedExternal, number: int, walk: Walk, *, unchanged: bool
         what, fix = f"a {spec} tensor without an owner", "Name the object that holds it in owners=, or feed it"
         if leaf is not None:
             what = f"the gradient of {leaf}, which is no parameter,"
-            fix = 'Name the tensor itself in owners= (owners={"x": x, ...}), or set its .grad to None in the step'
+            fix = 'Name the tensor itself in owners= (owners={"x": x, ...})'
         raise UnownedTensorError(
             f"{what} is changed by {traced.mutated_by} at {traced.mutated_at}; replays would change it where nothing "
             f"can guard or restore it. {fix}",

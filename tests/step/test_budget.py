@@ -18,7 +18,7 @@ from graphplan import CaptureError, MemoryBudgetError, OptionError, SkipReason, 
 from graphplan.backends.tape import TapeBackend
 from graphplan.report.stats import Stats
 from graphplan.specs.roles import Footprint
-from graphplan.step.memory_budget import Room
+from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.options import Options
 from graphplan.step.programs import Entry, Programs
 from graphplan.verify.copy_placement import free_bytes
@@ -233,7 +233,7 @@ def test_ranks_that_communicate_agree(other: bool | None, budget: int, text: str
     drive(rig, step, BEFORE_REPLAY)
     plan = dataclasses.replace(step.plan, communicates=True)
     options = Options(memory_budget=budget)
-    room = Room(options, Programs(options, Stats()), cast("Any", Votes(other)))
+    room = MemoryBudget(options, Programs(options, Stats()), cast("Any", Votes(other)))
     entry = Entry()
     error = room.make(entry, plan, TapeBackend())
     assert entry.refusal is error

@@ -80,7 +80,7 @@ BEFORE: dict[str, list[str]] = {
         "Snapshot", "with_placeholders", "capture_program", "build_plan", "_omissions",
         "check_threads",
     ],
-    "graphplan.step.memory_budget": ["Room.make", "Room.settle"],
+    "graphplan.step.memory_budget": ["MemoryBudget.make", "MemoryBudget.settle"],
     "graphplan.trace.mode": ["TraceMode.operate", "TraceMode.finish", "TraceMode._birth"],
     "graphplan.trace.changes": ["Recorder.__init__", "Recorder.changes"],
     "graphplan.observe.profile": ["Profile._note_call", "Profile._note_c_call", "Profile.reads"],
