@@ -179,6 +179,11 @@ def assert_equals_eager(
     return step
 
 
+def by_chance(tensor: Tensor) -> Tensor:
+    """The same values, which operators make with random numbers: no read that is made before a step can have them."""
+    return torch.where(torch.rand(tensor.shape, device=tensor.device) < 0.5, tensor, tensor)
+
+
 def line_of(function: Callable[..., Any], marker: str = "culprit") -> str:
     """Return a pattern for the file and line of the function's line that carries ``# marker``."""
     code = getattr(function, "__func__", function).__code__

@@ -34,6 +34,7 @@ from graphplan import (
 from graphplan.program import leases
 from tests.facts import assert_same, flatten
 from tests.inference.helpers import Layer, assert_replays
+from tests.twins import by_chance
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +268,7 @@ def test_two_sets_of_weights_through_one_program() -> None:
 
 
 def test_replay_without_a_program() -> None:
-    fast = graphed(lambda x: x * x.sum().item(), backend="tape", on_failure="eager")
+    fast = graphed(lambda x: x * by_chance(x).sum().item(), backend="tape", on_failure="eager")
     with pytest.warns(UserWarning, match="item"), pytest.raises(NotCapturedError, match=r"has no program .*item"):
         fast.replay((torch.ones(3),))
     with pytest.raises(OptionError, match="replay is for shapes='exact' and 'eager'"):
@@ -465,7 +466,7 @@ def test_sparse_and_nested_tensors_are_refused_by_name(make: Any, text: str) -> 
 
 def test_a_refusal_raises_or_warns() -> None:
     def fn(x: Tensor) -> Tensor:
-        return x * x.sum().item()
+        return x * by_chance(x).sum().item()
 
     with pytest.raises(HostSyncError, match=r"item"):
         assert_replays(fn, inputs(*[4] * 6))

@@ -1,4 +1,4 @@
-"""What reads a tensor's values on the host, in torch's modes: refused by name, or right when the values change."""
+"""What reads a tensor's values on the host, in torch's modes: right when the values change, or refused by name."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan import HostSyncError, graphed
 from tests.crossing import by_key, each
+from tests.twins import by_chance
 
 Step = Callable[[Tensor, Tensor], Tensor]
 READS: dict[str, Step] = {
@@ -99,6 +100,8 @@ MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], bool]] = {
 """What autograd does, and whether autocast is on."""
 ON_THE_HOST = {"numpy", "tensor_split", "equal", "allclose", "quantile"}
 """What reads host memory alone: a GPU's tensors are refused by PyTorch itself, or, for quantiles, not compared."""
+BY_MEMORY = ["tolist", "numpy", "tensor_split"]
+"""What reads memory without an operator, which nothing can do before the step."""
 
 
 def entered(mode: str, device: torch.device) -> ExitStack:
@@ -148,19 +151,52 @@ def of_modes(name: str, steps: Any) -> Any:
     return parametrize
 
 
+def refuse(function: Step, around: AbstractContextManager[Any], device: torch.device, backend: str) -> None:
+    """Fail unless a function is refused, and its line named."""
+    fast = graphed(function, backend=backend, min_speedup=0)
+    with pytest.raises(HostSyncError, match=r"test_data_reads\.py:\d+ in"), around:
+        for call in calls(device):
+            fast(*call)
+    assert fast.stats.replayed == 0
+
+
 @of_modes("read", READS)
-def test_reads_are_refused(read: str, mode: str, inside: bool, device: torch.device, backend: str) -> None:
+def test_reads_of_random_numbers_are_refused(
+    read: str, mode: str, inside: bool, device: torch.device, backend: str
+) -> None:
+    if device.type == "cuda" and read in ON_THE_HOST:
+        pytest.skip("reads tensors in host memory alone")
+
+    def step(x: Tensor, m: Tensor) -> Tensor:
+        return READS[read](x, by_chance(m))
+
+    function = within(step, mode, device) if inside else step
+    refuse(function, torch.no_grad() if inside else entered(mode, device), device, backend)
+
+
+@of_modes("read", BY_MEMORY)
+def test_reads_of_memory_are_refused(read: str, mode: str, inside: bool, device: torch.device, backend: str) -> None:
+    if device.type == "cuda" and read in ON_THE_HOST:
+        pytest.skip("reads tensors in host memory alone")
+    function = within(READS[read], mode, device) if inside else READS[read]
+    refuse(function, torch.no_grad() if inside else entered(mode, device), device, backend)
+
+
+@of_modes("read", [name for name in READS if name not in BY_MEMORY])
+def test_reads_of_the_batch_are_made_before_it(
+    read: str, mode: str, inside: bool, device: torch.device, backend: str
+) -> None:
     if device.type == "cuda" and read in ON_THE_HOST:
         pytest.skip("reads tensors in host memory alone")
     function = within(READS[read], mode, device) if inside else READS[read]
     fast = graphed(function, backend=backend, min_speedup=0)
-    with (
-        pytest.raises(HostSyncError, match=r"test_data_reads\.py:\d+ in"),
-        torch.no_grad() if inside else entered(mode, device),
-    ):
-        for call in calls(device):
-            fast(*call)
-    assert fast.stats.replayed == 0
+    first, second = calls(device)[0], calls(device)[-1]
+    with torch.no_grad() if inside else entered(mode, device):
+        for call in [first] * 7 + [second] * 6 + [first, second] * 2:
+            found, expected = fast(*call), function(*call)
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+    assert fast.stats.replayed >= 5, fast.report()
 
 
 @of_modes("step", FINE)

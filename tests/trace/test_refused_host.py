@@ -24,6 +24,7 @@ from tests.twins import (
     assert_falls_back,
     assert_refused,
     build,
+    by_chance,
     drive,
     line_of,
     managed,
@@ -104,22 +105,27 @@ READS += [read_item, read_float, read_format, read_bool, read_tolist, read_numpy
 READS += [read_equal, read_finite, shape_nonzero, shape_mask, shape_select, shape_unique, shape_one_hot]
 
 
+def reading_rig(read: Callable[..., Any]) -> Rig:
+    """A step that reads its loss, or what is drawn beside the batch."""
+    return updating_rig(lambda model, x, loss: read(model, by_chance(x), loss), attributes())
+
+
 @pytest.mark.parametrize("read", READS, ids=lambda read: read.__name__)
 def test_host_reads_are_refused_at_the_first_trace(read: Callable[..., None]) -> None:
     """Values, or shapes made from values, that reach the host: the message has the source line."""
-    assert_refused(partial(updating_rig, read, attributes()), HostSyncError, line_of(read))
+    assert_refused(partial(reading_rig, read), HostSyncError, line_of(read))
 
 
 def test_a_host_read_falls_back_to_eager() -> None:
     """With ``on_failure="eager"`` the same step warns once and trains each batch once."""
-    make = partial(updating_rig, read_item, attributes())
+    make = partial(reading_rig, read_item)
     assert_falls_back(make, SkipReason.HOST_SYNC, line_of(read_item), "item|_local_scalar_dense")
 
 
 @pytest.mark.parametrize("read", READS, ids=lambda read: read.__name__)
 def test_a_refused_step_is_traced_once(read: Callable[..., None]) -> None:
     """The first trace tells; after the warning nothing more is tried."""
-    rig = build(partial(updating_rig, read, attributes()))
+    rig = build(partial(reading_rig, read))
     step = managed(rig, on_failure="eager")
     with pytest.warns(UserWarning, match=line_of(read)):
         drive(rig, step)
@@ -129,7 +135,7 @@ def test_a_refused_step_is_traced_once(read: Callable[..., None]) -> None:
 def test_the_message_names_the_read() -> None:
     """What was called is in the message, not only where."""
     for read, name in ((read_tolist, "tolist"), (read_numpy, "numpy"), (shape_nonzero, "nonzero")):
-        assert_refused(partial(updating_rig, read, attributes()), HostSyncError, name)
+        assert_refused(partial(reading_rig, read), HostSyncError, name)
 
 
 def decaying_attribute(model: Any, x: Tensor, loss: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from graphplan import CaptureError, HostSyncError, SkipReason
 from tests.models import Box
-from tests.twins import Rig, assert_equals_eager, assert_falls_back, assert_refused, line_of
+from tests.twins import Rig, assert_equals_eager, assert_falls_back, assert_refused, by_chance, line_of
 
 CALLS = 16
 
@@ -44,7 +44,7 @@ def packed(x: Tensor, lengths: Any) -> Tensor:
 
 def test_lengths_in_a_tensor_are_refused() -> None:
     """Packing goes by lengths on the host: the operator, the line, and what to do."""
-    make = partial(_called, packed, _rows, _lengths)
+    make = partial(_called, lambda x, lengths: packed(x, by_chance(lengths)), _rows, _lengths)
     name = r"aten\._pack_padded_sequence\.default reads the lengths of sequences on the host"
     text = rf"{name} at {line_of(packed)}.*under a mask.*list of numbers"
     assert_refused(make, HostSyncError, text)
@@ -66,7 +66,7 @@ def test_lengths_in_a_list_are_numbers_of_the_program(is_sorted: bool) -> None:
 
 def changed_lengths(x: Tensor, one: Tensor) -> Tensor:
     lengths = torch.tensor([4, 3, 2])
-    lengths += one
+    lengths += by_chance(one)
     return pack_padded_sequence(x, lengths, batch_first=True).data * 2  # culprit
 
 
@@ -127,7 +127,7 @@ def test_nested_tensors_are_refused(step: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("aligned", [True, False])
 def test_a_transformer_that_makes_nested_tensors_is_refused(aligned: bool) -> None:
     """Torch looks at the mask on the host, and makes nested tensors if that suits it."""
-    make = partial(encoder_rig, encoded, aligned=aligned)
+    make = partial(encoder_rig, lambda encoder, x, mask: encoded(encoder, x, by_chance(mask)), aligned=aligned)
     text = rf"aten\._nested_tensor_from_mask_left_aligned\S* reads the mask .* at {line_of(encoded)}"
     assert_refused(make, HostSyncError, text, "enable_nested_tensor=False")
     assert_falls_back(make, SkipReason.HOST_SYNC, text)
