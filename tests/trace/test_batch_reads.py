@@ -1,0 +1,519 @@
+"""Host reads of what a step is fed, and of owners' tensors that it only reads: made before a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from graphplan import HostSyncError, SkipReason, graphed
+from graphplan.trace import batch_reads
+from tests.lightning.parts import assert_fit_equals_eager, tape, with_step
+from tests.twins import (
+    Rig,
+    assert_falls_back,
+    assert_refused,
+    assert_same_as_eager,
+    assert_same_runs,
+    build,
+    by_chance,
+    drive,
+    line_of,
+    managed,
+)
+
+ROWS, CALLS = 6, 20
+BEFORE = 7
+"""Calls before the first replay: three eager, the trace that finds the reads, two traces with them, the capture."""
+FURTHER = 4
+"""Calls before the first replay of a further way, which is not warmed up for."""
+Forward = Callable[..., Tensor]
+
+
+class Model(nn.Module):
+    """A layer, and what else a step may read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 4), nn.BatchNorm1d(8)
+        self.register_buffer("kept", mask_of(0, 3))
+        self.scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def mask_of(index: int, count: int) -> Tensor:
+    """A mask of so many rows, and others in each call."""
+    return (torch.arange(ROWS) < count).roll(index)
+
+
+def batches(counts: Callable[[int], int] = lambda index: 4, calls: int = CALLS) -> list[tuple[Any, ...]]:
+    """Rows and masks, of which each selects as many as ``counts`` says."""
+    return [(torch.randn(ROWS, 8), mask_of(index, counts(index))) for index in range(calls)]
+
+
+def rig_of(
+    forward: Forward,
+    calls: Callable[[], list[tuple[Any, ...]]] = batches,
+    after: Callable[[Any, int], object] = lambda model, index: None,
+) -> Rig:
+    """A training step on the mean square of what ``forward(model, *batch)`` gives."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5, fused=True)
+
+    def step(*batch: Any, **named: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = forward(model, *batch, **named).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return Rig(step, {"model": model, "optimizer": optimizer}, calls(), after=partial(after, model))
+
+
+def counts(step: Any) -> tuple[int, int]:
+    """How many programs a step has captured, and how many calls it has replayed."""
+    return step.stats.captured, step.stats.replayed
+
+
+def in_loss(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x)[mask]
+
+
+def by_branch(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x) * 2 if mask.any() else model(x)
+
+
+def by_nonzero(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x[mask.nonzero().squeeze(1)])
+
+
+def by_where(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    (rows,) = torch.where(mask)
+    return model(x.index_select(0, rows))
+
+
+def by_select(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x).masked_select(mask[:, None].expand(ROWS, 4).contiguous())
+
+
+def by_put(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    out = model(x).clone()
+    out[mask] = 0.5
+    out[~mask] *= x[~mask, :4]
+    return out
+
+
+def by_put_of_parts(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return torch.zeros(ROWS, 4).index_put((mask,), model(x[mask]), accumulate=True)
+
+
+def by_unique(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    values, inverse, number = torch.unique(mask.long().sort().values.cumsum(0), return_inverse=True, return_counts=True)
+    return model(x) * values[inverse, None] / number[inverse, None]
+
+
+def by_repeats(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x).repeat_interleave(mask.long() + 1, dim=0)
+
+
+def by_two_that_follow(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    rows = x[mask]
+    positions = (rows.abs().sum(1) >= 0).nonzero()[:, 0]
+    return model(rows[positions]) if len(positions) == rows.shape[0] and rows.isfinite().all() else model(x)
+
+
+def by_slice(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x[: mask.sum()] * mask.sum().item())
+
+
+def by_index_and_mask(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x)[mask, torch.tensor([1])]
+
+
+def by_matrix(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x)[(mask[:, None] & torch.ones(4, dtype=torch.bool))]
+
+
+FORWARDS = [in_loss, by_branch, by_nonzero, by_where, by_select, by_put, by_put_of_parts, by_unique, by_repeats]
+FORWARDS += [by_two_that_follow, by_slice, by_index_and_mask, by_matrix]
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_reads_of_the_batch(forward: Forward) -> None:
+    """One program for all batches in which as many rows are selected, whichever they are."""
+    step = assert_same_as_eager(partial(rig_of, forward))
+    assert counts(step) == (1, CALLS - BEFORE), step.report()
+    assert "reads the batch before the step, at " in step.report()
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_every_replay_is_checked(forward: Forward) -> None:
+    step = assert_same_as_eager(partial(rig_of, forward), verify=1)
+    assert step.stats.verified == step.stats.replayed > 0
+
+
+@pytest.mark.parametrize("forward", [forward for forward in FORWARDS if forward is not by_branch])
+def test_batches_of_two_ways_take_turns(forward: Forward) -> None:
+    """Two programs, and none is captured again."""
+    make = partial(rig_of, forward, partial(batches, lambda index: 3 + index % 2, calls=30))
+    step = assert_same_as_eager(make)
+    assert counts(step) == (2, 30 - BEFORE - FURTHER), step.report()
+
+
+def test_a_branch_that_is_taken_or_not() -> None:
+    make = partial(rig_of, by_branch, partial(batches, lambda index: 4 * (index // 10 % 2), calls=40))
+    step = assert_same_as_eager(make)
+    assert counts(step) == (2, 40 - BEFORE - FURTHER), step.report()
+
+
+def test_a_mask_that_selects_nothing() -> None:
+    def forward(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return model(x).index_put((mask,), model(x)[mask] * 3)
+
+    make = partial(rig_of, forward, partial(batches, lambda index: 4 * (index // 10 % 2), calls=40))
+    captured, replayed = counts(assert_same_as_eager(make))
+    assert (captured, replayed >= 40 - BEFORE - FURTHER) == (2, True)
+
+
+def test_equal_reads_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    find = batch_reads.BatchReads.find
+    monkeypatch.setattr(batch_reads.BatchReads, "find", lambda self, leaves: found.append(self) or find(self, leaves))
+
+    def forward(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return model(x[mask])[:, :2] * x[mask, :2] + x[mask & True].sum()
+
+    assert counts(assert_same_as_eager(partial(rig_of, forward))) == (1, CALLS - BEFORE)
+    (reads,) = set(found)
+    positions = [call for call in reads._calls if call.name == "positions"]
+    assert (len(reads.reads), len(positions)) == (3, 2)
+
+
+def lengths_of(index: int) -> Tensor:
+    return torch.tensor([3, 5, 2] if index // 10 % 2 else [4, 1, 5])
+
+
+def packed_rig(lengths: Callable[[Tensor], Tensor], calls: int = 40) -> Rig:
+    model = nn.LSTM(8, 4, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+
+    def step(x: Tensor, given: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        packed = pack_padded_sequence(x, lengths(given), batch_first=True, enforce_sorted=False)
+        out, _ = pad_packed_sequence(model(packed)[0], batch_first=True)
+        loss = out.square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    data = [(torch.randn(3, 5, 8), lengths_of(index)) for index in range(calls)]
+    return Rig(step, {"model": model, "optimizer": optimizer}, data)
+
+
+def _written_constant(lengths: Tensor) -> Tensor:
+    made = torch.tensor([0, 0, 0])
+    made += lengths
+    return made
+
+
+@pytest.mark.parametrize(
+    "lengths", [lambda lengths: lengths, _written_constant], ids=["given", "written to a constant"]
+)
+def test_lengths_of_packed_sequences(lengths: Callable[[Tensor], Tensor]) -> None:
+    step = assert_same_as_eager(partial(packed_rig, lengths))
+    assert counts(step) == (2, 40 - BEFORE - FURTHER), step.report()
+
+
+def of_buffer(model: Any, x: Tensor, *_: Any) -> Tensor:
+    return model(x)[model.kept]
+
+
+def moved(model: Any, index: int) -> None:
+    model.kept.copy_(mask_of(index, 3))
+
+
+def resized(model: Any, index: int) -> None:
+    model.kept.copy_(mask_of(index, 3 + index // 10 % 2))
+
+
+def rebound(model: Any, index: int) -> None:
+    if index % 10 == 9:
+        model.kept = mask_of(index, 3)
+
+
+def loaded(model: Any, index: int) -> None:
+    if index in (10, 18):
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict({**values, "kept": mask_of(index, 3 if index == 10 else 5)}, assign=True)
+
+
+CHANGES: dict[str, tuple[Callable[[Any, int], object], int]] = {
+    "stays": (lambda model, index: None, 1),
+    "moves": (moved, 1),
+    "resized": (resized, 2),
+    "rebound": (rebound, 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_owners_tensor_that_the_step_only_reads(name: str) -> None:
+    """The mask that it has at the time of the step."""
+    change, captured = CHANGES[name]
+    step = assert_same_as_eager(partial(rig_of, of_buffer, partial(batches, calls=40), change), verify=3)
+    assert step.stats.replayed > 10, step.report()
+    assert step.stats.verified > 0
+    if name != "rebound":
+        assert counts(step) == (captured, 40 - BEFORE - FURTHER * (captured - 1)), step.report()
+
+
+def test_a_state_that_is_assigned_in_the_middle() -> None:
+    make = partial(rig_of, of_buffer, partial(batches, calls=44), loaded)
+    step = assert_same_as_eager(make, verify=1)
+    assert step.stats.replayed > 10, step.report()
+
+
+def full_batch_rig(after: Callable[[Any, int], object] = lambda model, index: None) -> Rig:
+    """A step without arguments: training on all nodes of a graph, with a mask among them."""
+    data = {"x": torch.randn(ROWS, 8), "mask": mask_of(0, 4), "y": torch.arange(ROWS) % 4}
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(data["x"])[data["mask"]], data["y"][data["mask"]])
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    owners = {"model": model, "optimizer": optimizer, "data": data}
+    return Rig(step, owners, [()] * CALLS, after=partial(after, data))
+
+
+def other_nodes(data: dict[str, Tensor], index: int) -> None:
+    data["mask"].copy_(mask_of(index, 4))
+    data["x"].add_(0.1)
+
+
+@pytest.mark.parametrize("after", [lambda data, index: None, other_nodes], ids=["stays", "changes"])
+def test_a_step_without_arguments(after: Callable[[Any, int], object]) -> None:
+    assert counts(assert_same_as_eager(partial(full_batch_rig, after))) == (1, CALLS - BEFORE)
+
+
+def by_number(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x)[torch.arange(ROWS) < mask.sum() * model.scale / 2 - 1]
+
+
+def flipped(model: Any, index: int, every: int) -> None:
+    if index % every == every - 1:
+        model.scale = 3.5 - model.scale
+
+
+def test_an_owners_number_takes_part() -> None:
+    """What is read follows from the number that it is at the time."""
+    make = partial(rig_of, by_number, partial(batches, calls=40), partial(flipped, every=12))
+    step = assert_same_as_eager(make, verify="off")
+    assert step.stats.replayed > 10, step.report()
+
+
+def test_an_owners_number_that_is_another_in_each_step() -> None:
+    make = partial(rig_of, by_number, partial(batches, calls=40), partial(flipped, every=1))
+    assert_falls_back(make, SkipReason.HOST_SYNC, "makes a tensor whose shape depends on values")
+
+
+def in_record(model: Any, batch: Any) -> Tensor:
+    return model(batch.x)[batch.mask]
+
+
+@dataclass
+class Fields:
+    """A batch with names."""
+
+    x: Tensor
+    mask: Tensor
+
+
+class Record(NamedTuple):
+    """A batch with names and an order."""
+
+    x: Tensor
+    mask: Tensor
+
+
+class Plain:
+    """A batch of a class that nobody knows."""
+
+    def __init__(self, x: Tensor, mask: Tensor) -> None:
+        self.x, self.mask = x, mask
+
+
+class Names(dict[str, Tensor]):
+    """A batch by names, which are attributes too."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self[name]
+
+
+def named(x: Tensor, mask: Tensor) -> Names:
+    return Names(x=x, mask=mask)
+
+
+@pytest.mark.parametrize("kind", [Fields, Record, Plain, named])
+def test_batches_of_other_kinds(kind: Callable[..., Any]) -> None:
+    def calls() -> list[tuple[Any, ...]]:
+        return [(kind(*batch),) for batch in batches()]
+
+    assert counts(assert_same_as_eager(partial(rig_of, in_record, calls))) == (1, CALLS - BEFORE)
+
+
+def test_arguments_by_name() -> None:
+    make = partial(rig_of, lambda model, x, batch, is_doubled: model(x)[batch["mask"]] * (2 if is_doubled else 1))
+    found = []
+    for is_graphed in (False, True):
+        rig = build(make)
+        step: Any = managed(rig) if is_graphed else rig.step
+        data = enumerate(batches(calls=40))
+        outs = [step(x, batch={"mask": mask}, is_doubled=index > 20) for index, (x, mask) in data]
+        found.append(torch.stack(outs))
+    assert torch.equal(*found)
+    assert counts(step)[1] > 15, step.report()
+
+
+def reads_trained(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x[model(x)[:, 0] > 0])  # culprit
+
+
+def branches_on_trained(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x) * 2 if model.layer.weight.detach().sum() > 0 else model(x)  # culprit
+
+
+def reads_random(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x)[torch.rand(ROWS) < 0.5]  # culprit
+
+
+def reads_what_is_drawn_too(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x)[by_chance(mask)]  # culprit
+
+
+def reads_a_written_buffer(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    out = model(model.norm(x))
+    return out * 2 if model.norm.num_batches_tracked % 2 == 0 else out  # culprit
+
+
+def reads_before_it_is_written(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    out = model(x[model.kept])  # culprit
+    model.kept &= True
+    return out
+
+
+def writes_its_batch(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    mask.logical_not_()
+    return model(x)[mask]  # culprit
+
+
+def reads_trained_beside_the_batch(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    out = model(x[mask])
+    return out * 2 if out.sum() > 0 else out  # culprit
+
+
+REFUSED = [reads_trained, branches_on_trained, reads_random, reads_what_is_drawn_too, reads_a_written_buffer]
+REFUSED += [reads_before_it_is_written, writes_its_batch, reads_trained_beside_the_batch]
+
+
+@pytest.mark.parametrize("forward", REFUSED)
+def test_reads_of_anything_else_are_refused(forward: Forward) -> None:
+    """With the line that reads, before any program."""
+    assert_refused(partial(rig_of, forward), HostSyncError, line_of(forward), "a replay would keep the first value")
+
+
+def changing(index: int) -> int:
+    """How many rows masks select, where no batch takes the way of one of the four before."""
+    return index % ROWS + 1
+
+
+def test_more_ways_than_are_known() -> None:
+    """Four are captured, and batches that take no known one are eager."""
+    make = partial(rig_of, in_loss, partial(batches, changing, calls=90))
+    step = assert_same_as_eager(make, verify="off")
+    assert step.stats.captured == 4, step.report()
+    assert step.stats.replayed > 10
+    assert step.stats.skipped[SkipReason.HOST_SYNC] > 10
+
+
+def by_value(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x) * x.sum().item()  # culprit
+
+
+def test_values_that_never_come_back_are_refused() -> None:
+    """After four traces and as many batches as it takes to be sure, 16 in a row."""
+    make = partial(rig_of, by_value, partial(batches, calls=40))
+    assert_refused(make, HostSyncError, line_of(by_value), r"\.item\(\)", done=19)
+    assert_falls_back(make, SkipReason.HOST_SYNC, line_of(by_value))
+
+
+def test_a_way_that_is_no_longer_taken() -> None:
+    """Batches that come to differ in each step are eager in the end, as they are in eager."""
+    make = partial(rig_of, by_value, lambda: [batches(calls=1)[0]] * 12 + batches(calls=60))
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig)
+    with pytest.warns(UserWarning, match="reads a tensor's value on the host"):
+        found = drive(rig, step)
+    assert_same_runs(expected, found)
+    assert 0 < step.stats.captured <= 4
+    assert step.stats.replayed > 0
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inference(mode: str) -> None:
+    torch.manual_seed(0)
+    model = Model().eval()
+
+    def predict(x: Tensor, mask: Tensor) -> Tensor:
+        rows = model(x)[mask]
+        return rows * 2 if (x @ x.T).diagonal()[mask].sum() > 0 else rows
+
+    fast = graphed(predict, backend="tape", owners={"model": model})
+    with torch.no_grad(), MODES[mode]():
+        for x, mask in batches():
+            found, expected = fast(x, mask), predict(x, mask)
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+    assert (fast.stats.captured, fast.stats.replayed > 10) == (1, True), fast.report()
+
+
+def _with_mask(self: Any, batch: Any, dataloader_idx: int) -> Any:
+    if not self.trainer.training:
+        return batch
+    x, y = batch
+    return {"x": x, "y": y, "mask": torch.arange(len(y)) % 4 != y[0] % 4}
+
+
+def _masked(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    mask = batch["mask"]
+    loss = F.cross_entropy(self(batch["x"])[mask], batch["y"][mask])
+    self.log("train_loss", loss)
+    return loss
+
+
+def test_a_fit_whose_batches_have_masks(tmp_path: Path) -> None:
+    module = with_step(_masked, on_after_batch_transfer=_with_mask)
+    fit = assert_fit_equals_eager(module, tmp_path, replayed=15, callback=tape(verify=3))
+    assert fit.callback.stats.verified > 0
