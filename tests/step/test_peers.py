@@ -14,7 +14,7 @@ import torch
 from torch.distributed import HashStore
 
 from graphplan import CheckMemoryError
-from graphplan.errors import OptimizerError, PeerError, SkipReason, VerifyError
+from graphplan.errors import HostSyncError, OptimizerError, PeerError, SkipReason, VerifyError
 from graphplan.program.program import Program
 from graphplan.step import peers
 from graphplan.step.graphed_step import GraphedStep
@@ -161,6 +161,17 @@ def drive_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, after: Callable[[i
     found = drive(replace(rig, after=lambda index: (schedule(index), communicating(index))), step)
     assert_same_runs(expected, found)
     return step
+
+
+def test_a_rank_reads_no_batch_before_its_step(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batch would have a program of its own, and the others would wait for another."""
+    monkeypatch.setattr(Peers.vote, "__defaults__", (0.02,))
+    ranks.store.set("graphplan/0/1/ready", "1")
+    step = GraphedStep(lambda x: x[x > 0], {}, Options(backend="tape"), peers=ranks.rank_0)
+    with pytest.raises(HostSyncError, match="makes a tensor whose shape depends on values"):
+        for _ in range(6):
+            step(torch.ones(3))
+    assert step.stats.replayed == 0
 
 
 def rig_of() -> Rig:

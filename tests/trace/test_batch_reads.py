@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -280,6 +281,41 @@ def test_a_state_that_is_assigned_in_the_middle() -> None:
     make = partial(rig_of, of_buffer, partial(batches, calls=44), loaded)
     step = assert_same_as_eager(make, verify=1)
     assert step.stats.replayed > 10, step.report()
+
+
+def by_two_masks(model: Any, x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    return model(x)[one] + 10 * model(x)[other]
+
+
+def once_alike(index: int) -> tuple[Tensor, Tensor, Tensor]:
+    one = mask_of(index, 3)
+    return torch.randn(ROWS, 8), one, one if index < 12 else mask_of(index + 2, 3)
+
+
+@pytest.mark.filterwarnings("ignore:graphplan runs this step eagerly")
+@pytest.mark.parametrize("is_alike_first", [True, False])
+def test_one_tensor_in_two_places_and_later_two(is_alike_first: bool) -> None:
+    """Nothing but its memory tells which of them is read."""
+
+    def calls() -> list[tuple[Any, ...]]:
+        made = [once_alike(index) for index in range(24)]
+        return made if is_alike_first else made[12:] + made[:12]
+
+    assert_same_as_eager(partial(rig_of, by_two_masks, calls), verify="off", on_failure="eager")
+
+
+def test_an_owners_tensor_that_is_fed_and_later_another() -> None:
+    found = []
+    for is_graphed in (False, True):
+        rig = build(partial(rig_of, lambda model, x, mask: by_two_masks(model, x, mask, model.kept)))
+        model: Any = rig.owners["model"]
+        step = managed(rig, verify="off", on_failure="eager") if is_graphed else rig.step
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="graphplan runs this step eagerly")
+            found.append(
+                [step(x, model.kept if index < 10 else mask_of(index, 3)) for index, (x, _) in enumerate(rig.calls)]
+            )
+    assert torch.equal(*map(torch.stack, found))
 
 
 def full_batch_rig(after: Callable[[Any, int], object] = lambda model, index: None) -> Rig:
