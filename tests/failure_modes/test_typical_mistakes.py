@@ -51,7 +51,7 @@ def branches_on_a_value() -> None:
 
 
 def selects_rows_by_a_mask() -> None:
-    train(lambda model, x: loss_of(model, x[x[:, 0] > 0]))
+    train(lambda model, x: loss_of(model, x[model(x)[:, 0] > 0]))
 
 
 def keeps_numbers_of_losses() -> None:
@@ -189,7 +189,7 @@ def gives_a_trainer_two_callbacks() -> None:
 HERE = Path(__file__).name
 MISTAKES: dict[Callable[[], None], tuple[str, str]] = {
     branches_on_a_value: (f"at {HERE}:", "torch.where"),
-    selects_rows_by_a_mask: ("x[x[:, 0] > 0]", "a mask of fixed shape"),
+    selects_rows_by_a_mask: ("x[model(x)[:, 0] > 0]", "a mask of fixed shape"),
     keeps_numbers_of_losses: ("`losses.append(loss.item())`", "read it after the step from what the step returns"),
     goes_to_numpy: ("Tensor.numpy reads", "Keep the value in a tensor"),
     draws_with_python: ("random.random()", "feed it to the step"),

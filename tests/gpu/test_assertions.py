@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from graphplan import CaptureError, HostSyncError, graph_step
 from tests.devices import BACKEND, CUDA, DEVICE, is_healthy, needs_cuda
 from tests.trace.test_assertions import ASSERTED, COMPUTED, snippets, step_of
+from tests.twins import by_chance
 
 HEARD: list[bool] = []
 
@@ -29,7 +30,8 @@ def test_what_is_only_asserted_refuses_nothing(snippet: str) -> None:
 
 @pytest.mark.parametrize("snippet", snippets(COMPUTED)[::6])
 def test_what_is_computed_with_is_refused(snippet: str) -> None:
-    fast = graph_step(step_of(snippet), backend=BACKEND)
+    step = step_of(snippet)
+    fast = graph_step(lambda x: step(by_chance(x)), backend=BACKEND)
     with pytest.raises(HostSyncError, match="on the host"):
         for _ in range(6):
             fast(torch.tensor(1.0, device=DEVICE))

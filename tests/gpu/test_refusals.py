@@ -34,6 +34,7 @@ from tests.twins import (
     assert_refused,
     assert_same_runs,
     build,
+    by_chance,
     drive,
     line_of,
     managed,
@@ -72,7 +73,7 @@ def read_bool(model: nn.Module, x: Tensor, loss: Tensor) -> None:
 
 
 def read_mask(model: nn.Module, x: Tensor, loss: Tensor) -> None:
-    x[x > 0].sum()  # culprit
+    x[by_chance(x) > 0].sum()  # culprit
 
 
 def read_filled(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ def copy_from_pinned(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
 
 def read_in_backward(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
     h = (x.detach() * 2).requires_grad_()
-    h.register_hook(lambda grad: grad[grad > 0].sum() + grad)  # culprit
+    h.register_hook(lambda grad: grad[by_chance(grad) > 0].sum() + grad)  # culprit
     with torch.enable_grad():
         (h * h).sum().backward()
     return loss
@@ -138,7 +139,7 @@ def put_by_mask(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
     row = torch.ones(x.shape[1], device=x.device, requires_grad=True)
     with torch.enable_grad():
         h = x.detach() * 2
-        h[x[:, 0] > 0] = row  # culprit
+        h[by_chance(x[:, 0]) > 0] = row  # culprit
         h.sum().backward()
     return loss
 
@@ -146,7 +147,7 @@ def put_by_mask(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
 def scatter_by_mask(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
     rows = x.detach().clone().requires_grad_()
     with torch.enable_grad():
-        torch.zeros_like(x).masked_scatter(x > 0, rows).sum().backward()  # culprit
+        torch.zeros_like(x).masked_scatter(by_chance(x) > 0, rows).sum().backward()  # culprit
     return loss
 
 
