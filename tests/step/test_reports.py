@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from graphplan import GraphedStep, OptionError, graph_step, graphed, piecewise
 from graphplan.backends import cudanodes
 from graphplan.backends.backend import Node, Nodes
+from tests.twins import by_chance
 
 
 def trained_step() -> GraphedStep:
@@ -82,7 +83,7 @@ def test_json_of_a_graphed_function_has_its_shapes_and_memory() -> None:
 
 def test_pieces_report_all_their_programs() -> None:
     def pick(x: Tensor) -> Tensor:
-        return x * (2 if x.sum().item() > 0 else 3)
+        return x * (2 if by_chance(x).sum().item() > 0 else 3)
 
     run = piecewise([torch.sin, pick, torch.cos], backend="tape")
     for _ in range(12):
