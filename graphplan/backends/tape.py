@@ -38,7 +38,7 @@ from graphplan.trace.collectives import finish, is_collective, wait_for
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_reads import KnownReads, find_place
 from graphplan.trace.mode import LIFTS
-from graphplan.trace.operator_schemas import Schema, schema_of, tensors_in, written_tensors
+from graphplan.trace.operator_schemas import Schema, has_dynamic_shape, schema_of, tensors_in, written_tensors
 from graphplan.trace.rng import saving_states
 
 _CONSTANT = (
@@ -168,7 +168,7 @@ class _TapeMode(OperatorMode):
         out = aside.run(schema.call, args, kwargs, is_native=schema.is_native)
         if schema.communicates:
             out = finish(schema.name, out)
-        if schema.reads_values:
+        if schema.reads_values or (schema.may_synchronize and has_dynamic_shape(schema, args, kwargs)):
             self.note_read(schema.name)
         self._record(func, schema, args, kwargs, out, taken)
         return out

@@ -58,6 +58,11 @@ class BatchVariants:
 
     def extend(self, feed: Feed) -> Feed | None:
         """``feed`` with what is read of it before the step; None if that takes no known way."""
+        if any(reads.is_taken for reads in self._known):
+            # Calls that are like earlier ones do not come here.
+            self._misses, self._proven = 0, True
+        for reads in self._known:
+            reads.is_taken = False
         search = Search(feed.leaves)
         for reads in self._known:
             tensors = None if reads.is_outdated else reads.find(search)

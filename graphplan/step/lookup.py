@@ -5,7 +5,6 @@ comparison fails.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import repeat
 from operator import is_not
 from time import perf_counter
@@ -86,7 +85,8 @@ class Lookup:
             made = Entry(wants_grad=wants_grad, warm=self._warmth(key))
             if base is not None:
                 # It has warmed up for all ways that its batches may take.
-                made = replace(base, lines={}, batch=None, captured=False)
+                made = Entry(wants_grad=wants_grad, warm=base.warm, settled=base.settled, takes_two=base.takes_two)
+                made.gate, made.is_decided = base.gate, base.is_decided
             entry = self._programs.add(key, made)
         elif entry.wants_grad:
             # Leaves of one key that ask for gradients may still differ in whether they have a grad_fn.

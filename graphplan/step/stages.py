@@ -305,25 +305,23 @@ class Stages:
     def _take_reads(self, call: Call, batch: BatchRecorder, facts: Trace) -> bool:
         """Take in what a trace has read of its batch. False if other traces have to follow, with that read before."""
         reads, found = batch.reads(), reads_in(call.feed.given[1] if call.feed.given is not None else {})
-        if found is None and reads is None:
-            return True
-        if found is not None and batch.is_outdated:
+        if found is not None and (batch.is_outdated or reads is None):
             found[0].is_outdated = True
             return False
-        if batch.error is not None and (found is not None or reads is None or reads.is_among(facts.host_reads)):
-            raise batch.error
+        if reads is None:
+            return True
+        if reads.error is not None and (found is not None or reads.is_among(facts.host_reads)):
+            raise reads.error
         if found is None:
-            assert reads is not None
-            assert batch.error is not None
-            call.entry.batch = call.entry.batch or BatchVariants(batch.error)
+            assert reads.error is not None
+            call.entry.batch = call.entry.batch or BatchVariants(reads.error)
             call.entry.batch.add(reads)
             self._stats.note(
                 f"the batch is read before the step, which does so first at {reads.reads[0].place}", "traces"
             )
             return False
-        before, _ = found
-        before.is_outdated = reads is None or not reads.is_like(before)
-        return not before.is_outdated
+        found[0].is_outdated = not reads.is_like(found[0])
+        return not found[0].is_outdated
 
     def _note_change(self, facts: Trace, walk: Walk) -> None:
         before, self._latest = self._latest, facts

@@ -219,10 +219,12 @@ class StateMachine:
             return None
         feed = base.batch.extend(self.lookup.moved(call.feed))
         if feed is not None:
-            call.feed = feed
-            call.entry, call.program = self.lookup.find(feed, base)
+            entry, program = self.lookup.find(feed, base)
+            if base.batch is not None:
+                call.feed, call.entry, call.program = feed, entry, program
         elif base.batch.is_over:
             base.refusal = base.batch.refusal
+            self.refusals.refuse(base.refusal)
         elif base.batch.is_full:
             return Skip(SkipReason.SHAPE, "", self._as_traced)
         return None

@@ -28,6 +28,7 @@ from graphplan.feed.call_arguments import BATCH_READS
 from graphplan.feed.signature import Feed, leaf_key
 from graphplan.owners.slots import Slot
 from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.copying import same_bits
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.host_reads import HostRead, Place, find_place
 from graphplan.trace.operator_schemas import (
@@ -43,11 +44,14 @@ from graphplan.trace.operator_schemas import (
 )
 
 _SELECT = "aten.masked_select.default"
+_POSITIONS = "positions"
 _index: Any = torch.ops.aten.index.Tensor
 _LARGEST = 4096
 """Elements of a tensor that the host may read as a whole: each content of it needs a program of its own."""
 _Source = Slot | int
 """A tensor to begin with: an owner's, or the leaf of the batch with that index."""
+_SHARE, _FEW = 4, 32
+"""The operators that lead to a read may be a quarter of the step's, or that many."""
 _numbers = count()
 _made: WeakValueDictionary[int, BatchReads] = WeakValueDictionary()
 
@@ -71,11 +75,14 @@ class _Slot:
 
 
 class _Read(NamedTuple):
-    """A read: where it is, and what was ``found`` in the trace. ``call`` is the position of the operator that reads."""
+    """A read: where it is, and what was ``found`` in the trace. ``error`` is what refuses it where it cannot be made
+    before the step, ``call`` the position of the operator that reads.
+    """
 
     place: Place
     kind: Kind
     found: Any
+    error: HostSyncError | None
     call: int = 0
 
     def finds(self, out: Any, made: Sequence[Tensor]) -> bool:
@@ -83,7 +90,7 @@ class _Read(NamedTuple):
         if self.kind is Kind.VALUE:
             return leaf_key(out) == leaf_key(self.found)
         if self.kind is Kind.CONTENT:
-            return made[0].shape == self.found.shape and torch.equal(made[0].cpu(), self.found)
+            return same_bits(made[0].cpu(), self.found)
         return [tuple(tensor.shape) for tensor in made] == self.found
 
 
@@ -105,6 +112,11 @@ class _Call:
     def form(self) -> str:
         """What tells it from other operators, but for what it makes."""
         return repr((self.name, self.args, self.kwargs))
+
+    @property
+    def shows(self) -> bool:
+        """Whether code gets hold of what was read. Positions only go to operators."""
+        return self.read is not None and self.read.kind is Kind.SHAPE and self.name != _POSITIONS
 
     def slots(self) -> list[_Slot]:
         """The tensors that it is given."""
@@ -143,11 +155,17 @@ class Search:
 class BatchReads:
     """The ``reads`` of one trace in their order, and the operators that lead to them."""
 
-    def __init__(self, calls: Sequence[_Call], reads: Sequence[_Read], sources: Mapping[int, _Source]) -> None:
+    def __init__(
+        self,
+        calls: Sequence[_Call],
+        reads: Sequence[_Read],
+        sources: Mapping[int, _Source],
+        twins: Sequence[tuple[int, int]],
+    ) -> None:
         self.reads = reads
-        self._calls, self._sources = calls, sources
+        self._calls, self._sources, self._twins = calls, sources, twins
         self._of_call = {read.call: read for read in reads}
-        self._forms = [call.form for call in calls]
+        self._forms = [f"{call.form} {call.made}" for call in calls]
         self._begin = tuple(map(_named, sources.values()))
         self._is_pure = not any(call.writes for call in calls)
         self.number = next(_numbers)
@@ -155,6 +173,13 @@ class BatchReads:
         _made[self.number] = self
         self.is_outdated = False
         """A later trace came to the reads in another way."""
+        self.is_taken = False
+        """A batch has taken this way since that was asked."""
+
+    @property
+    def error(self) -> HostSyncError | None:
+        """What refuses the first read that was not made before the step."""
+        return next((read.error for read in self.reads if read.error is not None), None)
 
     def is_among(self, others: Sequence[HostRead]) -> bool:
         """Return True if one of the reads is at the place of a read of another kind: places tell reads apart."""
@@ -162,6 +187,16 @@ class BatchReads:
 
     def find(self, search: Search) -> list[Tensor] | None:
         """The tensors that a step reads of a batch; None if it reads other values or shapes than the traced one."""
+        try:
+            found = self._find(search)
+        except Exception:  # noqa: BLE001 - such a batch does not come here in the step, or the step raises
+            return None
+        self.is_taken |= found is not None
+        return found
+
+    def _find(self, search: Search) -> list[Tensor] | None:
+        if any(search.leaves[one].data_ptr() != search.leaves[other].data_ptr() for one, other in self._twins):
+            return None
         known: dict[int, Any] = {}
         for number, source in self._sources.items():
             known[number] = source.get() if isinstance(source, Slot) else search.leaves[source]
@@ -180,7 +215,8 @@ class BatchReads:
                 if read is not None and not read.finds(out, made):
                     return None
                 if read is not None and read.kind is Kind.SHAPE:
-                    found += made
+                    # What operators write to later must not change what was found.
+                    found += made if self._is_pure else [tensor.clone() for tensor in made]
                 known.update(zip(call.made, made, strict=False))
         return found
 
@@ -195,7 +231,7 @@ class BatchReads:
 
     def is_like(self, other: BatchReads) -> bool:
         """Return True if both come to the same reads by the same operators."""
-        same = self._forms == other._forms and self._begin == other._begin
+        same = (self._forms, self._begin, self._twins) == (other._forms, other._begin, other._twins)
         return same and len(self.reads) == len(other.reads) and all(map(_is_same, self.reads, other.reads))
 
 
@@ -229,79 +265,128 @@ class BatchRecorder:
         """What the step does not make: no other tensor may get its memory meanwhile."""
         self.is_outdated = False
         """What was read before the step is not what is read in it."""
-        self.error: HostSyncError | None = None
-        """The refusal that the first read is, where nothing can be read before the step."""
+        self._dtype = torch.get_default_dtype()
+        self._operators = 0
+        self._twins: list[tuple[int, int]] = []
+        """Leaves that are the same memory in the same way: the next call has to have them alike."""
         self._sources: dict[int, _Source] = {}
         self._outside: set[int | None] = set()
         """The memory of the sources, which the step does not make."""
-        self._owned: set[int | None] = set()
-        self._changed: set[int | None] = set()
+        self._owned: dict[int | None, range] = {}
+        """The memory of those that owners have, and where it lies."""
+        self._changed: dict[int | None, range] = {}
+        """The memory that the step writes to."""
+        self._ambiguous: set[int | None] = set()
+        """Memory that is both an owner's and fed: the next call may be fed something else."""
         for index, leaf in leaves:
             if storage_id(leaf) is not None:
                 self._begin_with(leaf, index)
 
     def meet(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
-        """Take in a tensor of an owner, which is in one of ``slots``."""
+        """Take in a tensor of an owner, which is in one of ``slots``, unless it is trained: its values change."""
+        storage = storage_id(tensor)
+        if slots and storage in self._outside:
+            self._ambiguous.add(storage)
         for slot in slots:
-            if storage_id(tensor) not in self._outside and type(held := slot.get()) in PLAIN_KINDS:
-                self._owned.add(storage_id(tensor))
+            held = slot.get()
+            # By now there may be another tensor.
+            is_there = type(held) in PLAIN_KINDS and storage_id(held) == storage
+            if storage not in self._outside and is_there and not held.requires_grad:
+                self._owned[storage] = _range_of(held)
                 self._begin_with(held, slot)
 
     def _begin_with(self, tensor: Tensor, source: _Source) -> None:
+        if not _is_plain(tensor):
+            return
+        number = self._number(tensor)
+        first = self._sources.setdefault(number, source)
+        if first is not source and isinstance(first, int) and isinstance(source, int):
+            self._twins.append((first, source))
         self._known.add(storage_id(tensor))
         self._outside.add(storage_id(tensor))
-        self._sources[self._number(tensor)] = source
 
     def reads(self) -> BatchReads | None:
         """The reads of the trace, and what leads to them; None if there are none."""
-        if all(call.read is None for call in self._calls):
-            return None
+        calls = [call for call, _ in self._leading_to(None)]
+        reads = any(call.read is not None for call in calls)
+        return _made_once(calls, self._sources, self._twins) if reads else None
+
+    def impossible(self) -> list[HostSyncError]:
+        """The refusals of reads that cannot be made before the step: of what it changes itself, or that take long."""
+        unknown = self._ambiguous | {
+            storage
+            for storage, memory in self._owned.items()
+            if any(max(memory.start, other.start) < min(memory.stop, other.stop) for other in self._changed.values())
+        }
+        reads = [call.read for call in self._calls if call.read is not None]
+        limit = max(_FEW, self._operators // _SHARE)
+        found = []
+        for read in reads:
+            leading = self._leading_to(read)
+            is_known = all(unknown.isdisjoint(needed) for _, needed in leading)
+            if read.error is not None and not (is_known and len(leading) <= limit):
+                found.append(read.error)
+        return found
+
+    def _leading_to(self, read: _Read | None) -> list[tuple[_Call, frozenset[int | None]]]:
+        """The operators that lead to ``read``, or to all reads, with the memory that each needs."""
         needed: set[int | None] = set()
-        calls: list[_Call] = []
+        calls: list[tuple[_Call, frozenset[int | None]]] = []
         for call in reversed(self._calls):
-            if call.read is not None or not needed.isdisjoint(call.changed):
-                calls.append(call)
+            is_asked = call.read is not None and (read is None or call.read is read)
+            if is_asked or not needed.isdisjoint(call.changed):
+                calls.append((call, call.given | call.changed))
                 needed |= call.given | call.changed
-        # What the step changes has other values each time.
-        return None if needed & self._owned & self._changed else _made_once(calls[::-1], self._sources)
+        return calls[::-1]
 
     def note(self, schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Take in an operator that is no read, after it has run."""
         given, made = tensors_in([*args, *kwargs.values()]), tensors_in(out)
-        written = {storage_id(tensor) for tensor in written_tensors(schema, args, dict(kwargs))}
-        follows = schema.is_certain and all(map(self._has, given)) and written.isdisjoint(self._outside)
-        self._changed |= written
-        if not follows:
-            self._known -= written
+        written = {storage_id(tensor): tensor for tensor in written_tensors(schema, args, dict(kwargs))}
+        self._operators += 1
+        self._changed.update((storage, _range_of(tensor)) for storage, tensor in written.items() if storage is not None)
+        follows = schema.is_certain and torch.get_default_dtype() == self._dtype and all(map(self._has, given))
+        if not (follows and all(map(_is_plain, made)) and self._outside.isdisjoint(written)):
+            self._known -= written.keys()
         elif made or written:
-            self._add(schema.call, schema.name, args, kwargs, made, written)
+            self._add(schema.call, schema.name, args, kwargs, made, set(written))
 
     def note_constant(self, made: Tensor, value: Tensor) -> None:
         """Take in a tensor that was made of Python's numbers."""
-        self._add(value.clone, f"constant {value.tolist()}", (), {}, [made])
+        name = f"constant {value.dtype} {value.device} {tuple(value.shape)} {value.tolist()}"
+        self._add(value.clone, name, (), {}, [made])
 
-    def read(self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
-        """Take in a read; False if it needs more than the batch. Operators that use masks are noted beside it."""
+    def read(
+        self,
+        schema: Schema,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        error: Callable[[], HostSyncError] | None = None,
+    ) -> bool:
+        """Take in a read; False if it needs more than the batch. Operators that use masks are noted beside it.
+        ``error`` makes what refuses it.
+        """
         place, masks, contents = find_place(), masks_of(schema, args), contents_of(schema, args, kwargs)
         given = contents or masks or tensors_in([*args, *kwargs.values()])
         if not given or not all(map(self._has, given)) or not (masks or contents or schema.is_certain):
             return False
+        if contents and contents[0].numel() > _LARGEST:
+            return False
+        refusal = None if error is None else error()
         if contents:
-            (tensor,) = contents
-            if tensor.numel() > _LARGEST:
-                return False
-            read = _Read(place, Kind.CONTENT, tensor.detach().cpu().clone())
-            self._add(_itself, "content", (tensor,), {}, [], read=read)
+            read = _Read(place, Kind.CONTENT, contents[0].detach().cpu().clone(), refusal)
+            self._add(_itself, "content", (contents[0],), {}, [], read=read)
         elif masks:
             found = _positions_among(masks_among(schema, args))
             self._kept += found
-            read = _Read(place, Kind.SHAPE, [tuple(tensor.shape) for tensor in found])
-            self._add(_positions_among, "positions", (masks_among(schema, args),), {}, found, read=read)
+            read = _Read(place, Kind.SHAPE, [tuple(tensor.shape) for tensor in found], refusal)
+            self._add(_positions_among, _POSITIONS, (masks_among(schema, args),), {}, found, read=read)
         elif schema.reads_values:
-            self._add(schema.call, schema.name, args, kwargs, [], read=_Read(place, Kind.VALUE, out))
+            self._add(schema.call, schema.name, args, kwargs, [], read=_Read(place, Kind.VALUE, out, refusal))
         else:
             made = tensors_in(out)
-            read = _Read(place, Kind.SHAPE, [tuple(tensor.shape) for tensor in made])
+            read = _Read(place, Kind.SHAPE, [tuple(tensor.shape) for tensor in made], refusal)
             self._add(schema.call, schema.name, args, kwargs, made, read=read)
         return True
 
@@ -316,7 +401,8 @@ class BatchRecorder:
         return True
 
     def _has(self, tensor: Tensor) -> bool:
-        return storage_id(tensor) in self._known and _geometry(tensor) in self._numbers
+        is_known = _is_plain(tensor) and storage_id(tensor) in self._known
+        return is_known and _geometry(tensor) in self._numbers
 
     def _number(self, tensor: Tensor) -> int:
         return self._numbers.setdefault(_geometry(tensor), len(self._numbers))
@@ -339,7 +425,7 @@ class BatchRecorder:
         self._calls.append(_Call(run, name, slots, named, numbers, given, changed, bool(written), read))
 
 
-def _made_once(calls: Sequence[_Call], sources: Mapping[int, _Source]) -> BatchReads:
+def _made_once(calls: Sequence[_Call], sources: Mapping[int, _Source], twins: Sequence[tuple[int, int]]) -> BatchReads:
     """What runs equal operators once, with tensors numbered by their first appearance: a mask that is used three times
     is read once.
     """
@@ -352,21 +438,31 @@ def _made_once(calls: Sequence[_Call], sources: Mapping[int, _Source]) -> BatchR
     reads: list[_Read] = []
     for call in calls:
         new = call.renumbered(numbers)
-        position = by_form.get(new.form) if merges else None
+        position = by_form.get(new.form) if merges and not call.shows else None
         if position is None:
             position = by_form[new.form] = len(kept)
             for number in call.made:
-                numbers.setdefault(number, len(numbers))
+                numbers.setdefault(number, max(numbers.values(), default=-1) + 1)
             kept.append(call.renumbered(numbers))
         numbers.update(zip(call.made, kept[position].made, strict=True))
         if call.read is not None:
             reads.append(call.read._replace(call=position))
-    return BatchReads(kept, reads, dict(enumerate(used.values())))
+    return BatchReads(kept, reads, dict(enumerate(used.values())), [pair for pair in twins if pair[0] in used.values()])
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
     place = storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
     return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return not tensor.is_nested and tensor.layout is torch.strided
+
+
+def _range_of(tensor: Tensor) -> range:
+    """The addresses of a tensor's memory."""
+    memory = tensor.untyped_storage()
+    return range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -429,6 +525,8 @@ class BatchAnswers:
     def take(self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer | None:
         """The answer to a read; None for other operators, and for reads that were none when the batch was looked at."""
         masks = masks_of(schema, args)
+        if masks and not has_dynamic_shape(schema, args, kwargs):
+            return None
         if not (masks or contents_of(schema, args, kwargs) or is_read(schema, args, kwargs)):
             return None
         place = find_place()
@@ -444,6 +542,9 @@ class BatchAnswers:
             if schema.name == TO_COPY:
                 return Answer((known,), found=(known,), is_content=True)
             return Answer(None, schema.operator, (args[0], known, *args[2:]), (known,), is_content=True)
+        if masks and sum(mask.dim() for mask in masks) != len(found):
+            # Another mask than the one that was read.
+            return None
         if not masks:
             is_single = len(schema.operator._schema.returns) == 1
             return Answer((found[0] if is_single else tuple(found),), found=found)
@@ -494,4 +595,4 @@ def is_right(answer: Answer, schema: Schema, args: tuple[Any, ...], kwargs: dict
         real = tensors_in(out)
         if answer.value is not None and not answer.found:
             return leaf_key(out) == leaf_key(answer.value[0])
-    return len(answer.found) == len(real) and all(map(torch.equal, answer.found, real))
+    return len(answer.found) == len(real) and all(map(same_bits, answer.found, real))

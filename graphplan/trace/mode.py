@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -60,6 +61,8 @@ _OWN_STATE_FIX = (
     "torch.backends.cudnn.enabled = False: both draw from torch's generator"
 )
 _NOWHERE: Operand = ("internal", -1)
+_Asked = tuple[Schema, tuple[Any, ...], dict[str, Any], Any]
+"""An operator, what it is given and what it gives."""
 _Given = list[tuple[Tensor, Operand]]
 """The tensors that an operator is given."""
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
@@ -412,7 +415,7 @@ class TraceMode(OperatorMode):
             self._refuse_sync(what, source, read=(schema, args, kwargs, out))
         if name in TRANSFERS:
             origin = args[1] if name == "aten.copy_.default" else args[0]
-            if out.device.type == "cpu" and origin.device.type != "cpu":
+            if isinstance(origin, Tensor) and out.device.type == "cpu" and origin.device.type != "cpu":
                 what = f"{name} copies from {origin.device} to the host"
                 self._refuse_sync(what, source, read=(schema, args, kwargs, out) if name == TO_COPY else None)
         for tensor in host_operands(name, args, kwargs):
@@ -461,15 +464,14 @@ class TraceMode(OperatorMode):
         """What a message names: the backward that is waited for, if autograd's own thread runs the operator."""
         return find_source(sys._current_frames()[self._thread]) if is_ours(source.filename) else source
 
-    def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX, *, read: Any = None) -> None:
+    def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX, *, read: _Asked | None = None) -> None:
         """Note a violation, unless it is a ``read`` of the batch alone, given as operator, arguments and result."""
-        if read is not None and self._batch is not None and self._batch.read(*read):
+        refusal = partial(self._sync_error, what, source, fix)
+        if read is not None and self._batch is not None and self._batch.read(*read, error=refusal):
             if read[0].name == TO_COPY:
                 self._take_constant(read[-1])
-            if self._batch.error is None:
-                self._batch.error = self._sync_error(what, source, fix)
             return
-        error = self._sync_error(what, source, fix)
+        error = refusal()
         if self._trace.violation is None:
             self._trace.refuse(error)
 

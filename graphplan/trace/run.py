@@ -65,6 +65,8 @@ def trace(
     watch = RateWatch(record, rates)
     mode = TraceMode(record, watch, before, answers_in(fed.kwargs))
     result = _run(fn, feed, fed, mode, record, sharding)
+    for error in () if record.batch is None else record.batch.impossible():
+        record.refuse(error)
     named, record.output_structure = flatten_result(result)
     leaves = [leaf for _, leaf in named]
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
