@@ -18,6 +18,8 @@ each.
 """
 _UNPROVEN = 3
 """Maximum ways as long as no batch has taken one of them again."""
+MOST_GUESSES = 6
+"""Maximum of these for all keys of a step."""
 _MISSES = 16
 """Batches in a row that take no known way, after which none is looked for."""
 
@@ -36,6 +38,11 @@ class BatchVariants:
     def add(self, reads: BatchReads) -> None:
         """Take in another way."""
         self._known.insert(0, reads)
+
+    @property
+    def guesses(self) -> int:
+        """How many ways are known, if no batch has taken one of them again."""
+        return 0 if self._proven or any(reads.is_taken for reads in self._known) else len(self._known)
 
     @property
     def is_full(self) -> bool:

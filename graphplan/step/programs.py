@@ -199,6 +199,11 @@ class Programs:
         """Every program that is ready."""
         return [program for entry in self._entries.values() for program in entry.programs()]
 
+    @property
+    def guesses(self) -> int:
+        """Ways through the step, by what it reads of its batch, that no batch has taken again."""
+        return sum(entry.batch.guesses for entry in self._entries.values() if entry.batch is not None)
+
     def knows(self, geometry: Hashable) -> bool:
         """Whether a program was captured for such a feed."""
         return geometry in self._latest

@@ -34,7 +34,7 @@ from graphplan.plan.plan import Plan
 from graphplan.program.capture import capture_program, outdated
 from graphplan.program.faults import is_steps_own, refusal_of
 from graphplan.program.program import Program
-from graphplan.step.batch_variants import BatchVariants
+from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants
 from graphplan.step.call import Call
 from graphplan.step.compiled import Rehearsal, refuse_beside_compiled, refuse_graphs_within, uncompiled
 from graphplan.step.memory_budget import MemoryBudget
@@ -314,6 +314,8 @@ class Stages:
             raise reads.error
         if found is None:
             assert reads.error is not None
+            if self._programs.guesses >= MOST_GUESSES:
+                raise reads.error
             call.entry.batch = call.entry.batch or BatchVariants(reads.error)
             call.entry.batch.add(reads)
             self._stats.note(

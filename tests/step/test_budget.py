@@ -66,7 +66,7 @@ def test_the_peak_counts_what_is_alive_at_once() -> None:
 
     peaks = []
     for fn in (temporaries, activations):
-        step = graph_step(fn, owners={"weight": [weight]}, backend="tape", mode="train")
+        step = graph_step(fn, owners={"weight": weight}, backend="tape", mode="train")
         for _ in range(6):
             weight.grad = None
             step(torch.zeros(1024))

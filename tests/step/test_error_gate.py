@@ -69,7 +69,7 @@ BEFORE: dict[str, list[str]] = {
     ],
     "graphplan.step.state_machine": ["no_collections", "flatten", "settle_companions"],
     "graphplan.feed.unread": ["leaf_key"],
-    "graphplan.step.lookup": ["Lookup.find", "Lookup.geometry", "Lookup.keep", "check_feed", "KnownCall.has",
+    "graphplan.step.lookup": ["Lookup.find", "Lookup.geometry", "Lookup.keep", "check_feed", "KnownCall.take",
                               "FastPath.remember"],
     "graphplan.step.programs": ["Programs.get", "Programs.count_capture", "Programs.check_due"],
     "graphplan.compare.fast_compare": ["Modes.now"],
@@ -106,7 +106,7 @@ BEFORE: dict[str, list[str]] = {
 """Functions that run before the step, around it, in its middle or after it."""
 PLACES = [f"{module}:{name}" for module, names in BEFORE.items() for name in names]
 SHORT = {
-    "graphplan.step.lookup:KnownCall.has", "graphplan.step.lookup:FastPath.remember",
+    "graphplan.step.lookup:KnownCall.take", "graphplan.step.lookup:FastPath.remember",
     "graphplan.step.managed:Managed.rows",
 }  # fmt: skip
 """Without these, calls go the long way."""

@@ -127,7 +127,7 @@ def test_debug_changes_nothing() -> None:
 
 def test_a_step_that_is_refused_for_every_shape_stands_down_early() -> None:
     """A trace of one more shape is no progress: each would be refused for the same line."""
-    step = graph_step(lambda x: x * int(x.max()), on_failure="eager", verify="off")
+    step = graph_step(lambda x: x * int(torch.rand_like(x).max()), on_failure="eager", verify="off")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for number in range(160):
@@ -135,3 +135,15 @@ def test_a_step_that_is_refused_for_every_shape_stands_down_early() -> None:
     assert ["runs this step eagerly" in str(warning.message) for warning in said] == [True]
     assert step.is_down
     assert step.stats.traced < 10
+
+
+def test_batches_that_never_read_alike_stand_down_early() -> None:
+    """Ways through the step that no batch has taken again are looked for a few times, whatever their shapes."""
+    step = graph_step(lambda x: x * x.sum().item(), on_failure="eager", verify="off")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(200):
+            step(torch.rand(1 + number % 20))
+    assert ["runs this step eagerly" in str(warning.message) for warning in said] == [True] * len(said)
+    assert step.is_down
+    assert step.stats.traced < 16

@@ -199,16 +199,16 @@ def test_attributes_that_containers_have_suddenly() -> None:
 
 
 def test_many_kinds_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one shape, four of them are known at a time."""
+    """Of one shape, eight of them are known at a time."""
     _, graph = graphed_twin()
-    kinds = [torch.randn(18 + first)[first:].view(6, 3) for first in range(5)]
+    kinds = [torch.randn(18 + first)[first:].view(6, 3) for first in range(9)]
     for x in kinds * 8:
         graph(x)
     long = long_ways(monkeypatch)
-    for x in kinds[:4] * 3:
+    for x in kinds[:8] * 3:
         graph(x)
-    assert len(long) == 4, "the fifth kind took the place of the one that came next, and so on"
-    assert graph.stats.replayed == 40 - 5 * 6 + 12
+    assert len(long) == 8, "the ninth kind took the place of the one that came next, and so on"
+    assert graph.stats.replayed == 72 - 9 * 6 + 24
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"x": x}, lambda x: [Encoding(x=x)], Graph])
