@@ -436,6 +436,9 @@ class TraceMode(OperatorMode):
             if not self._are_constants(read):
                 of_batch = (schema, args, kwargs, out) if name == PACKING else None
                 self._refuse_sync(f"{name} {hidden.what}", source, hidden.fix, read=of_batch)
+            if name == PACKING:
+                # How many rows there are at each step follows from the lengths alone.
+                self._take_constant(out[1])
 
     def _check_value(
         self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, source: Source, given: _Given

@@ -43,15 +43,14 @@ def _nodes(layer: str, *, weighted: bool = False, **options: Any) -> Callable[[S
     return make
 
 
-_LOOPS = "the layers look for self-loops with a boolean mask, whose number of rows is read on the host"
-entry("graphs/gcn", "torch-geometric", core=True, refused=_LOOPS)(_nodes("GCN"))
+entry("graphs/gcn", "torch-geometric", core=True)(_nodes("GCN"))
 entry("graphs/gcn_normalized", "torch-geometric", core=True)(_nodes("GCN", weighted=True, normalize=False))
-entry("graphs/gat", "torch-geometric", core=True, refused=_LOOPS)(_nodes("GAT", heads=2))
+entry("graphs/gat", "torch-geometric", core=True)(_nodes("GAT", heads=2))
 entry("graphs/gat_bare", "torch-geometric", core=True)(_nodes("GAT", heads=2, add_self_loops=False))
 entry("graphs/sage", "torch-geometric")(_nodes("GraphSAGE"))
 
 
-@entry("graphs/gcn_boolean_mask", "torch-geometric", refused="a boolean mask's number of rows is read on the host")
+@entry("graphs/gcn_boolean_mask", "torch-geometric")
 def gcn_boolean(scale: Scale) -> Case:
     """The tutorial's way to choose training nodes, ``out[data.train_mask]``."""
     from torch_geometric import nn as geometric

@@ -45,7 +45,6 @@ class Text:
     rename: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     core: bool = False
-    refused: str = ""
 
     def make(self, scale: Scale) -> Case:
         """Build the model from its configuration."""
@@ -109,8 +108,7 @@ TEXTS = {
     "albert": Text("AlbertConfig", "AlbertForSequenceClassification", "class", extra=_SMALL),
     "electra": Text("ElectraConfig", "ElectraForSequenceClassification", "class", extra=_SMALL),
     "deberta": Text(
-        "DebertaV2Config", "DebertaV2ForSequenceClassification", "class", extra=_CLASSES,
-        refused="its loss looks for labelled rows with nonzero, whose number is read on the host",
+        "DebertaV2Config", "DebertaV2ForSequenceClassification", "class", extra=_CLASSES
     ),
     "modernbert": Text(
         "ModernBertConfig", "ModernBertForSequenceClassification", "class",
@@ -142,7 +140,7 @@ TEXTS = {
 }  # fmt: skip
 
 for _name, _text in TEXTS.items():
-    entry(f"language/{_name}", "transformers", core=_text.core, refused=_text.refused)(_text.make)
+    entry(f"language/{_name}", "transformers", core=_text.core)(_text.make)
 
 
 @entry("language/lora_gpt2", "transformers", "peft", core=True)

@@ -58,9 +58,9 @@ def _differential(method: str, *, adjoint: bool, **options: Any) -> Any:
     return make
 
 
-_DIRECTION = "the solver reads the first two times to see whether to integrate backwards"
-entry("science/ode_rk4", "torchdiffeq", core=True, refused=_DIRECTION)(_differential("rk4", adjoint=False))
-entry("science/ode_rk4_adjoint", "torchdiffeq", refused=_DIRECTION)(_differential("rk4", adjoint=True))
+_ORDER = "on a CPU, autograd's engine runs operators of the solver's backward pass in an order that changes"
+entry("science/ode_rk4", "torchdiffeq", core=True)(_differential("rk4", adjoint=False))
+entry("science/ode_rk4_adjoint", "torchdiffeq", refused=_ORDER)(_differential("rk4", adjoint=True))
 entry("science/ode_dopri5", "torchdiffeq", refused="the solver chooses its steps by what it finds")(
     _differential("dopri5", adjoint=False, rtol=1e-3, atol=1e-4)
 )
