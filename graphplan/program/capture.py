@@ -32,7 +32,7 @@ from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
-from graphplan.trace.batch_reads import answers_in
+from graphplan.trace.batch_answers import answers_in
 
 _IS_RECORDED = ContextVar("is_recorded", default=False)
 

@@ -41,7 +41,8 @@ from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.programs import Entry, Line
 from graphplan.step.runner import Parts
 from graphplan.tensors.trees import flatten_result
-from graphplan.trace.batch_reads import BatchRecorder, reads_in, recorder_of
+from graphplan.trace.batch_reads import reads_in
+from graphplan.trace.batch_recorder import BatchRecorder, recorder_of
 from graphplan.trace.records import Trace, collect
 
 _NO_ACCIDENT = 2

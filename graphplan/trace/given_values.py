@@ -20,7 +20,7 @@ from graphplan.errors import CaptureError
 from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside
 from graphplan.tensors.copying import same_bits
-from graphplan.trace.batch_reads import BatchAnswers
+from graphplan.trace.batch_answers import BatchAnswers
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_reads import HostRead, KnownReads, find_place
 from graphplan.trace.operator_schemas import INDEXING, NONZERO, TRANSFERS, has_dynamic_shape, host_operands, schema_of

@@ -24,7 +24,7 @@ from graphplan.observe.source import Source, Sources, find_source, is_recomputed
 from graphplan.observe.watching import Aside
 from graphplan.tensors.dtensors import is_imagined
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.batch_reads import Answer, BatchAnswers, is_read
+from graphplan.trace.batch_answers import Answer, BatchAnswers, is_read
 from graphplan.trace.collectives import finish
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_reads import HostRead, find_place, is_asserted
@@ -167,11 +167,7 @@ class TraceMode(OperatorMode):
         self._watch.check(name, tensors, made, source)
         if schema.may_synchronize:
             self._check_sync(schema, args, kwargs, out, source, list(zip(tensors, operands, strict=True)))
-        if self._batch is not None:
-            if constant is not None:
-                self._batch.note_constant(out, constant)
-            elif not is_read(*asked):
-                self._batch.note(*asked, out)
+        self._follow_batch(asked, out, constant)
         is_fresh = False
         for tensor in made:
             trace.dtypes.add(tensor.dtype)
@@ -198,6 +194,17 @@ class TraceMode(OperatorMode):
             Operator(name, operands, offsets, tuple(scalars), source, launches, constant, schema.is_random, threaded)
         )
         return out
+
+    def _follow_batch(
+        self, asked: tuple[Schema, tuple[Any, ...], dict[str, Any]], out: Any, constant: Tensor | None
+    ) -> None:
+        """Take in an operator that may follow from the batch alone."""
+        if self._batch is None:
+            return
+        if constant is not None:
+            self._batch.note_constant(out, constant)
+        elif not is_read(*asked):
+            self._batch.note(*asked, out)
 
     def finish(self) -> None:
         """Check what only shows once the step is over."""

@@ -19,7 +19,7 @@ from graphplan.owners.slots import Slot
 from graphplan.specs.roles import Footprint, TensorSpec
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.storages import is_memory_shared
-from graphplan.trace.batch_reads import BatchRecorder
+from graphplan.trace.batch_recorder import BatchRecorder
 from graphplan.trace.changes import Changes
 from graphplan.trace.collectives import is_collective
 from graphplan.trace.host_reads import HostRead

@@ -24,7 +24,7 @@ from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_memory,
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result
-from graphplan.trace.batch_reads import answers_in
+from graphplan.trace.batch_answers import answers_in
 from graphplan.trace.changes import Changes, Recorder
 from graphplan.trace.mode import TraceMode
 from graphplan.trace.rate_reads import RateWatch

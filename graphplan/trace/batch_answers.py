@@ -1,0 +1,143 @@
+"""What answers the reads of a batch that were made before a step, while that is traced again or captured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphplan.feed.signature import leaf_key
+from graphplan.tensors.copying import same_bits
+from graphplan.trace.batch_reads import BatchReads, Kind, Read, reads_in
+from graphplan.trace.host_reads import Place, find_place
+from graphplan.trace.operator_schemas import (
+    INDEXING,
+    PACKING,
+    TO_COPY,
+    Schema,
+    has_dynamic_shape,
+    is_mask,
+    tensors_in,
+    without_masks,
+)
+
+_SELECT = "aten.masked_select.default"
+_index: Any = torch.ops.aten.index.Tensor
+
+
+def is_read(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if an operator's results follow from a read alone."""
+    is_dynamic = schema.may_synchronize and has_dynamic_shape(schema, args, kwargs)
+    return schema.reads_values or (is_dynamic and not masks_of(schema, args))
+
+
+def masks_of(schema: Schema, args: Sequence[Any]) -> list[Tensor]:
+    """The masks that decide on the shape of what an operator gives."""
+    return [mask for mask in masks_among(schema, args) if mask is not None]
+
+
+def masks_among(schema: Schema, args: Sequence[Any]) -> list[Tensor | None]:
+    """The masks of an operator in their places, with None in the places of other indices."""
+    if schema.name in INDEXING:
+        return [index if is_mask(index) else None for index in args[1]]
+    return [args[1]] if schema.name == _SELECT and args[0].shape == args[1].shape else []
+
+
+def contents_of(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensor of which the host needs all numbers: lengths of packed sequences, and what is copied to the host."""
+    if schema.name == PACKING:
+        return [args[1]]
+    target = kwargs.get("device") if schema.name == TO_COPY else None
+    return [args[0]] if target is not None and target.type == "cpu" and args[0].device.type != "cpu" else []
+
+
+def positions_among(masks: Sequence[Tensor | None]) -> list[Tensor]:
+    """The positions that masks select: a tensor for each dimension of each mask."""
+    return [position for position in without_masks(masks) if position is not None]
+
+
+class Answer(NamedTuple):
+    """What a read gives: its ``value`` in a tuple, or an operator to run instead with its arguments. ``found`` are the
+    tensors that were read; with ``is_content`` they are always the same.
+    """
+
+    value: tuple[Any] | None
+    operator: Any = None
+    args: tuple[Any, ...] = ()
+    found: Sequence[Tensor] = ()
+    is_content: bool = False
+
+
+class BatchAnswers:
+    """Answers the reads of a step that is traced again or captured: with the values that its program was chosen by, and
+    the ``tensors`` that it is fed.
+    """
+
+    def __init__(self, reads: BatchReads, tensors: Sequence[Tensor]) -> None:
+        self._answers: dict[Place, list[tuple[Read, Sequence[Tensor]]]] = {}
+        self._taken: Counter[Place] = Counter()
+        for read, found in zip(reads.reads, reads.tensors_of(tensors), strict=True):
+            self._answers.setdefault(read.place, []).append((read, found))
+
+    def take(self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer | None:
+        """The answer to a read; None for other operators, and for reads that were none when the batch was looked at."""
+        masks = masks_of(schema, args)
+        if masks and not has_dynamic_shape(schema, args, kwargs):
+            return None
+        if not (masks or contents_of(schema, args, kwargs) or is_read(schema, args, kwargs)):
+            return None
+        place = find_place()
+        number, answers = self._taken[place], self._answers.get(place, ())
+        if number >= len(answers):
+            return None
+        self._taken[place] += 1
+        read, found = answers[number]
+        if read.kind is Kind.VALUE:
+            return Answer((read.found,))
+        if read.kind is Kind.CONTENT:
+            known = read.found.clone()
+            if schema.name == TO_COPY:
+                return Answer((known,), found=(known,), is_content=True)
+            return Answer(None, schema.operator, (args[0], known, *args[2:]), (known,), is_content=True)
+        if masks and sum(mask.dim() for mask in masks) != len(found):
+            # Another mask than the one that was read.
+            return None
+        if not masks:
+            is_single = len(schema.operator._schema.returns) == 1
+            return Answer((found[0] if is_single else tuple(found),), found=found)
+        if schema.name == _SELECT:
+            return Answer(None, _index, (args[0], list(found)), found)
+        return Answer(None, schema.operator, (args[0], _with_positions(args[1], found), *args[2:]), found)
+
+
+def _with_positions(indices: Sequence[Tensor | None], found: Sequence[Tensor]) -> list[Tensor | None]:
+    """``indices`` with positions in the place of masks, as many for each as it has dimensions."""
+    following = iter(found)
+    made: list[Tensor | None] = []
+    for index in indices:
+        made += [next(following) for _ in range(index.dim())] if index is not None and is_mask(index) else [index]
+    return made
+
+
+def answers_in(kwargs: Mapping[str, Any]) -> BatchAnswers | None:
+    """The answers among the arguments of a call."""
+    found = reads_in(kwargs)
+    return None if found is None else BatchAnswers(*found)
+
+
+def is_right(answer: Answer, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if a read gives what it is answered with."""
+    masks = masks_among(schema, args)
+    if answer.is_content:
+        real = [tensor.cpu() for tensor in contents_of(schema, args, kwargs)]
+    elif any(mask is not None for mask in masks):
+        real = positions_among(masks)
+    else:
+        out = schema.call(*args, **kwargs)
+        real = tensors_in(out)
+        if answer.value is not None and not answer.found:
+            return leaf_key(out) == leaf_key(answer.value[0])
+    return len(answer.found) == len(real) and all(map(same_bits, answer.found, real))

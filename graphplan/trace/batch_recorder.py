@@ -1,0 +1,254 @@
+"""Follows, in a trace, what is computed from the batch alone: see :mod:`graphplan.trace.batch_reads`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from graphplan.errors import HostSyncError
+from graphplan.feed.signature import Feed
+from graphplan.owners.slots import Slot
+from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.storages import storage_id
+from graphplan.trace.batch_answers import Answer, contents_of, is_right, masks_among, masks_of, positions_among
+from graphplan.trace.batch_reads import POSITIONS, BatchReads, BatchSource, Call, Kind, Read, TensorSlot, reads_in
+from graphplan.trace.host_reads import find_place
+from graphplan.trace.operator_schemas import (
+    Schema,
+    tensors_in,
+    written_tensors,
+)
+
+_LARGEST = 4096
+"""Elements of a tensor that the host may read as a whole: each content of it needs a program of its own."""
+_SHARE, _FEW = 4, 32
+"""The operators that lead to a read may be a quarter of the step's, or that many."""
+
+
+class BatchRecorder:
+    """Follows, in one trace, what is computed from the batch alone."""
+
+    def __init__(self, leaves: Sequence[tuple[int, Tensor]]) -> None:
+        self._numbers: dict[Any, int] = {}
+        """By memory and geometry: views of other views, and what autograd unpacks, are the same tensor."""
+        self._known: set[int | None] = set()
+        self._calls: list[Call] = []
+        self._kept: list[Tensor] = []
+        """What the step does not make: no other tensor may get its memory meanwhile."""
+        self.is_outdated = False
+        """What was read before the step is not what is read in it."""
+        self._dtype = torch.get_default_dtype()
+        self._operators = 0
+        self._twins: list[tuple[int, int]] = []
+        """Leaves that are the same memory in the same way: the next call has to have them alike."""
+        self._sources: dict[int, BatchSource] = {}
+        self._outside: set[int | None] = set()
+        """The memory of the sources, which the step does not make."""
+        self._owned: dict[int | None, range] = {}
+        """The memory of those that owners have, and where it lies."""
+        self._changed: dict[int | None, range] = {}
+        """The memory that the step writes to."""
+        self._ambiguous: set[int | None] = set()
+        """Memory that is both an owner's and fed: the next call may be fed something else."""
+        for index, leaf in leaves:
+            if storage_id(leaf) is not None:
+                self._begin_with(leaf, index)
+
+    def meet(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
+        """Take in a tensor of an owner, which is in one of ``slots``, unless it is trained: its values change."""
+        storage = storage_id(tensor)
+        if slots and storage in self._outside:
+            self._ambiguous.add(storage)
+        for slot in slots:
+            held = slot.get()
+            # By now there may be another tensor.
+            is_there = type(held) in PLAIN_KINDS and storage_id(held) == storage
+            if storage not in self._outside and is_there and not held.requires_grad:
+                self._owned[storage] = _range_of(held)
+                self._begin_with(held, slot)
+
+    def _begin_with(self, tensor: Tensor, source: BatchSource) -> None:
+        if not _is_plain(tensor):
+            return
+        number = self._number(tensor)
+        first = self._sources.setdefault(number, source)
+        if first is not source and isinstance(first, int) and isinstance(source, int):
+            self._twins.append((first, source))
+        self._known.add(storage_id(tensor))
+        self._outside.add(storage_id(tensor))
+
+    def reads(self) -> BatchReads | None:
+        """The reads of the trace, and what leads to them; None if there are none."""
+        calls = [call for call, _ in self._leading_to(None)]
+        reads = any(call.read is not None for call in calls)
+        return _made_once(calls, self._sources, self._twins) if reads else None
+
+    def impossible(self) -> list[HostSyncError]:
+        """The refusals of reads that cannot be made before the step: of what it changes itself, or that take long."""
+        unknown = self._ambiguous | {
+            storage
+            for storage, memory in self._owned.items()
+            if any(max(memory.start, other.start) < min(memory.stop, other.stop) for other in self._changed.values())
+        }
+        reads = [call.read for call in self._calls if call.read is not None]
+        limit = max(_FEW, self._operators // _SHARE)
+        found = []
+        for read in reads:
+            leading = self._leading_to(read)
+            is_known = all(unknown.isdisjoint(needed) for _, needed in leading)
+            if read.error is not None and not (is_known and len(leading) <= limit):
+                found.append(read.error)
+        return found
+
+    def _leading_to(self, read: Read | None) -> list[tuple[Call, frozenset[int | None]]]:
+        """The operators that lead to ``read``, or to all reads, with the memory that each needs."""
+        needed: set[int | None] = set()
+        calls: list[tuple[Call, frozenset[int | None]]] = []
+        for call in reversed(self._calls):
+            is_asked = call.read is not None and (read is None or call.read is read)
+            if is_asked or not needed.isdisjoint(call.changed):
+                calls.append((call, call.given | call.changed))
+                needed |= call.given | call.changed
+        return calls[::-1]
+
+    def note(self, schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Take in an operator that is no read, after it has run."""
+        given, made = tensors_in([*args, *kwargs.values()]), tensors_in(out)
+        written = {storage_id(tensor): tensor for tensor in written_tensors(schema, args, dict(kwargs))}
+        self._operators += 1
+        self._changed.update((storage, _range_of(tensor)) for storage, tensor in written.items() if storage is not None)
+        follows = schema.is_certain and torch.get_default_dtype() == self._dtype and all(map(self._has, given))
+        if not (follows and all(map(_is_plain, made)) and self._outside.isdisjoint(written)):
+            self._known -= written.keys()
+        elif made or written:
+            self._add(schema.call, schema.name, args, kwargs, made, set(written))
+
+    def note_constant(self, made: Tensor, value: Tensor) -> None:
+        """Take in a tensor that was made of Python's numbers."""
+        name = f"constant {value.dtype} {value.device} {tuple(value.shape)} {value.tolist()}"
+        self._add(value.clone, name, (), {}, [made])
+
+    def read(
+        self,
+        schema: Schema,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        error: Callable[[], HostSyncError] | None = None,
+    ) -> bool:
+        """Take in a read; False if it needs more than the batch. Operators that use masks are noted beside it.
+        ``error`` makes what refuses it.
+        """
+        place, masks, contents = find_place(), masks_of(schema, args), contents_of(schema, args, kwargs)
+        given = contents or masks or tensors_in([*args, *kwargs.values()])
+        if not given or not all(map(self._has, given)) or not (masks or contents or schema.is_certain):
+            return False
+        if contents and contents[0].numel() > _LARGEST:
+            return False
+        refusal = None if error is None else error()
+        if contents:
+            read = Read(place, Kind.CONTENT, contents[0].detach().cpu().clone(), refusal)
+            self._add(_itself, "content", (contents[0],), {}, [], read=read)
+        elif masks:
+            found = positions_among(masks_among(schema, args))
+            self._kept += found
+            read = Read(place, Kind.SHAPE, [tuple(tensor.shape) for tensor in found], refusal)
+            self._add(positions_among, POSITIONS, (masks_among(schema, args),), {}, found, read=read)
+        elif schema.reads_values:
+            self._add(schema.call, schema.name, args, kwargs, [], read=Read(place, Kind.VALUE, out, refusal))
+        else:
+            made = tensors_in(out)
+            read = Read(place, Kind.SHAPE, [tuple(tensor.shape) for tensor in made], refusal)
+            self._add(schema.call, schema.name, args, kwargs, made, read=read)
+        return True
+
+    def takes(self, answer: Answer, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Take in a read that was made before the step; False if it gives something else now."""
+        value = None if answer.value is None else answer.value[0]
+        if not (is_right(answer, schema, args, kwargs) and self.read(schema, args, kwargs, value)):
+            self.is_outdated = True
+            return False
+        if answer.is_content and answer.value is not None:
+            self.note(schema, args, kwargs, value)
+        return True
+
+    def _has(self, tensor: Tensor) -> bool:
+        is_known = _is_plain(tensor) and storage_id(tensor) in self._known
+        return is_known and _geometry(tensor) in self._numbers
+
+    def _number(self, tensor: Tensor) -> int:
+        return self._numbers.setdefault(_geometry(tensor), len(self._numbers))
+
+    def _add(
+        self,
+        run: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        made: Sequence[Tensor],
+        written: set[int | None] | None = None,
+        read: Read | None = None,
+    ) -> None:
+        given = frozenset(map(storage_id, tensors_in([*args, *kwargs.values()])))
+        slots, named = tree_map_only(Tensor, lambda tensor: TensorSlot(self._number(tensor)), (args, dict(kwargs)))
+        changed = frozenset(map(storage_id, made)) | (written or set())
+        self._known |= changed
+        numbers = tuple(map(self._number, made))
+        self._calls.append(Call(run, name, slots, named, numbers, given, changed, bool(written), read))
+
+
+def _made_once(
+    calls: Sequence[Call], sources: Mapping[int, BatchSource], twins: Sequence[tuple[int, int]]
+) -> BatchReads:
+    """What runs equal operators once, with tensors numbered by their first appearance: a mask that is used three times
+    is read once.
+    """
+    given = {slot.number for call in calls for slot in call.slots()}
+    used = {number: source for number, source in sources.items() if number in given}
+    numbers: dict[int, int] = {number: at for at, number in enumerate(used)}
+    merges = not any(call.writes for call in calls)
+    kept: list[Call] = []
+    by_form: dict[str, int] = {}
+    reads: list[Read] = []
+    for call in calls:
+        new = call.renumbered(numbers)
+        position = by_form.get(new.form) if merges and not call.shows else None
+        if position is None:
+            position = by_form[new.form] = len(kept)
+            for number in call.made:
+                numbers.setdefault(number, max(numbers.values(), default=-1) + 1)
+            kept.append(call.renumbered(numbers))
+        numbers.update(zip(call.made, kept[position].made, strict=True))
+        if call.read is not None:
+            reads.append(call.read._replace(call=position))
+    return BatchReads(kept, reads, dict(enumerate(used.values())), [pair for pair in twins if pair[0] in used.values()])
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    place = storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return not tensor.is_nested and tensor.layout is torch.strided
+
+
+def _range_of(tensor: Tensor) -> range:
+    """The addresses of a tensor's memory."""
+    memory = tensor.untyped_storage()
+    return range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def recorder_of(feed: Feed) -> BatchRecorder:
+    """A recorder for a step that is fed so. What was read before it is no part of the batch."""
+    found = reads_in(feed.given[1]) if feed.given is not None else None
+    size = len(feed.leaves) - (0 if found is None else 1 + len(found[1]))
+    return BatchRecorder([(index, leaf) for index, leaf in feed.tensors() if index < size])
