@@ -48,7 +48,6 @@ from graphplan.errors import VerifyError as VerifyError
 from graphplan.inference.decorators import graphed as graphed
 from graphplan.inference.decorators import piecewise as piecewise
 from graphplan.inference.graphed import Graphed as Graphed
-from graphplan.inference.launches import LaunchCounter as LaunchCounter
 from graphplan.inference.shared_pool import Pool as Pool
 from graphplan.optimizers.preparation import prepare_optimizer as prepare_optimizer
 from graphplan.plan.plan import Plan as Plan

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan import LaunchCounter, graphed
+from graphplan import graphed
 from recipes.comparison import now
 from recipes.datasets import decode, encode, read_stdlib
 from recipes.decoder import Decoder
@@ -143,10 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     padded = serve(eager_model, padded_eager(eager_model, sizes), make_requests(args.requests, model.length), device)
     again = serve(model, step, make_requests(args.requests, model.length), device)
-    with LaunchCounter() as by_eager:
-        eager_model(*example)
     print(step.report())
-    print(f"one step launches {by_eager.launches} operators eagerly, and one recording in a replay")
     print(f"capture sizes: {sizes}; padded ratio {step.shapes.padding:.2f}")
     rows = {"decode, eager": eager, "decode, eager, padded": padded, "decode, replayed": again}
     print_latencies({name: row.seconds for name, row in rows.items()})

@@ -293,7 +293,7 @@ def test_every_error_is_explained() -> None:
 
 DESCRIBED: list[Any] = [
     graph_step, graphed, graphplan.compile_plan, graphplan.compile_cached, graphplan.capture, graphplan.Policy,
-    GraphPlanCallback, graphplan.piecewise, graphplan.buckets.fit, graphplan.LaunchCounter, graphplan.Pool,
+    GraphPlanCallback, graphplan.piecewise, graphplan.buckets.fit, graphplan.Pool,
     graphplan.prepare_optimizer,
 ]  # fmt: skip
 EXAMPLES = [*DESCRIBED, *(thing for name in sorted(public_names()) if callable(thing := getattr(graphplan, name)))]

@@ -67,16 +67,12 @@ class Figures:
         return "graphplan: " + "; ".join(parts)
 
     def text(self) -> str:
-        """The headline, why steps were eager, what was invalidated, launches and phases, one fact per line."""
+        """The headline, why steps were eager, what was invalidated, and phases, one fact per line."""
         stats = self.stats
         lines = [self.headline()]
         lines += [f"  eager {count}x: {text}" for text, count in stats.reasons.items()]
         lines += [f"  event {count}x: {text}" for text, count in stats.events.items()]
         lines += [f"  {note}" for note in self.notes]
-        lines.append(
-            f"  launches: {stats.launches_eager} by eager steps, {stats.launches_replayed} by replays; "
-            f"{stats.bytes_copied / 2**20:.1f} MiB copied in"
-        )
         if stats.bytes_estimated:
             lines.append(
                 f"  memory: the largest program was estimated at {stats.bytes_estimated / 2**20:.1f} MiB before its "
@@ -151,7 +147,7 @@ def describe_program(program: Program) -> dict[str, Any]:
             "copied": sorted(map(str, program.policy.copy_roles)),
         },
         "replays": program.replays,
-        "launches": {"eager": plan.launches, "replay": 1},
+        "launches": plan.launches,
         "bytes": {
             "pool": program.nbytes,
             "output": program.outputs.lent_bytes,

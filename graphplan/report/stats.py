@@ -14,8 +14,8 @@ from graphplan.errors import SkipReason
 
 KINDS = ("eager", "replayed")
 COUNTS = (
-    "eager", "traced", "captured", "replayed", "recaptured", "verified", "bytes_verified", "launches_eager",
-    "launches_replayed", "bytes_copied", "bytes_static",
+    "eager", "traced", "captured", "replayed", "recaptured", "verified", "bytes_verified", "bytes_copied",
+    "bytes_static",
 )  # fmt: skip
 """Counts of a step; those of several steps are their sums."""
 TEXTS = 64
@@ -69,10 +69,9 @@ class Stats:
 
     ``verified`` of the replayed calls were also run eagerly, and compared; there eager's outcome stands.
     ``bytes_verified`` is the size of one copy of what such a check copies.
-    ``launches_eager`` and ``launches_replayed`` count what the host issued: one per operator in an eager, traced or
-    captured step, one per replay. ``bytes_static`` is what inputs and programs take, ``bytes_estimated`` what the
-    largest program was estimated to. ``phases`` holds seconds of host time, ``phase_counts`` the calls they cover;
-    ``"steady"`` is every replay of a program but its first. ``laps`` are seconds from one replay's end to the next
+    ``bytes_copied`` went into static inputs before replays. ``bytes_static`` is what inputs and programs take,
+    ``bytes_estimated`` what the largest program was estimated to. ``phases`` holds seconds of host time,
+    ``phase_counts`` the calls they cover; ``"steady"`` is every replay of a program but its first. ``laps`` are seconds from one replay's end to the next
     one's: what a training step takes all in all, on a busy device too, where the host runs ahead of it. ``measured``
     are seconds of a step, ``"eager"`` without graphplan and ``"replayed"``, where it was measured whether replays pay.
 
@@ -96,8 +95,6 @@ class Stats:
     skipped: Counter[SkipReason] = field(default_factory=Counter)
     reasons: dict[str, int] = field(default_factory=dict)
     events: dict[str, int] = field(default_factory=dict)
-    launches_eager: int = 0
-    launches_replayed: int = 0
     bytes_copied: int = 0
     bytes_static: int = 0
     bytes_estimated: int = 0
@@ -148,7 +145,6 @@ class Stats:
         self.phases[phase] += now - start
         self.phase_counts[phase] += 1
         self.replayed += 1
-        self.launches_replayed += 1
         self.bytes_copied += nbytes
         if self.last_kind == "replayed":
             self.laps.append(now - self.last_end)

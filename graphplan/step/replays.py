@@ -134,9 +134,7 @@ class Replays:
         series.note(program, number)
         self._count(program)
         self._stats.replayed += 1
-        self._stats.launches_replayed += 1
         self._stats.bytes_copied += program.bytes_per_replay
-        self._stats.launches_eager += program.plan.launches
         if verdict.open:
             self._stop_checks(program, verdict.open)
         else:

@@ -179,8 +179,6 @@ class Runner:
         self.stats.end_call("eager")
         if reason is not None:
             self.stats.skip(reason, detail)
-        if self.plan is not None:
-            self.stats.launches_eager += self.plan.launches
 
     def settle_backend(self, feed: Feed) -> None:
         """Choose device and backend once the owners' and the feed's tensors show where the step computes."""

@@ -301,7 +301,6 @@ class Stages:
             self._stats.note(fact)
         needed = self._runner.backend.needs(plan.footprint, alone=True)
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
-        self._stats.launches_eager += plan.launches * (entry.eager_calls + 1)
 
     def _take_reads(self, call: Call, batch: BatchRecorder, facts: Trace) -> bool:
         """Take in what a trace has read of its batch. False if other traces have to follow, with that read before."""
@@ -448,7 +447,6 @@ class Stages:
     def _keep(self, call: Call, program: Program) -> None:
         """Count a capture, and have its entry serve calls with it."""
         self._stats.captured += 1
-        self._stats.launches_eager += program.plan.launches
         call.line.program = program
         if not program.plan.tells_gradients:
             call.entry.any_program = program

@@ -167,13 +167,11 @@ def test_the_plan_names_what_it_found() -> None:
 
 
 def test_statistics_add_up() -> None:
-    """Launches, copied bytes and the time of each phase are counted."""
+    """Copied bytes and the time of each phase are counted."""
     rig = build(partial(training_rig, "mlp", "adamw", sizes=(8,) * 20))
     step = managed(rig)
     drive(rig, step)
     stats = step.stats
-    assert stats.launches_replayed == stats.replayed
-    assert stats.launches_eager >= step.plan.launches > 10
     per_batch = sum(t.nbytes for t in rig.calls[0])
     assert stats.bytes_copied >= stats.replayed * per_batch
     assert {"warmup", "trace", "capture", "first_replay", "steady"} <= set(stats.phases)

@@ -56,7 +56,6 @@ def test_the_optimizer_alone(name: str, sets_to_none: bool, accumulates: int) ->
     steps = 30 // accumulates
     assert update.stats.calls == steps and update.stats.captured == 1, update.report()
     assert update.stats.replayed == steps - 6, update.report()
-    assert update.stats.launches_replayed == update.stats.replayed
 
 
 @pytest.mark.parametrize("sets_to_none", [True, False])
