@@ -6,7 +6,6 @@ The two implementations are :mod:`graphplan.backends.cudagraph` and :mod:`graphp
 from __future__ import annotations
 
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,18 +28,12 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
 class Recording(Protocol):
     """Device work recorded once."""
 
-    launches: int
-    """Launches that one replay costs the host: one for a CUDA graph, one per recorded operator for the tape."""
     nbytes: int
     """Bytes of intermediate memory that the recording keeps."""
     generation: object
     """Recordings of one generation share memory, which comes back when the last of them is reset."""
     is_spoiled: bool
     """Eager code has left something in that memory, which a replay would overwrite."""
-
-    @property
-    def nodes(self) -> Nodes:
-        """What the recording consists of."""
 
     def replay(self) -> None:
         """Run the recorded work again, on the same storages, ordered on the current stream."""
@@ -170,29 +163,3 @@ def refusing_memory() -> Iterator[None]:
             "keeps a copy of the step's state, and a capture has memory of its own beside what eager steps use. Make "
             "the batch smaller"
         ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One piece of recorded work. ``type`` is ``"Operator"`` on the tape, on CUDA what CUDA calls it (``"Kernel"``, …).
-    ``name`` is the operator's or the kernel's, if it has one.
-    """
-
-    type: str
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """The nodes of one recording in their order; ``missing`` says what is not known of them, and why."""
-
-    all: tuple[Node, ...] = ()
-    missing: str = ""
-
-    def types(self) -> Counter[str]:
-        """How many nodes there are of each type."""
-        return Counter(node.type for node in self.all)
-
-    def names(self) -> Counter[str]:
-        """How often each operator or kernel is run."""
-        return Counter(node.name for node in self.all if node.name)

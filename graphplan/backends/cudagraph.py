@@ -25,14 +25,13 @@ from torch import Tensor
 from graphplan.backends.backend import (
     NOTHING_TRACED,
     Backend,
-    Nodes,
     Recording,
     TracedValues,
     first_line,
     is_out_of_memory,
 )
-from graphplan.backends.cudanodes import capture_options, forget_workspaces, new_graph, read_nodes, upload
 from graphplan.backends.cudapools import Loan
+from graphplan.backends.cudaruntime import capture_options, forget_workspaces, upload
 from graphplan.backends.cudastates import CapturedStates
 from graphplan.backends.idleness import UNDISTURBED
 from graphplan.environment.collector import no_collections
@@ -53,25 +52,15 @@ _LIVING: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
 
 @dataclass(eq=False)
 class GraphRecording:
-    """One instantiated CUDA graph. ``watched`` names it if torch watches what it reads; ``kept`` ones tell nodes."""
+    """One instantiated CUDA graph. ``watched`` names it if torch watches what it reads."""
 
     graph: torch.cuda.CUDAGraph | None
     device: torch.device
     nbytes: int
     watched: str | None = None
     generation: object = None
-    kept: bool = False
     states: CapturedStates | None = None
-    launches: int = field(default=1, init=False)
     is_spoiled: bool = field(default=False, init=False)
-    _nodes: Nodes | None = field(default=None, init=False)
-
-    @property
-    def nodes(self) -> Nodes:
-        """The graph's nodes, read when they are first asked for."""
-        if self._nodes is None:
-            self._nodes = Nodes() if self.graph is None else read_nodes(self.graph, kept=self.kept)
-        return self._nodes
 
     @property
     def alive(self) -> bool:
@@ -215,7 +204,7 @@ class CUDAGraphBackend(Backend):
             # torch forgets a pool's handle when its last graph goes.
             self._pool = torch.cuda.graph_pool_handle()
         self._has_recorded = True
-        graph, kept = new_graph()
+        graph = torch.cuda.CUDAGraph()
         _register(traced.generators, graph)
         generator = torch.cuda.default_generators[self._stream.device_index]
         states = CapturedStates(graph, generator, traced.states) if traced.states.saves else None
@@ -230,13 +219,13 @@ class CUDAGraphBackend(Backend):
         try:
             # A collection in the middle could free another graph's memory, which is illegal during capture.
             with no_collections():
-                result = self._capture(graph, body, traced, states, kept=kept)
+                result = self._capture(graph, body, traced, states)
         finally:
             forget_workspaces()
         upload(graph, self._stream)
         self._stream.synchronize()
         nbytes = torch.cuda.memory_reserved(self.device) - before
-        recording = GraphRecording(graph, self.device, nbytes, traced.watched, self._pool, kept=kept, states=states)
+        recording = GraphRecording(graph, self.device, nbytes, traced.watched, self._pool, states=states)
         self._living.add(recording)
         _note_living(recording)
         return recording, result
@@ -261,8 +250,6 @@ class CUDAGraphBackend(Backend):
         body: Callable[[], Any],
         traced: TracedValues,
         states: CapturedStates | None,
-        *,
-        kept: bool,
     ) -> Any:
         current = torch.cuda.current_stream(self.device)
         constants = DeviceConstants(traced.device_constants) if traced.device_constants else nullcontext()
@@ -290,8 +277,6 @@ class CUDAGraphBackend(Backend):
                 ) from error
             try:
                 graph.capture_end()
-                if kept:
-                    graph.instantiate()
             except RuntimeError as error:
                 self._abandon(graph, traced.generators)
                 raise CaptureError(f"CUDA refused the captured step: {first_line(error)}. {_FIX}") from error

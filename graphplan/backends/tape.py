@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.backends.backend import NOTHING_TRACED, Backend, Node, Nodes, TracedValues
+from graphplan.backends.backend import NOTHING_TRACED, Backend, TracedValues
 from graphplan.environment.collector import no_collections
 from graphplan.environment.switches import SWITCHES, answers, switched
 from graphplan.errors import CaptureError
@@ -341,7 +341,6 @@ class TapeRecording:
         ]
         self.launches = len(live)
         self.nbytes = sum(mode.storages.values())
-        self.nodes = Nodes(tuple(Node("Operator", str(kernel.func)) for kernel in live))
         self.generation: object = object()
 
     def replay(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.backends.backend import Backend, Nodes, Recording, first_line, is_out_of_memory
+from graphplan.backends.backend import Backend, Recording, first_line, is_out_of_memory
 from graphplan.compare.comparing import Row
 from graphplan.environment.devices import synchronize
 from graphplan.environment.surroundings import check_surroundings
@@ -109,11 +109,6 @@ class Program:
         slots = [slot for path, slot in self._walk.slots.items() if path not in untouched]
         tensors = {id(t): t for slot in slots for t in slot.tensors()}
         return sum(tensor.nbytes for tensor in tensors.values() if tensor.layout is torch.strided)
-
-    @property
-    def nodes(self) -> Nodes:
-        """What a replay runs: operators on the tape, a CUDA graph's nodes; none after :meth:`close`."""
-        return Nodes() if self._recording is None else self._recording.nodes
 
     def fits(self) -> bool:
         """Whether everything that a replay uses is where it was, once tensors that moved were followed."""

@@ -128,8 +128,8 @@ def without_programs(stats: Stats, backend: str, warmup_steps: int) -> str:
 
 
 def describe_program(program: Program) -> dict[str, Any]:
-    """A program with its plan and its nodes, as plain data."""
-    plan, nodes = program.plan, program.nodes
+    """A program with its plan, as plain data."""
+    plan = program.plan
     roles = {
         str(role): {"tensors": len(externals), "bytes": sum(external.spec.nbytes for external in externals)}
         for role, externals in ((role, plan.by_role(role)) for role in Role)
@@ -153,10 +153,5 @@ def describe_program(program: Program) -> dict[str, Any]:
             "output": program.outputs.lent_bytes,
             "copied_per_replay": program.bytes_per_replay,
         },
-        "nodes": {
-            "count": len(nodes.all),
-            "types": dict(nodes.types()),
-            "names": dict(nodes.names()),
-            "missing": nodes.missing,
-        },
+        "operators": dict(plan.operators),
     }

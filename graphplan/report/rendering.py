@@ -30,8 +30,8 @@ class Reports(ABC):
         """What the calls so far were, why some were eager, and what there is to replay.
 
         Args:
-            format: ``"text"``, ``"json"`` (the same as data, and each program with its nodes) or ``"html"`` (that as a
-                page of its own, with drawings).
+            format: ``"text"``, ``"json"`` (the same as data, with each program) or ``"html"`` (that as a page of its
+                own, with drawings).
 
         Raises:
             OptionError: for an unknown format, or if the libraries that draw a page are not installed.

@@ -71,9 +71,10 @@ class Stats:
     ``bytes_verified`` is the size of one copy of what such a check copies.
     ``bytes_copied`` went into static inputs before replays. ``bytes_static`` is what inputs and programs take,
     ``bytes_estimated`` what the largest program was estimated to. ``phases`` holds seconds of host time,
-    ``phase_counts`` the calls they cover; ``"steady"`` is every replay of a program but its first. ``laps`` are seconds from one replay's end to the next
-    one's: what a training step takes all in all, on a busy device too, where the host runs ahead of it. ``measured``
-    are seconds of a step, ``"eager"`` without graphplan and ``"replayed"``, where it was measured whether replays pay.
+    ``phase_counts`` the calls they cover; ``"steady"`` is every replay of a program but its first. ``laps`` are seconds
+    from one replay's end to the next one's: what a training step takes all in all, on a busy device too, where the host
+    runs ahead of it. ``measured`` are seconds of a step, ``"eager"`` without graphplan and ``"replayed"``, where it was
+    measured whether replays pay.
 
     Examples:
         >>> import torch

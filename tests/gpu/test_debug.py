@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from graphplan import DeviceFault, graph_step
 from graphplan.backends.backend import TracedValues
 from graphplan.backends.cudagraph import CUDAGraphBackend, GraphRecording
-from graphplan.backends.cudanodes import capture_options
+from graphplan.backends.cudaruntime import capture_options
 from tests.devices import DEVICE, is_healthy, needs_cuda
 from tests.models import Box
 

@@ -341,7 +341,7 @@ def test_pieces_with_an_eager_call_between_programs() -> None:
 
 
 def test_reports() -> None:
-    """What a program consists of: kernels by name."""
+    """What a program's step consists of."""
     model = make_network()
     fast = fast_of(model, verify="off")
     for size in (8, 4) * 6:
@@ -349,9 +349,4 @@ def test_reports() -> None:
     programs = json.loads(fast.report("json"))["programs"]
     assert len(programs) == 2
     for program in programs:
-        nodes = program["nodes"]
-        if CUDA and not nodes["count"]:
-            assert "nodes are not known" in nodes["missing"]
-            continue
-        assert nodes["missing"] == "" and sum(nodes["types"].values()) == nodes["count"] >= 5
-        assert sum(nodes["names"].values()) >= 5 and all(nodes["names"])
+        assert sum(program["operators"].values()) >= 5

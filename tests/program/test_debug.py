@@ -15,7 +15,7 @@ import torch
 
 from graphplan import DeviceFault
 from graphplan.backends.cudagraph import GraphRecording
-from graphplan.backends.cudanodes import capture_options
+from graphplan.backends.cudaruntime import capture_options
 
 BEGIN = torch.cuda.CUDAGraph.capture_begin
 PLAIN = {"capture_error_mode": "thread_local"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphplan import GraphedStep, OptionError, graph_step, graphed, piecewise
-from graphplan.backends import cudanodes
-from graphplan.backends.backend import Node, Nodes
+from graphplan.backends import cudaruntime
 from tests.twins import by_chance
 
 
@@ -64,9 +62,7 @@ def test_json_of_a_step_says_what_the_text_says() -> None:
     assert program["roles"]["param"] == {"tensors": 2, "bytes": 40}
     assert program["policy"] == {"static": ["input", "param", "state"], "copied": ["input"]}
     assert program["launches"] == step.plan.launches  # type: ignore[union-attr]
-    assert program["nodes"]["types"] == {"Operator": program["nodes"]["count"]}
-    assert program["nodes"]["names"]["aten.mse_loss.default"] == 1
-    assert program["nodes"]["missing"] == ""
+    assert program["operators"]["aten.mse_loss.default"] == 1
 
 
 def test_json_of_a_graphed_function_has_its_shapes_and_memory() -> None:
@@ -77,7 +73,7 @@ def test_json_of_a_graphed_function_has_its_shapes_and_memory() -> None:
     assert data["memory"]["pool"] == fast.memory.pool > 0
     assert data["shapes"]["checked"] == fast.shapes.checked > 0
     [program] = data["programs"]
-    assert program["nodes"]["names"] == {"aten.addmm.default": 2, "aten.relu.default": 1}
+    assert program["operators"] == {"aten.addmm.default": 2, "aten.relu.default": 1}
     assert program["replays"] == fast.programs[0].replays
 
 
@@ -91,7 +87,7 @@ def test_pieces_report_all_their_programs() -> None:
     data = json.loads(run.report("json"))
     assert (data["scope"], data["graphs"]) == ("piecewise", 2)
     assert set(data["reasons"]) >= {"pick"} and len(data["pieces"]) == 2
-    names = [next(iter(program["nodes"]["names"])) for piece in data["pieces"] for program in piece["programs"]]
+    names = [next(iter(program["operators"])) for piece in data["pieces"] for program in piece["programs"]]
     assert names == ["aten.sin.default", "aten.cos.default"]
 
 
@@ -100,57 +96,14 @@ def test_a_form_that_there_is_not() -> None:
         served(3).report("xml")
 
 
-class _Driver:
-    """What CUDA's Python bindings answer for a graph of a copy and two kernels."""
-
-    def __init__(self, *, fails: bool = False) -> None:
-        self._fails = fails
-
-    def cuGraphGetNodes(self, graph: int, number: int) -> tuple[Any, ...]:
-        return (7 if self._fails else 0, [10, 20, 30] if number else [], 3)
-
-    def cuGraphNodeGetType(self, node: int) -> tuple[Any, ...]:
-        name = "MEMCPY" if node == 10 else "KERNEL"
-        return (0, SimpleNamespace(name=f"CU_GRAPH_NODE_TYPE_{name}"))
-
-    def cuGraphKernelNodeGetParams(self, node: int) -> tuple[Any, ...]:
-        return (0, SimpleNamespace(func=5, kern=0) if node == 20 else SimpleNamespace(func=0, kern=6))
-
-    def cuFuncGetName(self, function: int) -> tuple[Any, ...]:
-        return (0, b"_ZN2at4copyEv")
-
-    def cuKernelGetName(self, kernel: int) -> tuple[Any, ...]:
-        return (500, None)
-
-
-def test_what_the_bindings_tell() -> None:
-    """A kernel without a name is left without one."""
-    found = cudanodes._walk(_Driver(), 1)
-    assert found == Nodes((Node("Memcpy"), Node("Kernel", "at::copy()"), Node("Kernel", "")))
-    assert found.types() == {"Memcpy": 1, "Kernel": 2} and found.names() == {"at::copy()": 1}
-
-
 def test_a_graph_is_not_uploaded_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or where torch does not show it: its first replay sends it."""
     stream: Any = SimpleNamespace(cuda_stream=0)
     graph: Any = SimpleNamespace(raw_cuda_graph_exec=lambda: 1)
-    monkeypatch.setattr(cudanodes, "_driver_library", lambda: None)
-    assert not cudanodes.upload(graph, stream)
+    monkeypatch.setattr(cudaruntime, "_driver_library", lambda: None)
+    assert not cudaruntime.upload(graph, stream)
     asked: list[int] = []
     driver = SimpleNamespace(cuGraphUpload=lambda graph, stream: asked.append(graph.value) or 0)
-    monkeypatch.setattr(cudanodes, "_driver_library", lambda: driver)
-    assert cudanodes.upload(graph, stream) and asked == [1]
-    assert not cudanodes.upload(cast("Any", SimpleNamespace()), stream)
-
-
-def test_what_cannot_be_found_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph: Any = SimpleNamespace(raw_cuda_graph=lambda: 1)
-    assert re.search(
-        r"nodes are not known: CUDA's Python bindings are not", cudanodes.read_nodes(graph, kept=False).missing
-    )
-    driver = _Driver(fails=True)
-    driver.CUgraph = int  # type: ignore[attr-defined]
-    monkeypatch.setattr(cudanodes, "bindings", lambda part: driver)
-    assert re.search(r"could not tell \(cuGraphGetNodes: 7\)", cudanodes.read_nodes(graph, kept=True).missing)
-    monkeypatch.setattr(_Driver, "cuFuncGetName", lambda self, function: (500, None))
-    assert cudanodes._walk(_Driver(), 1).missing == "the kernels' names are not known: this driver does not tell them"
+    monkeypatch.setattr(cudaruntime, "_driver_library", lambda: driver)
+    assert cudaruntime.upload(graph, stream) and asked == [1]
+    assert not cudaruntime.upload(cast("Any", SimpleNamespace()), stream)
