@@ -59,7 +59,6 @@ def graphed(fn: Callable[..., Any] | None, options: ServeOptions) -> Any:  # noq
 
 def piecewise(
     segments: nn.Module | Sequence[Segment],
-    is_capturable: Callable[[Segment], bool] | Sequence[bool] | None = None,
     *,
     at: Sequence[str] | None = None,
     scope: str = "auto",
@@ -78,17 +77,16 @@ def piecewise(
         ('full', 1)
 
     Args:
-        segments: functions or modules, each called with the results of the one before; or one model, with ``at``.
-        is_capturable: tells of each segment whether it can be captured. By default that is found out: each is traced
-            and captured alone in the first calls. Consecutive ones then become one program.
+        segments: functions or modules, each called with the results of the one before; or one model, with ``at``. Which
+            can be captured is found out: each is traced and captured alone in the first calls. Consecutive ones then
+            become one program.
         at: names, or patterns of names (``"blocks.*.attention"``), of modules of the model that run eagerly.
         scope: ``"full"`` (one program), ``"piecewise"``, ``"none"`` (eager), or ``"auto"``: one program if that can be,
             else pieces, else eager, with the reasons.
         **options: as for :func:`graphplan.graphed`, but for buckets.
 
     Returns:
-        A callable with ``scope``, ``reasons``, ``num_graphs``, ``report()`` and ``close()``. Of functions, an index
-        gives one alone: call them as your own code decides, they share memory all the same.
+        A callable with ``scope``, ``reasons``, ``num_graphs``, ``report()`` and ``close()``.
 
     Raises:
         OptionError: if an argument has a value or a type that makes no sense.
@@ -99,9 +97,7 @@ def piecewise(
             raise OptionError(
                 "piecewise was given a module without at=; expected names of modules to cut at, or a list"
             )
-        if is_capturable is not None:
-            raise OptionError("is_capturable is given with at=, which says what runs eagerly; expected one of the two")
         return SplitModel(segments, at, scope, serve)
     if at is not None:
         raise OptionError("at is given with a list of segments, which are cut already; expected a module with it")
-    return Segments(segments, is_capturable, scope, serve)
+    return Segments(segments, scope, serve)

@@ -54,7 +54,7 @@ class Pieces(Reports):
         if scope not in SCOPES:
             raise OptionError(f"scope is {scope!r}; expected one of: {', '.join(SCOPES)}")
         if options.shapes == "bucket":
-            raise OptionError("shapes is 'bucket', and pieces hand results on as they are; expected 'exact' or 'eager'")
+            raise OptionError("shapes is 'bucket', and pieces hand results on as they are; expected 'exact'")
         self.pool = options.pool or Pool()
         self.reasons: dict[str, str] = {}
         self.scope = "full" if scope == "auto" else scope
@@ -141,72 +141,44 @@ class _Trial:
     def is_decided(self) -> bool:
         return self.alone is None or self.alone.num_graphs > 0
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the segment. A refusal decides that it is called eagerly."""
+        if self.alone is not None:
+            try:
+                return self.alone(*args, **kwargs)
+            except RefusalError as error:
+                self.reason = str(error)
+                self.close()
+        return self.segment(*args, **kwargs)
+
+    def close(self) -> None:
+        """Drop the program of the segment alone."""
+        if self.alone is not None:
+            self.alone.close()
+            self.alone = None
+
 
 class Segments(Pieces):
-    """See :func:`graphplan.piecewise`. An index gives a segment alone, for control flow of one's own between them."""
+    """See :func:`graphplan.piecewise`: functions and modules that are called one after the other."""
 
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        is_capturable: Callable[[Segment], bool] | Sequence[bool] | None,
-        scope: str,
-        options: ServeOptions,
-    ) -> None:
+    def __init__(self, segments: Sequence[Segment], scope: str, options: ServeOptions) -> None:
         if not segments or not all(map(callable, segments)):
             raise OptionError(f"piecewise was given {segments!r}; expected functions or modules, at least one")
         super().__init__(Chain(segments), scope, options)
-        self._trials = self._begin(segments, is_capturable)
+        alone = replace(options, on_failure="raise", outputs="clone", capture_after=1)
+        self._trials = [_Trial(segment, Graphed(segment, alone, self.pool)) for segment in segments]
         self._runs: list[Segment] | None = None
-        self._alone: dict[int, _Trial] = {}
-
-    def _begin(self, segments: Sequence[Segment], given: Any) -> list[_Trial]:
-        if given is None:
-            options = replace(self._options, on_failure="raise", outputs="clone", capture_after=1)
-            return [_Trial(segment, Graphed(segment, options, self.pool)) for segment in segments]
-        answers = [bool(given(segment)) for segment in segments] if callable(given) else list(given)
-        if len(answers) != len(segments):
-            raise OptionError(f"is_capturable has {len(answers)} answers; expected one for each of {len(segments)}")
-        reasons = [None if good else "is_capturable said no" for good in answers]
-        self.reasons |= {name_of(s): why for s, why in zip(segments, reasons, strict=True) if why is not None}
-        return [_Trial(segment, None, why) for segment, why in zip(segments, reasons, strict=True)]
-
-    def __len__(self) -> int:
-        return len(self._trials)
-
-    def __getitem__(self, index: int) -> Segment:
-        """One segment alone, graphed in the pool that all share, with results that need not be copied."""
-        index = range(len(self._trials))[index]
-        if index not in self._alone:
-            trial = self._trials[index]
-            eager = trial.reason is not None or self.scope == "none"
-            options = replace(self._options, on_failure="raise", outputs="static")
-            alone = None if eager else Graphed(trial.segment, options, self.pool)
-            self._alone[index] = _Trial(trial.segment, alone, trial.reason)
-        return self._try(self._alone[index])
 
     def _graphed(self) -> Iterator[Graphed]:
-        yield from (trial.alone for trial in [*self._alone.values(), *self._trials] if trial.alone is not None)
+        yield from (trial.alone for trial in self._trials if trial.alone is not None)
         yield from (run for run in self._runs or () if isinstance(run, Graphed))
 
     def _call_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._runs is None and all(trial.is_decided for trial in self._trials):
             self._runs = list(self._join())
-        return Chain(self._runs or [self._try(trial) for trial in self._trials])(*args, **kwargs)
-
-    def _try(self, trial: _Trial) -> Segment:
-        """A call of a segment that finds out whether it can be captured."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if trial.alone is not None:
-                try:
-                    return trial.alone(*args, **kwargs)
-                except RefusalError as error:
-                    self.reasons[name_of(trial.segment)] = trial.reason = str(error)
-                    trial.alone.close()
-                    trial.alone = None
-            return trial.segment(*args, **kwargs)
-
-        return call
+        result = Chain(self._runs or self._trials)(*args, **kwargs)
+        self.reasons |= {name_of(trial.segment): trial.reason for trial in self._trials if trial.reason is not None}
+        return result
 
     def _join(self) -> Iterator[Segment]:
         """Runs of consecutive segments that can be captured, and the others."""
@@ -218,6 +190,4 @@ class Segments(Pieces):
             else:
                 yield from segments
         for trial in self._trials:
-            if trial.alone is not None:
-                trial.alone.close()
-                trial.alone = None
+            trial.close()

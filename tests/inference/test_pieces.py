@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphplan import HostSyncError, OptionError, Pool, SplitError, VerifyError, piecewise
+from graphplan import HostSyncError, OptionError, Pool, SplitError, VerifyError, graphed, piecewise
 from tests.inference.helpers import Layer
 from tests.twins import by_chance
 
@@ -75,15 +75,6 @@ def test_what_cannot_be_captured_runs_eagerly_between_programs() -> None:
     assert "scope piecewise, 2 graphs" in run.report() and "eager: pick: " in run.report()
 
 
-@pytest.mark.parametrize("given", [lambda segment: segment is not pick, [True, False, True]])
-def test_capturability_that_is_given(given: Any) -> None:
-    segments = [double, pick, shift]
-    run = piecewise(segments, given, scope="piecewise", backend="tape")
-    check(run, 7, segments)
-    assert run.reasons == {"pick": "is_capturable said no"}
-    assert run.num_graphs == 2
-
-
 def test_scopes() -> None:
     segments = [double, pick, shift]
     run = piecewise(segments, scope="none", backend="tape")
@@ -116,10 +107,10 @@ def test_tuples_are_handed_on_as_arguments() -> None:
     assert run.num_graphs == 1
 
 
-def test_control_flow_between_segments_is_free() -> None:
+def test_control_flow_between_functions_of_one_pool_is_free() -> None:
     """Paths 1-2-4 and 1-3-4, in any order, over one pool; what is handed on is not copied where programs meet."""
-    segments = [double, shift, halve, Layer()]
-    run = piecewise(segments, scope="piecewise", backend="tape", verify="off", pool=(pool := Pool()))
+    segments, pool = [double, shift, halve, Layer()], Pool()
+    run = [graphed(segment, backend="tape", verify="off", outputs="static", pool=pool) for segment in segments]
     one, two, three, four = run
     for _ in range(5):
         two(one(torch.randn(4, 8)))
@@ -130,25 +121,15 @@ def test_control_flow_between_segments_is_free() -> None:
         middle = two(one(x)) if left else three(one(x))
         wanted = segments[3]((shift if left else halve)(double(x)))
         assert torch.equal(four(middle) + 0, wanted)
-    assert run.num_graphs == 4 and len(run) == 4
-    assert all(step.pool is pool for step in run.programs)
-    adopted = run.programs[-1].programs[0].inputs.by_leaf[0].data_ptr()
-    assert adopted in {step(x).data_ptr() for step in run.programs[1:3]}
-    assert run.programs[1].memory.input == 0
-    assert torch.equal(run[-1](x) + 0, segments[3](x))
-
-
-def test_an_index_of_what_cannot_be_captured_is_eager() -> None:
-    run = piecewise([double, pick], scope="piecewise", backend="tape")
-    for _ in range(6):
-        x = torch.randn(4, 8)
-        assert torch.equal(run[1](run[0](x)), pick(double(x)))
-    assert "item" in run.reasons["pick"] and run.num_graphs == 1
+    assert all(step.num_graphs == 1 for step in run)
+    adopted = four.programs[0].inputs.by_leaf[0].data_ptr()
+    assert adopted in {step(x).data_ptr() for step in (two, three)}
+    assert two.memory.input == 0
 
 
 def test_threads_do_not_overwrite_what_is_handed_on() -> None:
     segments = [double, top, shift, Layer()]
-    run = piecewise(segments, [True, False, True, True], scope="piecewise", backend="tape", verify="off")
+    run = piecewise(segments, scope="piecewise", backend="tape", verify="off")
 
     def serve(seed: int) -> bool:
         generator = torch.Generator().manual_seed(seed)
@@ -315,12 +296,10 @@ def test_what_torch_fx_does_not_see_is_found_by_a_check() -> None:
         (lambda: piecewise([]), r"piecewise was given \[\]; expected functions or modules"),
         (lambda: piecewise([double, 3]), "expected functions or modules"),
         (lambda: piecewise([double], scope="some"), "scope is 'some'; expected one of: full, piecewise, auto, none"),
-        (lambda: piecewise([double], [True, False]), "is_capturable has 2 answers; expected one for each of 1"),
         (lambda: piecewise([double], at=["x"]), "at is given with a list of segments"),
         (lambda: piecewise(Model()), "piecewise was given a module without at="),
         (lambda: piecewise(Model(), at="blocks"), "at is 'blocks'; expected a list of names"),
         (lambda: piecewise(Model(), at=["nowhere.*"]), r"at names 'nowhere\.\*', and the Model has no such module"),
-        (lambda: piecewise(Model(), [True], at=["first"]), "is_capturable is given with at="),
         (lambda: piecewise([double], shapes="bucket", buckets=[4]), "shapes is 'bucket', and pieces hand results on"),
     ],
 )
