@@ -177,7 +177,6 @@ class PaddedBatches:
         """Rehearse the step both ways. Returns why the call is not to be padded, if so; may raise RefusalError."""
         size, stats = kind.size, self._runner.stats
         number = size.calls + 1
-        # A wrong padding function of the user's raises here.
         args, kwargs = self.padding.pad(feed, kind)
         settle_companions()
         assert self._runner.device is not None

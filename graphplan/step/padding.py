@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.errors import OptionError, PaddingError
+from graphplan.errors import OptionError
 from graphplan.feed.buffers import Buffers
-from graphplan.feed.call_arguments import hands_over
 from graphplan.feed.signature import Feed
 from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.program import Program
@@ -21,8 +20,7 @@ from graphplan.step.capture_sizes import CaptureSize, ShapeStats, result_leaves
 from graphplan.step.dimensions import Dims, Dynamic, Place, outer_first
 from graphplan.tensors.storages import storage_id
 
-PadFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
-PadValue = float | int | bool | PadFunction
+PadValue = float | int | bool
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _MOST_SHAPES = 65536
 _MOST_SIZES = 1024
@@ -35,7 +33,7 @@ class Kind:
     """Calls of one signature: their capture size, what each dynamic dimension is and becomes, and where the leaves go.
 
     ``staged`` is the memory of the padded leaves, ``own`` the part of it that is the call's own, ``rests`` what is
-    filled with which value. ``makers`` pad leaves their own way. ``mask`` is the mask and the part of it that is true.
+    filled with which value. ``mask`` is the mask and the part of it that is true.
     """
 
     size: CaptureSize
@@ -44,8 +42,7 @@ class Kind:
     sizes: Mapping[Place, int]
     staged: Mapping[int, Tensor]
     own: Mapping[int, Tensor]
-    rests: Sequence[tuple[Tensor, float | int | bool]]
-    makers: Mapping[int, tuple[PadFunction, str]]
+    rests: Sequence[tuple[Tensor, PadValue]]
     mask: tuple[Tensor, Tensor] | None
     _sure_of: object = None
 
@@ -87,8 +84,8 @@ class Padding:
         self._pads: Mapping[str, PadValue] = pad if isinstance(pad, Mapping) else {}
         self._default: PadValue = 0 if isinstance(pad, Mapping) else pad
         for value in (*self._pads.values(), self._default):
-            if not callable(value) and not isinstance(value, bool | int | float):
-                raise OptionError(f"pad is {value!r}; expected a number, or a function of a tensor and a shape")
+            if not isinstance(value, bool | int | float):
+                raise OptionError(f"pad is {value!r}; expected a number, or numbers by name")
         if mask is not None:
             self._names.check([mask], "mask")
         self._mask = mask
@@ -148,7 +145,7 @@ class Padding:
         roots, pads = self._names.roots(feed), self._names.values(feed, self._pads, "pad")
         true = {place: feed.leaves[place[0]].shape[place[1]] for place in places}
         sizes = {place: self.ladders.round_up(place[1], size) or 0 for place, size in true.items()}
-        staged, own, rests, makers = {}, {}, [], {}
+        staged, own, rests = {}, {}, []
         for index in dict.fromkeys(index for index, _ in places):
             leaf, given = feed.leaves[index], pads[index]
             dims = {dim: size for (position, dim), size in sizes.items() if position == index}
@@ -156,12 +153,10 @@ class Padding:
             pad = self._default if given is None else given
             for dim, size in dims.items():
                 filled = leaf.shape[dim]
-                if filled < size and not callable(pad):
+                if filled < size:
                     rests.append((part.narrow(dim, filled, size - filled), pad))
                 part = part.narrow(dim, 0, filled)
             own[index] = part
-            if callable(pad):
-                makers[index] = (pad, roots[index])
         mask = None
         if self._mask is not None and self._mask not in roots:
             index, masked = _masked(places)
@@ -172,7 +167,7 @@ class Padding:
         capture_size = self._size(feed, staged, next_check)
         if len(self._kinds) >= _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
-        kind = self._kinds[feed.key] = Kind(capture_size, places, true, sizes, staged, own, rests, makers, mask)
+        kind = self._kinds[feed.key] = Kind(capture_size, places, true, sizes, staged, own, rests, mask)
         return kind
 
     def _size(self, feed: Feed, staged: Mapping[int, Tensor], next_check: int) -> CaptureSize:
@@ -209,16 +204,13 @@ class Padding:
         return self._leases[key].tensor
 
     def pad(self, feed: Feed, kind: Kind) -> Arguments:
-        """The arguments of a call at its capture size. Raises PaddingError for a wrong padding function."""
+        """The arguments of a call at its capture size."""
         leaves = list(feed.leaves)
         with torch.no_grad():
             for rest, value in kind.rests:
                 rest.fill_(value)
             for index, memory in kind.staged.items():
-                if index in kind.makers:
-                    memory.copy_(_made(*kind.makers[index], leaves[index], memory), non_blocking=True)
-                else:
-                    kind.own[index].copy_(leaves[index], non_blocking=True)
+                kind.own[index].copy_(leaves[index], non_blocking=True)
                 leaves[index] = memory
             if kind.mask is not None:
                 mask, part = kind.mask
@@ -289,19 +281,6 @@ class PaddedCall:
         if within:
             leaves = [leaf.clone() if index in within else leaf for index, leaf in enumerate(self.feed.leaves)]
             self.feed = Feed(leaves, self.feed.structure, self.feed.key)
-
-
-@hands_over
-def _made(pad: PadFunction, name: str, leaf: Tensor, memory: Tensor) -> Tensor:
-    """What the function ``pad`` makes of a leaf; PaddingError if that is not what it was asked for."""
-    made = pad(leaf, tuple(memory.shape))
-    if not isinstance(made, Tensor) or made.shape != memory.shape or made.dtype != memory.dtype:
-        found = f"{made.dtype}{[*made.shape]}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
-        raise PaddingError(
-            f"the function that pads {name} made {found} of {leaf.dtype}{[*leaf.shape]}; expected "
-            f"{memory.dtype}{[*memory.shape]}: return the tensor with elements added behind its own"
-        )
-    return made
 
 
 def _masked(places: Sequence[Place]) -> tuple[int, list[int]]:
