@@ -21,8 +21,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from graphplan import Policy, graphed
 from graphplan.backends.backend import BACKENDS
-from graphplan.inference.graphed_options import SHAPES
 from graphplan.specs.policy import MODES
+from graphplan.step.buckets import SHAPES
 
 # Keys that mean something to Hydra's instantiate and never reach the target.
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}

@@ -19,7 +19,7 @@ from graphplan.trace.records import collecting
 STEPS = 16
 """Steps of each run: enough for a warm-up, traces that are made again, a capture and a few replays."""
 _NO_REFUSALS = {
-    SkipReason.SHAPE, SkipReason.EAGER_IF, SkipReason.ENABLE_IF, SkipReason.UNBORN, SkipReason.MAX_GRAPHS,
+    SkipReason.SHAPE, SkipReason.EAGER_IF, SkipReason.UNBORN, SkipReason.MAX_GRAPHS,
 }  # fmt: skip
 """Reasons for eager calls that the way to a program has, too."""
 Ran = tuple[Stats, Plan | None, list[str]]

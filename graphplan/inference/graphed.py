@@ -11,9 +11,8 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from graphplan.environment.surroundings import surroundings
-from graphplan.errors import CopyError, FeedError, NotCapturedError, OptionError, SkipReason
-from graphplan.feed.signature import Feed, flatten, is_dense
+from graphplan.errors import CopyError, NotCapturedError, OptionError
+from graphplan.feed.signature import flatten
 from graphplan.inference.graphed_options import ServeOptions
 from graphplan.inference.prewarming import Prewarmed, prewarm
 from graphplan.inference.shared_pool import Pool
@@ -72,8 +71,6 @@ class Graphed(GraphedStep):
         super().__init__(fn, owners_of(fn, options.owners), options.step, self.pool.backends)
         self._serving = options
         self._dynamic = Dynamic(fn, options.dynamic)
-        self._is_direct = options.enable_if is None and options.shapes != "eager"
-        self._first: dict[Any, tuple[int, ...]] = {}
         if isinstance(fn, nn.Module):
             self.__wrapped__ = fn
         else:
@@ -113,7 +110,7 @@ class Graphed(GraphedStep):
             kwargs = {name: plain(value) for name, value in kwargs.items()}
         stats = self.stats
         before, captured = stats.replayed, stats.captured
-        result = super().__call__(*args, **kwargs) if self._is_direct else self._route(args, kwargs)
+        result = super().__call__(*args, **kwargs)
         if stats.replayed > before:
             self.shapes.hits += 1
             return result
@@ -121,18 +118,6 @@ class Graphed(GraphedStep):
         if stats.captured > captured:
             self._warn_of_limits()
         return result
-
-    def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        options = self._serving
-        if not options.is_enabled():
-            return self.skip(args, kwargs, SkipReason.ENABLE_IF)
-        if options.shapes == "eager" and options.backend != "eager" and surroundings() is None:
-            # What no program takes, the step refuses.
-            feed = _dense_feed(args, kwargs)
-            fixed, sizes = (None, ()) if feed is None else self._dynamic.split(feed)
-            if self._first.setdefault(fixed, sizes) != sizes:
-                return self.skip(args, kwargs, SkipReason.SHAPES)
-        return super().__call__(*args, **kwargs)
 
     def _warn_of_limits(self) -> None:
         for event in self.stats.events:
@@ -157,7 +142,7 @@ class Graphed(GraphedStep):
             FeedError: if a value is missing, unknown, or of another shape, dtype or device.
         """
         if self._padded is not None:
-            raise OptionError("replay is for shapes='exact' and 'eager'; expected calls, which are padded first")
+            raise OptionError("replay is for shapes='exact'; expected calls, which are padded first")
         with self.pool.turn(self.machine.runner.device):
             args = tuple(map(plain, args))
             found = self.find_program(args)
@@ -184,7 +169,6 @@ class Graphed(GraphedStep):
         *,
         example: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
-        progress: bool | Callable[[str], object] = False,
     ) -> Prewarmed:
         """Capture before the first request, the largest size first: smaller ones then fit into its memory.
 
@@ -192,14 +176,13 @@ class Graphed(GraphedStep):
             sizes: sizes of dimension 0, or sizes by dimension; by default all that ``buckets`` has.
             example: positional arguments of one call, of any size.
             kwargs: keyword arguments of that call.
-            progress: whether to write a line for each size to standard error, or a function that gets the text.
 
         Raises:
             OptionError: for sizes that make no sense, or where gradients are wanted.
         """
         given = flatten(tuple(example), kwargs or {})
         ladders = None if self._padded is None else self._padded.padding.ladders
-        return prewarm(self, given, self._dynamic, sizes=sizes, ladders=ladders, progress=progress)
+        return prewarm(self, given, self._dynamic, sizes=sizes, ladders=ladders)
 
     @property
     def num_graphs(self) -> int:
@@ -247,12 +230,3 @@ class Graphed(GraphedStep):
             f"{self._name} is graphed and cannot be copied or pickled: its programs work on memory of this process. "
             "Copy or save what it computes with, and make another one with graphed"
         )
-
-
-def _dense_feed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed | None:
-    """A call flattened; None if there is anything but dense tensors and literals among its arguments."""
-    try:
-        feed = flatten(args, kwargs)
-    except FeedError:
-        return None
-    return feed if all(is_dense(leaf) for _, leaf in feed.tensors()) else None

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from graphplan.errors import OptionError
-from graphplan.feed.call_arguments import hands_over
 from graphplan.inference.shared_pool import Pool
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
-from graphplan.step.buckets import check_shapes
 from graphplan.step.options import Options, PlainOptions
-
-SHAPES = ("exact", "eager", "bucket")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +21,6 @@ class ServeOptions(PlainOptions):
         copy_roles: roles that are copied in; with ``"param"``, :meth:`Graphed.replay` takes other weights.
         outputs: ``"clone"``, or ``"static"``: results are the program's own memory, and raise when they are used
             after its next replay. Fed to another graphed function they are not copied, if it was captured on them.
-        enable_if: asked before each call; if it says no, the call is eager.
         capture_after: number of calls of a shape before it is traced, which takes two calls more, and captured.
         pool: what shares stream and memory with others; by default each use of ``graphed`` has its own.
 
@@ -36,7 +31,6 @@ class ServeOptions(PlainOptions):
     static_roles: Iterable[Role | str] = ("input", "param")
     copy_roles: Iterable[Role | str] = ("input",)
     outputs: str = "clone"
-    enable_if: Callable[[], bool] | None = None
     capture_after: int = 1
     max_graphs: int = 64
     pool: Pool | None = None
@@ -44,19 +38,10 @@ class ServeOptions(PlainOptions):
     """The options of the step underneath."""
 
     def __post_init__(self) -> None:
-        if self.enable_if is not None and not callable(self.enable_if):
-            raise OptionError(f"enable_if is {self.enable_if!r}; expected a function without arguments, or None")
-        check_shapes(self.shapes, SHAPES, self.buckets, self.mask)
         if self.pool is not None and not isinstance(self.pool, Pool):
             raise OptionError(f"pool is {self.pool!r}; expected a Pool, or None for one of the function's own")
         if not isinstance(self.capture_after, int) or isinstance(self.capture_after, bool) or self.capture_after < 1:
             raise OptionError(f"capture_after is {self.capture_after!r}; expected an int >= 1")
         policy = Policy("inference", static_roles=self.static_roles, copy_roles=self.copy_roles)
         own = {"mode": "inference", "policy": policy, "warmup_steps": self.capture_after, "autograd": True}
-        own["shapes"] = "bucket" if self.shapes == "bucket" else "exact"
         object.__setattr__(self, "step", Options(**{**self.shared(), **own}))
-
-    @hands_over
-    def is_enabled(self) -> bool:
-        """What ``enable_if`` says."""
-        return self.enable_if is None or bool(self.enable_if())

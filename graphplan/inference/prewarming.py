@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -52,21 +51,15 @@ def prewarm(
     *,
     sizes: Sequence[Size] | None,
     ladders: Ladders | None,
-    progress: bool | Callable[[str], object],
 ) -> Prewarmed:
     """Call with zeros of each size, the largest first, until there is a program for it. Raises OptionError if there is
     none in the end.
     """
     wanted = sorted(_parse_sizes(sizes, ladders), key=lambda dims: prod(dims.values()), reverse=True)
-    tell = progress if callable(progress) else (lambda text: sys.stderr.write(f"{text}\n")) if progress else None
     before = step.stats.captured
-    for number, dims in enumerate(wanted):
-        if tell is not None:
-            tell(f"prewarm {number}/{len(wanted)} size {' x '.join(map(str, dims.values()))}")
+    for dims in wanted:
         with step.machine.timing.asked_for():
             _capture(step, _zeros(example, dynamic, dims), dims)
-    if tell is not None:
-        tell(f"prewarm {len(wanted)}/{len(wanted)}")
     used = sum(program.nbytes for program in step.programs)
     return Prewarmed(tuple(wanted), step.stats.captured - before, used)
 

@@ -82,13 +82,14 @@ class Fit:
         return f"{len(self.sizes)} sizes {[*self.sizes]}: {100 * self.waste:.1f} % of the padded work is waste"
 
 
+SHAPES = ("exact", "bucket")
 Buckets = Sequence[int] | Fit | Mapping[int, Sequence[int] | Fit]
 
 
-def check_shapes(shapes: str, choices: Sequence[str], buckets: Buckets | None, mask: str | None) -> None:
+def check_shapes(shapes: str, buckets: Buckets | None, mask: str | None) -> None:
     """Raise OptionError for an unknown choice, and for capture sizes that are missing or unused."""
-    if shapes not in choices:
-        raise OptionError(f"shapes is {shapes!r}; expected one of: {', '.join(choices)}")
+    if shapes not in SHAPES:
+        raise OptionError(f"shapes is {shapes!r}; expected one of: {', '.join(SHAPES)}")
     if shapes == "bucket":
         if buckets is None:
             raise OptionError("shapes='bucket' needs capture sizes; expected buckets=[1, 2, 4, 8], or those of fit")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from graphplan.errors import OptionError
-from graphplan.feed.signature import Feed, leaf_key
+from graphplan.feed.signature import Feed
 
 Value = TypeVar("Value")
 Dims = int | Sequence[int]
@@ -114,19 +114,6 @@ class Dynamic:
             dims = given[index]
             places += [(index, dim) for dim in (default if dims is None else dims) if dim < leaf.ndim]
         return places
-
-    def split(self, feed: Feed) -> tuple[Hashable, tuple[int, ...]]:
-        """A call's static signature, and its sizes in the dynamic dimensions."""
-        places = self.of(feed)
-        sizes = tuple(feed.leaves[index].shape[dim] for index, dim in places)
-        fixed: list[Hashable] = []
-        for index, leaf in enumerate(feed.leaves):
-            if isinstance(leaf, Tensor):
-                shape = tuple(-1 if (index, dim) in places else size for dim, size in enumerate(leaf.shape))
-                fixed.append((shape, leaf.dtype, leaf.device, leaf.requires_grad))
-            else:
-                fixed.append(leaf_key(leaf))
-        return (feed.key[0], *fixed), sizes
 
 
 def _parse(name: str, value: Any) -> tuple[int, ...]:

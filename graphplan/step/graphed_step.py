@@ -18,14 +18,14 @@ from graphplan.report.figures import Figures, describe_program
 from graphplan.report.rendering import Reports
 from graphplan.report.stats import Stats
 from graphplan.specs.options import takes
-from graphplan.step.call_lock import CallLock, running_step
+from graphplan.step.call_lock import CallLock
 from graphplan.step.capture_sizes import ShapeStats
 from graphplan.step.gate import Gate, Stock
 from graphplan.step.methods import Method, check_form, owners_of
 from graphplan.step.options import Options, StepOptions
 from graphplan.step.padded_batches import PaddedBatches
 from graphplan.step.peers import Peers
-from graphplan.step.runner import Backends, brought_to
+from graphplan.step.runner import Backends
 from graphplan.step.state_machine import StateMachine
 
 
@@ -62,7 +62,7 @@ class GraphedStep(Method, CallLock, Reports):
         OptionError: if ``fn`` cannot be called, or only begins something when it is.
     """
 
-    takers = ("_call", "invalidate", "close", "find_program", "skip", "recover")
+    takers = ("_call", "invalidate", "close", "find_program", "recover")
 
     def __init__(
         self,
@@ -121,14 +121,6 @@ class GraphedStep(Method, CallLock, Reports):
     def _bound_to(self, instance: Any) -> GraphedStep:
         method = MethodType(self._fn, instance)
         return type(self)(method, owners_of(method, self._owners), self._options)
-
-    def skip(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason, detail: str = "") -> Any:
-        """An eager call for a reason of the caller's, on arguments of any kind, through which gradients may flow."""
-        runner = self.machine.runner
-        with self._alone(), running_step():
-            result = runner.eager(brought_to(self._options.feed_device, args, kwargs), reason, detail)
-        runner.outcome = None
-        return result
 
     def recover(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """End a call in which ``error`` came up around the step's own call. The caller's errors are raised again."""

@@ -95,10 +95,10 @@ class CommonOptions:
             of the comparison; a step that draws other random numbers is refused. The first two calls (of ``graphed``,
             the first one), and batches beyond the largest size, are not padded. Results are cut to their true size. In
             a Trainer, hooks and Lightning's batch sizes are those of the batch as it came, and evaluation is not
-            padded. ``graphed`` also has ``"eager"``: the first shape has a program, others are eager.
+            padded.
         buckets: capture sizes of dimension 0, in elements, or by dimension; see :func:`graphplan.buckets.fit`.
-        pad: what padding holds, a number or ``function(tensor, shape)``; or those by argument, by key of a dictionary
-            that is fed (``"labels"``) or by path (``"batch[1]"``).
+        pad: the number that padding holds; or numbers by argument, by key of a dictionary that is fed (``"labels"``) or
+            by path (``"batch[1]"``).
         dynamic: dimensions that may vary, by the same names; by default all but the last of an n-d tensor, all of a 1-d
             one. Only those are padded.
     """
@@ -222,7 +222,7 @@ class Options(StepOptions):
             expected = "a torch.device or its name, such as 'cuda'"
             raise OptionError(f"device is {self.device!r}; expected {expected}") from error
         Schedule.parse(self.verify)
-        check_shapes(self.shapes, ("exact", "bucket"), self.buckets, self.mask)
+        check_shapes(self.shapes, self.buckets, self.mask)
         if self.shapes == "bucket" and self.mode != "train" and not self.autograd:
             raise OptionError("shapes='bucket' of graph_step is for training; expected mode='train', or graphed")
         if self.buckets is not None:

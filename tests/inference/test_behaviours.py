@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphplan import BusyError, FeedError, Graphed, OptionError, Pool, SkipReason, graphed
+from graphplan import FeedError, Graphed, OptionError, Pool, SkipReason, graphed
 from tests.inference.helpers import assert_replays
 
 
@@ -26,28 +26,6 @@ def bucketed(fn: Any, sizes: Any, **options: Any) -> Graphed:
 
 
 # Which dimensions may vary.
-
-
-def test_all_dimensions_but_the_last_are_dynamic_by_default() -> None:
-    """Another last dimension is another signature, with a first shape of its own; a vector's only one is dynamic."""
-    fast = graphed(lambda x: x * 2, backend="tape", shapes="eager")
-    for shape in ((4, 8), (5, 8), (4, 3, 8), (4, 7), (6, 7)) * 9:
-        x = torch.randn(shape)
-        assert torch.equal(fast(x), x * 2)
-    assert fast.num_graphs == 3, "the first of each: (*, 8), (*, *, 8) and (*, 7)"
-    assert fast.stats.skipped[SkipReason.SHAPES] == 18
-    vectors = graphed(lambda x: x * 2, backend="tape", shapes="eager")
-    for size in (4, 5) * 6:
-        vectors(torch.randn(size))
-    assert vectors.num_graphs == 1 and vectors.stats.skipped[SkipReason.SHAPES] == 6
-
-
-def test_named_dimensions_take_the_place_of_the_default_ones() -> None:
-    fast = graphed(lambda x: x * 2, backend="tape", shapes="eager", dynamic={"x": 1})
-    for shape in ((4, 8), (4, 9), (5, 8)) * 9:
-        fast(torch.randn(shape))
-    assert fast.num_graphs == 2, "the batch is fixed now"
-    assert fast.stats.skipped[SkipReason.SHAPES] == 9
 
 
 def test_buckets_pad_the_dimension_they_are_for() -> None:
@@ -82,7 +60,7 @@ def test_literals_that_hash_or_compare_alike_are_told_apart(one: Any, two: Any) 
 
 
 @pytest.mark.parametrize("shape", [(4, 0), (0, 0), (0,), (3, 0, 5), ()], ids=str)
-@pytest.mark.parametrize("options", [{}, {"outputs": "static", "verify": "off"}, {"shapes": "eager"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"outputs": "static", "verify": "off"}], ids=str)
 def test_tensors_without_elements_and_without_dimensions(shape: tuple[int, ...], options: Any) -> None:
     fast = assert_replays(lambda x: (x * 2, x.sum()), [(torch.randn(shape),) for _ in range(7)], **options)
     assert fast.stats.replayed == 3
@@ -176,9 +154,7 @@ def test_what_an_earlier_call_left_in_the_padding_is_gone() -> None:
 
 def test_other_weights_are_not_for_padded_calls() -> None:
     fast = bucketed(nn.Linear(8, 4), [4], copy_roles=("input", "param"))
-    with pytest.raises(
-        OptionError, match=r"replay is for shapes='exact' and 'eager'; expected calls, which are padded"
-    ):
+    with pytest.raises(OptionError, match=r"replay is for shapes='exact'; expected calls, which are padded"):
         fast.replay((torch.randn(3, 8),))
 
 
@@ -194,22 +170,6 @@ def test_a_function_that_calls_itself_is_one_step() -> None:
         x = torch.rand(3)
         assert torch.equal(fast(x, 2), x / 2 / 2)
     assert fast.stats.replayed == 2
-
-
-def test_a_predicate_that_calls_its_function() -> None:
-    fast: Any = graphed(lambda x: x + 1, backend="tape", enable_if=lambda: fast(torch.ones(3)) is not None)
-    with pytest.raises(BusyError, match="called from within a call of the same pool"):
-        fast(torch.ones(3))
-
-
-def test_a_padding_function_that_calls_its_function() -> None:
-    def pad(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return fast(x)  # type: ignore[no-any-return]
-
-    fast: Any = bucketed(lambda x: x * 2, [4], pad=pad)
-    fast(torch.ones(3, 2))
-    with pytest.raises(BusyError, match="called from within a call of the same pool"):
-        fast(torch.ones(3, 2))
 
 
 # Several ways through a program, and what changes between replays.

@@ -49,7 +49,6 @@ def _drive(call: Any) -> list[Tensor]:
 BEFORE = {
     "exact": ["inference.graphed:plain", "step.state_machine:flatten", "step.lookup:Lookup.find", "step.managed:trace",
               "step.stages:capture_program"],
-    "eager": ["inference.graphed:_dense_feed", "step.dimensions:Dynamic.split"],
     "bucket": ["step.padded_batches:PaddedBatches._kind",
                "step.padding:Padding.kind", "step.padding:Padding._learn", "step.padding:Padding.pad",
                "step.padded_batches:_check_known", "step.managed:trace"],
@@ -130,17 +129,3 @@ def test_errors_of_the_functions_own_come_out_as_they_are(shapes: str, at: int) 
             function(torch.ones(3, 4), None)
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
             function(torch.ones(3, 5))
-
-
-def test_errors_of_enable_if_come_out_as_they_are() -> None:
-    _, function = _graphed("exact", "eager", enable_if=lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        function(torch.ones(3, 4))
-
-
-def test_errors_of_a_function_that_pads_come_out_as_they_are() -> None:
-    _, function = _graphed("bucket", "eager", pad=lambda leaf, shape: 1 // 0)
-    with torch.no_grad():
-        function(torch.ones(3, 4))
-        with pytest.raises(ZeroDivisionError):
-            function(torch.ones(3, 4))

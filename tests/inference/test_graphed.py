@@ -181,16 +181,6 @@ def test_literals_and_missing_arguments_are_part_of_the_key() -> None:
     assert fast.num_graphs == 3
 
 
-def test_enable_if_is_asked_each_time() -> None:
-    wanted = [True]
-    fast = graphed(Layer(), backend="tape", enable_if=lambda: wanted[0])
-    for (x,) in inputs(*[4] * 6):
-        fast(x)
-    wanted[0] = False
-    assert torch.equal(fast(x), fast.__wrapped__(x))
-    assert fast.stats.replayed == 2 and fast.stats.skipped[SkipReason.ENABLE_IF] == 1
-
-
 def test_gradients_flow_through_an_eager_call() -> None:
     """Where gradients are wanted, be it for an input or a parameter, the call is eager, and says so."""
     layer = Layer()
@@ -271,7 +261,7 @@ def test_replay_without_a_program() -> None:
     fast = graphed(lambda x: x * by_chance(x).sum().item(), backend="tape", on_failure="eager")
     with pytest.warns(UserWarning, match="item"), pytest.raises(NotCapturedError, match=r"has no program .*item"):
         fast.replay((torch.ones(3),))
-    with pytest.raises(OptionError, match="replay is for shapes='exact' and 'eager'"):
+    with pytest.raises(OptionError, match="replay is for shapes='exact'"):
         graphed(Layer(), shapes="bucket", buckets=[4]).replay((torch.ones(3, 8),))
 
 
@@ -475,22 +465,6 @@ def test_a_refusal_raises_or_warns() -> None:
     assert fast.stats.captured == 0
 
 
-def test_shapes_eager_captures_the_first_shape_only() -> None:
-    fast = graphed(lambda x, s: x * s, backend="tape", shapes="eager")
-    for size in (4, 6) * 7:
-        x = torch.randn(size, 8)
-        assert torch.equal(fast(x, 2.0), x * 2.0)
-    for _ in range(7):
-        x = torch.randn(2, 9)
-        assert torch.equal(fast(x, 2.0), x * 2.0)
-    assert fast.num_graphs == 2, "another last dimension is another static signature"
-    assert fast.stats.skipped[SkipReason.SHAPES] == 7
-    free = graphed(lambda x: x * 2, backend="tape", shapes="eager", dynamic={"x": ()})
-    for size in (4, 6) * 7:
-        free(torch.randn(size, 8))
-    assert free.num_graphs == 2, "without dynamic dimensions, each shape is a first one"
-
-
 def test_capture_after_counts_calls_of_a_shape() -> None:
     fast = graphed(Layer(), backend="tape", capture_after=3)
     for (x,) in inputs(4, 5, 4, 5, 4, 5):
@@ -589,8 +563,7 @@ def test_the_report_lists_the_cache() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"enable_if": True}, OptionError, "enable_if is True; expected a function"),
-        ({"shapes": "all"}, OptionError, "shapes is 'all'; expected one of: exact, eager, bucket"),
+        ({"shapes": "all"}, OptionError, "shapes is 'all'; expected one of: exact, bucket"),
         ({"outputs": "copy"}, OptionError, "outputs is 'copy'; expected 'clone' or 'static'"),
         ({"capture_after": 0}, OptionError, "capture_after is 0; expected an int >= 1"),
         ({"max_graphs": 0}, OptionError, "max_graphs is 0"),
@@ -675,7 +648,7 @@ def test_what_is_no_function_is_not_bound() -> None:
     assert Holder().layer is Holder.layer and Holder().method is Holder.method
 
 
-@pytest.mark.parametrize("options", [{}, {"shapes": "eager"}, {"shapes": "bucket", "buckets": [4]}])
+@pytest.mark.parametrize("options", [{}, {"shapes": "bucket", "buckets": [4]}])
 def test_what_no_program_takes_is_refused_whatever_the_shapes(options: Any) -> None:
     bads = [(torch.eye(3).to_sparse(), r"args\[0\] has layout"), (object(), "a object is fed")]
     # An object has no dimension to be padded: such calls are eager.

@@ -269,7 +269,7 @@ def test_every_choice_of_every_group_is_valid(group: str, choice: str) -> None:
         (["+model.widht=64"], ConfigError, r"model \(recipes\.models\.DigitsClassifier\) has no key 'widht'"),
         (["model.width=wide"], ConfigError, r"model\.width is 'wide': expected int"),
         (["model.width=true"], ConfigError, r"model\.width is True: expected int"),
-        (["shapes.shapes=all"], ConfigError, "shapes.shapes is 'all'; choose from: exact, eager, bucket"),
+        (["shapes.shapes=all"], ConfigError, "shapes.shapes is 'all'; choose from: exact, bucket"),
         (["+shapes.bucket=[1]"], ConfigError, "shapes has no key 'bucket': did you mean 'buckets'"),
         (["seed=later"], ConfigError, "Value 'later' of type 'str' could not be converted to Integer"),
         (["mode=inference"], ConfigError, "mode=inference predicts with trained weights: add ckpt_path="),

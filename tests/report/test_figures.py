@@ -224,7 +224,7 @@ def test_events_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(6):
         graphed(torch.ones(3))
     graphed.invalidate("a test")
-    graphed.skip((torch.ones(3),), {}, SkipReason.EAGER_IF, "by hand")
+    graphed.stats.skip(SkipReason.EAGER_IF, "by hand")
     graphed.close()
     assert ("graphplan.guards", logging.INFO, "invalidated: a test") in caplog.record_tuples
     assert ("graphplan.eager", logging.DEBUG, "by hand") in caplog.record_tuples
