@@ -33,7 +33,6 @@ from graphplan.program.faults import refusal_of, refusing
 from graphplan.report.figures import CLOSED, Figures, without_programs
 from graphplan.report.rendering import check_format, report_of_runs
 from graphplan.report.stats import Stats
-from graphplan.report.table import show
 from graphplan.specs.options import takes, with_arguments
 from graphplan.step.gate import AGAIN, Clock, Gate
 from graphplan.step.graphed_step import GraphedStep
@@ -372,9 +371,7 @@ class GraphPlanCallback(Callback):
         if trained:
             figures = self._of(_TRAINING)
             text = without_programs(figures.stats, self.options.backend, self.options.warmup_steps)
-            text = text or figures.headline()
-            if not (trainer.is_global_zero and show(figures.stats, text)):
-                rank_zero_info(text)
+            rank_zero_info(text or figures.headline())
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import logging
 import pickle
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from rich.console import Console
 
 from graphplan import GraphPlanCallback, OptionError, graph_step, graphed
 from graphplan.errors import SkipReason
 from graphplan.report.figures import Figures
 from graphplan.report.stats import Stats, Stretch
-from graphplan.report.table import show
 from tests.check.subjects import Data, Good, HostOptimizer
 
 
@@ -197,19 +193,6 @@ def test_figures_through_the_trainers_logger(tmp_path: Path) -> None:
     assert float(rows[-1]["graphplan/step_us"]) > 0
     with pytest.raises(OptionError, match="log is 1; expected True or False"):
         GraphPlanCallback(log=1)  # type: ignore[arg-type]
-
-
-def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = io.StringIO()
-    monkeypatch.setattr("rich.get_console", lambda: Console(file=text, force_terminal=True, width=200))
-    assert show(made("eerrr"), "graphplan: a headline")
-    assert "graphplan: a headline" in text.getvalue()
-    assert "replayed" in text.getvalue()
-    monkeypatch.setattr("rich.get_console", lambda: Console(file=text))
-    assert not show(Stats(), "no terminal")
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert not show(Stats(), "no rich")
-    assert "no " not in text.getvalue()
 
 
 def test_events_are_logged(caplog: pytest.LogCaptureFixture) -> None:
