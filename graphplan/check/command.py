@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from graphplan.check.configurations import configured
 from graphplan.check.fit import check_fit
 from graphplan.check.result import Result
 from graphplan.check.run import check_step
-from graphplan.check.targets import find, import_from, load
+from graphplan.check.targets import load
 from graphplan.compare import building
 from graphplan.compare.comparing import Tensors
 from graphplan.environment.devices import module_of
@@ -27,8 +25,6 @@ CHECK = """Train a few steps on the CPU, under CUDA's rules, and list what keeps
 
     graphplan check train.py:Module --data train.py:Data
     graphplan check "pkg.models:Net(width=64)" --batch "(torch.randn(8, 64), torch.zeros(8).long())"
-    graphplan check --config config.yaml
-    graphplan check pkg.models:Net --data pkg.data:Data --config config.yaml
     graphplan check train.py:step --batch "torch.randn(8, 64)"
 
 The exit status is 0 if the whole step would be replayed, 1 if not, 2 for a wrong call.
@@ -47,10 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "check", help="what keeps a step from being replayed", description=CHECK,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    check.add_argument("target", nargs="?", help="module:expression of a LightningModule or of a step")
+    check.add_argument("target", help="module:expression of a LightningModule or of a step")
     check.add_argument("--data", help="module:expression of a DataModule, a DataLoader or batches")
     check.add_argument("--batch", help="an expression for one batch, or for the arguments of a step, with torch in it")
-    check.add_argument("--config", help="a file of LightningCLI or Hydra that names model and data")
     check.add_argument("--json", action="store_true", help="print the result, and the plan, as JSON")
     commands.add_parser("env", help="versions, devices and settings, for a report of a fault")
     options = parser.parse_args(arguments)
@@ -74,8 +69,9 @@ def script() -> None:
 
 
 def _result(options: argparse.Namespace) -> Result:
-    make, data = _makers(options)
-    name = options.target or options.config
+    name = options.target
+    make = load(name, what="the target")
+    data = (lambda: None) if options.data is None else load(options.data, what="--data")
     batches = None if options.batch is None else _batches(options.batch)
     first = make()
     if hasattr(first, "training_step"):
@@ -86,22 +82,6 @@ def _result(options: argparse.Namespace) -> Result:
         raise OptionError(f"{name} is a step, and is called with --batch, which is missing")
     calls = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
     return check_step(first, calls, name=name)
-
-
-def _makers(options: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """What makes the model, or the step, and the data."""
-    if options.target is None and options.config is None:
-        raise OptionError("expected a target such as train.py:Module, --config, or both")
-    if options.config is None:
-        data = (lambda: None) if options.data is None else load(options.data, what="--data")
-        return load(options.target, what="the target"), data
-    import_from(os.curdir)
-    given = {"the target": options.target, "--data": options.data}
-    kinds = {what: None if text is None else find(text, what=what)() for what, text in given.items()}
-    for what, kind in kinds.items():
-        if not isinstance(kind, type | None):
-            raise OptionError(f"{what} is {given[what]!r}; expected a class beside --config, which has its arguments")
-    return configured(options.config, kinds["the target"], kinds["--data"])
 
 
 def _batches(expression: str) -> list[Any]:

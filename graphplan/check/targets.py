@@ -14,8 +14,8 @@ from typing import Any
 from graphplan.errors import OptionError
 
 
-def find(target: str, *, what: str) -> Callable[[], Any]:
-    """What evaluates ``target``, anew with each call.
+def load(target: str, *, what: str) -> Callable[[], Any]:
+    """What makes the object that ``target`` names, anew with each call; a class is called without arguments.
 
     Args:
         target: ``pkg.module:expression`` or ``path/to/file.py:expression``, the expression in the words of that
@@ -33,35 +33,21 @@ def find(target: str, *, what: str) -> Callable[[], Any]:
         )
     module = _imported(place, what)
 
-    def evaluate() -> Any:
+    def make() -> Any:
         try:
-            return eval(expression, vars(module))
+            found = eval(expression, vars(module))
         except (NameError, AttributeError, SyntaxError) as error:
             raise OptionError(f"{what} is {target!r}, and {expression!r} means nothing in {place}: {error}") from error
-
-    return evaluate
-
-
-def load(target: str, *, what: str) -> Callable[[], Any]:
-    """What ``target`` names, made anew by each call: a class is called without arguments. See :func:`find`."""
-    evaluate = find(target, what=what)
-
-    def make() -> Any:
-        found = evaluate()
         return found() if isinstance(found, type) else found
 
     return make
 
 
-def import_from(*folders: str) -> None:
-    """Have modules in these folders found, as a script that is run there finds them."""
-    for folder in map(os.path.abspath, folders):
+def _imported(place: str, what: str) -> ModuleType:
+    # As a script that is run there finds its neighbours.
+    for folder in map(os.path.abspath, (os.path.dirname(place), os.curdir)):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-
-
-def _imported(place: str, what: str) -> ModuleType:
-    import_from(os.path.dirname(place), os.curdir)
     try:
         if not place.endswith(".py"):
             return importlib.import_module(place)

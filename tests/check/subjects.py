@@ -39,17 +39,6 @@ class Bad(Good):
         return loss + 0 * kept
 
 
-class Tuned(Good):
-    """Is given what makes its optimizer."""
-
-    def __init__(self, width: int, make: Any) -> None:
-        super().__init__(width)
-        self.make = make
-
-    def configure_optimizers(self) -> Any:
-        return self.make(self.parameters())
-
-
 class Own(Good):
     """Has a loader of its own."""
 

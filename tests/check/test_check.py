@@ -1,4 +1,4 @@
-"""``graphplan check``: all blockers at once, each with its line; exit statuses; configurations."""
+"""``graphplan check``: all blockers at once, each with its line; exit statuses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from torch.nn import functional
 from graphplan import check_step
 from graphplan.check import fit
 from graphplan.check.command import environment, main
-from graphplan.check.configurations import configured
 from graphplan.check.targets import load
-from graphplan.errors import OptionError
 from tests.check import subjects
 
 HERE = "tests.check.subjects"
@@ -134,53 +132,9 @@ def test_a_fit_that_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> No
     assert result.replayed == "nothing would be replayed"
 
 
-CLI = f"model:\n  class_path: {HERE}.Good\n  init_args:\n    width: 8\ndata:\n  class_path: {HERE}.Data\n"
-OF_CLASSES = "trainer:\n  devices: 4\n  max_epochs: 3\nmodel:\n  width: 8\ndata:\n  rows: 32\n"
-HYDRA = f"""
-module:
-  _target_: {HERE}.Tuned
-  width: 8
-  make:
-    _target_: torch.optim.SGD
-    _partial_: true
-    lr: 0.1
-datamodule:
-  _target_: {HERE}.Data
-  rows: 32
-"""
-COMPOSED = (
-    "defaults:\n  - model: good\n  - _self_\nrows: 32\ndata:\n  _target_: tests.check.subjects.Data\n  rows: ${rows}\n"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "targets"),
-    [(CLI, []), (OF_CLASSES, [f"{HERE}:Good", "--data", f"{HERE}:Data"]), (HYDRA, []), (COMPOSED, [])],
-    ids=["LightningCLI", "LightningCLI of classes", "Hydra", "Hydra with defaults"],
-)
-def test_configurations(text: str, targets: list[str], tmp_path: Path) -> None:
-    """Each made by its library: partial objects, interpolations and defaults are those that a run would have."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "good.yaml").write_text(f"_target_: {HERE}.Good\nwidth: 8\n")
-    file = tmp_path / "config.yaml"
-    file.write_text(text)
-    assert main(["check", *targets, "--config", str(file)]) == 0
-
-
-def test_a_configuration_of_an_optimizer(tmp_path: Path) -> None:
-    """Which ``LightningCLI`` puts in the place of the module's own."""
-    file = tmp_path / "config.yaml"
-    file.write_text(f"{CLI}optimizer:\n  class_path: torch.optim.SGD\n  init_args:\n    lr: 0.1\n")
-    make, data = configured(str(file), None, None)
-    module = make()
-    assert type(module.configure_optimizers()) is torch.optim.SGD
-    assert type(data()) is subjects.Data
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "expected a target such as train.py:Module, --config, or both"),
         (["nowhere"], "expected a module and an expression in it"),
         (["nowhere:Module"], "which cannot be imported: No module named 'nowhere'"),
         (["nowhere.py:Module"], "which cannot be imported"),
@@ -190,34 +144,12 @@ def test_a_configuration_of_an_optimizer(tmp_path: Path) -> None:
         ([f"{HERE}:HERE if False else 3"], "is a int; expected a LightningModule, or a step to call"),
         ([f"{HERE}:step"], "is called with --batch, which is missing"),
         ([f"{HERE}:step", "--batch", "torch.nothing"], "which does not make a batch: AttributeError"),
-        (["--config", "nowhere.yaml"], "there is no such file"),
-        ([f"{HERE}:batches", "--config", FILE], "expected a class beside --config, which has its arguments"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_wrong_calls(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *arguments]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_configurations_that_are_none(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("trainer:\n  max_epochs: 3\n")
-    with pytest.raises(OptionError, match=r"which names no model; expected model .* found: trainer"):
-        configured(str(file), None, None)
-    file.write_text("model:\n  nothing: 3\n")
-    with pytest.raises(OptionError, match="which LightningCLI does not take"):
-        configured(str(file), subjects.Good, None)[0]()
-
-
-def test_a_configuration_without_what_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(HYDRA)
-    monkeypatch.setitem(sys.modules, "omegaconf", None)
-    assert main(["check", "--config", str(file)]) == 2
-    assert 'pip install "graphplan[hydra]"' in capsys.readouterr().err
 
 
 def test_a_step_without_calls() -> None:
