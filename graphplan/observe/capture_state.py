@@ -103,10 +103,10 @@ def _is_of_step(frame: FrameType | None) -> bool:
         frame = frame.f_back
     if frame is None or _manages(frame.f_code.co_filename) or _is_optimizers(frame):
         return False
-    use = branches_of(frame).use_at(frame.f_lasti)[0]
+    use = branches_of(frame).use_at(frame.f_lasti)
     while use is Use.RETURNED and frame.f_back is not None:
         frame = frame.f_back
-        use = branches_of(frame).use_at(frame.f_lasti)[0]
+        use = branches_of(frame).use_at(frame.f_lasti)
     return use is not Use.ASSERTED
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 import __future__
 
 import ast
+import builtins
 import linecache
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from operator import or_
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -33,7 +33,7 @@ def parse(code: CodeType, space: Mapping[str, Any] | None = None) -> ast.Module:
     where there is no source, or one that was edited since. ``space`` are the code's globals.
     """
     lines = _lines_of(code, dict(space or {}))
-    first, end = code.co_firstlineno, max(last or line or 0 for line, last, _, _ in positions(code))
+    first, end = code.co_firstlineno, max(last or 0 for _, last, _, _ in _positions(code))
     for start, part in ((first, lines[first - 1 : end]), (1, lines)):
         is_inner = bool(part) and part[0][:1].isspace()
         with suppress(SyntaxError, ValueError), catch_warnings():
@@ -90,11 +90,10 @@ def _is_rewritten(code: CodeType) -> bool:
     )
 
 
-def positions(code: CodeType) -> list[tuple[int | None, ...]]:
-    """Line, last line, column, and column at the end of each instruction; since Python 3.11 more than its line."""
-    if sys.version_info >= (3, 11):
-        return [(line, last, column, end) for line, last, column, end in code.co_positions()]
-    return [(line, line, None, None) for start, end, line in code.co_lines() for _ in range(start, end, 2)]
+def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
+    """Line, last line, column, and column at the end of each instruction; before Python 3.11 none is known."""
+    find: Any = getattr(code, "co_positions", None)
+    return [(None, None, None, None)] * (len(code.co_code) // 2) if find is None else list(find())
 
 
 def nodes_of(code: CodeType) -> list[ast.AST]:
@@ -114,13 +113,36 @@ def has(nodes: Sequence[ast.AST], kinds: tuple[type[ast.AST], ...]) -> bool:
     return any(isinstance(inner, kinds) for node in nodes for inner in ast.walk(node))
 
 
-def always_raises(block: Sequence[ast.stmt]) -> bool:
-    """Whether every way through a block ends with an exception."""
-    for statement in block:
-        if isinstance(statement, ast.Raise):
-            return True
-        if isinstance(statement, ast.If) and always_raises(statement.body) and always_raises(statement.orelse):
-            return True
-        if has([statement], (*LEAVING, *PAUSING)):
-            return False
-    return False
+class SyntaxTree:
+    """The syntax tree of one code object, empty where there is none. ``space`` has the code's globals."""
+
+    def __init__(self, code: CodeType, space: Mapping[str, Any]) -> None:
+        self.code = code
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self._space = space
+        for parent in ast.walk(parse(code, space)):
+            self.parents.update(dict.fromkeys(ast.iter_child_nodes(parent), parent))
+
+    def at(self, offset: int) -> ast.expr | ast.stmt | None:
+        """What an instruction belongs to: the smallest thing around it that ends where it ends. None before Python
+        3.11, which does not tell.
+        """
+        line, last, column, end = _positions(self.code)[offset // 2]
+        if line is None or column is None:
+            return None
+        nodes = (node for node in self.parents if isinstance(node, ast.expr | ast.stmt))
+        # A method's call begins where its name does.
+        ending = [node for node in nodes if (node.end_lineno, node.end_col_offset) == (last, end)]
+        around = [node for node in ending if (node.lineno, node.col_offset) <= (line, column)]
+        return max(around, key=lambda node: (node.lineno, node.col_offset), default=None)
+
+    def resolve(self, node: ast.AST | None) -> Any:
+        """The global, builtin or attribute of a module that an expression names, or None."""
+        if isinstance(node, ast.Attribute):
+            # Of modules only: to ask other objects could run code.
+            holder = self.resolve(node.value)
+            return vars(holder).get(node.attr) if isinstance(holder, ModuleType) else None
+        code = self.code
+        if not isinstance(node, ast.Name) or node.id in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+            return None
+        return self._space.get(node.id, getattr(builtins, node.id, None))

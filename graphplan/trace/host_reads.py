@@ -92,29 +92,22 @@ def find_place() -> Place:
 def is_asserted() -> bool:
     """Return True if the value that is being read is only asserted, and the step ends where that fails."""
     frame = _asking(sys._getframe(1))
-    raised: frozenset[Any] = frozenset()
     while frame is not None and not is_ours(frame.f_code.co_filename):
-        branches = branches_of(frame)
-        if raised:
-            # Code that returns the value has asserted it, too.
-            lets_out, raised = branches.lets_out(frame.f_lasti, raised)
-            if not lets_out:
-                return False
-        use, kinds = branches.use_at(frame.f_lasti)
-        raised |= kinds
-        if use is not Use.RETURNED:
-            return use is Use.ASSERTED and _ends_step(frame.f_back, raised)
+        use = branches_of(frame).use_at(frame.f_lasti)
         frame = frame.f_back
+        if use is not Use.RETURNED:
+            return use is Use.ASSERTED and _ends_step(frame)
+        # Code that returns the value may have asserted it, too.
+        if frame is None or not branches_of(frame).lets_out(frame.f_lasti):
+            return False
     return False
 
 
-def _ends_step(frame: FrameType | None, raised: frozenset[Any]) -> bool:
+def _ends_step(frame: FrameType | None) -> bool:
     """Whether an exception that comes to ``frame`` goes through all of the step's code."""
     while frame is not None and not runs_steps(frame.f_code):
-        if not is_ours(frame.f_code.co_filename):
-            lets_out, raised = branches_of(frame).lets_out(frame.f_lasti, raised)
-            if not lets_out:
-                return False
+        if not is_ours(frame.f_code.co_filename) and not branches_of(frame).lets_out(frame.f_lasti):
+            return False
         frame = frame.f_back
     return True
 

@@ -108,6 +108,11 @@ def forbids() -> None:
         raise RuntimeError("cannot be captured")
 
 
+def forbids_for(parameters: list[nn.Parameter]) -> None:
+    if asks() and len(parameters) == 1:
+        raise RuntimeError("only forbids")
+
+
 def test_code_that_only_forbids_captures_hears_the_truth() -> None:
     """Otherwise warm-up would raise what no eager step raises."""
     parameter = nn.Parameter(torch.ones(2))
@@ -115,8 +120,7 @@ def test_code_that_only_forbids_captures_hears_the_truth() -> None:
         forbids()
         assert answer()
         Careful([parameter], lr=0.1).step()
-        if asks() and len([parameter]) == 1:
-            raise RuntimeError("only forbids")
+        forbids_for([parameter])
         answers: list[bool] = []
         # What keeps the answer does more with it.
         answers.append(asks())
