@@ -1,22 +1,21 @@
 """What code does with the containers that it loads: appends to them alone, or looks at them.
 
-The syntax tree of the source is followed with what each expression has: containers by the name that they were loaded
-by, and how many items deep within that. Whatever is done with them that is not known here looks at them. Of code
-without source it is only known what it loads (:mod:`graphplan.observe.names`).
+In the syntax tree of the source, each load of an attribute or a variable is followed outwards, with how many items deep
+within it an expression lies, and from a variable of the function's own to what loads that. Whatever is done with a
+container that is not known here looks at it. Of code without source it is only known what it loads
+(:mod:`graphplan.observe.names`).
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType
-from typing import Any
 
 from graphplan.observe.names import names_of
-from graphplan.observe.syntax import COMPREHENSIONS, nodes_of
+from graphplan.observe.syntax import nodes_of
 
 _DEEPEST = 8
 """Items within items are told apart so far; a loop may go on without end."""
@@ -39,28 +38,25 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class _Value:
-    """What was loaded by a ``name`` (kind ``held``), ``self``, or a literal string (``literal``)."""
+class _Held:
+    """What an expression has of what was loaded by a name."""
 
-    kind: str
-    name: str = ""
-    depth: int = 0
+    name: str
     own: bool = False
+    depth: int = 0
 
-    def deeper(self, by: int = 1) -> _Value:
+    def deeper(self, by: int = 1) -> _Held:
         return replace(self, depth=max(min(self.depth + by, _DEEPEST), -1))
 
 
-_Entry = frozenset[_Value]
-_NOTHING: _Entry = frozenset()
-
-GROWING = frozenset({"append", "extend", "appendleft", "extendleft"})
-_SILENT = GROWING | {"clear", "insert", "update", "keys", "rotate"}
+_GROWING = frozenset({"append", "extend", "appendleft", "extendleft"})
+_SILENT = _GROWING | {"clear", "insert", "update", "keys", "rotate"}
 """Methods that tell nothing of what is in the lists that a container has."""
 _INTO = {"get": 1, "setdefault": 1, "pop": 1, "popleft": 1, "__getitem__": 1, "values": 0, "items": -1}
 """Methods that lead to items, and how deep."""
 _MEASURES = frozenset({"len", "bool"})
 _HARMLESS = frozenset({"isinstance", "issubclass", "type", "id", "callable", "hasattr"})
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 @lru_cache(512)
@@ -68,7 +64,7 @@ def looks_of(code: CodeType) -> frozenset[Look]:
     """What ``code`` looks at."""
     nodes = nodes_of(code)
     if nodes:
-        return _Follower(code, nodes).follow()
+        return frozenset(look for node in nodes for look in _Follower(code, node).follow())
     # Without source: what it loads for more than to append to it.
     found = names_of(code)
     attributes = [f".{name.removesuffix('[:]')}" for name in found.attributes if name.endswith("[:]")]
@@ -76,256 +72,182 @@ def looks_of(code: CodeType) -> frozenset[Look]:
 
 
 class _Follower:
-    """Follows the ``nodes`` that one code object may come from."""
+    """Follows what is loaded in the function, lambda or comprehension ``root``, which ``code`` may come from."""
 
-    def __init__(self, code: CodeType, nodes: Sequence[ast.AST]) -> None:
-        self._nodes = nodes
-        self._names = code.co_names
-        self._own = {*code.co_varnames}.difference(code.co_cellvars)
-        self._inner: set[str] = set()
-        """Variables of comprehensions, which may have the names of others."""
-        self._locals: dict[str, _Entry] = {}
+    def __init__(self, code: CodeType, root: ast.AST) -> None:
+        self._code = code
+        self._parents = dict(_with_parents(root))
+        variables = {*code.co_varnames}.difference(code.co_cellvars)
+        inner = [node.target for node in self._parents if isinstance(node, ast.comprehension)]
+        # Variables of comprehensions, which may have the names of others.
+        bound = {name.id for target in inner for name in ast.walk(target) if isinstance(name, ast.Name)}
+        self._locals, self._own = variables, variables | bound
         self._looks: set[Look] = set()
-        self._misses = any(_catches_misses(inner) for node in nodes for inner in ast.walk(node))
-        """Whether an item that is not there tells the code how many there are."""
-        self._line = code.co_firstlineno
+        self._met: set[tuple[ast.AST, _Held]] = set()
+        self._misses = any(isinstance(node, ast.ExceptHandler) for node in self._parents) or "suppress" in code.co_names
+        """Whether an item that is not there may tell the code how many there are."""
 
-    def follow(self) -> frozenset[Look]:
-        """What is looked at: as often as variables turn out to hold more."""
-        known = None
-        while known != self._locals:
-            known = dict(self._locals)
-            for node in self._nodes:
-                if isinstance(node, ast.expr):
-                    self._look([self._value(node.body if isinstance(node, ast.Lambda) else node)])
-                else:
-                    self._run(getattr(node, "body", ()))
-        return frozenset(self._looks)
+    def follow(self) -> set[Look]:
+        """What is looked at."""
+        for node in self._parents:
+            held = self._loaded(node)
+            if held is not None:
+                self._climb(node, held)
+        return self._looks
 
-    def _look(self, entries: Iterable[_Entry], *, whole: bool = True) -> None:
-        for entry in entries:
-            for value in entry:
-                if value.kind == "held":
-                    self._looks.add(Look(value.name, value.depth, whole, value.own, self._line))
-
-    def _look_within(self, entries: Iterable[_Entry]) -> None:
-        """Note what only shows something of an item, but not of a list that it might be."""
-        for entry in entries:
-            self._look([frozenset(value.deeper() for value in entry if value.kind == "held" and value.depth > 0)])
-
-    def _run(self, block: Iterable[ast.AST]) -> None:
-        for statement in block:
-            self._line = getattr(statement, "lineno", self._line)
-            if isinstance(statement, ast.Assign):
-                for target in statement.targets:
-                    self._assign(target, statement.value)
-            elif isinstance(statement, ast.AnnAssign):
-                if statement.value is not None:
-                    self._assign(statement.target, statement.value)
-            elif isinstance(statement, ast.AugAssign):
-                self._add(statement)
-            elif isinstance(statement, ast.For | ast.AsyncFor):
-                self._bind(statement.target, self._items_of(statement.iter))
-                self._run([*statement.body, *statement.orelse])
-            elif isinstance(statement, ast.If | ast.While):
-                self._truth(statement.test)
-                self._run([*statement.body, *statement.orelse])
-            elif isinstance(statement, ast.Assert):
-                self._truth(statement.test)
-                self._run([statement.msg] if statement.msg is not None else [])
-            elif isinstance(statement, ast.Delete):
-                for target in statement.targets:
-                    self._bind(target, _NOTHING)
-            elif isinstance(statement, ast.Expr):
-                self._value(statement.value)
-            elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                # What is in it has code of its own.
-                arguments = getattr(statement, "args", None)
-                self._run([*statement.decorator_list, *([] if arguments is None else [arguments])])
-            elif isinstance(statement, ast.withitem):
-                self._look([self._value(statement.context_expr)])
-                if statement.optional_vars is not None:
-                    self._bind(statement.optional_vars, _NOTHING)
-            elif isinstance(statement, ast.expr):
-                self._look([self._value(statement)])
-            else:
-                self._run(ast.iter_child_nodes(statement))
-
-    def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-            pairs = [] if _has_stars([*target.elts, *value.elts]) else list(zip(target.elts, value.elts, strict=True))
-            for one, other in pairs:
-                self._assign(one, other)
-            if pairs:
-                return
-        self._bind(target, self._value(value))
-
-    def _bind(self, target: ast.expr, entry: _Entry) -> None:
-        """Note what is stored elsewhere than where it came from."""
-        homes: set[str] = set()
-        if isinstance(target, ast.Name):
-            if target.id in self._own | self._inner:
-                self._locals[target.id] = self._locals.get(target.id, _NOTHING) | entry
-                return
-            homes = {target.id}
-        elif isinstance(target, ast.Tuple | ast.List):
-            self._look([entry], whole=_has_stars(target.elts))
-            for item in target.elts:
-                self._bind(item.value if isinstance(item, ast.Starred) else item, _within(entry))
-            return
-        elif isinstance(target, ast.Attribute):
-            self._value(target.value)
-            homes = {f".{self._mangled(target.attr)}"}
-        elif isinstance(target, ast.Subscript):
-            holder = self._value(target.value)
-            homes = {held.name for held in holder}
-            self._look_within([self._value(target.slice)])
-            if isinstance(target.slice, ast.Slice):
-                # What that leaves depends on how much there was.
-                self._look([holder])
-        self._look([frozenset(held for held in entry if held.name not in homes)])
-
-    def _add(self, statement: ast.AugAssign) -> None:
-        value = self._value(statement.value)
-        left = self._value(statement.target)
-        self._look([value] if isinstance(statement.op, ast.Add) else [value, left])
-        self._bind(statement.target, left if isinstance(statement.op, ast.Add) else _NOTHING)
-
-    def _items_of(self, node: ast.expr) -> _Entry:
-        """An item of what is iterated over."""
-        items = self._value(node)
-        self._look([items], whole=False)
-        return _within(items)
-
-    def _truth(self, node: ast.expr) -> _Entry:
-        got = self._value(node)
-        self._look_within([got])
-        self._look([got], whole=False)
-        return got
-
-    def _value(self, node: ast.AST) -> _Entry:
-        """What an expression has."""
-        self._line = getattr(node, "lineno", self._line)
-        if isinstance(node, ast.Name):
-            known = self._locals.get(node.id, _NOTHING)
-            other = _Value("self") if node.id == "self" else _Value("held", node.id)
-            return known if node.id in self._own and node.id != "self" else known | {other}
-        if isinstance(node, ast.Constant):
-            return frozenset({_Value("literal", node.value)}) if isinstance(node.value, str) else _NOTHING
+    def _loaded(self, node: ast.AST) -> _Held | None:
+        """What a node loads by a name, if it does. A string may be the name that ``getattr`` is given."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "getattr" in self._code.co_names:
+            self._look(node, _Held(f".{node.value}"))
+        if not isinstance(node, ast.Name | ast.Attribute) or not self._is_load(node):
+            return None
         if isinstance(node, ast.Attribute):
-            return self._attribute(node)
-        if isinstance(node, ast.Subscript):
-            return self._item(node)
-        if isinstance(node, ast.Call):
-            return self._call(node)
-        if isinstance(node, ast.BoolOp):
-            return _NOTHING.union(*map(self._truth, node.values))
-        if isinstance(node, ast.IfExp):
-            self._truth(node.test)
-            return self._value(node.body) | self._value(node.orelse)
-        if isinstance(node, ast.NamedExpr):
-            entry = self._value(node.value)
-            self._bind(node.target, entry)
-            return entry
-        if isinstance(node, ast.Compare):
-            self._compare(node)
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            self._truth(node.operand)
-        elif isinstance(node, (*COMPREHENSIONS, ast.GeneratorExp)):
-            self._comprehend(node)
-        elif isinstance(node, ast.Lambda):
-            self._run([node.args])
-        else:
-            self._look(map(self._value, ast.iter_child_nodes(node)))
-        return _NOTHING
+            return _Held(self._name_of(node), _is_self(node.value))
+        return None if node.id in self._locals or node.id == "self" else _Held(node.id)
 
-    def _mangled(self, name: str) -> str:
-        """What the compiler makes of a private name within a class."""
+    def _is_load(self, node: ast.Name | ast.Attribute | ast.Subscript) -> bool:
+        # ``a += b`` stores and loads.
+        return isinstance(node.ctx, ast.Load) or isinstance(self._parents[node], ast.AugAssign)
+
+    def _name_of(self, target: ast.AST) -> str:
+        """The attribute, with a leading dot, or variable that an expression is of, or an item of."""
+        while isinstance(target, ast.Subscript):
+            target = target.value
+        if not isinstance(target, ast.Attribute):
+            return getattr(target, "id", "")
+        # What the compiler makes of a private name within a class.
+        name, names = target.attr, self._code.co_names
         is_private = name.startswith("__") and not name.endswith("__")
-        return next((other for other in self._names if is_private and other[0] == "_" and other.endswith(name)), name)
+        mangled = (other for other in names if is_private and other[0] == "_" and other.endswith(name))
+        return f".{next(mangled, name)}"
 
-    def _attribute(self, node: ast.Attribute) -> _Entry:
-        holder = self._value(node.value)
-        is_super = isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super"
-        if node.attr not in GROWING:
-            self._look([holder], whole=node.attr.startswith("__"))
-        return frozenset({_Value("held", f".{self._mangled(node.attr)}", own=is_super or _is_self(holder))})
+    def _look(self, node: ast.AST, held: _Held, *, whole: bool = True) -> None:
+        line = getattr(node, "lineno", self._code.co_firstlineno)
+        self._looks.add(Look(held.name, held.depth, whole, held.own, line))
 
-    def _item(self, node: ast.Subscript) -> _Entry:
-        holder = self._value(node.value)
-        if isinstance(node.slice, ast.Slice):
-            self._value(node.slice)
-            self._look([holder])
-            return _NOTHING
-        self._look_within([self._value(node.slice)])
-        if self._misses:
-            self._look([holder], whole=False)
-        return _within(holder)
+    def _look_within(self, node: ast.AST, held: _Held) -> None:
+        """Note what only shows something of an item, but not of a list that it might be."""
+        if held.depth > 0:
+            self._look(node, held.deeper())
 
-    def _call(self, node: ast.Call) -> _Entry:
-        arguments = [self._value(part) for part in (*node.args, *(keyword.value for keyword in node.keywords))]
-        if isinstance(node.func, ast.Attribute):
-            receiver, name = self._value(node.func.value), node.func.attr
-            self._look(arguments)
-            if name in _INTO:
-                return frozenset(value.deeper(_INTO[name]) for value in receiver if value.kind == "held")
-            if name not in _SILENT:
-                self._look([receiver])
-            return _NOTHING
-        called = self._value(node.func)
-        names = {value.name for value in called if value.kind == "held"}
-        if names & _MEASURES:
-            self._look(arguments, whole=False)
-        elif "getattr" in names and len(arguments) > 1:
-            literals = [value.name for value in arguments[1] if value.kind == "literal"]
-            found = frozenset(_Value("held", f".{name}", own=_is_self(arguments[0])) for name in literals)
-            return found.union(*arguments[2:])
-        elif names & _HARMLESS:
-            self._look_within(arguments)
+    def _measure(self, node: ast.AST, held: _Held) -> None:
+        """Note what shows how many items there are, or whether there are any."""
+        self._look(node, held, whole=False)
+        self._look_within(node, held)
+
+    def _climb(self, node: ast.AST, held: _Held) -> None:
+        """Follow what is done with ``node``, an expression that has ``held``."""
+        if (node, held) in self._met:
+            return
+        self._met.add((node, held))
+        parent = self._parents[node]
+        if isinstance(parent, ast.Attribute):
+            self._take_attribute(parent, node, held)
+        elif isinstance(parent, ast.Subscript):
+            self._take_item(parent, node, held)
+        elif isinstance(parent, ast.Call):
+            self._pass(parent, node, held)
+        elif isinstance(parent, ast.Compare):
+            self._compare(parent, node, held)
+        elif isinstance(parent, ast.Assign):
+            for target in parent.targets:
+                self._bind(target, node, held)
+        elif isinstance(parent, ast.AnnAssign):
+            self._bind(parent.target, node, held)
+        elif isinstance(parent, ast.For | ast.AsyncFor | ast.comprehension) and node is parent.iter:
+            self._look(node, held, whole=False)
+            self._bind(parent.target, node, held.deeper())
+        elif isinstance(parent, ast.BoolOp):
+            self._measure(node, held)
+            self._climb(parent, held)
+        elif isinstance(parent, ast.IfExp) and node is not parent.test:
+            self._climb(parent, held)
+        elif _asks_for_truth(parent):
+            self._measure(node, held)
+        elif not (isinstance(parent, ast.Expr) or _adds_to(parent, node)):
+            self._look(node, held)
+
+    def _take_attribute(self, parent: ast.Attribute, node: ast.AST, held: _Held) -> None:
+        call, name = self._parents[parent], parent.attr
+        if not (isinstance(call, ast.Call) and call.func is parent):
+            if name not in _GROWING:
+                self._look(node, held, whole=name.startswith("__"))
+        elif name in _INTO:
+            self._climb(call, held.deeper(_INTO[name]))
+        elif name not in _SILENT:
+            self._look(node, held)
+
+    def _take_item(self, parent: ast.Subscript, node: ast.AST, held: _Held) -> None:
+        if node is parent.slice:
+            self._look_within(node, held)
+        elif isinstance(parent.slice, ast.Slice):
+            # What that leaves depends on how much there was, too.
+            self._look(node, held)
+        elif self._is_load(parent):
+            if self._misses:
+                self._look(node, held, whole=False)
+            self._climb(parent, held.deeper())
+
+    def _pass(self, call: ast.Call, node: ast.AST, held: _Held) -> None:
+        """Follow what is called, or is an argument."""
+        name = getattr(call.func, "id", "")
+        if node is call.func or (name in _HARMLESS and name not in self._locals):
+            self._look_within(node, held)
+        elif not (name == "getattr" and node is call.args[0]):
+            self._look(node, held, whole=name not in _MEASURES or name in self._locals)
+
+    def _compare(self, parent: ast.Compare, node: ast.AST, held: _Held) -> None:
+        if all(isinstance(operator, ast.Is | ast.IsNot) for operator in parent.ops):
+            self._look_within(node, held)
+        elif node is not parent.left and all(isinstance(operator, ast.In | ast.NotIn) for operator in parent.ops):
+            self._measure(node, held)
         else:
-            self._look(arguments)
-            self._look_within([called])
-        return _NOTHING
+            self._look(node, held)
 
-    def _compare(self, node: ast.Compare) -> None:
-        sides = [self._value(side) for side in (node.left, *node.comparators)]
-        for operator, left, right in zip(node.ops, sides, sides[1:], strict=False):
-            if isinstance(operator, ast.Is | ast.IsNot):
-                self._look_within([left, right])
-            else:
-                self._look([left])
-                self._look([right], whole=not isinstance(operator, ast.In | ast.NotIn))
-                self._look_within([right])
-
-    def _comprehend(self, node: Any) -> None:
-        for generator in node.generators:
-            entry = self._items_of(generator.iter)
-            self._inner.update(name.id for name in ast.walk(generator.target) if isinstance(name, ast.Name))
-            self._bind(generator.target, entry)
-            for test in generator.ifs:
-                self._truth(test)
-        parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-        self._look(map(self._value, parts))
+    def _bind(self, target: ast.AST, node: ast.AST, held: _Held) -> None:
+        """Follow a variable; what is stored elsewhere than where it came from is looked at."""
+        if isinstance(target, ast.Tuple | ast.List):
+            self._look(node, held, whole=_has_stars(target.elts))
+            for item in target.elts:
+                self._bind(item.value if isinstance(item, ast.Starred) else item, node, held.deeper())
+        elif isinstance(target, ast.Name) and target.id in self._own:
+            for load in self._parents:
+                if isinstance(load, ast.Name) and load.id == target.id and self._is_load(load):
+                    self._climb(load, held)
+        elif self._name_of(target) != held.name:
+            self._look(node, held)
 
 
-def _is_self(entry: _Entry) -> bool:
-    return any(value.kind == "self" for value in entry)
+def _with_parents(root: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """The nodes within ``root`` that belong to its code, each with its parent."""
+    body = getattr(root, "body", [root])
+    left = [(node, root) for node in (body if isinstance(body, list) else [body])]
+    while left:
+        node, parent = left.pop()
+        yield node, parent
+        inner = ast.iter_child_nodes(node)
+        if isinstance(node, _FUNCTIONS):
+            # What is in the body has code of its own.
+            inner = iter([*getattr(node, "decorator_list", ()), *([node.args] if hasattr(node, "args") else [])])
+        left += [(part, node) for part in inner]
 
 
-def _within(entry: _Entry) -> _Entry:
-    """An item of what is there."""
-    return frozenset(value.deeper() for value in entry if value.kind == "held")
+def _is_self(node: ast.AST) -> bool:
+    """Whether an expression is ``self`` or ``super()``."""
+    name = node.func if isinstance(node, ast.Call) else node
+    return isinstance(name, ast.Name) and name.id == ("super" if isinstance(node, ast.Call) else "self")
+
+
+def _asks_for_truth(parent: ast.AST) -> bool:
+    """Whether an expression, one of ``parent``, is asked for its truth."""
+    is_not = isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)
+    return is_not or isinstance(parent, ast.If | ast.While | ast.IfExp | ast.Assert | ast.comprehension)
+
+
+def _adds_to(parent: ast.AST, node: ast.AST) -> bool:
+    """Whether it is ``node += …``."""
+    return isinstance(parent, ast.AugAssign) and node is parent.target and isinstance(parent.op, ast.Add)
 
 
 def _has_stars(nodes: Iterable[ast.AST]) -> bool:
     return any(isinstance(node, ast.Starred) for node in nodes)
-
-
-def _catches_misses(node: ast.AST) -> bool:
-    """Whether code may go on here after an ``IndexError``: by ``except`` or ``contextlib.suppress``."""
-    if not isinstance(node, ast.ExceptHandler):
-        return "suppress" in (getattr(node, "id", ""), getattr(node, "attr", ""))
-    kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-    named = [getattr(builtins, getattr(kind, "id", getattr(kind, "attr", "")), None) for kind in kinds]
-    known = [kind for kind in named if isinstance(kind, type)]
-    return node.type is None or any(issubclass(IndexError, kind) or issubclass(kind, IndexError) for kind in known)

@@ -52,7 +52,8 @@ class _Kept:
         self.hist.setdefault("late", []).append(loss)
 
     def by_alias(self, x: Tensor, loss: Tensor) -> None:
-        losses, others = self.hist["loss"], self.hist["other"]
+        losses = self.hist["loss"]
+        others: list[Tensor] = self.hist["other"]
         plain = self.plain
         losses.append(loss)
         for _ in range(2):
