@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import CodeType
@@ -13,11 +12,11 @@ from torch.optim import Optimizer
 
 from graphplan.effects.allowed import allowing, describe, is_allowed
 from graphplan.errors import HostEffectError, HostScalarError
+from graphplan.observe.names import plain_steps
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.views import GroupCounts
 from graphplan.trace.records import Trace
 
-_PADDING = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "PUSH_NULL")
 _DUPLICATES = ("COPY", "DUP_TOP_TWO")
 
 
@@ -131,7 +130,7 @@ def _uses_item(code: CodeType, key: str) -> bool:
     """
     if key not in code.co_consts:
         return False
-    steps = [step for step in dis.get_instructions(code) if step.opname not in _PADDING]
+    steps = plain_steps(code)
     for index, step in enumerate(steps):
         if step.opname == "LOAD_CONST" and step.argval == key:
             following = [after.opname for after in steps[index + 1 : index + 3]]

@@ -37,21 +37,17 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``number % modulus OPERATOR other``, or with its sides exchanged; whether the number is 0 without an operator."""
+    """``number % modulus OPERATOR other``; without an operator whether the number is not 0."""
 
     operator: str = ""
     other: Any = 0
     modulus: Any = None
-    is_exchanged: bool = False
 
     def outcome(self, number: Any) -> bool:
         """What it comes to for ``number``. A comparison that cannot be made raises, as in the step."""
         if self.modulus is not None:
             number = number % self.modulus
-        if not self.operator:
-            return bool(number)
-        sides = (self.other, number) if self.is_exchanged else (number, self.other)
-        return bool(_OPERATORS[self.operator](*sides))
+        return bool(_OPERATORS[self.operator](number, self.other) if self.operator else number)
 
 
 class _ComputedWith(Exception):
@@ -116,8 +112,6 @@ def _uses(code: CodeType, steps: Sequence[_Step], index: int) -> Iterator[Compar
     _only(not following.is_target)
     if following.opname == "STORE_FAST":
         yield from _uses_of_variable(code, steps, following.argval)
-    elif following.opname == "COMPARE_OP":
-        yield Comparison(_operator_of(following), _literal_before(steps, index), is_exchanged=True)
     elif following.opname in ("TO_BOOL", "UNARY_NOT") or (
         following.opname.startswith("POP_JUMP") and "NONE" not in following.opname
     ):
@@ -165,16 +159,6 @@ def _other_at(code: CodeType, steps: Sequence[_Step], index: int) -> tuple[Any, 
 
 def _is_first_argument(code: CodeType, step: _Step) -> bool:
     return step.opname == "LOAD_FAST" and code.co_argcount > 0 and step.argval == code.co_varnames[0]
-
-
-def _literal_before(steps: Sequence[_Step], index: int) -> Any:
-    """The literal under the number that the instruction at ``index`` puts on the stack, loaded before its object."""
-    while steps[index].opname == "LOAD_ATTR":
-        index -= 1
-    _only(index > 0 and steps[index].opname == "LOAD_FAST")
-    before = steps[index - 1]
-    _only(before.opname in ("LOAD_CONST", "LOAD_SMALL_INT") and isinstance(before.argval, _LITERALS))
-    return before.argval
 
 
 def _operator_of(step: _Step) -> str:

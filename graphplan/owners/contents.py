@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import ItemsView, KeysView, ValuesView
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ProxyTypes, WeakKeyDictionary, WeakSet, WeakValueDictionary
 from zlib import crc32
 
+_STANDING = (ContextVar, KeysView, ValuesView, ItemsView)
+"""What is never what code looks at, but leads there."""
 WIDEST = 65536
 """Bytes of the largest buffer whose contents are compared before each replay."""
 
@@ -29,8 +33,11 @@ def unseen(value: Any) -> Unseen | None:
     """What ``value``, which a step's code reads, is, if a change of it would go unseen."""
     if isinstance(value, Unseen):
         return value
-    if is_proxy(value):
-        return Unseen("a weak proxy, and what it stands for", "Have the code use that itself")
+    if is_proxy(value) or isinstance(value, _STANDING):
+        what = "weak proxy" if is_proxy(value) else type(value).__name__
+        return Unseen(f"a {what}, and what it stands for", "Have the code use that itself")
+    if _holds_objects(value):
+        return Unseen("an array of Python objects; what they hold", "Hold them in a list")
     if size_of(value) > WIDEST:
         what = f"a {type(value).__name__} of {size_of(value)} bytes; what has more than {WIDEST}"
         return Unseen(what, "Hold it in a tensor, make it read-only (array.setflags(write=False))")
@@ -50,21 +57,13 @@ class _Bytes(bytes):
 
 def has_contents(value: Any) -> bool:
     """Whether ``value`` is a buffer or a random generator of the host's, whose state can be compared."""
-    is_known = isinstance(value, random.Random) or _bits_of(value) is not None or is_array_of_objects(value)
-    return is_known or 0 <= size_of(value) <= WIDEST
+    is_generator = isinstance(value, random.Random) or _bits_of(value) is not None
+    return is_generator or (0 <= size_of(value) <= WIDEST and not _holds_objects(value))
 
 
-def is_array_of_objects(value: Any) -> bool:
+def _holds_objects(value: Any) -> bool:
     """Whether ``value`` is an array of NumPy's whose elements are Python objects, or have some in their fields."""
     return _is_array(value) and bool(value.dtype.hasobject)
-
-
-def elements_of(array: Any) -> tuple[Any, ...]:
-    """The objects in an array of objects."""
-    if array.dtype.names is None:
-        return tuple(array.flat)
-    fields = [array[name] for name in array.dtype.names]
-    return tuple(item for field in fields if field.dtype.hasobject for item in elements_of(field))
 
 
 def size_of(buffer: Any) -> int:
@@ -106,8 +105,6 @@ def state_of(value: Any) -> Any:
         return repr(value.getstate())
     bits = _bits_of(value)
     if bits is None and _is_array(value):
-        if value.dtype.hasobject and value.dtype.names is None:
-            return elements_of(value)
         return _Bytes(f"{value.shape}{value.dtype.str}".encode() + value.tobytes())
     if bits is None:
         return _Bytes(memoryview(value))

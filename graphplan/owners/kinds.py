@@ -31,7 +31,7 @@ TOO_DEEP = Unseen(
 )
 TOO_MANY = Unseen(f"of which there are more than {MAX_ITEMS}; what they hold", "Hold numbers in a tensor")
 WEAKLY_HELD = Unseen(
-    "which something weakly referenced holds; what is in it", "Refer to that strongly, or hold numbers in a tensor"
+    "which something weakly referenced holds; what is in it", "Refer to that strongly, or name it in owners="
 )
 _FLAT = (Tensor, torch.dtype, torch.device, type, range)
 MAPPINGS = (dict, MutableMapping)

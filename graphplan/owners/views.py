@@ -182,14 +182,6 @@ class Contents(_OfItems):
         return self.same(frozenset(items) if isinstance(items, AbstractSet) else state_of(items))
 
 
-class Weakly(_OfItems):
-    """The attributes of what a weak reference leads to, which stays weak."""
-
-    def __getitem__(self, name: str) -> Any:
-        # A dead referent has no attributes.
-        return (attributes_of(self.items()) or {})[name]
-
-
 class Rest(_OfItems):
     """The items of a long list or dictionary from ``start`` on."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from graphplan import HostScalarError
-from graphplan.owners.walk import _Walker
+from graphplan.owners.values import ValueWalker
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import (
     Observer,
@@ -272,9 +272,9 @@ def test_a_datamodule_that_is_not_named_is_not_walked(tmp_path: Path, monkeypatc
         pass
 
     walked: list[type] = []
-    walk = _Walker._object
+    walk = ValueWalker._object
     monkeypatch.setattr(
-        _Walker,
+        ValueWalker,
         "_object",
         lambda self, thing, *args, **kwargs: walked.append(type(thing)) or walk(self, thing, *args, **kwargs),
     )

@@ -18,6 +18,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
 from pprint import pprint
@@ -25,6 +26,7 @@ from queue import Queue, SimpleQueue
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -138,21 +140,10 @@ def _member(make: Callable[[Holder], Any]) -> Case:
     return lambda: sum(each.value for each in things), lambda: setattr(thing, "value", 3.0)
 
 
-def _view() -> Case:
-    table = {"scale": 1.0}
-    values = table.values()
-    return lambda: sum(values), lambda: table.update(scale=3.0)
-
-
-def _weakly(change: Callable[[list[Holder]], object]) -> Case:
+def _weakly() -> Case:
     things = [Holder()]
     reference = weakref.ref(things[0])
-
-    def read() -> float:
-        thing = reference()
-        return 3.0 if thing is None else thing.value
-
-    return read, lambda: change(things)
+    return lambda: 3.0 if reference() is None else 1.0, things.clear
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -170,10 +161,8 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "an object in a set": lambda: _member(lambda thing: {thing}),
     "an object in a frozenset": lambda: _member(lambda thing: frozenset([thing])),
-    "a view of a dictionary": _view,
     "an object as key": lambda: _member(lambda thing: {thing: 1}),
-    "an attribute behind a weak reference": lambda: _weakly(lambda things: setattr(things[0], "value", 3.0)),
-    "a weak reference to what goes": lambda: _weakly(list.clear),
+    "a weak reference to what goes": _weakly,
 }
 
 
@@ -215,6 +204,7 @@ class _Key:
     """Can be referred to weakly."""
 
 
+_VARIABLE: ContextVar[float] = ContextVar("scale", default=1.0)
 _KEPT: list[Holder] = []
 """What only this keeps, which no step names."""
 
@@ -238,17 +228,24 @@ def _refused(name: str) -> Callable[[], float]:
         return lambda: _follow(first, 35).factor
     if name == "behind a weak reference":
         _KEPT[:] = [Holder()]
-        vars(_KEPT[0])["table"] = {"scale": 1.0}
         reference = weakref.ref(_KEPT[0])
-        return lambda: reference().table["scale"]  # type: ignore[union-attr]
+        return lambda: reference().value  # type: ignore[union-attr]
+    if name == "a view of a dictionary":
+        values = {"scale": 1.0}.values()
+        return lambda: sum(values)
+    if name == "objects in an array":
+        array = np.array([0.5, None])
+        return lambda: float(array[0])
+    if name == "a context variable":
+        return lambda: _VARIABLE.get()
     if name == "WeakSet":
         members = weakref.WeakSet([key])
         return lambda: float(key in members)
     if name == "WeakKeyDictionary":
         weak = weakref.WeakKeyDictionary({key: 1.0})
         return lambda: weak[key]
-    values = weakref.WeakValueDictionary({"a": key})
-    return lambda: float(values["a"] is key)
+    weak_values = weakref.WeakValueDictionary({"a": key})
+    return lambda: float(weak_values["a"] is key)
 
 
 def _follow(thing: Any, times: int) -> Any:
@@ -272,14 +269,17 @@ def _follow(thing: Any, times: int) -> Any:
         ),
         (
             "behind a weak reference",
-            r"reads reference\(\)\.table, which something weakly referenced holds; what is in it is not.*Refer to that",
+            r"reads reference\(\)\.value, which something weakly referenced holds; what is in it is not.*Refer to that",
         ),
+        ("a view of a dictionary", r"reads values, a dict_values, and what it stands for is not.*use that itself"),
+        ("a context variable", r"reads _VARIABLE, a ContextVar, and what it stands for is not.*use that itself"),
+        ("objects in an array", r"reads array, an array of Python objects; what they hold is not.*Hold them in a list"),
         (
             "WeakSet",
             r"reads members, a WeakSet, which things leave by themselves and is not.*in a dict",
         ),
         ("WeakKeyDictionary", r"reads weak, a WeakKeyDictionary, .*pass allow=\('weak',\)"),
-        ("WeakValueDictionary", r"reads values, a WeakValueDictionary, which things"),
+        ("WeakValueDictionary", r"reads weak_values, a WeakValueDictionary, which things"),
     ],
 )
 def test_what_nobody_would_see_is_refused(name: str, message: str) -> None:

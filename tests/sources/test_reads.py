@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import collections
-import contextvars
 import functools
 import os
 import threading
@@ -188,12 +187,6 @@ def _local() -> Any:
     return here
 
 
-def _variable() -> Any:
-    variable = contextvars.ContextVar("scale", default=0.5)
-    variable.set(0.5)
-    return variable
-
-
 def _set(name: str) -> Callable[[Any], object]:
     return lambda thing: setattr(thing, name, 0.25)
 
@@ -252,11 +245,6 @@ CASES: dict[str, Case] = {
         lambda thing: 1.0 / thing[0].astype(int),
         lambda thing: thing.__setitem__(0, "2021-01-01"),
     ),
-    "an array of objects": (
-        lambda: np.array([0.5, None]),
-        lambda thing: thing[0],
-        lambda thing: thing.__setitem__(0, 0.25),
-    ),
     "keywords of a partial that is called in its place": (
         lambda: types.SimpleNamespace(function=partial(_scaled, by=0.5)),
         lambda thing: thing.function(),
@@ -267,7 +255,6 @@ CASES: dict[str, Case] = {
     "a UserDict": (lambda: collections.UserDict(scale=0.5), lambda thing: thing["scale"], _put("scale")),
     "a ChainMap": (lambda: collections.ChainMap({}, {"scale": 0.5}), lambda thing: thing["scale"], _put("scale")),
     "a thread's own": (_local, lambda thing: thing.scale, _set("scale")),
-    "a context variable": (_variable, lambda thing: thing.get(), lambda thing: thing.set(0.25)),
     "keywords of a partial": (
         lambda: partial(_scaled, by=0.5),
         lambda thing: thing(),

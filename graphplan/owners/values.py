@@ -1,0 +1,420 @@
+"""Walking values: what lies in a place that a walk over owners has come to, and all that it leads to."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from enum import Enum
+from functools import _lru_cache_wrapper, partial
+from itertools import islice
+from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+from graphplan.environment.origin import is_users, is_users_module
+from graphplan.owners.contents import has_contents, is_proxy
+from graphplan.owners.kinds import (
+    CODE,
+    MAPPINGS,
+    MAX_DEPTH,
+    MAX_ITEMS,
+    PLAIN,
+    SCALARS,
+    TOO_DEEP,
+    TOO_MANY,
+    WEAKLY_HELD,
+    holds_nothing_else,
+    is_gone,
+    is_loader,
+    is_of_no_length,
+    is_plain,
+    is_user_object,
+    key_name,
+    unwrapped,
+    users_bases,
+)
+from graphplan.owners.slots import Items, Namespace, Scalar, Slot, Walk, tensor_leaves
+from graphplan.owners.views import (
+    Attributes,
+    Contents,
+    Extent,
+    Inherited,
+    Members,
+    Numbers,
+    Rest,
+    Setting,
+    Told,
+    attributes_of,
+    slots_of,
+)
+from graphplan.specs.paths import Path
+from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on
+from graphplan.tensors.dtensors import is_sharded
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+
+Source = tuple[Any, str]
+"""The object and attribute that lead to a place."""
+
+
+class ValueWalker:
+    """Fills ``walk`` with what values hold. ``used`` are the names that the step's code loads of any object."""
+
+    def __init__(self, used: set[str]) -> None:
+        self.walk = Walk()
+        self._used = used
+        self._seen: set[int] = set()
+        self._named: list[tuple[str, torch.optim.Optimizer]] = []
+        """Optimizers that something else than an owner's name leads to, by path."""
+        self._names_of: dict[int, str] = {}
+        """Names that the step's code has for containers of owners, by identity."""
+        self._weakly_held: list[tuple[str, Any, Scalar]] = []
+
+    def _first_visit(self, thing: Any) -> bool:
+        if id(thing) in self._seen:
+            return False
+        self._seen.add(id(thing))
+        return True
+
+    def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
+        kind = type(value)
+        if kind in PLAIN:
+            # Most values are; nothing that is asked below is true of them.
+            if depth <= MAX_DEPTH:
+                self.walk.scalars[path] = Scalar(container, key, *source)
+        elif kind is Tensor:
+            self._slot(path, container, key, source)
+            self._marks(value, path)
+        elif kind in CODE and depth <= MAX_DEPTH:
+            self.walk.scalars[path] = Scalar(container, key, *source)
+            self._behind(value, path, depth, source)
+        elif not is_gone(value):
+            self._other_value(value, path, container, key, depth, source)
+
+    def _other_value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
+        """Walk rarer values. ``isinstance`` would ask the value's ``__class__`` too, which may be the user's code."""
+        kind = value.__class__ if is_proxy(value) else type(value)
+        if issubclass(kind, Tensor) and isinstance(value, nn.Parameter):
+            self._parameter(value, path, container, key, source)
+        elif issubclass(kind, Tensor):
+            self._slot(path, container, key, source)
+            self._marks(value, path)
+        elif issubclass(kind, tuple):
+            self._tuple(value, path, container, key, depth, source)
+        elif depth > MAX_DEPTH:
+            self.walk.objects[path] = Scalar({path: TOO_DEEP}, path, *source)
+        elif issubclass(kind, nn.Module):
+            self.walk.links.append((container, key, value))
+            self._module(value, path, depth)
+        elif issubclass(kind, dict | list | deque):
+            self.walk.links.append((container, key, value))
+            self._items(value, path, depth, source)
+        elif issubclass(kind, set):
+            self.walk.links.append((container, key, value))
+            self._contents(value, path, source, depth)
+        elif is_user_object(value):
+            self.walk.links.append((container, key, value))
+            self.walk.objects[path] = Scalar(container, key, *source)
+            self._object(value, path, depth)
+        elif is_loader(value):
+            self.walk.scalars[path] = Scalar(container, key, *source)
+            self._loader(value, path, depth, source)
+        else:
+            # Numbers and strings, but also functions, types, dtypes: whatever a step's code can tell apart.
+            self.walk.scalars[path] = Scalar(container, key, *source)
+            if not issubclass(kind, SCALARS):
+                self._behind(value, path, depth, source)
+
+    def _slot(self, path: str, container: Any, key: Any, source: Source) -> None:
+        self.walk.slots[path] = Slot(container, key, *source, path=path)
+
+    def _parameter(self, param: Tensor, path: str, container: Any, key: Any, source: Source) -> None:
+        self.walk.slots[path] = Slot(container, key, *source, path=path, is_parameter=True)
+        if id(param) not in self.walk.parameters:
+            self._marks(param, path)
+            self.walk.parameters[id(param)] = (path, param)
+            if param.requires_grad or param.grad is not None:
+                place = Path.gradient(path)
+                self.walk.slots[place] = Slot(None, None, param, "grad", path=place, param=param)
+
+    def _marks(self, tensor: Tensor, path: str) -> None:
+        """What code hung on a tensor."""
+        if is_sharded(tensor) or not self._first_visit(inner := attributes_on(tensor)):
+            return
+        kind = type(tensor)
+        self.walk.marks.append((path, inner, kind))
+        if kind not in PLAIN_KINDS:
+            self._class_values(tensor, path)
+        for name, value in list(inner.items()):
+            if not name.startswith("__"):
+                self._value(value, f"{path}.{name}", inner, name, 1, (tensor, name))
+
+    def _tuple(self, value: tuple[Any, ...], path: str, container: Any, key: Any, depth: int, source: Source) -> None:
+        """A tuple with tensors is a slot of theirs, one without a value; in either there may be objects."""
+        if not tensor_leaves(value):
+            self.walk.scalars[path] = Scalar(container, key, *source)
+        elif not isinstance(container, tuple):
+            self._slot(path, container, key, source)
+        for number, item in enumerate(value):
+            if issubclass(type(item), Tensor):
+                self._marks(item, f"{path}[{number}]")
+            elif not issubclass(type(item), SCALARS):
+                self._value(item, f"{path}[{number}]", value, number, depth + 1, source)
+
+    def _items(self, items: MutableMapping[Any, Any] | Items, path: str, depth: int, source: Source) -> None:
+        if not self._first_visit(items):
+            self._name(items, source)
+            return
+        self.walk.containers.append(items)
+        if not isinstance(source[0], torch.optim.Optimizer):
+            self.walk.objects[Path.length(path)] = Scalar(Extent(items), "len", *source)
+        dotted = isinstance(items, MAPPINGS)
+        if dotted:
+            self._members(items, f"{path}.keys()", depth, source)
+        if isinstance(items, list | deque):
+            self.walk.lists[path] = items
+        if isinstance(items, deque):
+            # Code that only appends does not look how long it is.
+            via = f"{source[1]}[:]"
+            self.walk.scalars[f"{path}.maxlen"] = Scalar(Numbers(items), "maxlen", *source, via)
+            is_full = Told(items, lambda deque: len(deque) == deque.maxlen)
+            self.walk.objects[f"full({path})"] = Scalar(is_full, "full", *source, via)
+        # The methods of the user's dictionaries may be code of the user's.
+        kind: Any = dict if isinstance(items, dict) else type(items)
+        pairs: Iterable[tuple[Any, Any]] = kind.items(items) if isinstance(items, MAPPINGS) else enumerate(items)
+        for count, (key, value) in enumerate(list(pairs)):
+            if count >= MAX_ITEMS:
+                self._rest(items, count, path, source)
+                break
+            name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{key_name(key, count)}]"
+            self._value(value, name, items, key, depth + 1, source)
+        if type(items) not in (dict, list, deque) and is_user_object(items):
+            self._object(items, path, depth, visited=True)
+
+    def _name(self, items: Any, source: Source) -> None:
+        """Note that code has a name for a container that was found elsewhere, and so for the containers in it."""
+        if not isinstance(source[0], Namespace) or id(items) in self._names_of:
+            return
+        self._names_of[id(items)] = source[1]
+        for item in items.values() if isinstance(items, MAPPINGS) else items:
+            if isinstance(item, (*MAPPINGS, list, deque)):
+                self._name(item, source)
+
+    def _rest(self, items: MutableMapping[Any, Any] | Items, start: int, path: str, source: Source) -> None:
+        """The items of a long container from ``start`` on, which are compared as they are, without what is in them."""
+        values = items.values() if isinstance(items, MAPPINGS) else items
+        hold = not all(map(holds_nothing_else, values))
+        rest: Any = {"rest": TOO_MANY} if hold else Rest(items, start)
+        self.walk.objects[f"{path}[{start}:]"] = Scalar(rest, "rest", *source)
+
+    def _members(self, items: Iterable[Any], path: str, depth: int, source: Source) -> None:
+        """Objects that are told apart by a hash."""
+        own = [i for i in items if type(i) not in PLAIN and (isinstance(i, Enum) or is_user_object(i))]
+        found = tuple(item for item in own if not isinstance(item, nn.Module))
+        for number, item in enumerate(found[:MAX_ITEMS]):
+            self._value(item, f"{path}{{{number}}}", found, number, depth + 1, source)
+
+    def _contents(self, items: Any, path: str, source: Source, depth: int = 0) -> None:
+        if isinstance(items, set | frozenset):
+            if isinstance(items, set):
+                self.walk.containers.append(items)
+                self.walk.scalars[path] = Scalar(Contents(items), "contents", *source)
+            self._members(items, path, depth, source)
+        else:
+            self.walk.scalars[f"{path}[:]"] = Scalar(Contents(items), "contents", *source)
+
+    def _object(self, thing: Any, path: str, depth: int, *, visited: bool = False) -> None:
+        if not visited and not self._first_visit(thing):
+            return
+        self._attributes(thing, path, depth)
+        if slots_of(type(thing)):
+            slots = Attributes(thing)
+            self.walk.containers.append(slots)
+            for name, value in list(slots.items()):
+                self._value(value, f"{path}.{name}", slots, name, depth + 1, (thing, name))
+        self._class_values(thing, path, depth)
+
+    def _attributes(self, thing: Any, path: str, depth: int, without: Collection[str] = ()) -> None:
+        inner = attributes_of(thing)
+        # An attribute dictionary may be its own ``__dict__``.
+        if inner is not None and inner is not thing:
+            self.walk.containers.append(inner)
+            self.walk.attributes.append((thing, inner))
+            for name, value in list(inner.items()):
+                if name not in without:
+                    self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
+
+    def _class_values(self, thing: Any, path: str, depth: int = 0) -> None:
+        """What the user's classes hold for ``thing``, unless it has its own."""
+        own = attributes_of(thing) or {}
+        known = (self.walk.scalars, self.walk.objects, self.walk.slots)
+        for kind in users_bases(type(thing)):
+            members = Inherited(kind)
+            for name, value in list(vars(kind).items()):
+                place = f"{path}.{name}"
+                is_hidden = name.startswith("__") or name in own or any(place in table for table in known)
+                if not is_hidden and is_plain(value):
+                    self._value(value, place, members, name, depth + 1, (thing, name))
+
+    def _module(self, module: nn.Module, path: str, depth: int = 0) -> None:
+        if not self._first_visit(module):
+            return
+        self.walk.modules.append(module)
+        self.walk.parts[path] = module
+        inner = vars(module)
+        # A scripted module keeps its own in C++ and shows views of that.
+        kinds = (inner[kind] for kind in ("_parameters", "_buffers", "_modules"))
+        self.walk.containers += [items for items in kinds if isinstance(items, MAPPINGS)]
+        self.walk.containers.append(inner)
+        self.walk.attributes.append((module, inner))
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for parts in tables:
+            for name, part in parts.items():
+                if part is None:
+                    self.walk.empty[f"{path}.{name}"] = parts, name
+                elif parts is tables[0] or has_own_gradient(part):
+                    self._parameter(part, f"{path}.{name}", parts, name, (module, name))
+                else:
+                    self._slot(f"{path}.{name}", parts, name, (module, name))
+                    self._marks(part, f"{path}.{name}")
+        for kind in _HOOKS:
+            hooks = inner.get(kind)
+            for number, hook in hooks.items() if isinstance(hooks, (dict, Mapping)) else ():
+                # What a hook has that is no plain function: a partial's arguments, an object's attributes.
+                if isinstance(hook, partial) or is_user_object(hook):
+                    self._value(hook, f"{path}.{kind}[{number}]", hooks, number, depth + 1, (hooks, "hook"))
+        for name, value in list(inner.items()):
+            if name not in _MODULE_INTERNALS:
+                self._value(value, f"{path}.{name}", inner, name, depth + 1, (module, name))
+        self._class_values(module, path)
+        if isinstance(module, torch.jit.ScriptModule):
+            self._scripted(module, path)
+        for name, child in module._modules.items():
+            if child is not None:
+                self.walk.links.append((module._modules, name, child))
+                self._module(child, f"{path}.{name}")
+
+    def _scripted(self, module: torch.jit.ScriptModule, path: str) -> None:
+        """What a scripted module keeps in C++, where its code reads it: no bytecode names that."""
+        known = getattr(module, "_concrete_type", None)
+        for name in known.get_attributes() if known is not None else ("training",):
+            place, value = f"{path}.{name}", getattr(module, name)
+            if type(value) is Tensor and name not in module._buffers and name not in module._parameters:
+                self.walk.slots[place] = Slot(Setting(module), name, module, name, path=place, name=name)
+            elif all(isinstance(leaf, SCALARS) for leaf in pytree.tree_leaves(value)):
+                self.walk.scalars[place] = Scalar(Numbers(module), name, module, name, name=name)
+
+    def _loader(self, loader: Any, path: str, depth: int, source: Source) -> None:
+        """Its length, and those attributes that code names: a dataset may be large, and an iterator has workers."""
+        is_used = isinstance(source[0], Namespace) or source[1].removeprefix(".") in self._used
+        if not is_used or not self._first_visit(loader):
+            return
+        known = len(self.walk.slots)
+        if not is_of_no_length(loader):
+            self.walk.objects[Path.length(path)] = Scalar(Told(loader, _length), "len", *source)
+        for name, value in list(vars(loader).items()):
+            if name in self._used:
+                self._value(value, f"{path}.{name}", vars(loader), name, depth + 1, (loader, name))
+        self.walk.reached.update(self._take_found(known))
+
+    def _take_found(self, known: int) -> list[str]:
+        """Tensors in slots after the first ``known`` may be a whole dataset: they are not copied. Their paths."""
+        fresh = dict(islice(self.walk.slots.items(), known, None))
+        held = [slot for slot in fresh.values() if not slot.is_parameter and slot.param is None]
+        self.walk.found.update(id(tensor) for slot in held for tensor in slot.tensors())
+        buffers = [part for module in self.walk.modules for part in module._buffers.values()]
+        self.walk.found.difference_update(map(id, buffers))
+        return list(fresh)
+
+    def _behind(self, value: Any, path: str, depth: int, source: Source) -> None:
+        """What a function, method, class, module, variable or buffer leads to."""
+        if isinstance(value, FunctionType):
+            if is_users(value) and self._first_visit(value):
+                self._function(value, path, depth, source)
+        elif isinstance(value, MethodType | BuiltinMethodType):
+            self._bound(value, path, depth, source)
+        elif isinstance(value, torch.optim.Optimizer):
+            self.walk.parts[path] = value
+            if not isinstance(source[0], LRScheduler):
+                self._named.append((path, unwrapped(value)))
+        elif isinstance(value, partial):
+            self._behind(value.func, f"{path}.func", depth, source)
+            self._tuple(value.args, f"{path}.args", Numbers(value), "args", depth, source)
+            self._items(value.keywords, f"{path}.keywords", depth, source)
+        elif isinstance(value, _lru_cache_wrapper):
+            self._behind(value.__wrapped__, f"{path}.__wrapped__", depth, source)
+        elif isinstance(value, type):
+            if is_users(value) and not issubclass(value, Enum) and self._first_visit(value):
+                self._class(value, path, depth)
+        elif isinstance(value, ModuleType):
+            # One that code names is looked at by the names that the code takes from it.
+            is_named = isinstance(source[0], Namespace)
+            if not is_named and is_users_module(value, value.__name__) and self._first_visit(value):
+                for name, item in list(vars(value).items()):
+                    if isinstance(item, SCALARS) and not name.startswith("__"):
+                        self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, name))
+        elif isinstance(value, MappingProxyType):
+            for number, (key, item) in enumerate(value.items()):
+                self._value(item, f"{path}[{key_name(key, number)}]", value, key, depth + 1, source)
+        elif isinstance(value, Enum):
+            for name, item in list(vars(value).items()):
+                if not name.startswith("__"):
+                    via = "value" if name == "_value_" else name
+                    self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, via))
+        elif isinstance(value, weakref.ref):
+            self.walk.objects[f"{path}()"] = Scalar(Told(value, lambda ref: ref() is not None), "alive", *source)
+            thing = value()
+            for name in (attributes_of(thing) or {}) if is_user_object(thing) else ():
+                held = Scalar({name: WEAKLY_HELD}, name, value, name)
+                self._weakly_held.append((f"{path}().{name}", thing, held))
+        elif isinstance(value, frozenset) or has_contents(value):
+            self._contents(value, path, source, depth)
+
+    def _bound(self, method: MethodType | BuiltinMethodType, path: str, depth: int, source: Source) -> None:
+        """What a method is bound to, and its function; a built-in function is bound to its module, or to nothing."""
+        bound = method.__self__
+        if bound is None or type(bound) is ModuleType:
+            return
+        if isinstance(bound, nn.Module | dict | list | deque) or is_user_object(bound):
+            self._value(bound, f"{path}.__self__", Numbers(method), "__self__", depth + 1, source)
+        if isinstance(method, MethodType):
+            self._behind(method.__func__, f"{path}.__func__", depth, source)
+
+    def _function(self, function: FunctionType, path: str, depth: int, source: Source) -> None:
+        """Its code, defaults and attributes: what its closure and its globals hold are names."""
+        space = Numbers(function)
+        self.walk.scalars[f"{path}.__code__"] = Scalar(space, "__code__", *source)
+        self._value(function.__defaults__, f"{path}.__defaults__", space, "__defaults__", depth + 1, source)
+        if function.__kwdefaults__:
+            self._items(function.__kwdefaults__, f"{path}.__kwdefaults__", depth + 1, source)
+        for name, value in list(vars(function).items()):
+            self._value(value, f"{path}.{name}", vars(function), name, depth + 1, (function, name))
+
+    def _class(self, kind: type, path: str, depth: int) -> None:
+        """Values in a class that lies in a place of its own."""
+        for base in reversed(users_bases(kind)):
+            members = Members(base) if base is kind else Inherited(base)
+            for name, value in list(vars(base).items()):
+                if not name.startswith("__") and is_plain(value):
+                    if base is kind:
+                        self.walk.places.append((members, name))
+                    self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
+
+
+def _length(loader: Any) -> int | None:
+    """How many items a loader or sampler says that it has, which may ask the user's dataset."""
+    try:
+        return len(loader)
+    except Exception:  # noqa: BLE001 - whatever a dataset raises that has no length
+        return None
+
+
+def has_own_gradient(tensor: Tensor) -> bool:
+    """Return True for a tensor that is no parameter and has a gradient as parameters have."""
+    return tensor.requires_grad and tensor.is_leaf
