@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from graphplan.observe.branches import Use, branches_of
+from graphplan.observe.watching import held_shortly
 
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -33,9 +34,7 @@ _ASKERS = tuple(os.path.join(_TORCH, kind, "graphs.py") for kind in ("cuda", "xp
 _QUESTIONS = ("_cuda_isCurrentStreamCapturing", "_xpu_isCurrentStreamCapturing")
 _KEY = "graphplan_presents_capture"
 """Of a value that torch keeps for each thread, and hands on to the threads of autograd's engine."""
-_PATIENCE = 1.0
-"""Seconds: Ctrl-C may come before the lock is given back, and no thread waits for long."""
-_lock: Any = Lock()
+_lock = Lock()
 _entered: list[object] = []
 _replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
 
@@ -60,16 +59,12 @@ def presenting_capture() -> Iterator[None]:
 
 def _change(change: Callable[[], None]) -> None:
     """Add or remove an entry; the first puts the replacements in place, the last one takes them away."""
-    is_held = _lock.acquire(timeout=_PATIENCE)
-    try:
+    with held_shortly(_lock):
         change()
         if _entered and not _replaced:
             _replace()
         elif not _entered:
             _put_back()
-    finally:
-        if is_held:
-            _lock.release()
 
 
 def _replace() -> None:

@@ -12,8 +12,8 @@ import os
 import sys
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, MethodType
@@ -55,6 +55,17 @@ _PATIENCE = 1.0
 """Seconds, of which beginning to watch takes some millionths."""
 
 
+@contextmanager
+def held_shortly(lock: Lock) -> Iterator[None]:
+    """Hold a lock, or go on without it: Ctrl-C may have come before it was given back, so that waits are short."""
+    is_held = lock.acquire(timeout=_PATIENCE)
+    try:
+        yield
+    finally:
+        if is_held:
+            lock.release()
+
+
 def is_kept_from_compiler(code: CodeType) -> bool:
     """Tell torch's compiler once and for all to look neither at ``code`` nor at what that calls. False where it cannot
     be told: then torch has to guard every call of it, which takes a sixth of a trace.
@@ -77,7 +88,7 @@ class _Here(threading.local):
 _HERE = _Here()
 
 
-class Watcher(ABC):
+class Watcher:
     """Has ``on_call(frame)`` called when Python code begins to run or goes on, and ``on_c_call(frame, function)`` when
     Python calls a function in C, from :meth:`start` to :meth:`stop`, in the thread that calls these. ``on_call`` says
     whether all is known now of the frame's code, and may still be called for it. ``on_c_call`` is told of functions
@@ -85,7 +96,13 @@ class Watcher(ABC):
     not be told of the interpreter's own functions and classes, but of ``print``. Where torch's operators are called
     from, see :func:`is_silent`, it may be told of what is none of the step's. What they raise goes to ``faults``: it
     would come out in the step.
+
+    This one is a profile function, in place of another one, which it puts back.
     """
+
+    _previous: Any = None
+    _done: dict[int, CodeType]
+    """Code of which all is known, by identity: to hash a code object takes as long as it has instructions."""
 
     def __init__(
         self,
@@ -103,39 +120,15 @@ class Watcher(ABC):
         self.is_paused = False
         self.faults = Faults() if faults is None else faults
 
-    @abstractmethod
     def start(self) -> None:
         """Watch what this thread runs."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """No longer watch."""
-
-    @abstractmethod
-    def pause(self) -> bool:
-        """Take no notice, until :meth:`resume`; False where another watcher has taken this one's place."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """Watch again."""
-
-
-class ProfileFunction(Watcher):
-    """Watches by a profile function, in place of another one, which it puts back."""
-
-    _previous: Any = None
-    _done: dict[int, CodeType]
-    """Code of which all is known, by identity: to hash a code object takes as long as it has instructions."""
-
-    def start(self) -> None:
-        """See :meth:`Watcher.start`."""
         self._done = {}
         self._previous, self._outer = sys.getprofile(), _HERE.watcher
         _HERE.watcher = self
         sys.setprofile(self._event)
 
     def stop(self) -> None:
-        """See :meth:`Watcher.stop`."""
+        """No longer watch."""
         sys.setprofile(None)
         _HERE.watcher = self._outer
         if isinstance(self._previous, cProfile.Profile):
@@ -145,11 +138,12 @@ class ProfileFunction(Watcher):
             sys.setprofile(self._previous)
 
     def pause(self) -> bool:
-        """See :meth:`Watcher.pause`. It is enough that the profile function hears of the call."""
+        """Take no notice, until :meth:`resume`; False where another watcher has taken this one's place."""
+        # It is enough that the profile function hears of this call.
         return self.is_paused
 
     def resume(self) -> None:
-        """See :meth:`Watcher.resume`."""
+        """Watch again."""
         self.is_paused = False
         sys.setprofile(self._event)
 
@@ -170,7 +164,7 @@ class ProfileFunction(Watcher):
             self.faults.note(error)
 
 
-_PAUSE = ProfileFunction.pause.__code__
+_PAUSE = Watcher.pause.__code__
 
 
 class Monitor(Watcher):
@@ -184,33 +178,24 @@ class Monitor(Watcher):
 
     def start(self) -> None:
         """See :meth:`Watcher.start`."""
-        # Neither this is part of what is watched, nor the end.
+        # Neither is this part of what is watched, nor the end.
         self.pause()
         self._outer = _HERE.watcher
-        # Ctrl-C may come before a lock is given back, so waits are short.
-        is_held = _LOCK.acquire(timeout=_PATIENCE)
-        try:
+        with held_shortly(_LOCK):
             self._take_turns(self._outer, self)
             self._install()
-        finally:
-            if is_held:
-                _LOCK.release()
         self.resume()
 
     def stop(self) -> None:
         """See :meth:`Watcher.stop`."""
         self.pause()
-        is_held = _LOCK.acquire(timeout=_PATIENCE)
-        try:
+        with held_shortly(_LOCK):
             self._take_turns(self, self._outer)
             if not self._watching:
                 self._uninstall()
             else:
                 # What this one did not want to hear of again.
                 _monitoring.restart_events()
-        finally:
-            if is_held:
-                _LOCK.release()
 
     def pause(self) -> bool:
         """See :meth:`Watcher.pause`."""
@@ -317,7 +302,7 @@ class Monitor(Watcher):
         return None
 
 
-for _code in (ProfileFunction._event, Monitor._starts, Monitor._calls, Monitor._is_thrown_into):
+for _code in (Watcher._event, Monitor._starts, Monitor._calls, Monitor._is_thrown_into):
     # A watcher hears of calls in the middle of compiled code, too.
     is_kept_from_compiler(_code.__code__)
 
@@ -326,16 +311,9 @@ def new_watcher(
     on_call: OnCall, on_c_call: OnCCall, names: Container[str], codes: Container[int], faults: Faults
 ) -> Watcher:
     """The kind of watcher that takes the least time here; within another one, one of its kind."""
-    around = watcher_of_thread()
-    kind = type(around) if around is not None else Monitor
-    if around is None and (_monitoring is None or Monitor.place() is None):
-        kind = ProfileFunction
+    is_there = _monitoring is not None and Monitor.place() is not None
+    kind = type(_HERE.watcher) if _HERE.watcher is not None else Monitor if is_there else Watcher
     return kind(on_call, on_c_call, names, codes, faults)
-
-
-def watcher_of_thread() -> Watcher | None:
-    """The one that watches this thread now, if any."""
-    return _HERE.watcher
 
 
 class Aside:

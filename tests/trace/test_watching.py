@@ -31,7 +31,7 @@ from tests.twins import assert_same_as_eager
 
 monitoring: Any = getattr(sys, "monitoring", None)
 needs_monitoring = pytest.mark.skipif(monitoring is None, reason="since Python 3.12")
-KINDS = [watching.ProfileFunction, pytest.param(watching.Monitor, marks=needs_monitoring)]
+KINDS = [watching.Watcher, pytest.param(watching.Monitor, marks=needs_monitoring)]
 
 
 @pytest.fixture(params=KINDS)
@@ -372,7 +372,7 @@ def test_an_interrupt_while_one_begins_or_ends(name: str, call: int, monkeypatch
                     Thing(1.0)
             except KeyboardInterrupt:
                 break
-    assert watching.watcher_of_thread() is None
+    assert watching._HERE.watcher is None
     read: list[str] = []
     with Profile(lambda name, tensor: read.append(name)) as watch:
         Thing(1.0).read(torch.ones(2)).tolist()
@@ -416,7 +416,7 @@ def test_a_thread_that_ends_while_it_is_watched() -> None:
     thread.start()
     thread.join()
     gc.collect()
-    thread = threading.Thread(target=lambda: found.append(watching.watcher_of_thread()))
+    thread = threading.Thread(target=lambda: found.append(watching._HERE.watcher))
     thread.start()
     thread.join()
     assert found == [None]
