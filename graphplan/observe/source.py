@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from graphplan.environment.origin import is_familiar, is_library, is_ours, is_users_file
+from graphplan.environment.origin import is_familiar as is_familiar_file
+from graphplan.environment.origin import is_library, is_ours, is_users_file
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
@@ -128,27 +129,26 @@ def runs_steps(code: CodeType) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What a frame's code tells by where it comes from, and whether it is what calls a step. Asked for each operator of
-    a trace, for each frame around it. Holds ``code``, whose identity is then its own.
+    """What a frame's code tells by where it comes from. Asked for each operator of a trace, for each frame around it.
+    Holds ``code``, whose identity is then its own.
     """
 
     code: CodeType
     is_library: bool
     is_familiar: bool
     is_step: bool
+    """Whether an optimizer or a scaler may step in it."""
     runs_step: bool
-    sources: dict[Any, Source]
+    serves_optimizer: bool
+    """Whether an optimizer's step may be running it."""
+    is_dull: bool
+    """Whether it tells nothing: code of torch's or this package's that neither is a ``step`` nor calls one."""
+    sources: dict[Any, Source] = field(default_factory=dict)
     """By the instruction, and what else there is to it."""
 
 
 _PLACES: dict[int, _Place] = {}
 """By identity, as the runners."""
-_PASSED: set[int] = set()
-"""Those of the code that neither is a ``step`` nor calls one."""
-_SILENT: set[int] = set()
-"""Those of them that belong to torch or this package, which say nothing of the source either."""
-_SERVING: set[int] = set()
-"""Those of the code that an optimizer's step may be running."""
 _MANY = 2**16
 
 
@@ -156,28 +156,15 @@ def _place_of(code: CodeType) -> _Place:
     place = _PLACES.get(id(code))
     if place is None:
         if len(_PLACES) >= _MANY:
-            for known in (_PLACES, _PASSED, _SILENT, _SERVING):
-                known.clear()
-        place = _PLACES[id(code)] = _new_place(code)
-        if is_ours(code.co_filename) or _may_serve_optimizer(code.co_filename):
-            _SERVING.add(id(code))
-        if not (place.is_step or place.runs_step):
-            _PASSED.add(id(code))
-            if place.is_library and not place.is_familiar:
-                _SILENT.add(id(code))
+            _PLACES.clear()
+        name = code.co_filename
+        is_familiar = is_library(name) and is_familiar_file(name)
+        is_step = code.co_name == "step" and "self" in (*code.co_varnames, *code.co_freevars)
+        runs = runs_steps(code)
+        serves = is_ours(name) or _may_serve_optimizer(name)
+        is_dull = is_library(name) and not (is_familiar or is_step or runs)
+        place = _PLACES[id(code)] = _Place(code, is_library(name), is_familiar, is_step, runs, serves, is_dull)
     return place
-
-
-def _new_place(code: CodeType) -> _Place:
-    name = code.co_filename
-    return _Place(
-        code,
-        is_library=is_library(name),
-        is_familiar=is_library(name) and is_familiar(name),
-        is_step=code.co_name == "step" and "self" in (*code.co_varnames, *code.co_freevars),
-        runs_step=runs_steps(code),
-        sources={},
-    )
 
 
 def find_source(innermost: FrameType | None = None) -> Source:
@@ -191,24 +178,23 @@ def find_source(innermost: FrameType | None = None) -> Source:
     familiar: FrameType | None = None
     component: _Component | None = None
     around: FrameType | None = innermost
-    dull = _SILENT
     while around is not None:
-        frame = around
-        if id(frame.f_code) not in dull:
-            place = _place_of(frame.f_code)
-            if found is None and not place.is_library:
-                found, dull = frame, _PASSED
-            if found is None and familiar is None and place.is_familiar:
-                familiar = frame
-            if component is None and place.is_step:
-                component = _component(frame, innermost)
-            if place.runs_step:
-                component = component or _STEP
-                if found is None:
-                    found, familiar = familiar, None
-            if found is not None and component is not None:
-                break
-        around = frame.f_back
+        frame, around = around, around.f_back
+        place = _place_of(frame.f_code)
+        if place.is_dull:
+            continue
+        if found is None and not place.is_library:
+            found = frame
+        if found is None and familiar is None and place.is_familiar:
+            familiar = frame
+        if component is None and place.is_step:
+            component = _component(frame, innermost)
+        if place.runs_step:
+            component = component or _STEP
+            if found is None:
+                found, familiar = familiar, None
+        if found is not None and component is not None:
+            break
     return _source(found or frame, component or _STEP, familiar if found is not None else None)
 
 
@@ -240,12 +226,11 @@ class Sources:
                     around.popitem()
                 around.update((id(each), each) for each in reversed(inner))
                 return _source(inner[0] if inner else frame, _STEP)
-            if id(frame.f_code) not in _SILENT:
-                place = _place_of(frame.f_code)
-                if place.is_step or place.runs_step or place.is_familiar:
-                    break
-                if not place.is_library:
-                    inner.append(frame)
+            place = _place_of(frame.f_code)
+            if place.is_step or place.runs_step or place.is_familiar:
+                break
+            if not place.is_library:
+                inner.append(frame)
             frame = frame.f_back
         # What is called by a frame that an optimizer's step has left for its closure is no optimizer's either.
         self._around = {id(each): each for each in reversed(inner) if find_source(each).component == "step"}
@@ -301,7 +286,7 @@ def _is_beside_closure(frame: FrameType, innermost: FrameType, closure: Any) -> 
     while around is not None and around is not frame:
         code = around.f_code
         passes = passes or code is inner
-        leaves = leaves or not (id(code) in _SERVING or code.co_filename == own)
+        leaves = leaves or not (_place_of(code).serves_optimizer or code.co_filename == own)
         if leaves and passes:
             return False
         around = around.f_back
