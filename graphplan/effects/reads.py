@@ -63,8 +63,10 @@ class Reads:
                 continue
             if appended.hides(path, scalar):
                 continue
-            sure = any(trace.reads.covers(scalar) for trace in (first, second))
-            if not sure and not any(trace.reads.may_cover(scalar) for trace in (first, second)):
+            reads = first.reads, second.reads
+            sure = any(read.covers(scalar) for read in reads)
+            # What is assigned to what it was is as good as read: after other calls, it may be something else.
+            if not sure and not any(read.may_cover(scalar) or read.may_assign(scalar) for read in reads):
                 continue
             if path not in first.entry_scalars or path not in second.entry_scalars:
                 continue
@@ -73,7 +75,7 @@ class Reads:
                 _check_comparable(path, new)
             if (path in walk.objects or not sure) and not same_value(old, new):
                 # An object that is another one each time, or a container that grows, says nothing by itself; nor does a
-                # value that perhaps was not read.
+                # value that perhaps was neither read nor assigned.
                 continue
             if found.allow(path, old, new):
                 values[path] = new

@@ -118,6 +118,11 @@ class Reads:
         """Whether a method of the object that has ``scalar`` may have stored it."""
         return any(scalar.attribute in names.stored for names in self._names_on(scalar))
 
+    def may_assign(self, scalar: Scalar) -> bool:
+        """Whether code that is no method of the object that has ``scalar`` may have assigned it."""
+        is_named = scalar.attribute in self.assigned and scalar.via is None and scalar.container is not None
+        return is_named and not self.may_store(scalar)
+
     def _names_on(self, scalar: Scalar) -> Iterator[Names]:
         """The names of those methods that ran on the object that has ``scalar`` and may have to do with that."""
         # Most methods are the libraries', and have not. Reading their bytecode takes long.
