@@ -18,6 +18,7 @@ from torch import Tensor
 from graphplan.backends.backend import first_line
 from graphplan.effects.allowed import is_allowed
 from graphplan.errors import PeerError
+from graphplan.feed.call_arguments import BATCH_READS
 from graphplan.owners.slots import Walk
 from graphplan.owners.snapshot import Snapshot, host_generators
 from graphplan.owners.walk import walk_owners
@@ -80,6 +81,8 @@ class _Check:
         fed = {f"input {index}": leaf for index, leaf in enumerate(feed) if isinstance(leaf, Tensor)}
         unowned = {e.name: e.tensor for e in plan.externals if e.path is None and e.tensor is not None}
         self._extra: dict[str, Tensor] = {**unowned, **fed}
+        # What was read before the step is there for replays alone.
+        self._read_before = {f"input {index}" for index, name in enumerate(plan.feed.leaf_names) if BATCH_READS in name}
         # What the program lends holds its latest results, which may be what is fed.
         self._lent = [(lease, lease.number) for lease in program.outputs.lent]
 
@@ -184,7 +187,7 @@ class _Check:
         """The tensors that can be compared, where they are now."""
         slots = {path: slot.tensors() for path, slot in walk.slots.items()} if self._lent else {}
         left_out = self._program.plan.untouched(walk) | self._overwritten(slots)
-        gone = self._overwritten({path: [tensor] for path, tensor in self._extra.items()})
+        gone = self._overwritten({path: [tensor] for path, tensor in self._extra.items()}) | self._read_before
         found = collect_tensors(
             walk,
             result,
