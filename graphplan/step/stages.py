@@ -41,7 +41,7 @@ from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.programs import Entry, Line
 from graphplan.step.runner import Parts
 from graphplan.tensors.trees import flatten_result
-from graphplan.trace.batch_reads import reads_in
+from graphplan.trace.batch_reads import BatchReads, reads_in
 from graphplan.trace.batch_recorder import BatchRecorder, recorder_of
 from graphplan.trace.records import Trace, collect
 
@@ -188,12 +188,18 @@ class Stages:
             return result
 
     def _drop_outdated(self, call: Call) -> None:
-        """Drop a plan whose Python values have changed since its traces."""
-        entry, line = call.entry, call.line
+        """Drop a plan whose Python values have changed since its traces, or where the owners' tensors that are read
+        before the step are in other places.
+        """
+        entry, line, found = call.entry, call.line, _reads_of(call)
+        if found is not None:
+            found.is_outdated |= not found.is_in(call.walk.slots)
         if line.plan is None:
             return
         with self._managed.rates:
             changed = outdated(line.plan, call.walk)
+        if found is not None and found.is_outdated:
+            changed = changed or "what is read before the step lies in other containers"
         if changed is not None:
             self._stats.note(f"traced anew: {changed}", "traces")
             line.plan = None
@@ -304,9 +310,9 @@ class Stages:
 
     def _take_reads(self, call: Call, batch: BatchRecorder, facts: Trace) -> bool:
         """Take in what a trace has read of its batch. False if other traces have to follow, with that read before."""
-        reads, found = batch.reads(), reads_in(call.feed.given[1] if call.feed.given is not None else {})
-        if found is not None and (batch.is_outdated or reads is None):
-            found[0].is_outdated = True
+        reads, found = batch.reads(), _reads_of(call)
+        if found is not None and (found.is_outdated or batch.is_outdated or reads is None):
+            found.is_outdated = True
             return False
         if reads is None:
             return True
@@ -322,8 +328,8 @@ class Stages:
                 f"the batch is read before the step, which does so first at {reads.reads[0].place}", "traces"
             )
             return False
-        found[0].is_outdated = not reads.is_like(found[0])
-        return not found[0].is_outdated
+        found.is_outdated = not reads.is_like(found)
+        return not found.is_outdated
 
     def _note_change(self, facts: Trace, walk: Walk) -> None:
         before, self._latest = self._latest, facts
@@ -453,6 +459,12 @@ class Stages:
         self._managed.refresh()
         self._managed.captured()
         self._stats.end_call("captured")
+
+
+def _reads_of(call: Call) -> BatchReads | None:
+    """What was read before a call, if anything was."""
+    found = reads_in(call.feed.given[1]) if call.feed.given is not None else None
+    return None if found is None else found[0]
 
 
 def _omissions(facts: Trace, allow: Sequence[str]) -> Iterator[str]:

@@ -11,7 +11,7 @@ first other value ends the search, and another trace may be tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import count
@@ -124,16 +124,16 @@ class _Ran(NamedTuple):
 
 class Search:
     """What has run to find the reads of one batch, given as the ``leaves`` of a call: ways through a step that begin
-    with the same operators have these run once.
+    with the same operators on the same tensors have these run once.
     """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self.leaves = leaves
         self._ran: dict[tuple[Any, ...], list[_Ran]] = {}
 
-    def ran(self, sources: tuple[Any, ...]) -> list[_Ran]:
-        """The operators that the latest way from these sources began with."""
-        return self._ran.setdefault(sources, [])
+    def ran(self, sources: Iterable[Tensor]) -> list[_Ran]:
+        """The operators that the latest way from these tensors began with."""
+        return self._ran.setdefault(tuple(map(id, sources)), [])
 
 
 class BatchReads:
@@ -144,13 +144,13 @@ class BatchReads:
         calls: Sequence[Call],
         reads: Sequence[Read],
         sources: Mapping[int, BatchSource],
-        twins: Sequence[tuple[int, int]],
+        beside: Sequence[tuple[int, int, int]],
     ) -> None:
         self.reads = reads
-        self._calls, self._sources, self._twins = calls, sources, twins
+        self._calls, self._sources, self._beside = calls, sources, beside
         self._of_call = {read.call: read for read in reads}
         self._forms = [f"{call.form} {call.made}" for call in calls]
-        self._begin = tuple(map(_named, sources.values()))
+        self._slots = [source for source in sources.values() if isinstance(source, Slot)]
         self._is_pure = not any(call.writes for call in calls)
         self.number = next(_numbers)
         """Tells it from all others in the process."""
@@ -179,15 +179,16 @@ class BatchReads:
         return found
 
     def _find(self, search: Search) -> list[Tensor] | None:
-        if any(search.leaves[one].data_ptr() != search.leaves[other].data_ptr() for one, other in self._twins):
+        leaves = search.leaves
+        if any(leaves[other].data_ptr() - leaves[one].data_ptr() != distance for one, other, distance in self._beside):
             return None
         known: dict[int, Any] = {}
         for number, source in self._sources.items():
-            known[number] = source.get() if isinstance(source, Slot) else search.leaves[source]
+            known[number] = source.get() if isinstance(source, Slot) else leaves[source]
             if not isinstance(known[number], Tensor):
                 return None
         found: list[Tensor] = []
-        ran = search.ran(self._begin) if self._is_pure else []
+        ran = search.ran(known.values()) if self._is_pure else []
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for position, call in enumerate(self._calls):
                 if len(ran) <= position or ran[position].form != self._forms[position]:
@@ -213,10 +214,14 @@ class BatchReads:
             taken[position], rest = rest[:size], rest[size:]
         return [taken[read.call] for read in self.reads]
 
+    def is_in(self, slots: Mapping[str, Slot]) -> bool:
+        """Return True if the owners' tensors that it begins with are those in ``slots``, by path."""
+        return all(slot.path in slots and slots[slot.path].get() is slot.get() for slot in self._slots)
+
     def is_like(self, other: BatchReads) -> bool:
         """Return True if both come to the same reads by the same operators."""
-        same = (self._forms, self._begin, self._twins) == (other._forms, other._begin, other._twins)
-        return same and len(self.reads) == len(other.reads) and all(map(_is_same, self.reads, other.reads))
+        own, others = [(each._forms, list(map(_named, each._sources.values())), each._beside) for each in (self, other)]
+        return own == others and len(self.reads) == len(other.reads) and all(map(_is_same, self.reads, other.reads))
 
 
 def _named(source: BatchSource) -> str | int:

@@ -43,8 +43,8 @@ class BatchRecorder:
         """What was read before the step is not what is read in it."""
         self._dtype = torch.get_default_dtype()
         self._operators = 0
-        self._twins: list[tuple[int, int]] = []
-        """Leaves that are the same memory in the same way: the next call has to have them alike."""
+        self._places: list[tuple[int, int, int | None, int]] = []
+        """Of each leaf its index, its number, its storage and where it begins."""
         self._sources: dict[int, BatchSource] = {}
         self._outside: set[int | None] = set()
         """The memory of the sources, which the step does not make."""
@@ -55,8 +55,10 @@ class BatchRecorder:
         self._ambiguous: set[int | None] = set()
         """Memory that is both an owner's and fed: the next call may be fed something else."""
         for index, leaf in leaves:
-            if storage_id(leaf) is not None:
+            if storage_id(leaf) is not None and _is_plain(leaf):
                 self._begin_with(leaf, index)
+                if leaf.numel():
+                    self._places.append((index, self._number(leaf), storage_id(leaf), leaf.data_ptr()))
 
     def meet(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
         """Take in a tensor of an owner, which is in one of ``slots``, unless it is trained: its values change."""
@@ -67,17 +69,12 @@ class BatchRecorder:
             held = slot.get()
             # By now there may be another tensor.
             is_there = type(held) in PLAIN_KINDS and storage_id(held) == storage
-            if storage not in self._outside and is_there and not held.requires_grad:
+            if storage not in self._outside and is_there and _is_plain(held) and not held.requires_grad:
                 self._owned[storage] = _range_of(held)
                 self._begin_with(held, slot)
 
     def _begin_with(self, tensor: Tensor, source: BatchSource) -> None:
-        if not _is_plain(tensor):
-            return
-        number = self._number(tensor)
-        first = self._sources.setdefault(number, source)
-        if first is not source and isinstance(first, int) and isinstance(source, int):
-            self._twins.append((first, source))
+        self._sources.setdefault(self._number(tensor), source)
         self._known.add(storage_id(tensor))
         self._outside.add(storage_id(tensor))
 
@@ -85,7 +82,7 @@ class BatchRecorder:
         """The reads of the trace, and what leads to them; None if there are none."""
         calls = [call for call, _ in self._leading_to(None)]
         reads = any(call.read is not None for call in calls)
-        return _made_once(calls, self._sources, self._twins) if reads else None
+        return _made_once(calls, self._sources, self._places) if reads else None
 
     def impossible(self) -> list[HostSyncError]:
         """The refusals of reads that cannot be made before the step: of what it changes itself, or that take long."""
@@ -121,7 +118,10 @@ class BatchRecorder:
         written = {storage_id(tensor): tensor for tensor in written_tensors(schema, args, dict(kwargs))}
         self._operators += 1
         self._changed.update((storage, _range_of(tensor)) for storage, tensor in written.items() if storage is not None)
-        follows = schema.is_certain and torch.get_default_dtype() == self._dtype and all(map(self._has, given))
+        # By now, what has another shape in place is no longer what the operator was given.
+        is_reshaped = torch.Tag.inplace_view in schema.operator.tags
+        is_usual = torch.get_default_dtype() == self._dtype and not is_reshaped
+        follows = schema.is_certain and is_usual and all(map(self._has, given))
         if not (follows and all(map(_is_plain, made)) and self._outside.isdisjoint(written)):
             self._known -= written.keys()
         elif made or written:
@@ -202,13 +202,20 @@ class BatchRecorder:
 
 
 def _made_once(
-    calls: Sequence[Call], sources: Mapping[int, BatchSource], twins: Sequence[tuple[int, int]]
+    calls: Sequence[Call], sources: Mapping[int, BatchSource], places: Sequence[tuple[int, int, int | None, int]]
 ) -> BatchReads:
     """What runs equal operators once, with tensors numbered by their first appearance: a mask that is used three times
     is read once.
     """
     given = {slot.number for call in calls for slot in call.slots()}
     used = {number: source for number, source in sources.items() if number in given}
+    # A tensor may be a leaf, or a view that the step makes of another one: the next call has to have them alike.
+    firsts: dict[int | None, tuple[int, int]] = {}
+    beside: list[tuple[int, int, int]] = []
+    for index, number, storage, begin in places:
+        first, first_begin = firsts.setdefault(storage, (index, begin)) if number in given else (index, begin)
+        if first != index:
+            beside.append((first, index, begin - first_begin))
     numbers: dict[int, int] = {number: at for at, number in enumerate(used)}
     merges = not any(call.writes for call in calls)
     kept: list[Call] = []
@@ -225,7 +232,7 @@ def _made_once(
         numbers.update(zip(call.made, kept[position].made, strict=True))
         if call.read is not None:
             reads.append(call.read._replace(call=position))
-    return BatchReads(kept, reads, dict(enumerate(used.values())), [pair for pair in twins if pair[0] in used.values()])
+    return BatchReads(kept, reads, dict(enumerate(used.values())), beside)
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
