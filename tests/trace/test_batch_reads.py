@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from graphplan import HostSyncError, SkipReason, graphed
-from graphplan.trace import batch_reads
+from graphplan.owners.slots import Slot
+from graphplan.trace import batch_reads, host_reads
 from tests.lightning.parts import assert_fit_equals_eager, tape, with_step
 from tests.twins import (
     Rig,
@@ -605,6 +606,13 @@ def looks_at_the_gradient_before(model: Any, x: Tensor, mask: Tensor) -> Tensor:
     return F.dropout(model(x), 0.5) * scale
 
 
+def transposes_in_place(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    square = mask.view(2, 3)[:, :2].clone()
+    turned = square.t()
+    square.t_()
+    return model(x) * 2 if square[0, 1] and turned.shape else model(x)
+
+
 def looks_a_row_up(model: Any, x: Tensor, mask: Tensor) -> Tensor:
     try:
         return model(x) * (2 if model.kept[mask.sum() * 2 - 4] else 3)
@@ -614,6 +622,7 @@ def looks_a_row_up(model: Any, x: Tensor, mask: Tensor) -> Tensor:
 
 UNLIKE = [changes_what_it_found, writes_between_reads, makes_constants_of_two_types, sets_the_default_type]
 UNLIKE += [fills_what_another_mask_selects, selects_along_a_dimension, looks_at_the_gradient_before, looks_a_row_up]
+UNLIKE += [transposes_in_place]
 
 
 EAGERLY = pytest.mark.filterwarnings("ignore:graphplan runs this step eagerly")
@@ -626,6 +635,110 @@ def test_reads_that_are_easily_confused(forward: Forward, verify: str) -> None:
     """Equal to eager, replayed or not: with checks, and without them to cover up."""
     calls = partial(batches, lambda index: 4 if index < 14 else 2 + index % 4, calls=40)
     assert_same_as_eager(partial(rig_of, forward, calls), verify=verify, on_failure="eager")
+
+
+def columns(index: int) -> tuple[Tensor, Tensor]:
+    """A tensor and a view of it, and later another tensor of that shape."""
+    x = torch.randn(ROWS, 8)
+    return x, (x if index < 16 else torch.randn(ROWS, 8))[:, 1:5]
+
+
+@pytest.mark.parametrize("verify", ["off", "geometric"])
+def test_a_view_that_is_fed_and_made_too(verify: str) -> None:
+    """A leaf is told from a view that the step itself makes of another leaf, which lies there in some calls only."""
+
+    def forward(model: Any, x: Tensor, view: Tensor) -> Tensor:
+        out = model(x) + 0 * x[:, 1:5].sum()
+        return out * 2 if view.sum() > 0 else out
+
+    make = partial(rig_of, forward, lambda: [columns(index) for index in range(50)])
+    assert assert_same_as_eager(make, verify=verify).stats.replayed > 10
+
+
+class Part(nn.Module):
+    """What a step looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", mask_of(0, 3))
+
+
+@pytest.mark.parametrize("verify", ["off", "geometric"])
+@pytest.mark.parametrize("when", [BEFORE - 4, BEFORE - 3, BEFORE - 2, BEFORE + 3], ids=["0", "1", "2", "replays"])
+def test_a_part_that_is_replaced(when: int, verify: str) -> None:
+    """By one with the same values, which change later on: between traces, before the capture, and between replays."""
+
+    def forward(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return model(x) * 2 if model.part.kept.sum() > 3 else model(x)
+
+    def replaced(model: Any, index: int) -> None:
+        if index == when:
+            model.part = Part()
+        if index == when + 6:
+            model.part.kept.copy_(mask_of(0, 5))
+
+    def make() -> Rig:
+        rig = rig_of(forward, partial(batches, calls=40), replaced)
+        rig.owners["model"].part = Part()
+        return rig
+
+    assert assert_same_as_eager(make, verify=verify).stats.replayed > 10
+
+
+def test_one_path_in_two_places() -> None:
+    """What ran on the tensor of a part that was replaced is not taken for what runs on the new one's."""
+    alone, place = frozenset[int | None](), host_reads.Place("", 0, "", ())
+    look = partial(
+        batch_reads.Call, torch.ops.aten._local_scalar_dense.default, "item", (batch_reads.TensorSlot(0),), {}, (),
+        alone, alone, writes=False, read=None,
+    )  # fmt: skip
+    read = batch_reads.Read(place, batch_reads.Kind.VALUE, 1, None)
+    old, new = (
+        batch_reads.BatchReads([look()], [read], {0: Slot({"n": torch.tensor(n)}, "n", path="model.part.n")}, [])
+        for n in (0, 1)
+    )
+    search = batch_reads.Search([])
+    assert [reads.find(search) for reads in (old, new, old)] == [None, [], None]
+
+
+def writes_to_what_it_found(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    rows = mask.nonzero().view(-1)
+    rows.sub_(rows.min())
+    return model(x)[rows] * rows[:, None]
+
+
+def returns_what_it_wrote(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    model.found = mask.nonzero()
+    model.found.add_(1)
+    return model(x)[mask] * model.found
+
+
+@pytest.mark.parametrize("forward", [writes_to_what_it_found, returns_what_it_wrote])
+@pytest.mark.parametrize("verify", ["off", 1])
+def test_what_was_found_is_written_to(forward: Forward, verify: Any) -> None:
+    """Checks do not take it for a change of what is fed: an eager step writes to tensors of its own."""
+    step = assert_same_as_eager(partial(rig_of, forward), verify=verify)
+    assert counts(step) == (1, CALLS - BEFORE), step.report()
+
+
+def keeps_the_number(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    model.count = int(mask.sum())
+    return model(x)[mask]
+
+
+@EAGERLY
+@pytest.mark.parametrize("verify", ["off", "geometric"])
+def test_a_number_that_another_way_sets_too(verify: str) -> None:
+    """In the traces of one way it was set to what it was. That is no reason to leave it alone in replays."""
+
+    def make() -> Rig:
+        seen: list[int] = []
+        calls = partial(batches, lambda index: 4 if index < 14 else 3 + index // 2 % 2, calls=40)
+        rig = rig_of(keeps_the_number, calls, lambda model, index: seen.append(model.count))
+        rig.extra["seen"] = seen
+        return rig
+
+    assert_same_as_eager(make, verify=verify, on_failure="eager")
 
 
 def in_another_order(model: Any, x: Tensor, mask: Tensor) -> Tensor:
