@@ -11,10 +11,10 @@ first other value ends the search, and another trace may be tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import count
+from itertools import count, takewhile
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -115,11 +115,13 @@ class Call:
 
 
 class _Ran(NamedTuple):
-    """An operator that has run for one batch, and what it gave."""
+    """An operator that has run for one batch, what it gave, and what was ``seen`` of that when it did."""
 
     form: str
+    writes: bool
     out: Any
     made: Sequence[Tensor]
+    seen: Sequence[Tensor]
 
 
 class Search:
@@ -131,9 +133,9 @@ class Search:
         self.leaves = leaves
         self._ran: dict[tuple[Any, ...], list[_Ran]] = {}
 
-    def ran(self, sources: Iterable[Tensor]) -> list[_Ran]:
-        """The operators that the latest way from these tensors began with."""
-        return self._ran.setdefault(tuple(map(id, sources)), [])
+    def ran(self, *begin: int) -> list[_Ran]:
+        """The operators of the latest way that begins so: with tensors of these identities, and what else tells."""
+        return self._ran.setdefault(begin, [])
 
 
 class BatchReads:
@@ -188,22 +190,30 @@ class BatchReads:
             if not isinstance(known[number], Tensor):
                 return None
         found: list[Tensor] = []
-        ran = search.ran(known.values()) if self._is_pure else []
+        ran = search.ran(self._is_pure, *map(id, known.values()))
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0].form == pair[1], zip(ran, self._forms, strict=False)))
+        # What other operators have written to is made anew.
+        del ran[0 if any(run.writes for run in ran[alike:]) else alike :]
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for position, call in enumerate(self._calls):
-                if len(ran) <= position or ran[position].form != self._forms[position]:
-                    named = {name: _filled(value, known) for name, value in call.kwargs.items()}
-                    out = call.run(*_filled(call.args, known), **named)
-                    ran[position:] = [_Ran(self._forms[position], out, tensors_in(out))]
-                _, out, made = ran[position]
                 read = self._of_call.get(position)
-                if read is not None and not read.finds(out, made):
+                if position == len(ran):
+                    ran.append(self._run(call, self._forms[position], known, keeps=read is not None))
+                run = ran[position]
+                if read is not None and not read.finds(run.out, run.seen):
                     return None
                 if read is not None and read.kind is Kind.SHAPE:
-                    # What operators write to later must not change what was found.
-                    found += made if self._is_pure else [tensor.clone() for tensor in made]
-                known.update(zip(call.made, made, strict=False))
+                    found += run.seen
+                known.update(zip(call.made, run.made, strict=False))
         return found
+
+    def _run(self, call: Call, form: str, known: Mapping[int, Any], *, keeps: bool) -> _Ran:
+        """Run an operator. If it ``keeps`` what it gives, what operators write to later does not change that."""
+        named = {name: _filled(value, known) for name, value in call.kwargs.items()}
+        out = call.run(*_filled(call.args, known), **named)
+        made = tensors_in(out)
+        seen = [tensor.clone() for tensor in made] if keeps and not self._is_pure else made
+        return _Ran(form, call.writes, out, made, seen)
 
     def tensors_of(self, found: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """For each read, its tensors among all that :meth:`find` gives."""

@@ -685,20 +685,36 @@ def test_a_part_that_is_replaced(when: int, verify: str) -> None:
     assert assert_same_as_eager(make, verify=verify).stats.replayed > 10
 
 
+def way_of(source: Any, found: int, *operators: tuple[Any, ...]) -> batch_reads.BatchReads:
+    """What clones a source, runs ``operators`` on that in place, and finds a number then."""
+    alone, place, aten = frozenset[int | None](), host_reads.Place("", 0, "", ()), torch.ops.aten
+    slots = [batch_reads.TensorSlot(number) for number in range(2)]
+    steps = [(aten.clone.default, slots[0]), *((run, slots[1], *args) for run, *args in operators)]
+    steps.append((aten._local_scalar_dense.default, slots[1]))
+    calls = [
+        batch_reads.Call(
+            run, str(run), tuple(args), {}, (1,) if at < len(operators) + 1 else (), alone, alone, at > 0, None
+        )
+        for at, (run, *args) in enumerate(steps)
+    ]
+    read = batch_reads.Read(place, batch_reads.Kind.VALUE, found, None, len(calls) - 1)
+    return batch_reads.BatchReads(calls, [read], {0: source}, [])
+
+
 def test_one_path_in_two_places() -> None:
     """What ran on the tensor of a part that was replaced is not taken for what runs on the new one's."""
-    alone, place = frozenset[int | None](), host_reads.Place("", 0, "", ())
-    look = partial(
-        batch_reads.Call, torch.ops.aten._local_scalar_dense.default, "item", (batch_reads.TensorSlot(0),), {}, (),
-        alone, alone, writes=False, read=None,
-    )  # fmt: skip
-    read = batch_reads.Read(place, batch_reads.Kind.VALUE, 1, None)
-    old, new = (
-        batch_reads.BatchReads([look()], [read], {0: Slot({"n": torch.tensor(n)}, "n", path="model.part.n")}, [])
-        for n in (0, 1)
-    )
+    old, new = (way_of(Slot({"n": torch.tensor(number)}, "n", path="model.part.n"), 1) for number in (0, 1))
     search = batch_reads.Search([])
     assert [reads.find(search) for reads in (old, new, old)] == [None, [], None]
+
+
+def test_what_one_way_wrote_is_not_found_by_another() -> None:
+    """Nor is it written twice."""
+    add, multiply = torch.ops.aten.add_.Tensor, torch.ops.aten.mul_.Tensor
+    more = way_of(0, 100, (add, torch.tensor(1)))
+    ways = [way_of(0, 6, (multiply, torch.tensor(2))), way_of(0, 4, (add, torch.tensor(1)))]
+    search = batch_reads.Search([torch.tensor(3)])
+    assert [reads.find(search) for reads in (more, *ways, more, *reversed(ways))] == [None, [], [], None, [], []]
 
 
 def writes_to_what_it_found(model: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -760,6 +776,30 @@ def test_ways_that_begin_alike() -> None:
 
     calls = partial(batches, lambda index: 3 + index % 3, calls=60)
     assert_same_as_eager(partial(rig_of, in_another_order, calls, flip), verify="off", on_failure="eager")
+
+
+def test_operators_of_several_ways_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a batch that takes none of these ways, even where they write: else it would wait for all of them."""
+    found: list[Any] = []
+    find, run = batch_reads.BatchReads.find, batch_reads.BatchReads._run
+    monkeypatch.setattr(batch_reads.BatchReads, "find", lambda self, search: found.append(self) or find(self, search))
+
+    def forward(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        kept = mask.clone()
+        kept &= mask
+        return model(x) * kept.sum().item()
+
+    make = partial(rig_of, forward, partial(batches, lambda index: 1 + index // 3 % 3, calls=40))
+    step = assert_same_as_eager(make, verify="off")
+    ran: list[str] = []
+    monkeypatch.setattr(
+        batch_reads.BatchReads,
+        "_run",
+        lambda self, call, *args, **named: ran.append(call.name) or run(self, call, *args, **named),
+    )
+    search = batch_reads.Search([torch.randn(ROWS, 8), mask_of(0, 5)])
+    assert [reads.find(search) for reads in set(found)] == [None] * step.stats.captured == [None] * 3
+    assert len(ran) == len(set(ran)) == 4
 
 
 @EAGERLY
