@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,15 @@ _SHARE, _FEW = 4, 32
 """The operators that lead to a read may be a quarter of the step's, or that many."""
 
 
+class _Place(NamedTuple):
+    """A leaf by its index, its number, its storage, and where it begins."""
+
+    leaf: int
+    number: int
+    storage: int | None
+    begin: int
+
+
 class BatchRecorder:
     """Follows, in one trace, what is computed from the batch alone."""
 
@@ -43,8 +52,7 @@ class BatchRecorder:
         """What was read before the step is not what is read in it."""
         self._dtype = torch.get_default_dtype()
         self._operators = 0
-        self._places: list[tuple[int, int, int | None, int]] = []
-        """Of each leaf its index, its number, its storage and where it begins."""
+        self._places: list[_Place] = []
         self._sources: dict[int, BatchSource] = {}
         self._outside: set[int | None] = set()
         """The memory of the sources, which the step does not make."""
@@ -58,7 +66,7 @@ class BatchRecorder:
             if storage_id(leaf) is not None and _is_plain(leaf):
                 self._begin_with(leaf, index)
                 if leaf.numel():
-                    self._places.append((index, self._number(leaf), storage_id(leaf), leaf.data_ptr()))
+                    self._places.append(_Place(index, self._number(leaf), storage_id(leaf), leaf.data_ptr()))
 
     def meet(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
         """Take in a tensor of an owner, which is in one of ``slots``, unless it is trained: its values change."""
@@ -201,21 +209,14 @@ class BatchRecorder:
         self._calls.append(Call(run, name, slots, named, numbers, given, changed, bool(written), read))
 
 
-def _made_once(
-    calls: Sequence[Call], sources: Mapping[int, BatchSource], places: Sequence[tuple[int, int, int | None, int]]
-) -> BatchReads:
+def _made_once(calls: Sequence[Call], sources: Mapping[int, BatchSource], places: Sequence[_Place]) -> BatchReads:
     """What runs equal operators once, with tensors numbered by their first appearance: a mask that is used three times
     is read once.
     """
     given = {slot.number for call in calls for slot in call.slots()}
     used = {number: source for number, source in sources.items() if number in given}
-    # A tensor may be a leaf, or a view that the step makes of another one: the next call has to have them alike.
-    firsts: dict[int | None, tuple[int, int]] = {}
-    beside: list[tuple[int, int, int]] = []
-    for index, number, storage, begin in places:
-        first, first_begin = firsts.setdefault(storage, (index, begin)) if number in given else (index, begin)
-        if first != index:
-            beside.append((first, index, begin - first_begin))
+    made = {number for call in calls for number in call.made}
+    beside = [pair for leaves in _by_memory(places, given) for pair in _beside(leaves, made)]
     numbers: dict[int, int] = {number: at for at, number in enumerate(used)}
     merges = not any(call.writes for call in calls)
     kept: list[Call] = []
@@ -233,6 +234,26 @@ def _made_once(
         if call.read is not None:
             reads.append(call.read._replace(call=position))
     return BatchReads(kept, reads, dict(enumerate(used.values())), beside)
+
+
+def _by_memory(places: Sequence[_Place], given: set[int]) -> Iterable[list[_Place]]:
+    """The leaves among ``given`` tensors, together with those that are the same memory."""
+    found: dict[int | None, list[_Place]] = {}
+    for place in places:
+        if place.number in given:
+            found.setdefault(place.storage, []).append(place)
+    return found.values()
+
+
+def _beside(leaves: Sequence[_Place], made: set[int]) -> list[tuple[int, int, int]]:
+    """How far leaves of one memory lie apart, by index, if they cannot be told apart, or from what the step ``made`` as
+    a view of another one: the next call has to have them alike.
+    """
+    numbers = {leaf.number for leaf in leaves}
+    if len(numbers) == len(leaves) and made.isdisjoint(numbers):
+        return []
+    first, *others = leaves
+    return [(first.leaf, other.leaf, other.begin - first.begin) for other in others]
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:

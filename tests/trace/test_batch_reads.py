@@ -655,6 +655,18 @@ def test_a_view_that_is_fed_and_made_too(verify: str) -> None:
     assert assert_same_as_eager(make, verify=verify).stats.replayed > 10
 
 
+def test_rows_of_one_memory() -> None:
+    """Leaves that are told apart may lie as far from each other as they like."""
+
+    def calls() -> list[tuple[Any, ...]]:
+        rows = torch.zeros(10, 64, dtype=torch.bool)
+        rows[:, :ROWS] = torch.stack([mask_of(index, 3) for index in range(10)])
+        return [(torch.randn(ROWS, 8), rows[at % 10, :ROWS], rows[at * 3 % 10, :ROWS]) for at in range(1, 10)] * 3
+
+    step = assert_same_as_eager(partial(rig_of, by_two_masks, calls))
+    assert step.stats.replayed > 5, step.report()
+
+
 class Part(nn.Module):
     """What a step looks at."""
 
