@@ -1,14 +1,10 @@
-"""One call of a step at a time. The lock is tried, never waited for. If it is taken, the stacks of all threads are
-searched for the call that holds it, since an interrupt may have left it locked.
-"""
+"""One call of a step at a time. The lock is tried, never waited for."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock, get_ident, local
-from traceback import walk_stack
+from threading import Lock, local
 from typing import NoReturn
 
 from graphplan.errors import BusyError, CopyError
@@ -32,9 +28,7 @@ def running_step() -> Iterator[None]:
 
 
 class CallLock:
-    """What may run once at a time, and can be neither copied nor pickled. ``takers`` are methods that take a turn."""
-
-    takers: tuple[str, ...] = ("__call__", "invalidate", "close")
+    """What may run once at a time, and can be neither copied nor pickled."""
 
     def __init__(self) -> None:
         self._turn = Lock()
@@ -42,31 +36,20 @@ class CallLock:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Hold the lock for the block. Raises BusyError if another call holds it."""
-        if not self._turn.acquire(False):
-            self._check_turn()
+        self._take_turn()
         try:
             yield
         finally:
             self._turn.release()
 
-    def _check_turn(self) -> None:
-        """Raise BusyError in the method that calls this, unless no call is left that could hold the lock."""
-        codes = {getattr(type(self), name).__code__ for name in self.takers}
-        within = -1  # The method that asks is in one of its own frames.
-        for thread, innermost in sys._current_frames().items():
-            for frame, _ in walk_stack(innermost):
-                if frame.f_code in codes and frame.f_locals.get("self") is self:
-                    if thread != get_ident():
-                        raise BusyError(
-                            "a graphed step was called, closed or invalidated while another thread is in one of its "
-                            "calls; expected one call at a time, since all work on the same storages. Give each thread "
-                            "a step and a model of its own, or put a lock around the calls"
-                        )
-                    within += 1
-        if within:
+    def _take_turn(self) -> None:
+        """Take the lock. Raises BusyError if a call holds it."""
+        if not self._turn.acquire(False):
             raise BusyError(
-                "a graphed step was called, closed or invalidated from within its own call; expected one call at a "
-                "time. Let the step's function call the functions that it is made of instead of the step"
+                "a graphed step was called, closed or invalidated during one of its calls, in another thread or from "
+                "within its own call; expected one call at a time, since all work on the same storages. Give each "
+                "thread a step and a model of its own, or put a lock around the calls; let the step's function call "
+                "the functions that it is made of instead of the step"
             )
 
     def __reduce__(self) -> NoReturn:

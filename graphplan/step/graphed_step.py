@@ -62,8 +62,6 @@ class GraphedStep(Method, CallLock, Reports):
         OptionError: if ``fn`` cannot be called, or only begins something when it is.
     """
 
-    takers = ("_call", "invalidate", "close", "find_program", "recover")
-
     def __init__(
         self,
         fn: Callable[..., Any],
@@ -103,8 +101,7 @@ class GraphedStep(Method, CallLock, Reports):
         return self._call(args, kwargs) if way is None else way(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._turn.acquire(False):
-            self._check_turn()
+        self._take_turn()
         try:
             return self._serve(args, kwargs)
         except Exception as error:

@@ -69,8 +69,7 @@ def test_a_step_that_is_busy(where: Callable[..., Any], use: str, phase: str) ->
     # Code that is new in a trace makes it begin anew.
     assert step.stats.captured == 1 and step.stats.replayed >= 1
     assert type(errors[0]) is BusyError
-    text = "within its own call" if where is here else "another thread"
-    assert text in str(errors[0]) and "expected one call at a time" in str(errors[0])
+    assert "expected one call at a time" in str(errors[0])
 
 
 def test_a_step_that_calls_itself() -> None:
@@ -81,19 +80,8 @@ def test_a_step_that_calls_itself() -> None:
 
     step = managed(replace(carrying_rig(), step=train_step))
     for _ in range(2):
-        with pytest.raises(BusyError, match=r"within its own call.*one call at a time"):
+        with pytest.raises(BusyError, match=r"within its own call; expected one call at a time"):
             step(torch.ones(1), torch.ones(1))
-
-
-def test_a_turn_that_nobody_has() -> None:
-    """An interrupt right after the lock was taken must not lock the step for good."""
-    rig = build(carrying_rig)
-    step = managed(rig)
-    step._turn.acquire()
-    drive(rig, step)
-    assert step.stats.replayed == 3
-    step._turn.acquire()
-    step.close()
 
 
 def test_two_threads_take_turns() -> None:
