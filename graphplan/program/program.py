@@ -13,7 +13,7 @@ from graphplan.compare.comparing import Row
 from graphplan.environment.devices import synchronize
 from graphplan.environment.surroundings import check_surroundings
 from graphplan.errors import ClosedError, DeviceFault, FeedError, GraphPlanError, GuardError
-from graphplan.feed.call_arguments import call_step, hands_over
+from graphplan.feed.call_arguments import hands_over
 from graphplan.feed.signature import Feed, check_match, flatten
 from graphplan.owners.flags import Flags
 from graphplan.owners.slots import Walk
@@ -30,7 +30,7 @@ from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
-from graphplan.tensors.trees import flatten_result, map_result
+from graphplan.tensors.trees import flatten_result
 
 NO_CHECK = 2**62
 """No replay has this number."""
@@ -196,7 +196,7 @@ class Program:
             raise DeviceFault(
                 f"the device failed in the program of {self.plan.name} (fed {self.plan.feed}) by {when}: "
                 f"{first_line(error)}. Its last operators: {', '.join(self.plan.last_operators)}. Run with "
-                "debug_eager=True, which takes every way but the recording, to see whether the step itself fails"
+                "backend='eager' to see whether the step itself fails"
             ) from error
 
     def leave(self) -> None:
@@ -229,17 +229,6 @@ class Program:
                         yield local(leaf.grad)
 
         return backend.run_between(body, self._recording, self.plan.footprint.peak, left)
-
-    def run_eagerly(self, leaves: Sequence[Any]) -> Any:
-        """:meth:`run` with the step itself in place of the recording: same copies in and out, no replay."""
-        self.bindings.settle_grads()
-        self.inputs.load(leaves)
-        worn = self.inputs.dress(leaves)
-        stands_for = {id(worn[index]): leaves[index] for index in self.inputs.by_leaf}
-        args, kwargs = self._rebuild(worn)
-        result = call_step(self.plan.handles.function(), args, kwargs)
-        self._give_back(leaves)
-        return map_result(lambda tensor: stands_for.get(id(tensor), tensor.detach()), result)
 
     def run_recorded(self, leaves: Sequence[Any], *, executed: bool) -> Any:
         """Finish the call that was recorded: execute it unless recording did, and hand out its results."""

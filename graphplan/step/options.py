@@ -19,7 +19,7 @@ from graphplan.step.padding import PadValue
 from graphplan.verify.schedule import Schedule
 
 EagerIf = Callable[..., bool] | int | None
-_FLAGS = ("prepare_optimizers", "fuse_optimizer", "debug", "debug_eager", "prefetch")
+_FLAGS = ("prepare_optimizers", "fuse_optimizer", "debug", "prefetch")
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -156,8 +156,6 @@ class TrainingOptions(CommonOptions):
             refused.
         debug: wait for the device after each capture and each first replay, and name the program in its errors; if
             torch can, also check before each replay that the memory that the recording reads was not freed.
-        debug_eager: run the step itself where a program would be replayed, on the program's own inputs: tells a fault
-            of the recording from one of everything around it. Nothing is replayed, and so nothing is checked.
         prefetch: whether inputs of 4 MiB and more in pinned host memory are copied to the device while it is busy with
             the replay before, into buffers as large, one for each program: with ``device=``, or in a Trainer where
             ``transfer`` leaves batches in host memory. They have to be written when they are fed (as a ``DataLoader``'s
@@ -170,7 +168,6 @@ class TrainingOptions(CommonOptions):
     fuse_optimizer: bool = False
     max_recaptures: int = 16
     debug: bool = False
-    debug_eager: bool = False
     prefetch: bool = False
 
 
@@ -245,8 +242,8 @@ class Options(StepOptions):
 
     @property
     def schedule(self) -> Schedule:
-        """Which replays are checked: none where nothing is replayed."""
-        return Schedule.parse("off" if self.debug_eager else self.verify)
+        """Which replays are checked."""
+        return Schedule.parse(self.verify)
 
     def least_speedup(self, device: torch.device) -> float:
         """How often a replay has to fit into an eager step. The tape is there to be tested with, not to be fast."""
@@ -256,7 +253,7 @@ class Options(StepOptions):
 
     def is_gated(self, device: torch.device) -> bool:
         """Whether replays have to be faster than eager steps on ``device``, or the step stands down."""
-        return self.backend != "eager" and not self.debug_eager and self.least_speedup(device) > 0
+        return self.backend != "eager" and self.least_speedup(device) > 0
 
     @property
     def may_stay_eager(self) -> bool:

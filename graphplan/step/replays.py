@@ -63,10 +63,7 @@ class Replays:
         """One replay."""
         settle_companions()
         start = perf_counter()
-        if self._options.debug_eager:
-            result = self._runner.run(lambda: program.run_eagerly(leaves))
-        else:
-            result = program.run(leaves)
+        result = program.run(leaves)
         try:
             end = perf_counter()
             if self._options.debug and not program.replays:

@@ -182,7 +182,7 @@ class Stages:
             # What is recorded next must not lack the casts of weights that the caller's autocast has cached.
             undo.callback(torch.clear_autocast_cache)
             self._drop_outdated(call)
-            result = (self._trace if call.line.plan is None else self._capture)(call, undo, snapshot)
+            result = self._trace(call, undo, snapshot) if call.line.plan is None else self._capture(call, undo)
             undo.pop_all()
             self._runner.outcome = (result,)
             return result
@@ -406,7 +406,7 @@ class Stages:
             return True
         return False
 
-    def _capture(self, call: Call, undo: ExitStack, snapshot: Snapshot) -> Any:
+    def _capture(self, call: Call, undo: ExitStack) -> Any:
         """Capture a call, and give it its results. Raises ReadSignal if a placeholder was used."""
         options, backend, plan = self._options, self._runner.backend, call.line.plan
         assert plan is not None
@@ -434,12 +434,7 @@ class Stages:
             except BaseException:
                 program.close()
                 raise
-            if options.debug_eager and not backend.executes:
-                # The step's Python runs again, so what it did in the capture is undone.
-                snapshot.restore()
-                result = self._runner.run(lambda: program.run_eagerly(feed.leaves))
-            else:
-                result = program.run_recorded(feed.leaves, executed=backend.executes)
+            result = program.run_recorded(feed.leaves, executed=backend.executes)
         if options.debug:
             program.wait("its capture")
         if options.prefetch and options.feed_device is not None:

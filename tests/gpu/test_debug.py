@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from graphplan import DeviceFault, graph_step
 from graphplan.backends.backend import TracedValues
-from graphplan.backends.cudagraph import CUDAGraphBackend, GraphRecording
+from graphplan.backends.cudagraph import CUDAGraphBackend
 from graphplan.backends.cudaruntime import capture_options
 from tests.devices import DEVICE, is_healthy, needs_cuda
 from tests.models import Box
@@ -63,7 +63,7 @@ def test_a_device_fault_names_its_program() -> None:
     root = Path(__file__).parents[2]
     ended = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120, cwd=root)
     assert "TOLD the device failed in the program of train_step" in ended.stdout, ended.stderr[-2000:]
-    assert "by its first replay" in ended.stdout and "aten." in ended.stdout and "debug_eager=True" in ended.stdout
+    assert "by its first replay" in ended.stdout and "aten." in ended.stdout and "backend='eager'" in ended.stdout
 
 
 @needs_cuda
@@ -131,37 +131,3 @@ def test_a_watched_step_goes_on() -> None:
     assert losses[-1] < losses[0]
     assert step.stats.replayed == 6
     step.close()
-
-
-@needs_cuda
-def test_debug_eager_launches_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for the call that is captured either: its Python effects are there once, and its numbers are eager's."""
-
-    def run(**options: Any) -> tuple[list[float], list[float], nn.Module]:
-        torch.manual_seed(0)
-        model, seen = nn.Linear(16, 16).to(DEVICE), []
-        model.calls = 0  # type: ignore[assignment]
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, capturable=True)
-
-        def train_step(x: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), x)
-            loss.backward()
-            optimizer.step()
-            model.calls += 1  # type: ignore[operator]
-            seen.append(loss.detach())
-            return loss
-
-        step = graph_step(train_step, owners={"model": model, "optimizer": optimizer, "seen": seen}, **options)
-        x = torch.randn(8, 16, device=DEVICE)
-        return [step(x).item() for _ in range(12)], [loss.item() for loss in seen], model
-
-    def refuse(recording: GraphRecording) -> None:
-        raise AssertionError("a graph was launched")
-
-    losses, seen, model = run(backend="eager")
-    monkeypatch.setattr(GraphRecording, "replay", refuse)
-    found, noted, twin = run(debug_eager=True)
-    assert (found, noted) == (pytest.approx(losses), pytest.approx(seen))
-    assert twin.calls == model.calls == len(noted) == 12
-    torch.testing.assert_close(list(twin.parameters()), list(model.parameters()))

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from graphplan import OptionError, RecaptureError, SkipReason, graph_step
-from tests.effects.test_carries import CARRIES
 from tests.failure_modes.naive import WHEN, changing_rig, stay
-from tests.models import attributes, training_rig, updating_rig
+from tests.models import attributes
 from tests.twins import assert_equals_eager, assert_same_runs, build, drive, managed
 
 
@@ -98,25 +97,6 @@ def test_a_bad_bound() -> None:
     """Fewer than no captures make no sense."""
     with pytest.raises(OptionError, match=r"max_recaptures is -1; expected an int >= 0"):
         graph_step(lambda: None, max_recaptures=-1)
-
-
-DEBUGGED: dict[str, Callable[[], Any]] = {"mlp": partial(training_rig, "mlp", "adamw", sizes=(8,) * 24)}
-DEBUGGED |= {name: partial(updating_rig, *case) for name, case in CARRIES.items()}
-
-
-@pytest.mark.parametrize("make", DEBUGGED.values(), ids=DEBUGGED)
-def test_debug_eager_is_eager(make: Any) -> None:
-    """The step runs where a program would be replayed: everything around the recording gives eager's numbers."""
-    rig = build(make)
-    expected = drive(rig, rig.step)
-    rig = build(make)
-    step = managed(rig, debug_eager=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same_runs(expected, drive(rig, step))
-    assert step.stats.replayed > 0
-    # A check would run the recording.
-    assert step.stats.verified == 0
 
 
 def test_debug_changes_nothing() -> None:

@@ -275,9 +275,7 @@ def test_faster_kernels_pay_on_a_busy_device(monkeypatch: pytest.MonkeyPatch, op
     assert rig.step.stats.captured == 1
 
 
-@pytest.mark.parametrize(
-    "options", [{"min_speedup": None}, {"min_speedup": 0}, {"debug_eager": True}, {"backend": "eager"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"min_speedup": None}, {"min_speedup": 0}, {"backend": "eager"}], ids=str)
 def test_steps_without_a_gate(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """The tape is there to be tested with, not to be fast."""
     rig = Rig(monkeypatch, replay=5.0, **options)
