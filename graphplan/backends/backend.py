@@ -52,7 +52,6 @@ class TracedValues:
         generators: generators other than torch's default ones that the step draws from.
         device_constants: tensors that the step makes from Python values on the device.
         host_constants: tensors that the step makes from Python values on the host and copies to the device.
-        watched: what to call the recording if torch shall watch the memory that it reads, else None.
         answers: what was read of the batch before the step, if anything.
         in_mode: the step is to run in a dispatch mode, as in the traces, where some of autograd's formulas do not read
             on the host.
@@ -63,7 +62,6 @@ class TracedValues:
     generators: Sequence[torch.Generator] = ()
     device_constants: Sequence[Tensor] = ()
     host_constants: Sequence[HostConstant] = ()
-    watched: str | None = None
     answers: BatchAnswers | None = None
     in_mode: bool = False
 

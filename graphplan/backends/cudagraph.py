@@ -1,10 +1,7 @@
 """The CUDA-graph backend: stream capture of a whole step into one graph.
 
-One capture stream and one memory pool serve all recordings of a backend. Capture runs with
-``capture_error_mode="thread_local"``, so that other threads (a pin-memory thread) may use CUDA meanwhile. A capture
-that CUDA gives up leaves generators in the middle of it, which makes every later random operator raise; a capture of
-nothing that ends well heals that. Where torch can, it watches on demand (``debug=True``) whether what a graph reads
-still lives.
+One capture stream and one memory pool serve all recordings of a backend. A capture that CUDA gives up leaves generators
+in the middle of it, which makes every later random operator raise; a capture of nothing that ends well heals that.
 """
 
 from __future__ import annotations
@@ -31,33 +28,32 @@ from graphplan.backends.backend import (
     is_out_of_memory,
 )
 from graphplan.backends.cudapools import Loan
-from graphplan.backends.cudaruntime import capture_options, forget_workspaces, upload
+from graphplan.backends.cudaruntime import forget_workspaces, upload
 from graphplan.backends.cudastates import CapturedStates
 from graphplan.backends.idleness import UNDISTURBED
 from graphplan.environment.collector import no_collections
-from graphplan.errors import CaptureError, DeviceFault, RefusalError
+from graphplan.errors import CaptureError, RefusalError
 from graphplan.observe.source import find_raise, is_raised_by_user
 from graphplan.specs.roles import Footprint
 from graphplan.tensors.streams import lend
 from graphplan.trace.given_values import DeviceConstants, GivenValues
 
 _FIX = "Keep that out of the step"
+_MODE = "thread_local"
+"""Other threads (a pin-memory thread) may use CUDA during a capture."""
 
 _SHARE = 1.3
 """As many times the memory that eager steps have taken, checks and copies of the state may have reserved."""
-_DEAD_INPUT = "dead tensor"
-"""What torch says, in an error of no class of its own, of a replay that would read memory that was freed."""
 _LIVING: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
 class GraphRecording:
-    """One instantiated CUDA graph. ``watched`` names it if torch watches what it reads."""
+    """One instantiated CUDA graph."""
 
     graph: torch.cuda.CUDAGraph | None
     device: torch.device
     nbytes: int
-    watched: str | None = None
     generation: object = None
     states: CapturedStates | None = None
     is_spoiled: bool = field(default=False, init=False)
@@ -68,21 +64,10 @@ class GraphRecording:
         return self.graph is not None
 
     def replay(self) -> None:
-        """Launch the graph on the current stream. Raises DeviceFault if it is watched and would read freed memory."""
+        """Launch the graph on the current stream."""
         assert self.graph is not None, "a closed program is refused before its recording is asked"
         end = None if self.states is None else self.states.set_out()
-        try:
-            self.graph.replay()
-        except RuntimeError as error:
-            if self.watched is None or _DEAD_INPUT not in first_line(error):
-                raise
-            raise DeviceFault(
-                f"a replay of {self.watched} would read memory that was freed: {first_line(error)} Expected every "
-                "tensor that the capture read from outside to live as long as its program; graphplan keeps those that "
-                "the traced calls read, so this one was put in the place of one of them where Python cannot look, such "
-                "as an object with __slots__. Hold it on an owner, or feed it. torch's own error, which this one comes "
-                "from, says where it was first read and where it was freed"
-            ) from error
+        self.graph.replay()
         if self.states is not None and end is not None:
             self.states.arrive(end)
 
@@ -225,7 +210,7 @@ class CUDAGraphBackend(Backend):
         upload(graph, self._stream)
         self._stream.synchronize()
         nbytes = torch.cuda.memory_reserved(self.device) - before
-        recording = GraphRecording(graph, self.device, nbytes, traced.watched, self._pool, states=states)
+        recording = GraphRecording(graph, self.device, nbytes, self._pool, states=states)
         self._living.add(recording)
         _note_living(recording)
         return recording, result
@@ -257,11 +242,10 @@ class CUDAGraphBackend(Backend):
         is_needed = traced.in_mode or traced.host_constants or any(read.waits for read in traced.reads)
         is_given = is_needed or traced.answers is not None
         given = GivenValues(traced.reads, traced.host_constants, traced.answers) if is_given else None
-        options = capture_options(graph.capture_begin, watched=traced.watched is not None)
         self._stream.wait_stream(current)
         with UNDISTURBED, torch.cuda.stream(self._stream):
             try:
-                graph.capture_begin(pool=self._pool, **options)
+                graph.capture_begin(pool=self._pool, capture_error_mode=_MODE)
                 with constants, given or nullcontext(), nullcontext() if states is None else states.captured():
                     result = body()
                     if given is not None:
@@ -316,7 +300,7 @@ class CUDAGraphBackend(Backend):
         _register(generators, graph)
         with torch.cuda.stream(torch.cuda.Stream(self.device)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            graph.capture_begin(**capture_options(graph.capture_begin, watched=False))
+            graph.capture_begin(capture_error_mode=_MODE)
             graph.capture_end()
         graph.reset()
 

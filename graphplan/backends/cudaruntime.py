@@ -1,30 +1,11 @@
-"""What CUDA is asked for beside what every torch shows: to send graphs to the device early, workspaces, options."""
+"""What CUDA is asked for beside torch: to send graphs to the device early, and to forget workspaces."""
 
 from __future__ import annotations
 
 import ctypes
-import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import torch
-
-
-def capture_options(begin: Callable[..., None], *, watched: bool) -> dict[str, Any]:
-    """How a capture begins: with torch's watch over the tensors that it reads if that is wanted and ``begin`` can."""
-    options: dict[str, Any] = {"capture_error_mode": "thread_local"}
-    if watched and _takes(begin, "check_input_liveness"):
-        options["check_input_liveness"] = True
-    return options
-
-
-def _takes(function: Callable[..., Any], keyword: str) -> bool:
-    try:
-        return keyword in inspect.signature(function).parameters
-    except ValueError:
-        # Compiled functions may not tell.
-        return False
 
 
 def upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> bool:

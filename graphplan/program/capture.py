@@ -51,11 +51,10 @@ def capture_program(
     buffers: Buffers,
     homes: Mapping[str, Any] = MappingProxyType({}),
     lends: bool = False,
-    watches: bool = False,
 ) -> Program:
     """Record ``plan``'s step on ``feed`` under ``policy``; :meth:`Program.run_recorded` then finishes the call.
     ``homes`` are what other programs of the step have bound in carried slots, by path; ``lends``: results are the
-    program's own memory; ``watches``: torch watches what it reads.
+    program's own memory.
 
     Raises:
         UncoveredRoleError: if an external's role is not static.
@@ -81,7 +80,7 @@ def capture_program(
     bindings = Bindings(plan, walk, copied.stand_ins, () if backend.executes else plan.handles.host_draws)
     recording, after, outputs = _record(
         plan, feed, walk, backend=backend, inputs=inputs, copied=copied, bindings=bindings, sharding=sharding,
-        lends=lends, watches=watches,
+        lends=lends,
     )  # fmt: skip
     bindings.bind_back(after)
     # A program compares what a call begins with.
@@ -95,7 +94,7 @@ def capture_program(
     return program
 
 
-def _traced_values(plan: Plan, fed: CallArguments, *, watches: bool) -> TracedValues:
+def _traced_values(plan: Plan, fed: CallArguments) -> TracedValues:
     handles = plan.handles
     return TracedValues(
         reads=plan.host_reads,
@@ -103,7 +102,6 @@ def _traced_values(plan: Plan, fed: CallArguments, *, watches: bool) -> TracedVa
         generators=handles.generators,
         device_constants=handles.device_constants,
         host_constants=handles.host_constants,
-        watched=f"the program of {plan.name} (fed {plan.feed})" if watches else None,
         answers=answers_in(fed.kwargs),
         in_mode=plan.derives_otherwise,
     )
@@ -120,7 +118,6 @@ def _record(
     bindings: Bindings,
     sharding: Sharding,
     lends: bool,
-    watches: bool,
 ) -> tuple[Recording, Walk, Outputs]:
     """Have the backend record the step, then the copies that end it."""
     fed = CallArguments(*feed.rebuild(inputs.dress(feed.leaves))).watch()
@@ -150,7 +147,7 @@ def _record(
     copied.load({})
     copied.swap_in()
     try:
-        recording = backend.record(body, _traced_values(plan, fed, watches=watches))[0]
+        recording = backend.record(body, _traced_values(plan, fed))[0]
     finally:
         copied.swap_out()
     return recording, *found[-1]

@@ -154,8 +154,7 @@ class TrainingOptions(CommonOptions):
             (Adam, AdamW, SGD): faster, with other rounding. On the CPU they are what makes an optimizer capturable.
         max_recaptures: number of captures in a row that may come to fewer than 16 replays each before the step is
             refused.
-        debug: wait for the device after each capture and each first replay, and name the program in its errors; if
-            torch can, also check before each replay that the memory that the recording reads was not freed.
+        debug: wait for the device after each capture and each first replay, and name the program in its errors.
         prefetch: whether inputs of 4 MiB and more in pinned host memory are copied to the device while it is busy with
             the replay before, into buffers as large, one for each program: with ``device=``, or in a Trainer where
             ``transfer`` leaves batches in host memory. They have to be written when they are fed (as a ``DataLoader``'s

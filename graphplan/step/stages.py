@@ -426,7 +426,6 @@ class Stages:
                     buffers=self._buffers,
                     homes=ChainMap(*(dict(program.bindings.homes) for program in self._captured if program.is_open)),
                     lends=options.outputs == "static",
-                    watches=options.debug,
                 )
             try:
                 if placeholders is not None:
