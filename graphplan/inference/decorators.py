@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from graphplan.errors import OptionError
-from graphplan.inference.graphed import Graphed
-from graphplan.inference.graphed_options import ServeOptions
+from graphplan.inference.graphed import Graphed, ServeOptions
 from graphplan.inference.segments import Segment, Segments
 from graphplan.inference.split_models import SplitModel
 from graphplan.specs.options import takes_optionally

@@ -10,8 +10,7 @@ from threading import RLock
 from typing import Any
 
 from graphplan.errors import OptionError, RefusalError
-from graphplan.inference.graphed import Graphed
-from graphplan.inference.graphed_options import ServeOptions
+from graphplan.inference.graphed import Graphed, ServeOptions
 from graphplan.inference.shared_pool import Pool
 from graphplan.program.leases import StaticOutput
 from graphplan.report.rendering import Reports

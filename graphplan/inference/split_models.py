@@ -13,8 +13,7 @@ from torch.fx.passes.split_module import split_module
 
 from graphplan.errors import OptionError, RefusalError, SplitError, VerifyError
 from graphplan.feed.signature import asks_for_gradients, flatten
-from graphplan.inference.graphed import Graphed
-from graphplan.inference.graphed_options import ServeOptions
+from graphplan.inference.graphed import Graphed, ServeOptions
 from graphplan.inference.segments import Pieces, name_of
 from graphplan.program.leases import plain
 from graphplan.step.capture_sizes import tolerance

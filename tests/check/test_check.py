@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from graphplan import check_step
 from graphplan.check import fit
-from graphplan.check.command import environment, main
-from graphplan.check.targets import load
+from graphplan.check.command import environment, load, main
 from tests.check import subjects
 
 HERE = "tests.check.subjects"
