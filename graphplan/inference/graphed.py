@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import update_wrapper
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
 
-from graphplan.errors import CopyError, NotCapturedError, OptionError
+from graphplan.errors import NotCapturedError, OptionError
 from graphplan.feed.signature import flatten
 from graphplan.inference.prewarming import Prewarmed, prewarm
 from graphplan.inference.shared_pool import Pool
@@ -25,8 +25,6 @@ from graphplan.step.methods import owners_of
 from graphplan.step.options import Options, PlainOptions
 from graphplan.tensors.trees import map_result
 
-_LIMITS = ("evicted: ", "calls of further signatures are eager: ")
-"""How events begin that a limit has led to."""
 _MIB = 2**20
 
 
@@ -134,34 +132,11 @@ class Graphed(GraphedStep):
             return self._fn(*args, **kwargs)
         self.pool.take(self.machine.runner.device)
         try:
-            return self._served(args, kwargs)
+            return super().__call__(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
         except Exception as error:  # noqa: BLE001 - raised again where it is the caller's
             return self.recover(error, args, kwargs)
         finally:
             self.pool.give_back()
-
-    def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args = tuple(map(plain, args))
-        if kwargs:
-            kwargs = {name: plain(value) for name, value in kwargs.items()}
-        stats = self.stats
-        before, captured = stats.replayed, stats.captured
-        result = super().__call__(*args, **kwargs)
-        if stats.replayed > before:
-            self.shapes.hits += 1
-            return result
-        self.shapes.misses += 1
-        if stats.captured > captured:
-            self._warn_of_limits()
-        return result
-
-    def _warn_of_limits(self) -> None:
-        for event in self.stats.events:
-            if event.startswith(_LIMITS):
-                self.machine.refusals.warn(
-                    f"graphplan: {self._name}: {event}. Where shapes come back, raise the limit, or have more of them "
-                    "share a program: shapes='bucket'"
-                )
 
     def replay(self, args: tuple[Any, ...], *, params: Mapping[str, Tensor] | None = None) -> Any:
         """Call with other weights, under ``copy_roles=("input", "param")``: one program for any number of sets.
@@ -244,7 +219,7 @@ class Graphed(GraphedStep):
 
     @override
     def text(self) -> str:
-        lines = [super().text(), f"  shapes: {self.shapes.hits} hits, {self.shapes.misses} misses"]
+        lines = [super().text()]
         roles = asdict(self.memory)
         pool = f"the pool of {self.num_graphs} programs {roles.pop('pool') / _MIB:.1f} MiB"
         sizes = ", ".join(f"{name} {size / _MIB:.1f} MiB" for name, size in roles.items() if size)
@@ -260,9 +235,3 @@ class Graphed(GraphedStep):
     @override
     def data(self) -> dict[str, Any]:
         return {**super().data(), "shapes": self.shapes.data(), "memory": asdict(self.memory)}
-
-    def __reduce__(self) -> NoReturn:
-        raise CopyError(
-            f"{self._name} is graphed and cannot be copied or pickled: its programs work on memory of this process. "
-            "Copy or save what it computes with, and make another one with graphed"
-        )

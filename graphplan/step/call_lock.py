@@ -55,5 +55,6 @@ class CallLock:
     def __reduce__(self) -> NoReturn:
         raise CopyError(
             "a graphed step cannot be copied or pickled: its programs work on the storages of its owners, in this "
-            "process. Copy or save the model and the optimizer instead, and make a step for them with graph_step"
+            "process. Copy or save the model and the optimizer instead, and make a step for them with graph_step or "
+            "graphed"
         )

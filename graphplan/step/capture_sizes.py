@@ -22,10 +22,8 @@ Candidates = list[Place | None]
 
 @dataclass(slots=True)
 class ShapeStats:
-    """Counts of shapes and padding: ``hits`` were replayed, ``misses`` ran otherwise; elements of padded inputs."""
+    """Counts of shapes and padding, and elements of padded inputs."""
 
-    hits: int = 0
-    misses: int = 0
     checked: int = 0
     shapes: set[Hashable] = field(default_factory=set)
     capture_sizes: set[Hashable] = field(default_factory=set)

@@ -114,7 +114,7 @@ def test_copies_of_an_instance_start_afresh() -> None:
         assert other.forward is not layer.forward
         assert other.forward.stats.calls == 0
         assert torch.equal(other(x), layer(x))
-    with pytest.raises(CopyError, match="is graphed and cannot be copied or pickled"):
+    with pytest.raises(CopyError, match="cannot be copied or pickled"):
         copy.copy(layer.forward)
 
 
@@ -480,10 +480,10 @@ def call_all(fast: Graphed, calls: list[tuple[Tensor]]) -> None:
         assert torch.equal(fast(x), fast.__wrapped__(x))
 
 
-def test_eviction_by_count_is_least_recently_used_first_and_warns() -> None:
+def test_eviction_by_count_is_least_recently_used_first() -> None:
     fast = graphed(Layer(), backend="tape", max_graphs=2)
-    with pytest.warns(UserWarning, match=r"Layer: evicted: more programs than max_graphs.*raise the limit"):
-        call_all(fast, inputs(*[5] * 4, *[4] * 4, *[5] * 4, *[3] * 4))
+    call_all(fast, inputs(*[5] * 4, *[4] * 4, *[5] * 4, *[3] * 4))
+    assert fast.stats.events["evicted: more programs than max_graphs"] == 1
     kept = sorted(program.plan.inputs[0].spec.shape[0] for program in fast.programs)
     assert kept == [3, 5], "4 was used least recently"
     call_all(fast, inputs(*[4] * 4))
@@ -499,8 +499,7 @@ def test_eviction_by_bytes_frees_them() -> None:
         probe(x)
     budget = 2 * probe.memory.pool + 100
     fast = graphed(fn, backend="tape", memory_budget=budget)
-    with pytest.warns(UserWarning, match="evicted: more bytes than memory_budget"):
-        call_all(fast, inputs(*[64] * 5, *[63] * 5, *[62] * 5))
+    call_all(fast, inputs(*[64] * 5, *[63] * 5, *[62] * 5))
     assert fast.num_graphs == 2
     assert 0 < fast.memory.pool <= budget
     assert fast.stats.events["evicted: more bytes than memory_budget"] == 1
@@ -553,7 +552,6 @@ def test_after_closing() -> None:
 def test_the_report_lists_the_cache() -> None:
     fast = assert_replays(Layer(), inputs(*[4] * 6, *[2] * 6))
     text = fast.report()
-    assert "shapes: 5 hits, 7 misses" in text
     assert "program: args[0] f32[4, 8]: 2 replays, 3 operators" in text
     assert "the pool of 2 programs" in text
     assert fast.memory.param == 4 * (64 + 8 + 8)
