@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from graphplan.errors import OptionError
@@ -67,19 +66,19 @@ class Ladders:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A ladder for given lengths: its ``sizes``, and what the lengths come to without padding and with it."""
+    """A ladder for given lengths: its ``sizes``, and elements of all lengths without padding and with it."""
 
     sizes: tuple[int, ...]
-    unpadded: float
-    padded: float
+    unpadded: int
+    padded: int
 
     @property
     def waste(self) -> float:
-        """Padded work that is not needed, as a part of all."""
+        """Elements that are padding, as a part of all."""
         return 1 - self.unpadded / self.padded if self.padded else 0.0
 
     def __str__(self) -> str:
-        return f"{len(self.sizes)} sizes {[*self.sizes]}: {100 * self.waste:.1f} % of the padded work is waste"
+        return f"{len(self.sizes)} sizes {[*self.sizes]}: {100 * self.waste:.1f} % of the elements are padding"
 
 
 SHAPES = ("exact", "bucket")
@@ -103,10 +102,9 @@ def fit(
     lengths: Iterable[int] | Mapping[int, int],
     max_graphs: int = 8,
     *,
-    work: Callable[[int], float] = float,
     multiple_of: int = 1,
 ) -> Fit:
-    """Find the ladder of at most ``max_graphs`` sizes with the least padded work.
+    """Find the ladder of at most ``max_graphs`` sizes with the fewest padded elements.
 
     Examples:
         >>> from graphplan import buckets
@@ -114,12 +112,11 @@ def fit(
         >>> ladder.sizes
         (31, 64, 100)
         >>> print(ladder)
-        3 sizes [31, 64, 100]: 6.2 % of the padded work is waste
+        3 sizes [31, 64, 100]: 6.2 % of the elements are padding
 
     Args:
         lengths: the lengths that come, in elements, or how often each of them comes (``{length: count}``).
         max_graphs: largest number of sizes.
-        work: what one call of a length costs, in any unit; must not fall with the length.
         multiple_of: sizes are multiples of this.
 
     Returns:
@@ -134,11 +131,8 @@ def fit(
     for length, count in counts.items():
         rounded[-(-length // multiple_of) * multiple_of] += count
     sizes = sorted(rounded)
-    costs = [float(work(size)) for size in sizes]
-    if any(later < earlier for earlier, later in pairwise(costs)):
-        raise OptionError("work falls from one length to a longer one; expected longer ones to cost as much or more")
-    chosen, padded = _minimise(costs, [rounded[size] for size in sizes], max_graphs)
-    unpadded = sum(float(work(length)) * count for length, count in counts.items())
+    chosen, padded = _minimise(sizes, [rounded[size] for size in sizes], max_graphs)
+    unpadded = sum(length * count for length, count in counts.items())
     return Fit(tuple(sizes[index] for index in chosen), unpadded, padded)
 
 
@@ -153,22 +147,22 @@ def _check_fit(counts: Mapping[int, int], max_graphs: int, multiple_of: int) -> 
             raise OptionError(f"{name} is {value!r}; expected an int >= 1")
 
 
-def _minimise(costs: Sequence[float], counts: Sequence[int], parts: int) -> tuple[list[int], float]:
-    """Split sorted lengths into at most ``parts`` runs, each of which costs what its last length does: the ends of the
-    runs, and the least cost.
+def _minimise(lengths: Sequence[int], counts: Sequence[int], parts: int) -> tuple[list[int], int]:
+    """Split sorted lengths into at most ``parts`` runs, each of which is padded to its last length: the ends of the
+    runs, and the fewest elements.
 
-    Exact: with one more run, the best end of the run before never moves down (the costs of runs satisfy the
+    Exact: with one more run, the best end of the run before never moves down (runs satisfy the
     quadrangle inequality), so that what is found for one end bounds the search for the others.
     """
     total = [0]
     for count in counts:
         total.append(total[-1] + count)
-    number = len(costs)
-    best = [costs[end] * total[end + 1] for end in range(number)]
+    number = len(lengths)
+    best = [lengths[end] * total[end + 1] for end in range(number)]
     rounds = [[0] * number]
     for _ in range(1, min(parts, number)):
-        before = [0.0, *best]
-        best, begins = [0.0] * number, [0] * number
+        before = [0, *best]
+        best, begins = [0] * number, [0] * number
         ranges = [(0, number - 1, 0, number - 1)]
         while ranges:
             low, high, first, last = ranges.pop()
@@ -176,8 +170,8 @@ def _minimise(costs: Sequence[float], counts: Sequence[int], parts: int) -> tupl
                 continue
             end = (low + high) // 2
             options = range(first, min(last, end) + 1)
-            begin = min(options, key=lambda start: before[start] + costs[end] * (total[end + 1] - total[start]))
-            best[end], begins[end] = before[begin] + costs[end] * (total[end + 1] - total[begin]), begin
+            begin = min(options, key=lambda start: before[start] + lengths[end] * (total[end + 1] - total[start]))
+            best[end], begins[end] = before[begin] + lengths[end] * (total[end + 1] - total[begin]), begin
             ranges += [(low, end - 1, first, begin), (end + 1, high, begin, last)]
         rounds.append(begins)
     ends = []
