@@ -105,7 +105,7 @@ class Figures:
             "notes": list(self.notes),
             "phases": phases,
             "step_us": {kind: stats.step_us(kind) for kind in KINDS},
-            "seconds": None if gain is None else {"saved": gain.saved, "spent": gain.spent, "net": gain.net},
+            "seconds": None if gain is None else gain._asdict(),
             "timeline": [asdict(stretch) for stretch in stats.timeline()],
             "programs": list(self.programs),
         }

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
+from typing import NamedTuple
 
 from graphplan.environment.logs import log_eager, log_event
 from graphplan.errors import SkipReason
@@ -48,19 +49,14 @@ class Stretch:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Gain:
+class Gain(NamedTuple):
     """Seconds of the host's clock: ``saved`` by replays, ``spent`` on warm-up, traces, captures and checks beyond what
-    their steps take without graphplan.
+    their steps take without graphplan, and what is left: negative where a fit was too short.
     """
 
     saved: float
     spent: float
-
-    @property
-    def net(self) -> float:
-        """What is left; negative where a fit was too short."""
-        return self.saved - self.spent
+    net: float
 
 
 @dataclass(slots=True)
@@ -199,7 +195,8 @@ class Stats:
         if eager is None or replayed is None:
             return None
         starting = sum(max(0.0, self.phases[phase] - self.phase_counts[phase] * eager / 1e6) for phase in STARTING)
-        return Gain((eager - replayed) / 1e6 * (self.replayed - self.verified), starting)
+        saved = (eager - replayed) / 1e6 * (self.replayed - self.verified)
+        return Gain(saved, starting, saved - starting)
 
     def mean_us(self, phase: str) -> float | None:
         """Mean host time of one call of ``phase`` in microseconds, or None if there was none."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from graphplan.effects.allowed import is_allowed
 from graphplan.environment.devices import is_accelerator
-from graphplan.errors import CaptureError, HostSyncError, TemporaryCopyError
+from graphplan.errors import CaptureError, HostSyncError
 from graphplan.owners.slots import Walk
 from graphplan.owners.views import Numbers, attributes_of
 from graphplan.plan.plan import Plan
@@ -192,27 +192,21 @@ def refuse_beside_compiled(plan: Plan) -> None:
     """Refuse what a capture answers in a dispatch mode, within which compiled code does not run compiled.
 
     Raises:
-        HostSyncError: if the step asserts values of tensors, reads constants on the device, or derives products.
-        TemporaryCopyError: if it copies constants from the host to the device.
+        HostSyncError: if the step asserts values of tensors, reads constants on the device, derives products, or copies
+            constants from the host to the device.
     """
+    whats = [
+        f"{'asserts a value' if read.asserted else 'reads a constant on the device'} at {read.place}"
+        for read in plan.host_reads
+        if read.waits
+    ]
     if plan.derives_otherwise:
+        whats.append("derives a product (prod, cumprod), for which torch looks for zeros on the host")
+    for constant in plan.handles.host_constants:
+        whats.append(f"copies a tensor of shape {tuple(constant.value.shape)} from host memory")
+    if whats:
         raise HostSyncError(
-            "the step derives a product (prod, cumprod), for which torch looks for zeros on the host, and runs "
-            "compiled code. Expected no such derivative around compiled code; compute the product as exp of a sum of "
-            "logarithms, or do without torch.compile"
-        )
-    for read in plan.host_reads:
-        if read.waits:
-            what = "asserts a tensor's value" if read.asserted else "reads a constant on the device"
-            raise HostSyncError(
-                f"the step {what} at {read.place}, and runs compiled code: a capture of both waits for the device. "
-                "Expected no reads of the kind around compiled code; leave them out (torch._assert_async asserts on "
-                "the device), or do without torch.compile"
-            )
-    if plan.handles.host_constants:
-        value = plan.handles.host_constants[0].value
-        raise TemporaryCopyError(
-            f"the step makes a tensor of shape {tuple(value.shape)} and {value.dtype} in host memory and copies it to "
-            "the device, and runs compiled code: a graph would copy from that address for ever. Make the tensor on the "
-            "device (device=...), or do without torch.compile"
+            f"the step {whats[0]}, and runs compiled code: a capture of both waits for the device, or copies from that "
+            "address for ever. Expected none of this around compiled code; assert with torch._assert_async, make "
+            "tensors on the device (device=...), or do without torch.compile"
         )

@@ -73,29 +73,22 @@ class CommonOptions:
         max_graphs: number of programs that are kept. One that is no longer in use makes room for another. While all
             are used, or if signatures come that never come again, calls without a program are eager.
         memory_budget: bytes that all programs together may compute in (the callback's: those of training, and as much
-            those of evaluation); None: as many as the device has. The need of a program is estimated from its traces.
-            A program that is too large is not captured: its steps are eager, with one warning and the reason in the
-            report. Programs that were used least recently make room.
-        verify: which replays are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then every 1000th,
-            or so seldom that checks take 0.2 s in the first 64 replays, and then 1 % of the time; of all shapes
-            together, and the first one of each), n for every n-th, or ``"off"``. A checked call runs the step eagerly
-            besides, from the same state, and eager's outcome stands; it needs copies of parameters and state meanwhile.
+            those of evaluation); None: as many as the device has. Programs that were used least recently make room. The
+            steps of one that is estimated to be too large are eager, with one warning.
+        verify: which replays are checked against the eager step, whose outcome then stands: ``"geometric"`` (1, 2, 4,
+            8, … and every 1000th, fewer if they take long; of all shapes together, and the first one of each), n for
+            every n-th, or ``"off"``. A check runs the step eagerly besides, and needs copies of parameters and state.
         min_speedup: how many times as fast as eager steps the calls have to be, from the end of one to the end of the
-            next (in inference and evaluation: each by itself). The first seven calls (in inference: of each signature;
-            more where gradients are accumulated) are left alone, and five of them are timed. If replays are slower, or
-            the device is busy all the time, graphplan stands down: programs go, optimizers and Trainers are stock. So
-            they are after a refusal, unless that raises. 0 captures at once and keeps programs all the same. None: 1.0
-            on CUDA, 0 on the CPU.
-        shapes: ``"exact"`` (a program for each shape), or ``"bucket"``: batches are padded to a capture size. In
-            training the step is trained on what they are padded to: that is right if padding has no effect, under a
-            mask, with labels that the loss ignores. Before the first padded calls of each size (1, 2, 4, 8, …) and some
-            later ones the step is rehearsed on the batch as it came and on the padded one, and both are undone: if
-            something differs by more than rounding, the step is refused by its name, and the call has not happened;
-            under ``on_failure="eager"`` this and all further batches are trained on as they came. Dropout is left out
-            of the comparison; a step that draws other random numbers is refused. The first two calls (of ``graphed``,
-            the first one), and batches beyond the largest size, are not padded. Results are cut to their true size. In
-            a Trainer, hooks and Lightning's batch sizes are those of the batch as it came, and evaluation is not
-            padded.
+            next (in inference and evaluation: each by itself). The first seven calls (in inference: of each signature)
+            are left alone, and five of them are timed. If replays are slower, or the device is busy all the time,
+            programs go, and optimizers and Trainers are stock. 0 captures at once and keeps programs all the same.
+            None: 1.0 on CUDA, 0 on the CPU.
+        shapes: ``"exact"`` (a program for each shape), or ``"bucket"``: batches are padded to a capture size, and
+            results cut. A training step is trained on what its batches are padded to. Before padded calls 1, 2, 4, 8, …
+            of each size it is rehearsed on the batch as it came and on the padded one, and both are undone: if
+            something differs by more than rounding, the step is refused by its name; under ``on_failure="eager"`` this
+            and all further batches are trained on as they came. The first two calls (of ``graphed``, the first one),
+            batches beyond the largest size, and evaluation in a Trainer are not padded.
         buckets: capture sizes of dimension 0, in elements, or by dimension; see :func:`graphplan.buckets.fit`.
         pad: the number that padding holds; or numbers by argument, by key of a dictionary that is fed (``"labels"``) or
             by path (``"batch[1]"``).

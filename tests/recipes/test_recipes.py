@@ -196,7 +196,11 @@ def test_a_run_without_steps_is_refused(main: Callable[..., None]) -> None:
     ("main", "arguments", "expected"),
     [
         (serve_buckets.main, ["--requests", "4", "--slots", "2"], r"equal to eager: all 4 generated texts"),
-        (embed_stream.main, ["--batches", "8", "--sizes", "2"], r"lengths: 2 sizes .* % of the padded work is waste"),
+        (
+            embed_stream.main,
+            ["--batches", "8", "--sizes", "2"],
+            r"lengths: 2 sizes .* % of the elements are park is waste",
+        ),
         (weight_swap.main, ["--steps", "2"], r"programs: 1, captured 1 time for 2 sets of weights"),
     ],
 )

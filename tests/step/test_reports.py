@@ -69,7 +69,7 @@ def test_json_of_a_graphed_function_has_its_shapes_and_memory() -> None:
     fast = served(3, 2, shapes="bucket", buckets=[4])
     data = json.loads(fast.report(format="json"))
     assert data["shapes"]["shapes"] == 2 and data["shapes"]["capture_sizes"] == 1
-    assert data["shapes"]["hits"] == fast.shapes.hits and data["shapes"]["padding"] == pytest.approx(176 / 108)
+    assert data["shapes"]["padding"] == pytest.approx(176 / 108)
     assert data["memory"]["pool"] == fast.memory.pool > 0
     assert data["shapes"]["checked"] == fast.shapes.checked > 0
     [program] = data["programs"]

@@ -121,7 +121,7 @@ def test_beside_compiled_code_they_are_refused() -> None:
     """That does not run compiled within the mode that answers a capture."""
     plan = compile_plan(lambda x: [x * 2, torch.arange(4).to("meta")][0], torch.ones(2), owners={})
     with pytest.raises(
-        TemporaryCopyError, match=r"tensor of shape \(4,\) and torch\.int64 in host memory .* compiled code"
+        HostSyncError, match=r"copies a tensor of shape \(4,\) from host memory, and runs compiled code"
     ):
         refuse_beside_compiled(plan)
     refuse_beside_compiled(compile_plan(lambda x: x * 2, torch.ones(2), owners={}))
