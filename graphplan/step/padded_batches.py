@@ -1,10 +1,10 @@
 """Steps and predictions whose batches are padded to capture sizes. Replays are checked as without padding; that padding
-has no effect is checked by rehearsals (:mod:`padding_check`). Each call is made once: padded, or as it came.
+has no effect is checked by rehearsals (:mod:`padding_check`): before a call at times, and after a prediction by Python
+or a program that was not there before, which is made again as it came if padding has changed it.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from graphplan.feed.unread import UnreadValues
 from graphplan.program.bindings import settle_companions
 from graphplan.program.faults import is_steps_own, lost, refusal_of
 from graphplan.program.program import Program
-from graphplan.step.call import NotRunError
 from graphplan.step.call_lock import running_step
 from graphplan.step.capture_sizes import ShapeStats
 from graphplan.step.padding import Kind, PaddedCall, Padding
@@ -142,20 +141,20 @@ class PaddedBatches:
 
     def _serve_padded(self, feed: Feed, kind: Kind, *, is_compared: bool = False) -> Any:
         call = PaddedCall(self.padding, feed, kind)
-        before = None if self._trains else partial(_check_known, call, is_compared)
-        try:
-            result = self._machine.serve(call.args, call.kwargs, before)
-        except NotRunError as error:
-            if error.reason is not None:
-                return self._serve_unpadded(feed, error.reason, error.detail)
-            return self._serve_compared(feed, kind)
+        result = self._machine.serve(call.args, call.kwargs)
         self.shapes.count(kind.own.values(), kind.staged.values())
         try:
-            call.hand_back()
+            latest = self._machine.latest
+            program = latest if isinstance(latest, Program) else None
+            call.hand_back(program)
             leaves = call.take(result)
-            if not (kind.is_sure or self._trains) and (why := self._compare_in_time(feed, kind)) is not None:
-                # It returns something else than when it was compared, and how to cut that is not known.
-                return self._serve_unpadded(feed, SkipReason.CHECK, str(why))
+            if not (self._trains or is_compared or self._is_known(kind)):
+                why = self._compare_in_time(feed, kind)
+                if why is not None:
+                    return self._serve_unpadded(feed, SkipReason.CHECK, str(why))
+                is_compared = True
+            if is_compared and program is not None:
+                kind.size.checked.add(program)
             if kind.is_sure:
                 return call.cut(leaves)
         except Exception as error:
@@ -172,6 +171,12 @@ class PaddedBatches:
             )
         )
         return result
+
+    def _is_known(self, kind: Kind) -> bool:
+        """Whether what has run was compared with padding: Python may do something else by now, and new programs too."""
+        latest = self._machine.latest
+        is_old = not kind.is_padded or isinstance(latest, SkipReason) or latest in kind.size.checked
+        return is_old and kind.is_sure
 
     def _compare_in_time(self, feed: Feed, kind: Kind) -> Exception | str | None:
         """Rehearse the step both ways. Returns why the call is not to be padded, if so; may raise RefusalError."""
@@ -229,16 +234,3 @@ class PaddedBatches:
 def _is_plain(leaf: Tensor) -> bool:
     """Return True if a padded tensor can replace ``leaf``."""
     return type(leaf) is Tensor and is_dense(leaf) and not (asks_for_gradients(leaf) or attributes_on(leaf))
-
-
-def _check_known(call: PaddedCall, is_compared: bool, program: Program | None, reason: Any, detail: str) -> None:
-    """Before a prediction: raise NotRunError if it is eager for a ``reason``, to get the arguments as they came,
-    or if Python code or a program is about to run with padding for which that was not compared.
-    """
-    known = call.kind.size.checked
-    if reason is not None or (call.kind.is_padded and not (is_compared or program in known)):
-        raise NotRunError(reason, detail)
-    if program is not None:
-        call.leave_lent_memory(program)
-        if is_compared:
-            known.add(program)

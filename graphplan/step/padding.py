@@ -254,11 +254,16 @@ class PaddedCall:
         staged = zip(self.kind.staged.items(), self._versions, strict=True)
         return [index for (index, memory), version in staged if memory._version != version]
 
-    def hand_back(self) -> None:
-        """Copy what the function has written to its padded arguments to the caller's."""
+    def hand_back(self, program: Program | None) -> None:
+        """Copy what the function has written to its padded arguments to the caller's, unless ``program`` has lent their
+        memory and now has its results there.
+        """
+        lent = set() if program is None else {storage_id(lease.tensor) for lease in program.outputs.lent}
+        self._gone = {index for index, leaf in self.feed.tensors() if storage_id(leaf) in lent} if lent else set()
         with torch.no_grad():
             for index in self.mutated():
-                self.feed.leaves[index].copy_(self.kind.own[index])
+                if index not in self._gone:
+                    self.feed.leaves[index].copy_(self.kind.own[index])
 
     def cut(self, leaves: Sequence[Any]) -> Any:
         """The results at their true sizes, none of them in memory that the next call overwrites."""
@@ -268,19 +273,11 @@ class PaddedCall:
         if not isinstance(leaf, Tensor) or isinstance(leaf, StaticOutput):
             return leaf
         for index, memory in self.kind.staged.items():
-            if leaf is memory:
+            if leaf is memory and index not in self._gone:
                 return self.feed.leaves[index]
             if storage_id(leaf) == storage_id(memory):
                 return leaf.clone()
         return leaf
-
-    def leave_lent_memory(self, program: Program) -> None:
-        """Before ``program`` runs: keep copies of what was fed from memory in which it lends its results."""
-        lent = {storage_id(lease.tensor) for lease in program.outputs.lent}
-        within = {index for index, leaf in self.feed.tensors() if storage_id(leaf) in lent} if lent else set()
-        if within:
-            leaves = [leaf.clone() if index in within else leaf for index, leaf in enumerate(self.feed.leaves)]
-            self.feed = Feed(leaves, self.feed.structure, self.feed.key)
 
 
 def _masked(places: Sequence[Place]) -> tuple[int, list[int]]:

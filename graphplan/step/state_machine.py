@@ -35,7 +35,7 @@ from graphplan.program.bindings import settle_companions
 from graphplan.program.faults import refusal_of
 from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.program.program import Program
-from graphplan.step.call import Before, Call
+from graphplan.step.call import Call
 from graphplan.step.call_lock import running_step, runs_within_step
 from graphplan.step.compiled import CompiledModules
 from graphplan.step.gate import Gate, Serve, Timing
@@ -102,27 +102,28 @@ class StateMachine:
         self.fast_path = FastPath(self.managed, moved=self.lookup.is_moved)
         self.timing: Timing = Timing(parts, gate=gate, opens=opens_gate, serve=serve, stand_down=self.stand_down)
         self.calls = 0
+        self.latest: Program | SkipReason | None = None
+        """What ran in the latest call: a program, or Python, on the way to one (None) or for a reason."""
         self.is_closed = False
         self._fruitless = (0, 0)
 
-    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Before | None = None) -> Any:
+    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that has the turn: a replay at once if it is like an earlier one."""
         self.calls += 1
         # A step that is closed knows no call.
         known = None if kwargs else self.fast_path.find(args)
         if known is None:
-            return self._serve_any(Call(args, kwargs, before))
+            return self._serve_any(Call(args, kwargs))
         kind, leaves = known
         self.programs.touch(kind.entry)
-        if before is not None:
-            Call(args, kwargs, before).tell(kind.program)
+        self.latest = kind.program
         try:
             return self.replays.replay(kind.program, leaves)
         except GuardError:
             if kind.program.fits():
                 raise
             # Nothing has run, and the program is going to be dropped.
-            return self._serve_any(Call(args, kwargs, before))
+            return self._serve_any(Call(args, kwargs))
 
     def _serve_any(self, call: Call) -> Any:
         if self.is_closed:
@@ -149,9 +150,8 @@ class StateMachine:
         self.programs.attempts += call.is_on_way
         return result
 
-    @staticmethod
-    def _run_eager(call: Call, skip: Skip) -> Any:
-        call.tell(None, skip.reason, skip.detail)
+    def _run_eager(self, call: Call, skip: Skip) -> Any:
+        self.latest = skip.reason
         return skip.run(call, skip.reason, skip.detail)
 
     def _why_eager(self, call: Call) -> Skip | None:
@@ -394,7 +394,7 @@ class StateMachine:
 
     def _replay(self, call: Call, program: Program) -> Any:
         entry, feed = call.entry, call.feed
-        call.tell(program)
+        self.latest = program
         if self.replays.is_due(program):
             with no_collections():
                 return self._check(call, program)
@@ -444,7 +444,7 @@ class StateMachine:
 
     def _advance(self, call: Call) -> Any:
         """A trace or a capture, which may evict other programs."""
-        call.tell(None)
+        self.latest = None
         self.fast_path.forget()
         entry, captured = call.entry, self.stats.captured
         with no_collections():

@@ -106,8 +106,8 @@ def test_a_captured_program_is_checked_with_padding() -> None:
     assert fast.shapes.checked == checked + 5, "one eager call, two traces, a capture and a replay"
 
 
-def test_padded_calls_of_a_refused_function_are_made_without_padding() -> None:
-    """Nobody would see that it does something else with the padding from some call on."""
+def test_padded_calls_of_a_refused_function_are_right() -> None:
+    """They stay eager, and are cut like others."""
 
     def function(x: Tensor) -> Tensor:
         return x * x.sum(1).max().tolist()

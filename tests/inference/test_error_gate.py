@@ -51,7 +51,7 @@ BEFORE = {
               "step.stages:capture_program"],
     "bucket": ["step.padded_batches:PaddedBatches._kind",
                "step.padding:Padding.kind", "step.padding:Padding._learn", "step.padding:Padding.pad",
-               "step.padded_batches:_check_known", "step.managed:trace"],
+               "step.managed:trace"],
 }  # fmt: skip
 PLACES = [(shapes, place) for shapes, places in BEFORE.items() for place in places]
 AFTER = ["step.capture_sizes:Slicer.meet", "step.capture_sizes:Slicer.cut", "step.padding:PaddedCall._handed_on"]

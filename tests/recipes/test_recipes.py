@@ -199,7 +199,7 @@ def test_a_run_without_steps_is_refused(main: Callable[..., None]) -> None:
         (
             embed_stream.main,
             ["--batches", "8", "--sizes", "2"],
-            r"lengths: 2 sizes .* % of the elements are park is waste",
+            r"lengths: 2 sizes .* % of the elements are padding",
         ),
         (weight_swap.main, ["--steps", "2"], r"programs: 1, captured 1 time for 2 sets of weights"),
     ],
