@@ -18,7 +18,7 @@ from graphplan.owners.slots import Walk
 from graphplan.program.bindings import settle_companions
 from graphplan.program.program import NO_CHECK, Program, Tally
 from graphplan.step.runner import Parts
-from graphplan.verify.check import Verdict, check_replay, detached
+from graphplan.verify.check import Check, Verdict, detached
 from graphplan.verify.copy_placement import find_room
 from graphplan.verify.noise import Noise
 from graphplan.verify.schedule import Timetable
@@ -108,15 +108,15 @@ class Replays:
         fed = CallArguments.of(feed).watch()
         try:
             with self._stats.timed("verify"):
-                verdict = check_replay(
+                check = Check(
                     program,
                     feed.leaves,
-                    partial(self._eager, program, fed, feed.leaves),
                     allow=self._options.allow,
                     place=partial(self._place, nbytes, room),
                     on_any=self._on_any if program.plan.communicates else bool,
                     noise=self._noises.setdefault(program, Noise()),
                 )
+                verdict = check.run(partial(self._eager, program, fed, feed.leaves))
         except (torch.OutOfMemoryError, PeerError) as error:
             fed.restore()
             return self._unchecked(program, feed, first_line(error), is_needed=is_needed)

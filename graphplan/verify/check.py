@@ -57,11 +57,24 @@ class _Start:
     snapshot: Snapshot
 
 
-class _Check:
+class Check:
+    """A replay of one call, compared with the eager step.
+
+    Args:
+        program: whose guards hold.
+        feed: the call's flat arguments, on the step's device.
+        allow: paths that replays may leave out, so that they may differ.
+        place: gives the device that the next copies go to.
+        on_any: whether something is so on any rank, told whether it is on this one: where ranks communicate in the
+            step, all of them have to run it as often. A PeerError from it ends the check.
+        noise: what earlier checks of ``program`` have shown of it, to which this one adds.
+    """
+
     def __init__(
         self,
         program: Program,
         feed: Sequence[Any],
+        *,
         allow: Sequence[str],
         place: Callable[[], torch.device],
         on_any: Callable[[bool], bool],
@@ -72,7 +85,7 @@ class _Check:
         self._on_any = on_any
         self._feed = feed
         # Asked for each of hundreds of paths.
-        self.is_allowed: Callable[[str], bool] = (
+        self._is_allowed: Callable[[str], bool] = (
             partial(is_allowed, allow=tuple(allow)) if allow else lambda path: False
         )
         self._place = place
@@ -86,7 +99,49 @@ class _Check:
         # What the program lends holds its latest results, which may be what is fed.
         self._lent = [(lease, lease.number) for lease in program.outputs.lent]
 
+    def run(self, eager: Callable[[Callable[[], Walk]], Any]) -> Verdict:
+        """Replay the program, undo that, run ``eager`` and compare. What eager leaves stays.
+
+        Args:
+            eager: the same call of the step itself; it may ask for a walk over what its owners hold afterwards.
+
+        Raises:
+            torch.OutOfMemoryError, PeerError: with everything as it was, if there is no room for the eager step beside
+                the program, or on another rank for a copy.
+            Exception: what else ``eager`` raises, with what it has done until then; what the replay did is undone.
+        """
+        # Device learning rates are among what is put back: they have to be up to date first. And the check keeps
+        # gradients, which are no longer to be told from those that other code keeps.
+        self._program.plan.handles.rates.push()
+        self._program.bindings.settle_grads()
+        start = self.start()
+        hosts = host_generators()
+        try:
+            replayed = self.first_replay(start)
+        finally:
+            self.undo(start.snapshot)
+        walk = cache(self.walk)
+        try:
+            result = eager(walk)
+        except torch.OutOfMemoryError:
+            # The copies and a second set of activations are the check's doing; without it there was room.
+            self.undo(start.snapshot)
+            raise
+        found = [
+            Difference(name, "the eager step draws from it, which a replay does not")
+            for name, state in host_generators().items()
+            if state != hosts.get(name, state) and not self._is_allowed(name)
+        ]
+        reason = ""
+        try:
+            found += self.compare(start, replayed, result, walk)
+        except (torch.OutOfMemoryError, PeerError) as error:
+            # The batch has been trained on: the caller must not go on as if it had not.
+            reason = first_line(error)
+        return Verdict(detached(result), found, reason)
+
     def walk(self) -> Walk:
+        """A walk over the owners now."""
         return walk_owners(self._program.plan.handles.owners())
 
     def snapshot(self, walk: Walk) -> tuple[Snapshot, dict[str, Tensor]]:
@@ -130,7 +185,7 @@ class _Check:
         result = self._program.run(self._feed, is_settled=True)
         walk = walk if self._program.bindings.keep_places(walk) else self.walk()
         leaves, _ = flatten_result(result)
-        return self.left(walk, leaves), collect_values(walk, leaves, self.is_allowed, self._extra)
+        return self.left(walk, leaves), collect_values(walk, leaves, self._is_allowed, self._extra)
 
     def first_replay(self, start: _Start) -> State:
         """Copies of what a replay leaves."""
@@ -142,7 +197,7 @@ class _Check:
         leaves, _ = flatten_result(result)
         left = self.left(walk(), leaves)
         # The device runs the eager step meanwhile.
-        differences = differing_values(replayed.values, collect_values(walk(), leaves, self.is_allowed, self._extra))
+        differences = differing_values(replayed.values, collect_values(walk(), leaves, self._is_allowed, self._extra))
         beyond = self.differing(start, replayed, left)
         if not self._on_any(bool(beyond)):
             return differences
@@ -193,7 +248,7 @@ class _Check:
             result,
             {path: tensor for path, tensor in self._extra.items() if path not in gone},
             self._program.plan.handles.generators,
-            lambda path: path in left_out or self.is_allowed(path),
+            lambda path: path in left_out or self._is_allowed(path),
         )
         return {path: t.plain_memory() if isinstance(t, StaticOutput) else t for path, t in found.items()}
 
@@ -222,62 +277,3 @@ class _Check:
 def detached(result: Any) -> Any:
     """``result`` without an autograd graph, as after every replay."""
     return map_result(lambda tensor: tensor if tensor.grad_fn is None else tensor.detach(), result)
-
-
-def check_replay(
-    program: Program,
-    leaves: Sequence[Any],
-    eager: Callable[[Callable[[], Walk]], Any],
-    *,
-    allow: Sequence[str],
-    place: Callable[[], torch.device],
-    on_any: Callable[[bool], bool],
-    noise: Noise,
-) -> Verdict:
-    """Replay ``program`` on ``leaves``, undo that, run ``eager`` and compare. What eager leaves stays.
-
-    Args:
-        program: whose guards hold.
-        leaves: the call's flat arguments, on the step's device.
-        eager: the same call of the step itself; it may ask for a walk over what its owners hold afterwards.
-        allow: paths that replays may leave out, so that they may differ.
-        place: gives the device that the next copies go to.
-        on_any: whether something is so on any rank, told whether it is on this one: where ranks communicate in the
-            step, all of them have to run it as often. A PeerError from it ends the check.
-        noise: what earlier checks of ``program`` have shown of it, to which this one adds.
-
-    Raises:
-        torch.OutOfMemoryError, PeerError: with everything as it was, if there is no room for the eager step beside the
-            program, or on another rank for a copy.
-        Exception: what else ``eager`` raises, with what it has done until then; what the replay did is undone.
-    """
-    check = _Check(program, leaves, allow, place, on_any, noise)
-    # Device learning rates are among what is put back: they have to be up to date first. And the check keeps gradients,
-    # which are no longer to be told from those that other code keeps.
-    program.plan.handles.rates.push()
-    program.bindings.settle_grads()
-    start = check.start()
-    hosts = host_generators()
-    try:
-        replayed = check.first_replay(start)
-    finally:
-        check.undo(start.snapshot)
-    walk = cache(check.walk)
-    try:
-        result = eager(walk)
-    except torch.OutOfMemoryError:
-        # The copies and a second set of activations are the check's doing; without it there was room.
-        check.undo(start.snapshot)
-        raise
-    found = [
-        Difference(name, "the eager step draws from it, which a replay does not")
-        for name, state in host_generators().items()
-        if state != hosts.get(name, state) and not is_allowed(name, allow)
-    ]
-    reason = ""
-    try:
-        found += check.compare(start, replayed, result, walk)
-    except (torch.OutOfMemoryError, PeerError) as error:
-        # The batch has been trained on: the caller must not go on as if it had not.
-        reason = first_line(error)
-    return Verdict(detached(result), found, reason)

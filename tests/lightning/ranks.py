@@ -399,7 +399,7 @@ def sigterm() -> dict[str, Any]:
 def without_room(copy: int) -> dict[str, Any]:
     """Rank 1 has no memory for such a copy in the first check, and rank 0 finds that it differs from eager."""
     rank, copies = int(os.environ["RANK"]), []
-    stock = check._Check.snapshot, check._Check.differing
+    stock = check.Check.snapshot, check.Check.differing
 
     def snapshot(self: Any, *args: Any) -> Any:
         copies.append(args)
@@ -410,26 +410,26 @@ def without_room(copy: int) -> dict[str, Any]:
     def differing(self: Any, *args: Any) -> Any:
         return stock[1](self, *args) if rank == 1 else ["model.net.0.bias"]
 
-    check._Check.snapshot, check._Check.differing = snapshot, differing
+    check.Check.snapshot, check.Check.differing = snapshot, differing
     try:
         return compare()
     finally:
-        check._Check.snapshot, check._Check.differing = stock
+        check.Check.snapshot, check.Check.differing = stock
 
 
 def wrong_on_one() -> dict[str, Any]:
     """Rank 1 finds in the first check that its program is not what the eager step does."""
-    stock = check._Check.compare
+    stock = check.Check.compare
 
     def compare_(self: Any, *args: Any) -> list[check.Difference]:
         return [*stock(self, *args), check.Difference("model.net.0.bias", "made up")]
 
     if os.environ["RANK"] == "1":
-        check._Check.compare = compare_
+        check.Check.compare = compare_
     try:
         return compare(callback={"on_failure": "eager"})
     finally:
-        check._Check.compare = stock
+        check.Check.compare = stock
 
 
 ROWS: dict[str, Callable[[], dict[str, Any]]] = {
