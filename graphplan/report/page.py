@@ -34,7 +34,7 @@ def page(sections: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         ) from error
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files("graphplan.report").joinpath("page.html").read_text(encoding="utf-8"))
-    drawn = {"Calls": _draw_calls, "Time": _draw_times, "Memory of static inputs and programs": _draw_memory}
+    drawn = {"Calls": _draw_calls, "Time": _draw_times}
 
     def drawings(data: Mapping[str, Any]) -> dict[str, str]:
         return {name: _svg(Figure(figsize=(9, 2.2), layout="constrained"), draw, data) for name, draw in drawn.items()}
@@ -61,15 +61,6 @@ def _draw_calls(axes: Any, data: Mapping[str, Any]) -> None:
     axes.set(yticks=[], xlabel="call")
     if timeline:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.35), ncols=6, frameon=False)
-
-
-def _draw_memory(axes: Any, data: Mapping[str, Any]) -> None:
-    """Mebibytes that static inputs and programs take, from each change of what calls are to the next."""
-    timeline, calls = data["timeline"], data["stats"]["calls"]
-    ends = [stretch["first"] for stretch in timeline] + [calls]
-    sizes = [stretch["bytes"] / 2**20 for stretch in timeline] + [data["stats"]["bytes_static"] / 2**20]
-    axes.step(ends, sizes, where="post", color=COLORS["captured"])
-    axes.set(xlabel="call", ylabel="MiB", ylim=(0, None))
 
 
 def _draw_times(axes: Any, data: Mapping[str, Any]) -> None:

@@ -38,15 +38,13 @@ class Stretch:
     """Calls of one kind in a row: ``"eager"``, ``"traced"``, ``"captured"``, ``"replayed"`` or ``"verified"``.
 
     ``first`` is the number of the first one, from 0, and ``count`` how many there are. ``seconds`` is the time from the
-    end of the stretch before to the end of this one; None for the first. ``bytes`` is what static inputs and programs
-    took when its first call had ended.
+    end of the stretch before to the end of this one; None for the first.
     """
 
     kind: str
     first: int
     count: int
     seconds: float | None
-    bytes: int
 
 
 class Gain(NamedTuple):
@@ -101,8 +99,8 @@ class Stats:
     """True for the steps of a loop, which follow each other; False for requests, with idle time between them."""
     last_end: float = 0.0
     last_kind: str = ""
-    changes: list[tuple[str, int, float, int]] = field(default_factory=list)
-    """The kind of a call that follows one of another kind, its number, the end of that one, and ``bytes_static``."""
+    changes: list[tuple[str, int, float]] = field(default_factory=list)
+    """The kind of a call that follows one of another kind, its number, and the end of that one."""
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     phase_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
 
@@ -164,17 +162,17 @@ class Stats:
     def _change(self, kind: str, count: int = 1) -> None:
         """Note that the ``count`` calls that were counted last are of another kind than the ones before."""
         if len(self.changes) < STRETCHES:
-            self.changes.append((kind, self.calls - count, self.last_end, self.bytes_static))
+            self.changes.append((kind, self.calls - count, self.last_end))
         self.last_kind = kind
 
     def timeline(self) -> list[Stretch]:
         """The calls so far, those of one kind in a row as one stretch."""
         if not self.changes:
             return []
-        ends = [*((first, begun) for _, first, begun, _ in self.changes[1:]), (self.calls, self.last_end)]
+        ends = [*((first, begun) for _, first, begun in self.changes[1:]), (self.calls, self.last_end)]
         return [
-            Stretch(kind, first, end - first, ended - begun if begun and ended > begun else None, nbytes)
-            for (kind, first, begun, nbytes), (end, ended) in zip(self.changes, ends, strict=True)
+            Stretch(kind, first, end - first, ended - begun if begun and ended > begun else None)
+            for (kind, first, begun), (end, ended) in zip(self.changes, ends, strict=True)
             if end > first
         ]
 
@@ -205,7 +203,7 @@ class Stats:
 
     def merge(self, other: Stats) -> None:
         """Add ``other``'s counts to these, and its calls to the end of the timeline."""
-        more = [(kind, first + self.calls, begun, nbytes) for kind, first, begun, nbytes in other.changes]
+        more = [(kind, first + self.calls, begun) for kind, first, begun in other.changes]
         self.changes = (self.changes + more)[:STRETCHES]
         if other.changes:
             self.last_end, self.last_kind = other.last_end, other.last_kind
