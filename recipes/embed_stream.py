@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         pad={"lengths": 1},
         backend=args.backend,
     )
-    print(fast.prewarm(example=batches[0]))
+    print(f"captured before the first request: {fast.prewarm(example=batches[0])} sizes")
     found, _ = run(fast, batches, device)
     _, replayed = run(fast, batches, device)
     print(fast.report())

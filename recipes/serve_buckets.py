@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     example = [torch.zeros(1, 1, dtype=torch.long, device=device) for _ in range(3)]
     example[1] = example[1][0]
-    print(step.prewarm(example=example))
+    print(f"captured before the first request: {step.prewarm(example=example)} sizes")
     replayed = serve(model, step, make_requests(args.requests, model.length), device)
 
     padded = serve(eager_model, padded_eager(eager_model, sizes), make_requests(args.requests, model.length), device)

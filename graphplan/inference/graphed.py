@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from graphplan.errors import NotCapturedError, OptionError
 from graphplan.feed.signature import flatten
-from graphplan.inference.prewarming import Prewarmed, prewarm
+from graphplan.inference.prewarming import prewarm
 from graphplan.inference.shared_pool import Pool
 from graphplan.program.leases import plain
 from graphplan.specs.policy import Policy
@@ -180,13 +180,16 @@ class Graphed(GraphedStep):
         *,
         example: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Prewarmed:
+    ) -> int:
         """Capture before the first request, the largest size first: smaller ones then fit into its memory.
 
         Args:
             sizes: sizes of dimension 0, or sizes by dimension; by default all that ``buckets`` has.
             example: positional arguments of one call, of any size.
             kwargs: keyword arguments of that call.
+
+        Returns:
+            How many programs were captured.
 
         Raises:
             OptionError: for sizes that make no sense, or where gradients are wanted.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any
@@ -19,18 +18,6 @@ from graphplan.step.graphed_step import GraphedStep
 Size = int | Mapping[int, int]
 _CALLS = 64
 """A size is called at most this often; a capture that has not come by then does not come."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prewarmed:
-    """What was captured: ``sizes`` by dimension, how many programs came of them, and bytes of the pool."""
-
-    sizes: tuple[dict[int, int], ...]
-    captured: int
-    nbytes: int
-
-    def __str__(self) -> str:
-        return f"{self.captured} captures for {len(self.sizes)} sizes; {self.nbytes / 2**20:.1f} MiB"
 
 
 def _zeros(example: Feed, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -51,7 +38,7 @@ def prewarm(
     *,
     sizes: Sequence[Size] | None,
     ladders: Ladders | None,
-) -> Prewarmed:
+) -> int:
     """Call with zeros of each size, the largest first, until there is a program for it. Raises OptionError if there is
     none in the end.
     """
@@ -60,8 +47,7 @@ def prewarm(
     for dims in wanted:
         with step.machine.timing.asked_for():
             _capture(step, _zeros(example, dynamic, dims), dims)
-    used = sum(program.nbytes for program in step.programs)
-    return Prewarmed(tuple(wanted), step.stats.captured - before, used)
+    return step.stats.captured - before
 
 
 def _parse_sizes(sizes: Sequence[Size] | None, ladders: Ladders | None) -> list[dict[int, int]]:

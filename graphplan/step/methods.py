@@ -85,24 +85,17 @@ def owners_of(fn: Callable[..., Any], owners: Mapping[str, Any] | Sequence[Any] 
     return owners if any(owner is own for owner in owners) else [own, *owners]
 
 
-_FORMS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-    ("a coroutine function (async def)", inspect.iscoroutinefunction),
-    ("an asynchronous generator function (async def with yield)", inspect.isasyncgenfunction),
-    ("a generator function (with yield)", inspect.isgeneratorfunction),
-)
-
-
 def check_form(fn: Callable[..., Any]) -> None:
     """Raise OptionError for a function whose call only begins something, such as a coroutine."""
     while isinstance(fn, partial):
         fn = fn.func
     # What runs when an object is called is a method of its class.
     call = fn.forward if isinstance(fn, nn.Module) else type(fn).__call__ if callable(fn) else None
-    for form, asks in _FORMS:
-        if asks(fn) or asks(call):
-            name = getattr(fn, "__qualname__", type(fn).__qualname__)
-            raise OptionError(
-                f"{name} is {form}: a call of it computes nothing yet, and what it gives back can be run once only, so "
-                "that there is nothing to replay. Expected a function that computes and returns: graph the synchronous "
-                "one that does the computing, and await, or yield, around its calls"
-            )
+    asks = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    if any(ask(each) for ask in asks for each in (fn, call)):
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        raise OptionError(
+            f"{name} is a coroutine or generator function (async def, yield): a call of it computes nothing yet, and "
+            "what it gives back can be run once only, so that there is nothing to replay. Expected a function that "
+            "computes and returns: graph the one that does the computing, and await, or yield, around its calls"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -35,7 +36,6 @@ from graphplan.program.capture import capture_program, outdated
 from graphplan.program.faults import is_steps_own, refusal_of
 from graphplan.program.program import Program
 from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants
-from graphplan.step.call import Call
 from graphplan.step.compiled import Rehearsal, refuse_beside_compiled, refuse_graphs_within, uncompiled
 from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.programs import Entry, Line
@@ -55,6 +55,27 @@ _REORDERED = 5
 """Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps."""
 _STRADDLING = 3
 """Pairs of traces in a row between which host code changed something: it is no coincidence any more."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call, and what is found out about it on its way to a program.
+
+    ``around`` is what is active around the call; ``is_flat``: there is a ``feed``; ``is_found``: if there is a
+    ``program``, it serves the call. ``walk`` is over the owners as they are before it.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    around: str | None = None
+    is_flat: bool = False
+    is_found: bool = False
+    feed: Feed = field(init=False)
+    entry: Entry = field(init=False)
+    program: Program | None = None
+    line: Line = field(init=False)
+    walk: Walk = field(init=False)
+    is_on_way: bool = False
 
 
 class Stages:

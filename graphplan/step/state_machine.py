@@ -35,7 +35,6 @@ from graphplan.program.bindings import settle_companions
 from graphplan.program.faults import refusal_of
 from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.program.program import Program
-from graphplan.step.call import Call
 from graphplan.step.call_lock import running_step, runs_within_step
 from graphplan.step.compiled import CompiledModules
 from graphplan.step.gate import Gate, Serve, Timing
@@ -47,7 +46,7 @@ from graphplan.step.peers import Peers
 from graphplan.step.programs import Line, Programs
 from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
-from graphplan.step.stages import Stages
+from graphplan.step.stages import Call, Stages
 
 _FRUITLESS = 8
 """Refused calls in a row after which a step stands down."""

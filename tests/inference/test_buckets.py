@@ -379,20 +379,16 @@ def test_names_within_containers() -> None:
 
 def test_prewarming_takes_the_largest_first() -> None:
     fast = bucketed(network(), {0: [1, 4], 1: [8]}, dynamic={"input": (0, 1)})
-    outcome = fast.prewarm(example=(torch.randn(2, 8),))
-    assert outcome.sizes == ({0: 4, 1: 8}, {0: 1, 1: 8})
-    assert outcome.captured == 2 == fast.num_graphs
-    assert outcome.nbytes == fast.memory.pool > 0
-    assert str(outcome).startswith("2 captures for 2 sizes; ")
+    assert fast.prewarm(example=(torch.randn(2, 8),)) == 2 == fast.num_graphs
+    assert [program.plan.inputs[0].spec.shape for program in fast.programs] == [(4, 8), (1, 8)]
 
 
 def test_prewarming_exact_shapes() -> None:
     fast = graphed(Layer(), backend="tape")
-    outcome = fast.prewarm([2, {0: 3}], example=(torch.randn(1, 8),))
-    assert outcome.sizes == ({0: 3}, {0: 2})
+    assert fast.prewarm([2, {0: 3}], example=(torch.randn(1, 8),)) == 2
     shapes = [program.plan.inputs[0].spec.shape for program in fast.programs]
     assert shapes == [(3, 8), (2, 8)]
-    assert fast.prewarm([3, 2], example=(torch.randn(1, 8),)).captured == 0
+    assert fast.prewarm([3, 2], example=(torch.randn(1, 8),)) == 0
     assert fast.num_graphs == 2
 
 

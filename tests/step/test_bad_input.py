@@ -135,14 +135,17 @@ class _Yielding(nn.Module):
 
 
 BEGUN: list[tuple[Any, str]] = [
-    (_awaited, r"_awaited is a coroutine function \(async def\): a call of it computes nothing yet, .* and await"),
-    (partial(partial(_awaited)), "_awaited is a coroutine function"),
-    (_Awaited(), "_Awaited is a coroutine function"),
-    (_yielding, r"_yielding is a generator function \(with yield\)"),
-    (_Yielding(), "_Yielding is a generator function"),
-    (_Yielding().forward, "forward is a generator function"),
-    (torch.no_grad()(_yielding), "_yielding is a generator function"),
-    (_streaming, "_streaming is an asynchronous generator function"),
+    (
+        _awaited,
+        r"_awaited is a coroutine or generator function .*: a call of it computes nothing yet, .* and await",
+    ),
+    (partial(partial(_awaited)), "_awaited is a coroutine or generator"),
+    (_Awaited(), "_Awaited is a coroutine or generator"),
+    (_yielding, r"_yielding is a coroutine or generator"),
+    (_Yielding(), "_Yielding is a coroutine or generator"),
+    (_Yielding().forward, "forward is a coroutine or generator"),
+    (torch.no_grad()(_yielding), "_yielding is a coroutine or generator"),
+    (_streaming, "_streaming is a coroutine or generator"),
 ]
 
 

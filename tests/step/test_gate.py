@@ -401,7 +401,7 @@ def test_served_calls_that_pay_and_others_that_do_not(monkeypatch: pytest.Monkey
 @torch.no_grad()
 def test_programs_that_are_asked_for_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     run, clock, _ = serve(monkeypatch, 5.0)
-    assert run.prewarm([1, 2], example=(torch.zeros(1, 6),)).captured == 2
+    assert run.prewarm([1, 2], example=(torch.zeros(1, 6),)) == 2
     assert clock.rests == 0
     for _ in range(20):
         run(torch.zeros(2, 6))
