@@ -233,7 +233,7 @@ class GraphPlanCallback(Callback):
         if self._gate is not None and self._stock.reason is SkipReason.BUSY and self._stock.count >= self._again:
             self._again *= 2
             self._stock.end()
-            self._time_eager_steps(self._gate.anew())
+            self._time_eager_steps(self._gate.again())
 
     def _install_training(self, trainer: Trainer, pl_module: LightningModule, gate: Gate | None = None) -> None:
         """Install the seam and all patches that belong to it."""

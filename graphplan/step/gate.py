@@ -176,18 +176,12 @@ class Gate:
         self.idle = 1.0
         """Share of the eager steps' time in which the device had nothing to do."""
 
-    def with_same_eager_time(self) -> Gate:
-        """A gate for another form of the step."""
+    def again(self, eager: float | None = None) -> Gate:
+        """A gate for another form of the step, or for another measurement without the ``eager`` time."""
         return Gate(
-            self._least, self._clock, period=self._period, loops=self._loops, peers=self._peers, eager=self.eager,
+            self._least, self._clock, period=self._period, loops=self._loops, peers=self._peers, eager=eager,
             family=self._family,
         )  # fmt: skip
-
-    def anew(self) -> Gate:
-        """A gate that knows nothing yet."""
-        gate = self.with_same_eager_time()
-        gate.eager = None
-        return gate
 
     @property
     def replayed(self) -> float | None:
@@ -404,7 +398,7 @@ class Timing:
         assert self._gate is not None
         self.take_counts().note("timed again: the device was busy all the time")
         self._again *= 2
-        self._time_eager_calls(self._gate.anew())
+        self._time_eager_calls(self._gate.again())
 
     def _timed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call during the measurement of replays."""

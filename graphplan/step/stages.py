@@ -61,15 +61,14 @@ _STRADDLING = 3
 class Call:
     """One call, and what is found out about it on its way to a program.
 
-    ``around`` is what is active around the call; ``is_flat``: there is a ``feed``; ``is_found``: if there is a
-    ``program``, it serves the call. ``walk`` is over the owners as they are before it.
+    ``around`` is what is active around the call; ``is_flat``: there is a ``feed``. ``walk`` is over the owners as they
+    are before it.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     around: str | None = None
     is_flat: bool = False
-    is_found: bool = False
     feed: Feed = field(init=False)
     entry: Entry = field(init=False)
     program: Program | None = None

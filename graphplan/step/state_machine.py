@@ -154,16 +154,17 @@ class StateMachine:
         return skip.run(call, skip.reason, skip.detail)
 
     def _why_eager(self, call: Call) -> Skip | None:
-        """The first of :data:`_REASONS` for which the call is eager; None if it is replayed, traced or captured.
+        """The first reason for which the call is eager; None if it is replayed, traced or captured.
 
         What is found out of the call on the way is kept in it. An error refuses all calls of the step.
         """
         try:
-            for find in _REASONS:
-                skip = find(self, call)
-                if skip is not None:
-                    return skip
-                if call.is_found and call.program is not None:
+            for reasons in (_REASONS, _REASONS_WITHOUT_PROGRAM):
+                for find in reasons:
+                    skip = find(self, call)
+                    if skip is not None:
+                        return skip
+                if call.program is not None:
                     break
             return None
         except RefusalError as error:
@@ -251,7 +252,6 @@ class StateMachine:
 
     def _fed_elsewhere(self, call: Call) -> Skip | None:
         """What is fed lies where its program cannot take it from."""
-        call.is_found = True
         misfit = None if call.program is None else call.program.misfit(call.feed)
         if call.program is None or misfit is None:
             return None
@@ -547,6 +547,11 @@ _REASONS: tuple[Callable[[StateMachine, Call], Skip | None], ...] = (
     StateMachine._of_refused_key,
     StateMachine._timed_eagerly,
     StateMachine._fed_elsewhere,
+)
+"""The reasons for which a call is eager that has a program or none, in their order. The search for an entry may refuse
+the step.
+"""
+_REASONS_WITHOUT_PROGRAM: tuple[Callable[[StateMachine, Call], Skip | None], ...] = (
     StateMachine._overdue,
     StateMachine._without_room,
     StateMachine._of_changing_step,
@@ -555,6 +560,4 @@ _REASONS: tuple[Callable[[StateMachine, Call], Skip | None], ...] = (
     StateMachine._fed_owners_memory,
     StateMachine._without_memory,
 )
-"""All reasons for which a call is eager, in their order. A call that has a program is asked no further than
-``_fed_elsewhere``; the search for an entry may refuse the step.
-"""
+"""Those for which a call without a program is neither traced nor captured."""

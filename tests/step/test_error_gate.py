@@ -92,8 +92,8 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.program.outputs": ["Outputs.__init__"],
     "graphplan.program.inputs": ["StaticInputs.load"],
     "graphplan.report.stats": ["Stats.count_replay", "Stats.end_call"],
-    "graphplan.step.replays": ["check_replay", "find_room"],
-    "graphplan.verify.check": ["_Check.start", "_Check.first_replay", "_Check.compare", "collect_values"],
+    "graphplan.step.replays": ["Check", "find_room"],
+    "graphplan.verify.check": ["Check.start", "Check.first_replay", "Check.compare", "collect_values"],
     "graphplan.verify.schedule": ["Timetable.end"],
     "graphplan.owners.snapshot": ["copy_all"],
     "graphplan.feed.call_arguments": ["CallArguments.watch", "CallArguments.change"],
@@ -358,7 +358,7 @@ PADDED = [
     "step.padded_batches:PaddedBatches._compare",
     "step.padding:Padding._learn", "step.padding:Padding.pad", "step.capture_sizes:Slicer.meet",
     "step.capture_sizes:Slicer.cut", "step.padding:PaddedCall._handed_on", "step.padding_check:PaddingCheck.run",
-    "step.managed:trace", "step.replays:check_replay",
+    "step.managed:trace", "step.replays:Check",
 ]  # fmt: skip
 
 

@@ -257,7 +257,7 @@ def test_a_rank_without_memory_for_a_check_says_so(
 ) -> None:
     """Before the others run what it cannot. The other one here differs from eager, and has room."""
     runs, copies = count_runs(monkeypatch), []
-    snapshot = check._Check.snapshot
+    snapshot = check.Check.snapshot
 
     def scarce(self: Any, *args: Any) -> Any:
         copies.append(args)
@@ -265,7 +265,7 @@ def test_a_rank_without_memory_for_a_check_says_so(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return snapshot(self, *args)
 
-    monkeypatch.setattr(check._Check, "snapshot", scarce)
+    monkeypatch.setattr(check.Check, "snapshot", scarce)
     checked: list[int] = []
 
     def after(index: int) -> None:

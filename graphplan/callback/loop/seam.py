@@ -179,7 +179,8 @@ class Seam(ABC):
         escalates: Callable[[RefusalError], bool] | None = None,
     ) -> GraphedStep:
         """A graphed step of ``body``. ``escalates`` says which refusals raise."""
-        gate = None if self._made_for.gate is None else self._made_for.gate.with_same_eager_time()
+        known = self._made_for.gate
+        gate = None if known is None else known.again(known.eager)
         backends, peers = self._made_for.backends, find_peers()
         step = GraphedStep(body, owners, self._options, backends, peers, compiles=False, gate=gate, opens_gate=False)
         step.machine.refusals.escalates = escalates or (lambda error: self._must_raise())
