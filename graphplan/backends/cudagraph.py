@@ -19,14 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.backends.backend import (
-    NOTHING_TRACED,
-    Backend,
-    Recording,
-    TracedValues,
-    first_line,
-    is_out_of_memory,
-)
+from graphplan.backends.backend import NOTHING_TRACED, Backend, Recording, TracedValues, first_line, is_out_of_memory
 from graphplan.backends.cudapools import Loan
 from graphplan.backends.cudaruntime import forget_workspaces, upload
 from graphplan.backends.cudastates import CapturedStates
@@ -230,11 +223,7 @@ class CUDAGraphBackend(Backend):
         _empty_cache()
 
     def _capture(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        body: Callable[[], Any],
-        traced: TracedValues,
-        states: CapturedStates | None,
+        self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any], traced: TracedValues, states: CapturedStates | None
     ) -> Any:
         current = torch.cuda.current_stream(self.device)
         constants = DeviceConstants(traced.device_constants) if traced.device_constants else nullcontext()

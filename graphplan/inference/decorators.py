@@ -57,11 +57,7 @@ def graphed(fn: Callable[..., Any] | None, options: ServeOptions) -> Any:  # noq
 
 
 def piecewise(
-    segments: nn.Module | Sequence[Segment],
-    *,
-    at: Sequence[str] | None = None,
-    scope: str = "auto",
-    **options: Any,
+    segments: nn.Module | Sequence[Segment], *, at: Sequence[str] | None = None, scope: str = "auto", **options: Any
 ) -> Segments | SplitModel:
     """Capture what can be captured of a chain of functions, or of a model, and run the rest eagerly in between.
 

@@ -32,12 +32,7 @@ def _zeros(example: Feed, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tu
 
 
 def prewarm(
-    step: GraphedStep,
-    example: Feed,
-    dynamic: Dynamic,
-    *,
-    sizes: Sequence[Size] | None,
-    ladders: Ladders | None,
+    step: GraphedStep, example: Feed, dynamic: Dynamic, *, sizes: Sequence[Size] | None, ladders: Ladders | None
 ) -> int:
     """Call with zeros of each size, the largest first, until there is a program for it. Raises OptionError if there is
     none in the end.

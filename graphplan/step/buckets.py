@@ -98,12 +98,7 @@ def check_shapes(shapes: str, buckets: Buckets | None, mask: str | None) -> None
         raise OptionError(f"{given[0]} is given with shapes={shapes!r}; expected shapes='bucket' with it")
 
 
-def fit(
-    lengths: Iterable[int] | Mapping[int, int],
-    max_graphs: int = 8,
-    *,
-    multiple_of: int = 1,
-) -> Fit:
+def fit(lengths: Iterable[int] | Mapping[int, int], max_graphs: int = 8, *, multiple_of: int = 1) -> Fit:
     """Find the ladder of at most ``max_graphs`` sizes with the fewest padded elements.
 
     Examples:

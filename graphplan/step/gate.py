@@ -308,13 +308,7 @@ class Timing:
     """
 
     def __init__(
-        self,
-        parts: Parts,
-        *,
-        gate: Gate | None,
-        opens: bool,
-        serve: Serve,
-        stand_down: Callable[..., None],
+        self, parts: Parts, *, gate: Gate | None, opens: bool, serve: Serve, stand_down: Callable[..., None]
     ) -> None:
         self._runner, self._managed = parts.runner, parts.managed
         self._options, self._peers = parts.options, parts.peers

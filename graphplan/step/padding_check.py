@@ -46,17 +46,7 @@ from graphplan.tensors.trees import flatten_result, map_result
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.operator_schemas import Schema, schema_of, tensors_in, written_tensors
 from graphplan.trace.records import rounding_of
-from graphplan.verify.compare import (
-    RESPONSES,
-    SPREADS,
-    Run,
-    Sides,
-    describe,
-    differing_values,
-    fits,
-    lengths,
-    moved,
-)
+from graphplan.verify.compare import RESPONSES, SPREADS, Run, Sides, describe, differing_values, fits, lengths, moved
 from graphplan.verify.noise import nudged
 from graphplan.verify.state import collect_tensors, collect_values, tensors_of
 
@@ -249,7 +239,9 @@ class PaddingCheck:
         mode = RehearsalMode(self._snapshot.storages)
         try:
             with uncompiled(), mode:
-                result = self._runner.run(lambda: map_result(_copied, self._runner.call(fed)))
+                result = self._runner.run(
+                    lambda: map_result(lambda tensor: tensor.detach().clone(), self._runner.call(fed))
+                )
             draws, change = mode.draws, fed.change()
             if draws:
                 raise PaddingError(
@@ -281,10 +273,6 @@ class PaddingCheck:
         values = collect_values(walk, (), lambda path: is_allowed(path, self._allow), {})
         names = frozenset(name for name, leaf in named if isinstance(leaf, Tensor))
         return _Left(copies, values, result, names, mode.rounding)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def _last_places(tensor: Tensor) -> float:
