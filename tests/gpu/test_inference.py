@@ -146,8 +146,8 @@ def test_eviction_frees_memory_and_leaves_the_rest() -> None:
     probe.close()
     before = memory()[1]
     fast = fast_of(fn, verify="off", memory_budget=budget)
-    with pytest.warns(UserWarning, match="evicted: more bytes than memory_budget"):
-        fast.prewarm(range(4096, 4096 - 5, -1), example=(batch(2),))
+    fast.prewarm(range(4096, 4096 - 5, -1), example=(batch(2),))
+    assert fast.stats.events["evicted: more bytes than memory_budget"] >= 1
     assert fast.memory.pool <= budget
     if CUDA:
         assert memory()[1] - before <= budget + 64 * MIB
