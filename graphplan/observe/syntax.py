@@ -33,7 +33,8 @@ def parse(code: CodeType, space: Mapping[str, Any] | None = None) -> ast.Module:
     where there is no source, or one that was edited since. ``space`` are the code's globals.
     """
     lines = _lines_of(code, dict(space or {}))
-    first, end = code.co_firstlineno, max(last or 0 for _, last, _, _ in _positions(code))
+    ends = [line for _, _, line in code.co_lines()] + [last for _, last, _, _ in _positions(code)]
+    first, end = code.co_firstlineno, max(line or 0 for line in ends)
     for start, part in ((first, lines[first - 1 : end]), (1, lines)):
         is_inner = bool(part) and part[0][:1].isspace()
         with suppress(SyntaxError, ValueError), catch_warnings():
