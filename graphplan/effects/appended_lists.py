@@ -6,7 +6,6 @@ from collections import UserDict, UserList
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from types import CodeType
 from typing import Any
 
 from graphplan.observe.looks import Look, looks_of
@@ -90,9 +89,11 @@ class AppendedLists:
     def _is_looked_at(self, path: str, items: Items) -> bool:
         """Whether code looks at a list or at what is in it. Where it does at the list is noted."""
         names = set(self._names(items, self._walk.objects.get(Path.length(path))))
+        words = {name.name.removeprefix(".") for name in names}
         found = False
         for code, owner in self._codes:
-            if not any(_mentions(code, name.name.removeprefix(".")) for name in names):
+            spelt = (code.co_names, code.co_freevars, code.co_cellvars, code.co_consts)
+            if not any(word in place for place in spelt for word in words):
                 continue
             for look in sorted(looks_of(code), key=lambda look: look.line):
                 fitting = [name for name in names if name.fits(look, owner)]
@@ -128,7 +129,3 @@ class AppendedLists:
                 # A class's, a module's, or that of a dictionary which shows its keys as attributes.
                 yield _Name(f".{key}", depth)
             yield from self._names_of(container, depth + 1, met | {id(thing)})
-
-
-def _mentions(code: CodeType, name: str) -> bool:
-    return name in code.co_names or name in code.co_freevars or name in code.co_cellvars or name in code.co_consts

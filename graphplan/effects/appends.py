@@ -43,7 +43,9 @@ class Append:
                 continue
             before, after = first.changes.appended.get(path), second.changes.appended.get(path)
             if before is None or after is None or len(before) != len(after) or not _alike(before, after):
-                what = " and then ".join(told_apart(before, after, _items))
+                what = " and then ".join(
+                    told_apart(before, after, lambda items: "nothing" if items is None else shorten(items))
+                )
                 raise HostEffectError(
                     f"the step appends {what} to {path}; expected tensors, or the same values each time, since a "
                     f"replay repeats them. Append tensors, or pass allow=({path!r},)",
@@ -69,7 +71,3 @@ class Append:
 def _alike(before: list[Any], after: list[Any]) -> bool:
     (old, shape), (new, other) = pytree.tree_flatten(before), pytree.tree_flatten(after)
     return shape == other and all(map(same_value, old, new))
-
-
-def _items(items: list[Any] | None) -> str:
-    return "nothing" if items is None else shorten(items)

@@ -31,13 +31,11 @@ def _changed_value(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]
             continue
         made = ABSENT if path in first.changes.rebindings else then
         is_hosts = not same_value(first.changes.scalars.get(path, (then, made))[1], now)
-        if (is_hosts and _is_read(scalar, first, second)) or _is_reset(path, scalar, first, second):
+        if is_hosts and any(trace.reads.covers(scalar) or trace.reads.may_cover(scalar) for trace in (first, second)):
+            return f"{path} was {then!r} one step before and is {now!r}"
+        if _is_reset(path, scalar, first, second):
             return f"{path} was {then!r} one step before and is {now!r}"
     return None
-
-
-def _is_read(scalar: Scalar, first: Trace, second: Trace) -> bool:
-    return any(trace.reads.covers(scalar) or trace.reads.may_cover(scalar) for trace in (first, second))
 
 
 def _is_reset(path: str, scalar: Scalar, first: Trace, second: Trace) -> bool:

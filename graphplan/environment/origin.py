@@ -133,20 +133,16 @@ def leave_out_own_frames(trace: TracebackType | None, *, is_refusal: bool = Fals
     if is_own and not is_refusal:
         return
     while trace is not None:
-        following = _next_of_others(trace.tb_next) or (last if is_own and trace is not last else None)
+        following = trace.tb_next
+        while following is not None and _is_between(following.tb_frame.f_code.co_filename):
+            following = following.tb_next
+        if following is None and is_own and trace is not last:
+            following = last
         trace.tb_next, trace = following, following
 
 
-def _next_of_others(trace: TracebackType | None) -> TracebackType | None:
-    """The first entry from ``trace`` on that is neither this package's nor of what stands between its frames."""
-    is_left_out = False
-    while trace is not None:
-        filename = trace.tb_frame.f_code.co_filename
-        is_left_out = is_ours(filename) or (is_left_out and filename in _BETWEEN)
-        if not is_left_out:
-            break
-        trace = trace.tb_next
-    return trace
+def _is_between(filename: str) -> bool:
+    return is_ours(filename) or filename in _BETWEEN
 
 
 def file_of(code: CodeType, space: Mapping[str, Any]) -> str:

@@ -87,18 +87,16 @@ def comparisons_in(code: CodeType, name: str, *, of_self: bool = False) -> froze
 @lru_cache(512)
 def _steps_of(code: CodeType) -> Sequence[_Step]:
     """The instructions, those that Python 3.13 joins taken apart."""
-    return list(_taken_apart(code))
-
-
-def _taken_apart(code: CodeType) -> Iterator[_Step]:
+    found = []
     for step in plain_steps(code):
         if "_FAST" in step.opname and isinstance(step.argval, tuple):
             acts = [part for part in step.opname.split("_") if part in ("LOAD", "STORE")]
-            for act, variable in zip(acts, step.argval, strict=True):
-                yield _Step(f"{act}_FAST", variable, variable, step.is_jump_target)
+            pairs = zip(acts, step.argval, strict=True)
+            found += [_Step(f"{act}_FAST", variable, variable, step.is_jump_target) for act, variable in pairs]
         else:
             kind = "LOAD_FAST" if step.opname.startswith("LOAD_FAST") else step.opname
-            yield _Step(kind, step.argval, step.argrepr, step.is_jump_target)
+            found.append(_Step(kind, step.argval, step.argrepr, step.is_jump_target))
+    return found
 
 
 def _only(condition: bool) -> None:
@@ -144,8 +142,9 @@ def _comparison_after(code: CodeType, steps: Sequence[_Step], index: int) -> Com
     if steps[end].opname == "CONTAINS_OP":
         _only(isinstance(other, tuple | frozenset) and all(isinstance(item, _LITERALS) for item in other))
         return Comparison("in", other, modulus)
-    _only(steps[end].opname == "COMPARE_OP" and isinstance(other, (*_LITERALS, Attribute)))
-    return Comparison(_operator_of(steps[end]), other, modulus)
+    compared = str(steps[end].argval)
+    _only(steps[end].opname == "COMPARE_OP" and compared in _OPERATORS and isinstance(other, (*_LITERALS, Attribute)))
+    return Comparison(compared, other, modulus)
 
 
 def _other_at(code: CodeType, steps: Sequence[_Step], index: int) -> tuple[Any, int]:
@@ -159,12 +158,6 @@ def _other_at(code: CodeType, steps: Sequence[_Step], index: int) -> tuple[Any, 
 
 def _is_first_argument(code: CodeType, step: _Step) -> bool:
     return step.opname == "LOAD_FAST" and code.co_argcount > 0 and step.argval == code.co_varnames[0]
-
-
-def _operator_of(step: _Step) -> str:
-    name = str(step.argval)
-    _only(name in _OPERATORS)
-    return name
 
 
 def come_out_alike(comparisons: Iterable[Comparison] | None, one: Any, other: Any) -> bool:

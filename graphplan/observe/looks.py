@@ -9,7 +9,7 @@ container that is not known here looks at it. Of code without source it is only 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType
@@ -164,7 +164,9 @@ class _Follower:
             self._climb(parent, held)
         elif _asks_for_truth(parent):
             self._measure(node, held)
-        elif not (isinstance(parent, ast.Expr) or _adds_to(parent, node)):
+        elif isinstance(parent, ast.AugAssign) and node is parent.target and isinstance(parent.op, ast.Add):
+            return
+        elif not isinstance(parent, ast.Expr):
             self._look(node, held)
 
     def _take_attribute(self, parent: ast.Attribute, node: ast.AST, held: _Held) -> None:
@@ -207,7 +209,7 @@ class _Follower:
     def _bind(self, target: ast.AST, node: ast.AST, held: _Held) -> None:
         """Follow a variable; what is stored elsewhere than where it came from is looked at."""
         if isinstance(target, ast.Tuple | ast.List):
-            self._look(node, held, whole=_has_stars(target.elts))
+            self._look(node, held, whole=any(isinstance(item, ast.Starred) for item in target.elts))
             for item in target.elts:
                 self._bind(item.value if isinstance(item, ast.Starred) else item, node, held.deeper())
         elif isinstance(target, ast.Name) and target.id in self._own:
@@ -242,12 +244,3 @@ def _asks_for_truth(parent: ast.AST) -> bool:
     """Whether an expression, one of ``parent``, is asked for its truth."""
     is_not = isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)
     return is_not or isinstance(parent, ast.If | ast.While | ast.IfExp | ast.Assert | ast.comprehension)
-
-
-def _adds_to(parent: ast.AST, node: ast.AST) -> bool:
-    """Whether it is ``node += …``."""
-    return isinstance(parent, ast.AugAssign) and node is parent.target and isinstance(parent.op, ast.Add)
-
-
-def _has_stars(nodes: Iterable[ast.AST]) -> bool:
-    return any(isinstance(node, ast.Starred) for node in nodes)

@@ -194,9 +194,14 @@ class Profile:
 
     def _is_importing(self) -> bool:
         """Whether a module is being imported, or code compiled: what that does is no part of the step."""
-        if self._importing is not None and _is_over(self._importing):
+        if self._importing is not None:
+            try:
+                # Which fails while anything runs in it.
+                self._importing.clear()
+            except RuntimeError:
+                return True
             self._importing = None
-        return self._importing is not None
+        return False
 
     def _note_call(self, frame: FrameType) -> bool:
         """Note that the frame's code runs; whether all that there is to note of this code has been noted."""
@@ -294,15 +299,6 @@ class Profile:
             found.looked.update(names.looked)
             found.dynamic |= names.dynamic
         return found
-
-
-def _is_over(frame: FrameType) -> bool:
-    """Whether what ran in ``frame`` has come to its end."""
-    try:
-        frame.clear()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _owner_name(frame: FrameType) -> str | None:
