@@ -43,12 +43,7 @@ class Switch(NamedTuple):
     uses: tuple[str, ...] = ()
 
 
-class _Mixed:
-    def __repr__(self) -> str:
-        return "mixed"
-
-
-MIXED = _Mixed()
+MIXED = "mixed"
 """The value of an old switch while newer ones have values that it cannot express: torch raises then."""
 
 
@@ -213,7 +208,7 @@ def read_all() -> list[Any]:
 def set_all(values: Sequence[Any]) -> None:
     """Set the switches that have other values, as far as torch has functions for that."""
     for switch, value in zip(SWITCHES, values, strict=True):
-        if switch.set is not None and value is not MIXED and switch.get() != value:
+        if switch.set is not None and value != MIXED and switch.get() != value:
             switch.set(value)
 
 

@@ -75,11 +75,8 @@ class Reads:
     dynamic: bool = False
 
     def unfold(self, values: Iterable[Any]) -> None:
-        """Take in the names that those of ``values`` have which are made by ``operator.attrgetter``."""
-        for value in values:
-            if type(value) is attrgetter:
-                names = value.__reduce__()[1]
-                self.anywhere.update(part for name in names for part in name.split("."))
+        """Take in that one of ``values`` is made by ``operator.attrgetter``, which computes names."""
+        self.dynamic |= attrgetter in map(type, values)
 
     def may_cover(self, scalar: Scalar) -> bool:
         """Whether the user's code that takes attributes by computed names may have come to ``scalar``."""

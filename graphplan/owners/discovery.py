@@ -36,23 +36,20 @@ class Discovery:
     :func:`note_called` and :func:`note_made` (compilers would build torch's global hook for modules into what they
     make), torch's global hook of optimizers.
 
-    ``on_optimizer`` is called with each optimizer before it steps, so that it is prepared in time, if ``is_watched``;
-    ``on_first_sight`` once with each module and optimizer before it runs. Neither is called with what the step itself
-    has made: ``on_made`` is, with an optimizer before it steps.
+    ``on_optimizer`` is called with each optimizer before it steps, so that it is prepared in time; ``on_first_sight``
+    once with each module and optimizer before it runs. Neither is called with what the step itself has made:
+    ``on_made`` is, with an optimizer before it steps.
     """
 
     def __init__(
         self,
-        on_optimizer: Callable[[torch.optim.Optimizer], None],
+        on_optimizer: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
         on_first_sight: Callable[[Any], None] = lambda thing: None,
         on_made: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
-        *,
-        is_watched: bool = True,
     ) -> None:
         self._on_optimizer = on_optimizer
         self._on_first_sight = on_first_sight
         self._on_made = on_made
-        self._is_watched = is_watched
         # Weakly: what the step makes and drops again is no owner.
         self._modules, self._optimizers, self._made = (WeakIdKeyDictionary() for _ in range(3))
         self._handle: Any = None
@@ -92,8 +89,7 @@ class Discovery:
             self.steps_own = True
             self._on_made(optimizer)
             return
-        if self._is_watched:
-            self._on_optimizer(optimizer)
+        self._on_optimizer(optimizer)
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = True
             self._on_first_sight(optimizer)

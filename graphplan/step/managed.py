@@ -181,7 +181,8 @@ class Managed:
         if self.runs_compiled(before):
             return call(), None
         profile = Profile()
-        with nullcontext() if is_settled else profile, Discovery(self.manage, is_watched=not is_settled) as discovery:
+        found = Discovery() if is_settled else Discovery(self.manage)
+        with nullcontext() if is_settled else profile, found as discovery:
             result = call()
         discovery.faults.check()
         profile.faults.check()
