@@ -59,17 +59,14 @@ def watch(packages: Iterable[str]) -> None:
             cached.cache_clear()
 
 
-def _is_familiar(package: ModuleType | None) -> bool:
-    return str(getattr(package, "__homepage__", "")).startswith(_HOMEPAGE)
-
-
 @cache
 def is_familiar(filename: str) -> bool:
     """Return True if the file belongs to Lightning or torchmetrics. Only files whose code runs are asked about: their
     packages are loaded.
     """
-    packages = filter(_is_familiar, map(sys.modules.get, _FAMILIAR))
-    files = (getattr(package, "__file__", None) for package in packages)
+    packages = map(sys.modules.get, _FAMILIAR)
+    known = (package for package in packages if str(getattr(package, "__homepage__", "")).startswith(_HOMEPAGE))
+    files = (getattr(package, "__file__", None) for package in known)
     return filename.startswith(tuple(os.path.dirname(file) + os.sep for file in files if file))
 
 

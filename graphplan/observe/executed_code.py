@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import partial, partialmethod
 from importlib.util import resolve_name
@@ -195,25 +195,20 @@ class ExecutedCode:
                 yield function
         # Where those that an earlier step found explain all calls, their names are known.
         known = {code: [reference() for reference in names.functions.get(code, ())] for code in left}
-        left = {code: None for code in left if not self._are_explained(code, filter(None, known[code]))}
+        codes = [code for code in left if not self._are_explained(code, filter(None, known[code]))]
+        # To find others, the collector goes through all objects that there are.
+        held = list(self._held()) if codes else []
+        unheld = [code for code in codes if not self._are_explained(code, held)]
+        found = [function for function in held if function.__code__ in codes and function.__code__ not in unheld]
+        found += [thing for thing in (gc.get_referrers(*unheld) if unheld else ()) if isinstance(thing, FunctionType)]
         alike: dict[CodeType, list[FunctionType]] = {}
-        for function in filter(self._matches, self._nameless(left)):
+        for function in filter(self._matches, found):
             alike.setdefault(function.__code__, []).append(function)
         for code, functions in alike.items():
             met = [has_met(function) for function in functions]
             if all(met):
                 names.functions[code] = list(map(weakref.ref, functions))
                 yield from functions
-
-    def _nameless(self, codes: Container[CodeType]) -> Iterator[FunctionType]:
-        """Functions with one of ``codes``, if there are any. To find them, the collector goes through all
-        objects that there are, unless those that objects hold whose methods ran explain all calls.
-        """
-        held = [function for function in self._held() if function.__code__ in codes]
-        explained = {function.__code__ for function in held if self._are_explained(function.__code__, held)}
-        yield from (function for function in held if function.__code__ in explained)
-        left = [code for code in self._free if code in codes and code not in explained]
-        yield from (thing for thing in (gc.get_referrers(*left) if left else ()) if isinstance(thing, FunctionType))
 
     def _held(self) -> Iterator[FunctionType]:
         """The functions that are attributes of the objects whose methods ran."""

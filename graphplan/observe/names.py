@@ -160,10 +160,11 @@ def _counted(steps: list[dis.Instruction]) -> tuple[Counter[str], Counter[str]]:
             # self.n += 1 loads and stores through one duplicated reference.
             raised[str(step.argval)] += 1
         elif step.opname in _SUBSCRIPTS and _is_augmented_item(before):
-            holder = _holder(steps, index)
-            if holder is not None and holder.opname == "LOAD_ATTR":
+            # What loaded the container, if its key is a single load.
+            holder = steps[max(index - (3 if before[-1].opname == "DUP_TOP_TWO" else 4), 0)]
+            if holder.opname == "LOAD_ATTR":
                 counted["." + str(holder.argval)] += 1
-            elif holder is not None and holder.opname in _LOADS:
+            elif holder.opname in _LOADS:
                 counted[str(holder.argval)] += 1
         elif step.opname in _STORES and len(before) >= 3 and before[-1].opname in _SUMS:
             load = before[-3]
@@ -176,12 +177,6 @@ def _is_augmented_item(before: list[dis.Instruction]) -> bool:
     """Whether a subscript comes right after its container and key were duplicated, as ``counts[k] += 1`` does."""
     names = [step.opname for step in before[-2:]]
     return names == ["COPY", "COPY"] or names[-1:] == ["DUP_TOP_TWO"]
-
-
-def _holder(steps: list[dis.Instruction], index: int) -> dis.Instruction | None:
-    """What loaded the container of the augmented subscript at ``index``, if its key is a single load."""
-    start = index - (3 if steps[index - 1].opname == "DUP_TOP_TWO" else 4)
-    return steps[start] if start >= 0 else None
 
 
 def _is_method_load(step: dis.Instruction) -> bool:
