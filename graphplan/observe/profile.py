@@ -75,8 +75,9 @@ class Reads:
     dynamic: bool = False
 
     def unfold(self, values: Iterable[Any]) -> None:
-        """Take in that one of ``values`` is made by ``operator.attrgetter``, which computes names."""
-        self.dynamic |= attrgetter in map(type, values)
+        """Take in the names that those of ``values`` have which are made by ``operator.attrgetter``."""
+        getters = (value.__reduce__()[1] for value in values if type(value) is attrgetter)
+        self.anywhere.update(part for names in getters for name in names for part in name.split("."))
 
     def may_cover(self, scalar: Scalar) -> bool:
         """Whether the user's code that takes attributes by computed names may have come to ``scalar``."""
