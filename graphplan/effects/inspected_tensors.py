@@ -44,9 +44,9 @@ def find_inspected(
         if not sure and not (is_owned and any(trace.reads.may_cover(scalar) for trace in (first, second))):
             continue
         old, new = (_at_entry(trace, path) for trace in (first, second))
-        looked = _is_looked_at(scalar, first, second)
-        if is_there(old) and is_there(new) and (loose or not looked or same_value(old, new)):
-            found[path] = new if looked and same_value(old, new) else THERE
+        passes = _passes_through(scalar)
+        if is_there(old) and is_there(new) and (loose or passes or same_value(old, new)):
+            found[path] = THERE if passes or not same_value(old, new) else new
         elif not same_value(old, new) and sure and old is not GONE and new is not GONE:
             what, was, now = difference(path, old, new)
             raise HostScalarError(
@@ -64,7 +64,7 @@ def changed_metadata(first: Trace, second: Trace, walk: Walk, allow: Iterable[st
     """
     for path, scalar in _untouched(first, second, walk):
         old, new = (_at_entry(trace, path) for trace in (first, second))
-        differ = not same_value(old, new) and (is_there(old) != is_there(new) or _is_looked_at(scalar, first, second))
+        differ = not same_value(old, new) and (is_there(old) != is_there(new) or not _passes_through(scalar))
         if not differ or old is GONE or new is GONE or is_allowed(path, allow):
             continue
         if any(trace.reads.covers(scalar) for trace in (first, second)):
@@ -85,9 +85,9 @@ def _untouched(first: Trace, second: Trace, walk: Walk) -> Iterator[tuple[str, S
         yield path, walk.scalars[path]
 
 
-def _is_looked_at(scalar: Scalar, first: Trace, second: Trace) -> bool:
-    """Whether it matters what a tensor is like. What lies in deques passes through, and is of another size one day."""
-    return not isinstance(scalar.container, deque) and any(trace.reads.looks_at(scalar) for trace in (first, second))
+def _passes_through(scalar: Scalar) -> bool:
+    """Whether it does not matter what a tensor is like: what lies in deques is of another size one day."""
+    return isinstance(scalar.container, deque)
 
 
 def _at_entry(trace: Trace, path: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import CodeType
@@ -34,8 +33,7 @@ class Names:
     those that are stored by other means than ``+=``. ``variables`` are globals and closure variables that are loaded or
     stored, ``read`` those that something else than ``+=`` loads. ``imports`` are the modules that are imported, each
     with its level (1 for ``from . import x``); ``dynamic`` code takes attributes by names that it does not spell out
-    (``vars(self)``, ``getattr(self, name)``). ``looked`` are attributes and variables of which it wants to know more
-    than whether they are None.
+    (``vars(self)``, ``getattr(self, name)``).
     """
 
     dynamic: bool
@@ -46,7 +44,6 @@ class Names:
     assigned: frozenset[str]
     variables: frozenset[str]
     read: frozenset[str]
-    looked: frozenset[str]
 
 
 _NAMES: dict[int, tuple[CodeType, Names]] = {}
@@ -78,11 +75,8 @@ def _find_names(code: CodeType) -> Names:
     stores: Counter[str] = Counter()
     variables: set[str] = set()
     reads: Counter[str] = Counter()
-    looked: set[str] = set()
-    for index, (step, following) in enumerate(zip_longest(steps, steps[1:])):
+    for step, following in zip_longest(steps, steps[1:]):
         name = str(step.argval)
-        if (step.opname == "LOAD_ATTR" or step.opname in _LOADS) and not _is_none_test(steps, index + 1):
-            looked.add(name)
         if _is_method_load(step):
             methods.add(name)
         elif step.opname == "IMPORT_FROM":
@@ -106,17 +100,8 @@ def _find_names(code: CodeType) -> Names:
     if not is_library(code.co_filename):
         attributes |= strings
     read = {name for name, count in reads.items() if count > counted[name]}
-    looked |= methods | strings
-    groups = (attributes, methods, set(stores), assigned, variables, read, looked)
+    groups = (attributes, methods, set(stores), assigned, variables, read)
     return Names(_is_dynamic(steps), _imported(steps), *map(frozenset, groups))
-
-
-def _is_none_test(steps: Sequence[dis.Instruction], index: int) -> bool:
-    """Whether what was loaded right before ``index`` is compared with None there, and no more."""
-    names = [step.opname for step in steps[index : index + 2]]
-    if names and names[0].endswith(("_IF_NONE", "_IF_NOT_NONE")):
-        return True
-    return names == ["LOAD_CONST", "IS_OP"] and steps[index].argval is None
 
 
 def _is_dynamic(steps: list[dis.Instruction]) -> bool:

@@ -59,7 +59,6 @@ class Reads:
         methods_on: code of the methods that ran, by the id of their object.
         variables: globals and closure variables.
         assigned: attributes that are assigned by other means than ``+=``.
-        looked: names of which code wants to know more than whether they are None.
         codes: the user's code and that of installed packages, each with the id of the object whose method it is, or 0.
         dynamic: whether some attributes have names that the user's code computes.
     """
@@ -70,7 +69,6 @@ class Reads:
     methods_on: dict[int, list[CodeType]] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
     assigned: set[str] = field(default_factory=set)
-    looked: set[str] = field(default_factory=set)
     codes: list[tuple[CodeType, int]] = field(default_factory=list)
     dynamic: bool = False
 
@@ -104,13 +102,6 @@ class Reads:
             return False
         # Called itself, or within what is called: a partial's keywords, what a cached function remembers.
         return callable(scalar.get()) or callable(getattr_static(scalar.owner, scalar.attribute, None))
-
-    def looks_at(self, scalar: Scalar) -> bool:
-        """Whether code wants to know more of what lies there than whether it is None."""
-        names = {scalar.attribute, scalar.name or "", scalar.via or ""}
-        if self.may_cover(scalar) or not self.looked.isdisjoint(name.removeprefix(".") for name in names):
-            return True
-        return any(scalar.attribute in names.looked for names in self._names_on(scalar))
 
     def may_store(self, scalar: Scalar) -> bool:
         """Whether a method of the object that has ``scalar`` may have stored it."""
@@ -294,7 +285,6 @@ class Profile:
             found.anywhere.update(names.attributes)
             found.called.update(names.methods)
             found.variables.update(names.read)
-            found.looked.update(names.looked)
             found.dynamic |= names.dynamic
         return found
 
