@@ -180,7 +180,7 @@ def find_source(innermost: FrameType | None = None) -> Source:
     around: FrameType | None = innermost
     while around is not None:
         frame, around = around, around.f_back
-        place = _place_of(frame.f_code)
+        place = _PLACES.get(id(frame.f_code)) or _place_of(frame.f_code)
         if place.is_dull:
             continue
         if found is None and not place.is_library:
@@ -226,11 +226,12 @@ class Sources:
                     around.popitem()
                 around.update((id(each), each) for each in reversed(inner))
                 return _source(inner[0] if inner else frame, _STEP)
-            place = _place_of(frame.f_code)
-            if place.is_step or place.runs_step or place.is_familiar:
-                break
-            if not place.is_library:
-                inner.append(frame)
+            place = _PLACES.get(id(frame.f_code)) or _place_of(frame.f_code)
+            if not place.is_dull:
+                if place.is_step or place.runs_step or place.is_familiar:
+                    break
+                if not place.is_library:
+                    inner.append(frame)
             frame = frame.f_back
         # What is called by a frame that an optimizer's step has left for its closure is no optimizer's either.
         self._around = {id(each): each for each in reversed(inner) if find_source(each).component == "step"}
