@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from graphplan.effects.allowed import is_allowed
-from graphplan.effects.counters import Counter
 from graphplan.owners.slots import Walk
 from graphplan.owners.views import Contents, Inherited, Numbers
 from graphplan.trace.records import Trace
@@ -22,17 +21,16 @@ class Assignment:
 
     @classmethod
     def find(
-        cls, first: Trace, second: Trace, walk: Walk, counters: Iterable[Counter], allow: Iterable[str]
+        cls, first: Trace, second: Trace, walk: Walk, changed: Collection[str], allow: Iterable[str]
     ) -> tuple[Assignment, ...]:
         """Values that methods of their object may have assigned without a change (a metric's ``_computed = None``).
 
         The next eager step resets such a value if it was changed between two steps, so a replay resets it too.
         """
-        own = {counter.path for counter in counters}
         found = []
         for path, scalar in walk.scalars.items():
             is_read_only = isinstance(scalar.container, (Numbers, Inherited, Contents, tuple))
-            if path in own or is_allowed(path, allow) or is_read_only:
+            if path in changed or is_allowed(path, allow) or is_read_only:
                 continue
             if first.reads.may_store(scalar) and second.reads.may_store(scalar):
                 found.append(cls(path, scalar.get()))

@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from graphplan.effects.allowed import allowing, describe, is_allowed
+from graphplan.effects.held_numbers import is_read_number
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.names import plain_steps
 from graphplan.owners.slots import Scalar, Walk
@@ -37,9 +38,9 @@ class Counter:
         """
         counters = []
         for path in {**first.changes.scalars, **second.changes.scalars}:
-            if is_allowed(path, allow):
-                continue
             old, new = first.changes.scalars.get(path), second.changes.scalars.get(path)
+            if is_allowed(path, allow) or is_read_number(old) or is_read_number(new):
+                continue
             _check_stage(path, old, new)
             delta = _constant_delta(old, new)
             scalar = walk.scalars.get(path)

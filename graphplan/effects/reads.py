@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import IOBase
 from types import MappingProxyType
@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 from graphplan.effects.allowed import allowing, is_allowed
 from graphplan.effects.appended_lists import AppendedLists
 from graphplan.effects.compared_numbers import find_comparisons
-from graphplan.effects.counters import Counter
 from graphplan.effects.inspected_tensors import find_inspected
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.comparisons import Comparison, come_out_alike
@@ -40,15 +39,14 @@ class Reads:
 
     @classmethod
     def find(
-        cls, first: Trace, second: Trace, walk: Walk, counters: Iterable[Counter], allow: Iterable[str], *, loose: bool
+        cls, first: Trace, second: Trace, walk: Walk, changed: Collection[str], allow: Iterable[str], *, loose: bool
     ) -> Reads:
-        """What both traces read. ``loose``: see :func:`find_inspected`.
+        """What both traces read, but for the paths that the step has ``changed``. ``loose``: see :func:`find_inspected`.
 
         Raises:
             HostScalarError: for what changes between two steps: each replay would have a stale value; and
                 for what is not compared before each replay (a long buffer, list or cache, weak dictionaries).
         """
-        own = {counter.path for counter in counters}
         found = cls({}, find_comparisons(first, second, walk, allow), {})
         values: dict[str, Any] = {}
         stale: dict[str, Scalar] = {}
@@ -56,7 +54,7 @@ class Reads:
             trace.reads.unfold(trace.entry_scalars.values())
         appended = AppendedLists(first, second, walk)
         for path, scalar in {**walk.scalars, **walk.objects}.items():
-            if path in own or is_allowed(path, allow):
+            if path in changed or is_allowed(path, allow):
                 continue
             if path in appended.lengths:
                 _check_length(path, appended, allow)

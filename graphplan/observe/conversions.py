@@ -37,15 +37,20 @@ _PATIENCE = 1.0
 
 class Conversions:
     """While it is entered, ``on_read(what, tensor)`` is called for each such read by the thread that entered it, with
-    None where the tensor is not known.
+    None where the tensor is not known; ``on_item(tensor)`` gives what ``tensor.item()`` gives. Of several, the innermost
+    that has such a function is asked.
     """
 
     _entered: ClassVar[list[Conversions]] = []
     """Of all threads, inner ones last."""
     _lock: ClassVar[Any] = Lock()
 
-    def __init__(self, on_read: Callable[[str, Tensor | None], None]) -> None:
-        self._on_read = on_read
+    def __init__(
+        self,
+        on_read: Callable[[str, Tensor | None], None] | None = None,
+        on_item: Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        self._on_read, self._on_item = on_read, on_item
         self._thread = 0
 
     def __enter__(self) -> Conversions:
@@ -72,9 +77,17 @@ class Conversions:
     def tell(cls, what: str, tensor: Tensor | None = None) -> None:
         """Tell who watches this thread."""
         for watch in reversed(cls._entered):
-            if watch._thread == get_ident():
+            if watch._thread == get_ident() and watch._on_read is not None:
                 watch._on_read(what, tensor)
                 return
+
+    @classmethod
+    def item_of(cls, tensor: Tensor) -> Any:
+        """What ``tensor.item()`` gives in this thread."""
+        for watch in reversed(cls._entered):
+            if watch._thread == get_ident() and watch._on_item is not None:
+                return watch._on_item(tensor)
+        return torch._C.TensorBase.item(tensor)
 
 
 def _number(name: str) -> Callable[..., Any]:
@@ -100,6 +113,11 @@ def _reader(name: str, home: Any) -> Callable[..., Any]:
         return read(tensor, *args, **kwargs)
 
     return reading
+
+
+@wraps(torch._C.TensorBase.item)
+def _item(self: Tensor) -> Any:
+    return Conversions.item_of(self)
 
 
 def _split(split: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,7 +156,7 @@ def _one_hot(*args: Any, **kwargs: Any) -> Any:
 _SPLIT = torch.tensor_split
 _ONE_HOT: Callable[..., Any] = torch.nn.functional.one_hot
 _METHODS = {name: _number(name) for name in _NUMBERS} | {"tensor_split": _split(torch._C.TensorBase.tensor_split)}
-_METHODS |= {name: _reader(name, torch._C.TensorBase) for name in _IN_PYTHON}
+_METHODS |= {name: _reader(name, torch._C.TensorBase) for name in _IN_PYTHON} | {"item": _item}
 _EXPORTS = {name: getattr(torch._C, name) for name in READERS if hasattr(torch._C, name)}
 
 

@@ -18,9 +18,10 @@ from graphplan.environment.origin import is_users
 from graphplan.errors import OwnersError
 from graphplan.owners.contents import Unseen
 from graphplan.owners.views import attributes_of, slots_of
+from graphplan.tensors.deferred import DeferredNumber
 from graphplan.tensors.dtensors import loaded
 
-SCALARS = (bool, int, float, complex, str, bytes, type(None))
+SCALARS = (bool, int, float, complex, str, bytes, type(None), DeferredNumber)
 PLAIN = frozenset(SCALARS)
 CODE = frozenset({FunctionType, BuiltinFunctionType})
 """What most of the names that code uses lead to."""

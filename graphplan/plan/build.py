@@ -14,6 +14,7 @@ from torch import Tensor
 from graphplan.effects.appends import Append
 from graphplan.effects.assignments import Assignment
 from graphplan.effects.counters import Counter
+from graphplan.effects.held_numbers import HeldNumber
 from graphplan.effects.host import check_draws, check_gradients, check_made_state, check_threads
 from graphplan.effects.host_changes import joined_slots
 from graphplan.effects.left_flags import LeftFlag
@@ -29,6 +30,7 @@ from graphplan.plan.difference import check_difference, check_marks, form_of
 from graphplan.plan.plan import DRAWS, Handles, Output, Plan
 from graphplan.specs.paths import Of, Path, names
 from graphplan.specs.roles import External, Role
+from graphplan.tensors.deferred import NumberForm
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import has_attributes
 from graphplan.trace.changes import place_of, same_value
@@ -38,7 +40,7 @@ from graphplan.trace.records import OutputTensor, Trace
 _LAST = 8
 """Operators that an error of the device lists."""
 _SAME = (
-    "form", "rebindings", "counters", "appends", "entry_grads", "twins", "shared", "joined", "device",
+    "form", "rebindings", "counters", "numbers", "appends", "entry_grads", "twins", "shared", "joined", "device",
     "output_structure", "communicates",
 )  # fmt: skip
 _AS_MANY = ("outputs", "host_reads")
@@ -79,7 +81,9 @@ def build_plan(
     check_made_state(first, second, walk, allow)
     # A list that changes its length is told as such, not as the numbers that it holds.
     appends = Append.find(first, second, allow)
+    numbers = HeldNumber.find(first, second, walk, allow)
     counters = Counter.find(first, second, walk, allow)
+    changed = {effect.path for effect in (*numbers, *counters)}
     left = {flag.path: flag.value for flag in LeftFlag.find(first, second, allow)}
     rebindings = Rebindings.find(first, second, allow)
     externals = classify(first, second, feed, walk, carries=rebindings.carries, shadows=rates.storages)
@@ -91,8 +95,9 @@ def build_plan(
         externals=externals,
         rebindings=rebindings,
         counters=counters,
+        numbers=numbers,
         appends=appends,
-        assignments=Assignment.find(first, second, walk, counters, allow),
+        assignments=Assignment.find(first, second, walk, changed, allow),
         left=MappingProxyType(left),
         # What a result shows is told as such, not as a value that was read.
         outputs=tuple(_outputs(first, second, {*rebindings.paths} - rebindings.moved)),
@@ -102,7 +107,7 @@ def build_plan(
         footprint=first.footprint.merge(second.footprint),
         states=second.states,
         device=second.device,
-        reads=Reads.find(first, second, walk, counters, allow, loose=loose),
+        reads=Reads.find(first, second, walk, changed, allow, loose=loose),
         twins=_twins(second, externals, rates.storages),
         shared=_shared_with_owners(second, externals),
         joined=tuple(joined_slots(second, second.externals)),
@@ -112,6 +117,7 @@ def build_plan(
         rounding=second.rounding,
         may_reorder=first.graph_elsewhere or second.graph_elsewhere,
         derives_otherwise=second.derives_otherwise,
+        defers=bool(second.deferred),
         last_operators=_last_operators(second),
         handles=_handles(second, function=function, owners=owners, rates=rates, keep_alive=_shared(first, second)),
     )
@@ -166,7 +172,7 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
                 "next; a replay would return the first for ever. Return a tensor, or compute it outside the step"
             )
         else:
-            outputs.append(Output("literal", value=new))
+            outputs.append(Output("number" if isinstance(new, NumberForm) else "literal", value=new))
     return outputs
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from graphplan.effects.appends import Append
 from graphplan.effects.assignments import Assignment
 from graphplan.effects.counters import Counter
+from graphplan.effects.held_numbers import HeldNumber
 from graphplan.effects.host_changes import Holder
 from graphplan.effects.reads import Reads
 from graphplan.effects.rebindings import Rebindings
@@ -34,8 +35,9 @@ DRAWS = "draws random numbers "
 @dataclass(frozen=True, slots=True)
 class Output:
     """One leaf of what the step returns. By ``kind``: a ``"tensor"`` that it makes, of geometry ``spec`` and with the
-    attributes ``marks``, ``"input"``: leaf ``index`` of the feed, ``"owned"``: the tensor in the slot ``path``, or
-    ``"literal"``: the Python ``value``.
+    attributes ``marks``, ``"input"``: leaf ``index`` of the feed, ``"owned"``: the tensor in the slot ``path``,
+    ``"number"``: a Python number that is read from the device and computed by ``value``, or ``"literal"``: the Python
+    ``value``.
     """
 
     kind: str
@@ -89,6 +91,7 @@ class Plan:
         externals: every tensor that comes from outside, each with one role.
         rebindings: slots that the step binds to other tensors.
         counters: Python numbers that every step raises by the same amount.
+        numbers: Python numbers that every step computes from what it reads from the device.
         appends: lists and deques that every step appends to.
         assignments: Python values that every step assigns alike.
         left: modes, flags, values in parameter groups and switches of torch's that the step leaves otherwise than it
@@ -113,6 +116,7 @@ class Plan:
             apart in :func:`graphplan.plan.difference.is_reordered`.
         derives_otherwise: whether torch derives an operator of the step by another formula in traces than in eager
             steps, as it does within a dispatch mode: results differ by rounding.
+        defers: whether the step reads numbers from the device that it does not need itself.
         handles: what programs of the plan work with.
     """
 
@@ -122,6 +126,7 @@ class Plan:
     externals: tuple[External, ...]
     rebindings: Rebindings
     counters: tuple[Counter, ...]
+    numbers: tuple[HeldNumber, ...]
     appends: tuple[Append, ...]
     assignments: tuple[Assignment, ...]
     left: Mapping[str, Any]
@@ -143,6 +148,7 @@ class Plan:
     rounding: float
     may_reorder: bool
     derives_otherwise: bool
+    defers: bool
     handles: Handles
 
     def by_role(self, role: Role) -> tuple[External, ...]:
@@ -242,6 +248,7 @@ class Plan:
             notes.append(f"guarded: comparisons with {len(comparisons)} of them ({_few(comparisons)})")
         notes += [f"in place: {self.feed.leaf_names[index]}" for index in sorted(self.shared)]
         notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
+        notes += [f"read: {number.path}" for number in self.numbers]
         notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]
         notes += [f"left: {path} = {value!r}" for path, value in self.left.items()]
         return notes + [f"note: {fact}" for fact in (*self.host_facts, *self.assertions)]

@@ -25,8 +25,9 @@ from graphplan.effects.appends import Append
 from graphplan.effects.assignments import Assignment
 from graphplan.effects.counters import Counter
 from graphplan.errors import GradientError, GuardError
-from graphplan.owners.slots import Slot, Walk, tensor_leaves
+from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
+from graphplan.program.static_numbers import StaticNumber, StaticNumbers, copied
 from graphplan.specs.paths import Of, Path, names
 from graphplan.specs.roles import Overlay
 from graphplan.tensors.attributes import PLAIN_KINDS
@@ -43,7 +44,7 @@ _ACCUMULATED = WeakIdKeyDictionary()
 
 
 def _clone(value: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+    return copied(value, lambda tensor: tensor.detach().clone())
 
 
 @cache
@@ -136,6 +137,8 @@ class Bindings:
         self._fresh: dict[str, Any] = {}
         self._places: dict[str, Slot | None] = {}
         self._appended: dict[Append, list[Any]] = {}
+        self._numbers: dict[str, StaticNumber] = {}
+        self._before = {number.path: before.scalars[number.path].get() for number in plan.numbers}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._walk = before
         self._left: list[list[_Left]] = []
@@ -143,7 +146,7 @@ class Bindings:
         self.entry_grads = {path: param.grad for path, param in before.parameters.values() if path in kept}
         """Gradients that the step accumulates into, as they are before it: it may drop them at its end."""
 
-    def close_step(self, after: Walk, foreign: Iterable[int | None]) -> None:
+    def close_step(self, after: Walk, numbers: StaticNumbers, foreign: Iterable[int | None]) -> None:
         """Record the copies that end a step. ``foreign`` are storages that the recording does not own."""
         outside = set(foreign) | self.targets
         new = {path: after.slots[path].get() for path in self._plan.rebindings.carries}
@@ -152,7 +155,11 @@ class Bindings:
                 slot = after.slots.get(path)
                 self._fresh[path] = _own(slot.get(), outside, asks=True) if slot else None
         for append in self._plan.appends:
-            self._appended[append] = append.record(after, lambda item: _own(item, outside))
+            self._appended[append] = numbers.take(append.record(after, lambda item: _own(item, outside)))
+        for path, own in self._before.items():
+            scalar = after.scalars[path]
+            self._numbers[path] = numbers.take(scalar.get(), own)
+            scalar.container[scalar.key] = own
         sources = {path: _own(value, self.targets) for path, value in new.items()}
         for path, targets in self._memory_of.items():
             for target, source in zip(targets, tensor_leaves(sources[path]), strict=True):
@@ -264,9 +271,10 @@ class Bindings:
         self._places = {path: self._place_in(walk, path) for path in self._fresh}
         self._walk = walk
         effects: list[Counter | Assignment] = [*self._plan.counters, *self._plan.assignments]
+        self._set_numbers = [_setting(walk.scalars[path], number) for path, number in self._numbers.items()]
         repeats = filter(None, (effect.repeating(walk) for effect in effects))
         appends = (append.repeating(walk, items, _clone) for append, items in self._appended.items())
-        self._repeats = [*self._draws, *repeats, self._set_fresh, *appends]
+        self._repeats = [*self._draws, *repeats, self._set_fresh, *appends, *self._set_numbers]
 
     def _place_in(self, walk: Walk, path: str) -> Slot | None:
         """Where the step binds ``path``: if nothing is there now (``self.cache.clear()`` before each step), where it
@@ -297,6 +305,8 @@ class Bindings:
         for append, items in self._appended.items():
             for number, item in enumerate(items, -len(items)):
                 self._walk.lists[append.path][number] = _clone(item)
+        for set_number in self._set_numbers:
+            set_number()
         self._set_fresh()
 
     def _set_fresh(self) -> None:
@@ -359,6 +369,15 @@ def _bring(others: list[_Left], written: list[_Left]) -> None:
                 )
         for left in others:
             left.tensor.copy_(left.overlay.of(memory))
+
+
+def _setting(scalar: Scalar, number: StaticNumber) -> Callable[[], None]:
+    container, key = scalar.container, scalar.key
+
+    def set_number() -> None:
+        container[key] = number.value(container[key])
+
+    return set_number
 
 
 def _own(value: Any, foreign: set[int | None], *, asks: bool = False) -> Any:

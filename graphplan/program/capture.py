@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
@@ -28,11 +29,13 @@ from graphplan.program.bindings import Bindings
 from graphplan.program.inputs import StaticInputs
 from graphplan.program.outputs import Outputs, lend_outputs
 from graphplan.program.program import Program
+from graphplan.program.static_numbers import StaticNumbers
 from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
 from graphplan.trace.batch_answers import answers_in
+from graphplan.trace.deferred_reads import DeferredReads
 
 _IS_RECORDED = ContextVar("is_recorded", default=False)
 
@@ -78,7 +81,7 @@ def capture_program(
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
     # A backend that executes records them with the rest.
     bindings = Bindings(plan, walk, copied.stand_ins, () if backend.executes else plan.handles.host_draws)
-    recording, after, outputs = _record(
+    recording, after, outputs, numbers = _record(
         plan, feed, walk, backend=backend, inputs=inputs, copied=copied, bindings=bindings, sharding=sharding,
         lends=lends,
     )  # fmt: skip
@@ -87,7 +90,7 @@ def capture_program(
     flags.assign(found)
     program = Program(
         plan, policy, recording=recording, inputs=inputs, copied=copied, bindings=bindings, outputs=outputs,
-        walk=walk_owners(plan.handles.owners()), values=values, feed=feed,
+        numbers=numbers,         walk=walk_owners(plan.handles.owners()), values=values, feed=feed,
     )  # fmt: skip
     flags.assign(plan.left)
     program.adopted.count_uses(before)
@@ -118,19 +121,21 @@ def _record(
     bindings: Bindings,
     sharding: Sharding,
     lends: bool,
-) -> tuple[Recording, Walk, Outputs]:
+) -> tuple[Recording, Walk, Outputs, StaticNumbers]:
     """Have the backend record the step, then the copies that end it."""
     fed = CallArguments(*feed.rebuild(inputs.dress(feed.leaves))).watch()
     outside = {storage_id(inputs.by_leaf.get(index, leaf)) for index, leaf in feed.tensors()} | set(walk.by_storage())
     lent = lend_outputs(plan) if lends else {}
     found: list[tuple[Walk, Outputs]] = []
+    numbers = StaticNumbers()
 
     @presenting_capture()
     @runs_step
     def body() -> None:
         token = _IS_RECORDED.set(True)
         try:
-            result = call_step(plan.handles.function(), fed.args, fed.kwargs)
+            with DeferredReads() if plan.defers else nullcontext():
+                result = call_step(plan.handles.function(), fed.args, fed.kwargs)
         finally:
             _IS_RECORDED.reset(token)
         sharding.settle()
@@ -139,8 +144,10 @@ def _record(
             raise HostEffectError(change)
         after = walk_owners(plan.handles.owners())
         with torch.no_grad():
-            found.append((after, Outputs(plan, result, overwritten=bindings.targets, lent=lent)))
-            bindings.close_step(after, outside)
+            outputs = Outputs(plan, result, numbers, overwritten=bindings.targets, lent=lent)
+            bindings.close_step(after, numbers, outside)
+            numbers.close()
+            found.append((after, outputs))
 
     # Casts of the weights that the caller's autocast remembers would be missing from the recording.
     torch.clear_autocast_cache()
@@ -150,7 +157,7 @@ def _record(
         recording = backend.record(body, _traced_values(plan, fed))[0]
     finally:
         copied.swap_out()
-    return recording, *found[-1]
+    return recording, *found[-1], numbers
 
 
 def outdated(plan: Plan, walk: Walk) -> str | None:

@@ -13,6 +13,7 @@ from graphplan.errors import CaptureError
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Output, Plan
 from graphplan.program.leases import Lease, StaticOutput
+from graphplan.program.static_numbers import StaticNumber, StaticNumbers
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.containers import rebuilder
 from graphplan.tensors.dtensors import is_sharded
@@ -27,7 +28,13 @@ class Outputs:
     """
 
     def __init__(
-        self, plan: Plan, result: Any, *, overwritten: Collection[int | None], lent: Mapping[int, Lease]
+        self,
+        plan: Plan,
+        result: Any,
+        numbers: StaticNumbers,
+        *,
+        overwritten: Collection[int | None],
+        lent: Mapping[int, Lease],
     ) -> None:
         leaves = [leaf for _, leaf in flatten_result(result)[0]]
         self._lent = lent
@@ -37,10 +44,13 @@ class Outputs:
         self._static: dict[int, Tensor] = {}
         self._packs: list[tuple[Tensor, list[int]]] = []
         self._shared: list[tuple[int, int]] = []
+        self._numbers: list[tuple[int, StaticNumber]] = []
         self._marks = [(number, dict(output.marks)) for number, output in enumerate(plan.outputs) if output.marks]
         places: dict[Any, int] = {}
         scalars: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, (output, leaf) in enumerate(zip(plan.outputs, leaves, strict=True)):
+            if output.kind == "number":
+                self._numbers.append((number, numbers.take(leaf)))
             if output.kind != "tensor":
                 continue
             first = places.setdefault(id(leaf) if is_sharded(leaf) else place_of(leaf), number)
@@ -100,6 +110,8 @@ class Outputs:
                 built[number] = part
         for number, first in self._shared:
             built[number] = built[first]
+        for number, read in self._numbers:
+            built[number] = read.value()
         for number, marks in self._marks:
             vars(built[number]).update(marks)
         for number, output in self._given:

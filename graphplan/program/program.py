@@ -25,6 +25,7 @@ from graphplan.program.faults import lost
 from graphplan.program.inputs import MEMORY_IS_FED, StaticInputs
 from graphplan.program.leases import Lease
 from graphplan.program.outputs import Outputs
+from graphplan.program.static_numbers import StaticNumbers
 from graphplan.program.statics import CopiedOwned
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
@@ -73,6 +74,7 @@ class Program:
         copied: CopiedOwned,
         bindings: Bindings,
         outputs: Outputs,
+        numbers: StaticNumbers,
         walk: Walk,
         values: Mapping[str, Any],
         feed: Feed,
@@ -89,6 +91,7 @@ class Program:
         self._copied = copied
         self.bindings = bindings
         self.outputs = outputs
+        self._read_numbers = numbers.fetch
         self._walk = walk
         self._flags = Flags(walk) if plan.left else None
         asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.leaf_names)}
@@ -171,6 +174,7 @@ class Program:
         self.outputs.renew()
         _launch(self._recording)
         try:
+            self._read_numbers()
             self.bindings.repeat()
             for static, source in back:
                 with torch.no_grad():
@@ -236,6 +240,7 @@ class Program:
         if not executed:
             _launch(self._recording)
         self._copied.give_back()
+        self._read_numbers()
         self.bindings.replace_recorded()
         return self.collect(leaves)
 

@@ -43,6 +43,7 @@ from graphplan.step.runner import Parts
 from graphplan.tensors.trees import flatten_result
 from graphplan.trace.batch_reads import BatchReads, reads_in
 from graphplan.trace.batch_recorder import BatchRecorder, recorder_of
+from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.records import Trace, collect
 
 _NO_ACCIDENT = 2
@@ -89,6 +90,8 @@ class Stages:
         """What first calls in a row, each with a key of its own, changed in containers that they were fed."""
         self._keeping = 0
         """Warm-up steps in a row that have made modules or optimizers, and kept them."""
+        self._defers = True
+        """Whether reads of numbers wait until values are needed."""
         self._latest: Trace | None = None
         """The latest trace, until there is a plan or a refusal."""
         self._changing = "", 0
@@ -176,6 +179,7 @@ class Stages:
             return self._attempt(call)
         except ReadSignal as signal:
             self._unread.mark(feed, signal.indices)
+            self._defers &= bool(signal.indices)
             # Later calls have keys with more in them.
             entry.drop()
             entry.warm = entry.eager_calls = 0
@@ -238,12 +242,18 @@ class Stages:
         rehearses = self._managed.runs_compiled(call.walk)
         if not rehearses and self._peers is None:
             facts.batch = recorder_of(feed)
+        if not rehearses and self._defers:
+            facts.deferred = DeferredReads()
         hidden, placeholders = with_placeholders(feed)
         fed = CallArguments.of(hidden).watch()
         undo.callback(fed.restore)
         undo.callback(facts.undo_unowned_writes)
         with placeholders or nullcontext(), self._stats.timed("trace"):
             result, walk = self._run_traced(call, fed, facts, undo, rehearses=rehearses)
+            if facts.deferred is not None:
+                facts.deferred.check()
+                if facts.deferred.is_misused or (facts.deferred and facts.executed.compiled):
+                    raise ReadSignal
             if feed.unread and any(compares_classes(code) for code, _ in facts.reads.codes):
                 raise ReadSignal(feed.unread)
             rehearsal = None
@@ -288,6 +298,9 @@ class Stages:
         except BaseException as error:
             if isinstance(error, (GraphPlanError, ReadSignal)) or is_out_of_memory(error):
                 raise
+            if facts.deferred and isinstance(error, Exception):
+                # C code that is handed a deferred number says that it wants something else.
+                raise ReadSignal from None
             if is_steps_own(error) and not (rehearses or feed.unread):
                 undo.pop_all()
                 # The next step makes good what this one left half done, or fails again; traces come after it.

@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 from torch.utils import _pytree as pytree
 
 from graphplan.tensors.containers import NODES
+from graphplan.tensors.deferred import DeferredNumber
 
 _PARTIAL = ("func", "args", "keywords", "__dict__")
 """What a partial function is made of."""
@@ -93,7 +94,7 @@ def _is_plain_record(leaf: Any) -> bool:
 
 
 def _find_base(kind: type) -> Any:
-    closed = issubclass(kind, (Tensor, Module, Enum, type)) or hasattr(kind, "__del__")
+    closed = issubclass(kind, (Tensor, Module, Enum, type, DeferredNumber)) or hasattr(kind, "__del__")
     in_c = kind not in _BASES and not kind.__flags__ & _HEAP_TYPE
     if closed or in_c or kind in pytree.SUPPORTED_NODES:
         return None

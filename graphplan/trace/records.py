@@ -22,6 +22,7 @@ from graphplan.tensors.storages import is_memory_shared
 from graphplan.trace.batch_recorder import BatchRecorder
 from graphplan.trace.changes import Changes
 from graphplan.trace.collectives import is_collective
+from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.host_reads import HostRead
 from graphplan.trace.rng import SavedStates
 
@@ -119,6 +120,7 @@ class Trace:
     """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index.
 
     ``batch`` follows what is computed from the batch alone, where reads of that may be made before the step.
+    ``deferred`` defers reads of numbers until their values are needed.
 
     ``graph_elsewhere``: another thread than the step's worked with gradients enabled, as autograd's engine does in
     double backward, and not to recompute an activation.
@@ -143,6 +145,7 @@ class Trace:
     unowned_gradients: list[str] = field(default_factory=list)
     host_reads: list[HostRead] = field(default_factory=list)
     batch: BatchRecorder | None = None
+    deferred: DeferredReads | None = None
     draws: list[str] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
     """Where the step left tensors that it had made, and that have a gradient."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,10 @@ from graphplan.observe.source import find_source, runs_step
 from graphplan.owners.sharding import Sharding, come_to_rest
 from graphplan.owners.slots import Walk
 from graphplan.owners.snapshot import host_generators
+from graphplan.owners.walk import walk_owners
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_memory, is_freed
+from graphplan.tensors.deferred import DeferredNumber, form_of
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result
@@ -96,6 +99,10 @@ def trace(
     watch.finish(after, leaves)
     record.output_leaves = [_describe_output(leaf, feed, paths) for leaf in leaves]
     record.output_names = [name for name, _ in named]
+    if record.deferred:
+        result = record.deferred.settle(result, changes, after, record.reads.assigned)
+        # This one may have met containers with deferred numbers in them, which others have replaced.
+        after = walk_owners(owners)
     return result, after
 
 
@@ -119,7 +126,8 @@ def _run(
     profile = Profile(mode.read, lambda: record.prints.append(str(find_source())))
     drawn, held = host_generators(), sharding.holds_gradients()
     states = TracedStates(mode.check_states, mode.take_states)
-    with presenting_capture(), saving_states(states.save, states.put), mode, profile:
+    deferring = nullcontext() if record.deferred is None else record.deferred
+    with presenting_capture(), saving_states(states.save, states.put), mode, profile, deferring:
         result = fed.lend(partial(call_step, fn))
         sharding.settle()
     mode.faults.check()
@@ -166,6 +174,8 @@ def _lasting_paths(after: Walk, changes: Changes) -> dict[int, str]:
 
 def _describe_output(value: Any, feed: Feed, paths: Mapping[int, str]) -> Any:
     """``value``, or what stands for it if it is a tensor: a trace must not keep the step's results alive."""
+    if type(value) is DeferredNumber:
+        return form_of(value)[0]
     if not isinstance(value, Tensor):
         return value
     leaf = next((index for index, fed in feed.tensors() if fed is value), None)

@@ -185,7 +185,8 @@ class Check:
         result = self._program.run(self._feed, is_settled=True)
         walk = walk if self._program.bindings.keep_places(walk) else self.walk()
         leaves, _ = flatten_result(result)
-        return self.left(walk, leaves), collect_values(walk, leaves, self._is_allowed, self._extra)
+        values = collect_values(walk, leaves, self._is_allowed, self._extra)
+        return self.left(walk, leaves) | self._take_numbers(values), values
 
     def first_replay(self, start: _Start) -> State:
         """Copies of what a replay leaves."""
@@ -197,7 +198,9 @@ class Check:
         leaves, _ = flatten_result(result)
         left = self.left(walk(), leaves)
         # The device runs the eager step meanwhile.
-        differences = differing_values(replayed.values, collect_values(walk(), leaves, self._is_allowed, self._extra))
+        values = collect_values(walk(), leaves, self._is_allowed, self._extra)
+        left |= self._take_numbers(values)
+        differences = differing_values(replayed.values, values)
         beyond = self.differing(start, replayed, left)
         if not self._on_any(bool(beyond)):
             return differences
@@ -251,6 +254,20 @@ class Check:
             lambda path: path in left_out or self._is_allowed(path),
         )
         return {path: t.plain_memory() if isinstance(t, StaticOutput) else t for path, t in found.items()}
+
+    def _take_numbers(self, values: dict[str, Any]) -> dict[str, Tensor]:
+        """Take numbers that were read from the device out of ``values``: they are as noisy as what is there."""
+        plan = self._program.plan
+        if not plan.defers:
+            return {}
+        paths = {number.path for number in plan.numbers}
+        within = tuple(f"{append.path}[" for append in plan.appends)
+        found = [
+            path
+            for path, value in values.items()
+            if type(value) is float and (path in paths or path.startswith(("result", *within)))
+        ]
+        return {path: torch.tensor(values.pop(path), dtype=torch.float64, device="cpu") for path in found}
 
     def _overwritten(self, tensors: Mapping[str, list[Tensor]]) -> set[str]:
         """Paths of what lies where the program lends its results, which a replay overwrites."""

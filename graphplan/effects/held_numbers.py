@@ -1,0 +1,58 @@
+"""Attributes that a step sets to numbers which it reads from the device, without a use of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from graphplan.effects.allowed import allowing, is_allowed
+from graphplan.errors import HostEffectError, HostScalarError
+from graphplan.owners.slots import Walk
+from graphplan.tensors.deferred import NumberForm
+from graphplan.trace.changes import same_value
+from graphplan.trace.records import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class HeldNumber:
+    """A Python number that every step computes by ``form`` from what it reads; replays compute it, too."""
+
+    path: str
+    form: NumberForm
+
+    @classmethod
+    def find(cls, first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> tuple[HeldNumber, ...]:
+        """Numbers that both traces computed alike.
+
+        Raises:
+            HostEffectError: for one that only one of the traces read, or that they computed otherwise.
+            HostScalarError: for one that the step's code also reads.
+        """
+        found = []
+        for path in {**first.changes.scalars, **second.changes.scalars}:
+            forms = [trace.changes.scalars.get(path, (None, None))[1] for trace in (first, second)]
+            if is_allowed(path, allow) or not any(isinstance(form, NumberForm) for form in forms):
+                continue
+            if not same_value(*forms):
+                raise HostEffectError(
+                    f"the step sets {path} to what it reads from the device in one call, and to something else, or "
+                    "from other numbers, in the next; a replay does the same each time. Keep it in a tensor, or "
+                    f"compute it after the step from what that returns; or, {allowing(path)}",
+                    path=path,
+                )
+            scalar = walk.scalars.get(path)
+            if scalar is not None and second.reads.uses(scalar):
+                raise HostScalarError(
+                    f"the step's code reads {path}, which it also sets to what it reads from the device; a replay "
+                    f"would act on one value for ever. Keep it in a tensor, or read it outside the step; or, "
+                    f"{allowing(path)}",
+                    path=path,
+                )
+            found.append(cls(path, forms[1]))
+        return tuple(found)
+
+
+def is_read_number(change: tuple[Any, Any] | None) -> bool:
+    """Return True if a change of a Python value ends with a number that was read from the device."""
+    return change is not None and isinstance(change[1], NumberForm)

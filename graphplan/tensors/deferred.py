@@ -1,0 +1,220 @@
+"""Numbers that a step reads from the device and only keeps, logs or returns: what a trace has in their place.
+
+``tensor.item()`` makes the host wait for a value that most steps do nothing with but sums and quotients of other such
+numbers. A :class:`DeferredNumber` writes these down, and the value is read where code needs it: in a comparison, a
+text, an operator's argument. A number whose value no code has needed can be computed after each replay.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+_PLAIN = (bool, int, float)
+_SUMS = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
+_BINARY = (*_SUMS, operator.truediv, operator.pow)
+_ON_DEVICE: dict[Any, Callable[..., Tensor]] = {
+    operator.add: torch.add, operator.sub: torch.sub, operator.mul: torch.mul, operator.truediv: torch.div,
+    operator.neg: torch.neg, operator.pos: torch.positive, operator.abs: torch.abs,
+}  # fmt: skip
+"""Functions that give the same bits in float64 on every device, as IEEE 754 demands."""
+
+
+class _Own:
+    def __repr__(self) -> str:
+        return "what was there before"
+
+
+OWN = _Own()
+"""Stands for the number that lay where the result is stored: ``self.total += loss.item()``."""
+
+
+class _Made(int):
+    """Stands for the result of the instruction at this position."""
+
+
+class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
+    """How a number is computed: a function with its operands for each instruction, None where a tensor is read."""
+
+    __slots__ = ()
+
+    def compute(self, read: Sequence[Any], own: Any = None) -> Any:
+        """The number, from those that were ``read`` and the one that lies where it is to be stored."""
+        values, made = iter(read), list[Any]()
+        for function, operands in self:
+            given = [made[o] if type(o) is _Made else own if o is OWN else o for o in operands]
+            made.append(next(values) if function is None else function(*given))
+        return made[-1]
+
+    def __repr__(self) -> str:
+        return "a number that is read from the device"
+
+
+class DeferredNumber:
+    """A number of class ``kind``: the only element of ``tensor``, or what ``function`` gives for ``operands``.
+
+    ``read`` reads a tensor's only element, once. Whatever needs the value gets it, and ``isinstance`` says of the number
+    what it says of the value.
+    """
+
+    __slots__ = ("__weakref__", "_function", "_kind", "_known", "_operands", "_read", "_tensor")
+
+    def __init__(
+        self,
+        kind: type,
+        read: Callable[[Tensor], Any],
+        tensor: Tensor | None = None,
+        function: Any = None,
+        operands: tuple[Any, ...] = (),
+    ) -> None:
+        self._kind, self._read, self._tensor, self._function, self._operands = kind, read, tensor, function, operands
+        self._known: Any = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self._kind
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Give functions of torch the values."""
+        args, kwargs = tree_map_only(DeferredNumber, value_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(value_of(self), name)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return _computed(round, self, *([] if digits is None else [digits]), kind=int if digits is None else self._kind)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        import numpy as np
+
+        return np.array(value_of(self)).__array__(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return value_of(self).__reduce_ex__(protocol)
+
+
+def _computed(function: Any, *operands: Any, kind: type) -> DeferredNumber:
+    first = next(operand for operand in operands if type(operand) is DeferredNumber)
+    return DeferredNumber(kind, first._read, None, function, operands)
+
+
+def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any], Any]:
+    def method(self: DeferredNumber, other: Any) -> Any:
+        kind = other._kind if type(other) is DeferredNumber else type(other)
+        operands = (other, self) if reflected else (self, other)
+        if kind not in _PLAIN:
+            return function(*(value_of(operand) for operand in operands))
+        if function is operator.pow and not (type(other) in (int, float) and other >= 0 and not reflected):
+            # It may come to a number of another class.
+            return function(*(value_of(operand) for operand in operands))
+        is_whole = float not in (kind, self._kind) and function is not operator.truediv
+        return _computed(function, *operands, kind=int if is_whole else float)
+
+    return method
+
+
+def _unary(function: Any) -> Callable[[DeferredNumber], Any]:
+    return lambda self: _computed(function, self, kind=int if self._kind is bool else self._kind)
+
+
+def _needing(function: Any) -> Callable[..., Any]:
+    return lambda self, *others: function(value_of(self), *map(value_of, others))
+
+
+for _function in _BINARY:
+    _name = _function.__name__
+    setattr(DeferredNumber, f"__{_name}__", _binary(_function, reflected=False))
+    setattr(DeferredNumber, f"__r{_name}__", _binary(_function, reflected=True))
+for _function in (operator.neg, operator.pos, operator.abs):
+    setattr(DeferredNumber, f"__{_function.__name__}__", _unary(_function))
+for _function in (
+    operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, bool, int, float, complex, hash, str,
+    repr, format, divmod, math.trunc, math.floor, math.ceil, operator.index, operator.matmul, operator.and_,
+    operator.or_, operator.xor, operator.lshift, operator.rshift, operator.invert,
+):  # fmt: skip
+    setattr(DeferredNumber, f"__{_function.__name__.rstrip('_')}__", _needing(_function))
+for _name in ("copy", "deepcopy"):
+    setattr(DeferredNumber, f"__{_name}__", lambda self, *_: value_of(self))
+
+
+def _in_order(number: DeferredNumber) -> Iterable[DeferredNumber]:
+    """All that ``number`` is computed from, operands first, and itself. Sums may have thousands of terms."""
+    done: set[int] = set()
+    left = [number]
+    while left:
+        node = left[-1]
+        waits = [o for o in node._operands if type(o) is DeferredNumber and id(o) not in done]
+        if waits and id(node) not in done:
+            left += waits
+            continue
+        left.pop()
+        if id(node) not in done:
+            done.add(id(node))
+            yield node
+
+
+def form_of(number: DeferredNumber, own: Any = None) -> tuple[NumberForm, list[Tensor]]:
+    """How ``number`` is computed, and the tensors that are read for it. ``own`` is the object that lay where it is
+    stored, or None.
+    """
+    places: dict[int, _Made] = {}
+    instructions: list[tuple[Any, tuple[Any, ...]]] = []
+    read: list[Tensor] = []
+    for node in _in_order(number):
+        if node._tensor is not None:
+            read.append(node._tensor)
+        operands = (places[id(o)] if type(o) is DeferredNumber else OWN if o is own else o for o in node._operands)
+        places[id(node)] = _Made(len(instructions))
+        instructions.append((node._function, tuple(operands)))
+    return NumberForm(instructions), read
+
+
+def value_of(number: Any) -> Any:
+    """The value of a deferred number; others as they are."""
+    if type(number) is not DeferredNumber:
+        return number
+    for node in _in_order(number):
+        if node._known is None and node._tensor is not None:
+            node._known = node._read(node._tensor)
+        elif node._known is None:
+            node._known = node._function(*(o._known if type(o) is DeferredNumber else o for o in node._operands))
+    return number._known
+
+
+def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:
+    """A scalar tensor with the value of ``number``, which is computed in float64 or int64 where the tensors are that it
+    is read from. Where that would not give the same bits as on the host, the value is read.
+    """
+    made: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for node in _in_order(number):
+            if node._tensor is not None:
+                made[id(node)] = node._tensor
+                continue
+            function, operands = _device_function(node)
+            if function is None:
+                return torch.tensor(value_of(number), dtype=dtype, device=next(iter(made.values())).device)
+            wide = torch.int64 if node._kind is int else torch.float64
+            device = next(made[id(o)].device for o in node._operands if type(o) is DeferredNumber)
+            given = [
+                made[id(o)].to(wide) if type(o) is DeferredNumber else torch.full((), o, dtype=wide, device=device)
+                for o in operands
+            ]
+            made[id(node)] = function(*given)
+        return made[id(number)].to(dtype)
+
+
+def _device_function(node: DeferredNumber) -> tuple[Any, tuple[Any, ...]]:
+    """The function on tensors for a node's, or None, and its operands."""
+    if node._function is operator.pow and node._kind is float:
+        base, exponent = node._operands
+        return {2: torch.square, 0.5: torch.sqrt}.get(exponent), (base,)
+    return _ON_DEVICE.get(node._function), node._operands
