@@ -34,19 +34,19 @@ class HeldNumber:
             forms = [trace.changes.scalars.get(path, (None, None))[1] for trace in (first, second)]
             if is_allowed(path, allow) or not any(isinstance(form, NumberForm) for form in forms):
                 continue
-            if not same_value(*forms):
-                raise HostEffectError(
-                    f"the step sets {path} to what it reads from the device in one call, and to something else, or "
-                    "from other numbers, in the next; a replay does the same each time. Keep it in a tensor, or "
-                    f"compute it after the step from what that returns; or, {allowing(path)}",
-                    path=path,
-                )
             scalar = walk.scalars.get(path)
             if scalar is not None and second.reads.uses(scalar):
                 raise HostScalarError(
                     f"the step's code reads {path}, which it also sets to what it reads from the device; a replay "
                     f"would act on one value for ever. Keep it in a tensor, or read it outside the step; or, "
                     f"{allowing(path)}",
+                    path=path,
+                )
+            if not same_value(*forms):
+                raise HostEffectError(
+                    f"the step sets {path} to what it reads from the device in one call, and to something else, or "
+                    "from other numbers, in the next; a replay does the same each time. Keep it in a tensor, or "
+                    f"compute it after the step from what that returns; or, {allowing(path)}",
                     path=path,
                 )
             found.append(cls(path, forms[1]))

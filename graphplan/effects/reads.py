@@ -41,7 +41,7 @@ class Reads:
     def find(
         cls, first: Trace, second: Trace, walk: Walk, changed: Collection[str], allow: Iterable[str], *, loose: bool
     ) -> Reads:
-        """What both traces read, but for the paths that the step has ``changed``. ``loose``: see :func:`find_inspected`.
+        """What both traces read and the step has not ``changed``, by path. ``loose``: see :func:`find_inspected`.
 
         Raises:
             HostScalarError: for what changes between two steps: each replay would have a stale value; and

@@ -37,8 +37,8 @@ _PATIENCE = 1.0
 
 class Conversions:
     """While it is entered, ``on_read(what, tensor)`` is called for each such read by the thread that entered it, with
-    None where the tensor is not known; ``on_item(tensor)`` gives what ``tensor.item()`` gives. Of several, the innermost
-    that has such a function is asked.
+    None where the tensor is not known. ``on_item(tensor)`` gives what ``tensor.item()`` gives. Of several, the
+    innermost that has such a function is asked.
     """
 
     _entered: ClassVar[list[Conversions]] = []

@@ -83,7 +83,7 @@ def build_plan(
     appends = Append.find(first, second, allow)
     numbers = HeldNumber.find(first, second, walk, allow)
     counters = Counter.find(first, second, walk, allow)
-    changed = {effect.path for effect in (*numbers, *counters)}
+    changed = {number.path for number in numbers} | {counter.path for counter in counters}
     left = {flag.path: flag.value for flag in LeftFlag.find(first, second, allow)}
     rebindings = Rebindings.find(first, second, allow)
     externals = classify(first, second, feed, walk, carries=rebindings.carries, shadows=rates.storages)
@@ -167,6 +167,12 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
                 "them: return what they hold beside it"
             )
         elif not same_value(old, new):
+            if isinstance(old, NumberForm) and isinstance(new, NumberForm):
+                raise OutputError(
+                    f"{second.output_names[number]}, which the step returns, is computed from what it reads from the "
+                    "device and from a Python number that is another one in each call; a replay would keep the first. "
+                    "Hold that one in a tensor, or compute the result outside the step"
+                )
             raise OutputError(
                 f"{second.output_names[number]}, which the step returns, is {old!r} on one call and {new!r} on the "
                 "next; a replay would return the first for ever. Return a tensor, or compute it outside the step"

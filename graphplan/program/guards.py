@@ -248,7 +248,8 @@ def _used_links(walk: Walk, plan: Plan, *containers: Iterable[Any]) -> list[Plac
     Others may come and go: a scheduler's list of rates is another one after each step.
     """
     used = {id(home(container)) for group in containers for container in group}
-    paths = [*plan.rebindings.paths, *(e.path for e in (*plan.counters, *plan.assignments, *plan.numbers))]
+    numbers = [*(c.path for c in plan.counters), *(a.path for a in plan.assignments), *(n.path for n in plan.numbers)]
+    paths = [*plan.rebindings.paths, *numbers]
     used |= {id(place.container) for path in paths if (place := walk.place(path)) is not None}
     used |= {id(walk.lists[append.path]) for append in plan.appends if append.path in walk.lists}
     kept: list[Place] = []

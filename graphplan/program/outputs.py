@@ -31,7 +31,7 @@ class Outputs:
         self,
         plan: Plan,
         result: Any,
-        numbers: StaticNumbers,
+        read: StaticNumbers,
         *,
         overwritten: Collection[int | None],
         lent: Mapping[int, Lease],
@@ -50,7 +50,7 @@ class Outputs:
         scalars: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, (output, leaf) in enumerate(zip(plan.outputs, leaves, strict=True)):
             if output.kind == "number":
-                self._numbers.append((number, numbers.take(leaf)))
+                self._numbers.append((number, read.take(leaf)))
             if output.kind != "tensor":
                 continue
             first = places.setdefault(id(leaf) if is_sharded(leaf) else place_of(leaf), number)
@@ -110,8 +110,8 @@ class Outputs:
                 built[number] = part
         for number, first in self._shared:
             built[number] = built[first]
-        for number, read in self._numbers:
-            built[number] = read.value()
+        for number, static_number in self._numbers:
+            built[number] = static_number.value()
         for number, marks in self._marks:
             vars(built[number]).update(marks)
         for number, output in self._given:

@@ -12,6 +12,7 @@ from graphplan.environment.surroundings import check_surroundings
 from graphplan.errors import BackendError, CaptureError
 from graphplan.feed.buffers import Buffers
 from graphplan.feed.call_arguments import CallArguments, call_step
+from graphplan.feed.placeholders import ReadSignal
 from graphplan.feed.signature import Feed, check_feed, check_match, flatten
 from graphplan.observe.capture_state import presenting_capture
 from graphplan.optimizers.scaling import LENT
@@ -30,6 +31,7 @@ from graphplan.step.compiled import refuse_graphs_within
 from graphplan.step.managed import Managed
 from graphplan.step.methods import check_form
 from graphplan.step.runner import Backends
+from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.records import Trace
 
 Owners = Mapping[str, Any] | Sequence[Any] | None
@@ -81,7 +83,11 @@ def compile_plan(
     traces = _Traces(fn, args, owners, prepare=prepare_optimizers)
     managed = traces.managed
     try:
-        first, second = traces.two()
+        try:
+            first, second = traces.two()
+        except ReadSignal:
+            traces.undo()
+            first, second = traces.two(defers=False)
         with managed.rates:
             return build_plan(
                 first, second, traces.feed, owners=lambda: managed.owners, function=lambda: fn, allow=allow,
@@ -104,11 +110,13 @@ class _Traces:
         self._snapshots = [Snapshot(walk, extra=list(fed.values()))]
         self._flags = Flags(walk, fed)
         self._found = self._flags.read()
-        self._records: list[Trace] = []
 
-    def two(self) -> tuple[Trace, Trace]:
-        """Traces of two steps in a row, once all that the step's code names is known."""
-        managed = self.managed
+    def two(self, *, defers: bool = True) -> tuple[Trace, Trace]:
+        """Traces of two steps in a row, once all that the step's code names is known. ``defers``: reads of numbers wait
+        until values are needed.
+        """
+        managed, self._defers = self.managed, defers
+        self._records: list[Trace] = []
         walk = self._run(None, self._copy)
         managed.take_names(self._records[0].executed, walk)
         device = find_device(managed.walk(), self.feed)
@@ -134,6 +142,7 @@ class _Traces:
 
     def _run(self, device: torch.device | None, on_first_sight: Callable[[Any], None] = lambda thing: None) -> Walk:
         managed, record = self.managed, Trace()
+        record.deferred = DeferredReads() if self._defers else None
         # A program begins with the flags that are there now. What optimizers count with goes on.
         counted = managed.walk().counted
         self._flags.assign({path: value for path, value in self._found.items() if path not in counted})

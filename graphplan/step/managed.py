@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from graphplan.backends.backend import is_out_of_memory
 from graphplan.compare.comparing import Row
 from graphplan.compare.fast_compare import Modes
-from graphplan.errors import FaultError, HostEffectError, OptimizerError, RefusalError
+from graphplan.errors import FaultError, GraphPlanError, HostEffectError, OptimizerError, RefusalError
 from graphplan.feed.call_arguments import CallArguments
+from graphplan.feed.placeholders import ReadSignal, compares_classes
 from graphplan.feed.signature import Feed
 from graphplan.observe.executed_code import ExecutedCode
 from graphplan.observe.profile import Profile
@@ -151,13 +153,25 @@ class Managed:
         before: Trace | None,
         on_first_sight: Callable[[Any], None] = lambda thing: None,
     ) -> tuple[Any, Walk]:
-        """Trace the step, and take in the modules and optimizers that it uses: its result, and a walk afterwards."""
+        """Trace the step, and take in the modules and optimizers that it uses: its result, and a walk afterwards.
+
+        Raises:
+            ReadSignal: if the step does with a deferred number what only real ones are good for.
+        """
         with Discovery(self.manage, on_first_sight, _check_made) as discovery:
-            result, walk = trace(
-                self._fn, feed, fed, owners=self.owners, device=device, record=record,
-                rates=lambda: self.rates.storages, before=before,
-            )  # fmt: skip
+            try:
+                result, walk = trace(
+                    self._fn, feed, fed, owners=self.owners, device=device, record=record,
+                    rates=lambda: self.rates.storages, before=before,
+                )  # fmt: skip
+            except Exception as error:
+                if not record.deferred or isinstance(error, GraphPlanError) or is_out_of_memory(error):
+                    raise
+                # C code that is handed a deferred number says that it wants something else.
+                raise ReadSignal from None
         discovery.faults.check()
+        if record.deferred and (record.executed.compiled or _are_misused(record)):
+            raise ReadSignal
         self.kept = discovery.kept(walk, result)
         return result, self._take_owners(discovery, walk)
 
@@ -411,3 +425,9 @@ def _churn_error(changed: Sequence[str], settings: Container[str]) -> OptimizerE
         "you)",
         component="optimizer",
     )
+
+
+def _are_misused(record: Trace) -> bool:
+    """Whether deferred numbers are kept where nothing knows of them, or were told from real ones."""
+    assert record.deferred is not None
+    return not record.deferred.are_over() or any(compares_classes(code) for code, _ in record.reads.codes)

@@ -236,7 +236,7 @@ class Stages:
 
         Raises:
             RefusalError: if the step cannot be replayed correctly, and refusals are raised.
-            ReadSignal: if the step reads a value that its key leaves out.
+            ReadSignal: if the step reads a value that its key leaves out, or one whose read cannot wait.
         """
         facts, feed = Trace(), call.feed
         rehearses = self._managed.runs_compiled(call.walk)
@@ -250,10 +250,6 @@ class Stages:
         undo.callback(facts.undo_unowned_writes)
         with placeholders or nullcontext(), self._stats.timed("trace"):
             result, walk = self._run_traced(call, fed, facts, undo, rehearses=rehearses)
-            if facts.deferred is not None:
-                facts.deferred.check()
-                if facts.deferred.is_misused or (facts.deferred and facts.executed.compiled):
-                    raise ReadSignal
             if feed.unread and any(compares_classes(code) for code, _ in facts.reads.codes):
                 raise ReadSignal(feed.unread)
             rehearsal = None
@@ -298,9 +294,6 @@ class Stages:
         except BaseException as error:
             if isinstance(error, (GraphPlanError, ReadSignal)) or is_out_of_memory(error):
                 raise
-            if facts.deferred and isinstance(error, Exception):
-                # C code that is handed a deferred number says that it wants something else.
-                raise ReadSignal from None
             if is_steps_own(error) and not (rehearses or feed.unread):
                 undo.pop_all()
                 # The next step makes good what this one left half done, or fails again; traces come after it.

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 _PLAIN = (bool, int, float)
-_SUMS = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
-_BINARY = (*_SUMS, operator.truediv, operator.pow)
+_BINARY: tuple[Any, ...] = (
+    operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.truediv, operator.pow,
+)  # fmt: skip
 _ON_DEVICE: dict[Any, Callable[..., Tensor]] = {
     operator.add: torch.add, operator.sub: torch.sub, operator.mul: torch.mul, operator.truediv: torch.div,
     operator.neg: torch.neg, operator.pos: torch.positive, operator.abs: torch.abs,
@@ -59,8 +60,8 @@ class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
 class DeferredNumber:
     """A number of class ``kind``: the only element of ``tensor``, or what ``function`` gives for ``operands``.
 
-    ``read`` reads a tensor's only element, once. Whatever needs the value gets it, and ``isinstance`` says of the number
-    what it says of the value.
+    ``read`` reads a tensor's only element, once. Whatever needs the value gets it, and ``isinstance`` says of the
+    number what it says of the value.
     """
 
     __slots__ = ("__weakref__", "_function", "_kind", "_known", "_operands", "_read", "_tensor")
@@ -133,14 +134,15 @@ for _function in _BINARY:
     _name = _function.__name__
     setattr(DeferredNumber, f"__{_name}__", _binary(_function, reflected=False))
     setattr(DeferredNumber, f"__r{_name}__", _binary(_function, reflected=True))
-for _function in (operator.neg, operator.pos, operator.abs):
-    setattr(DeferredNumber, f"__{_function.__name__}__", _unary(_function))
-for _function in (
+_NEEDING: tuple[Any, ...] = (
     operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, bool, int, float, complex, hash, str,
     repr, format, divmod, math.trunc, math.floor, math.ceil, operator.index, operator.matmul, operator.and_,
     operator.or_, operator.xor, operator.lshift, operator.rshift, operator.invert,
-):  # fmt: skip
-    setattr(DeferredNumber, f"__{_function.__name__.rstrip('_')}__", _needing(_function))
+)  # fmt: skip
+_UNARY: tuple[Any, ...] = (operator.neg, operator.pos, operator.abs)
+for _methods, _functions in ((_unary, _UNARY), (_needing, _NEEDING)):
+    for _function in _functions:
+        setattr(DeferredNumber, f"__{_function.__name__.rstrip('_')}__", _methods(_function))
 for _name in ("copy", "deepcopy"):
     setattr(DeferredNumber, f"__{_name}__", lambda self, *_: value_of(self))
 

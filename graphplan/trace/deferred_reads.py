@@ -34,8 +34,7 @@ class DeferredReads:
     def __init__(self) -> None:
         self._thread = 0
         self._made: list[weakref.ref[DeferredNumber]] = []
-        self.is_misused = False
-        """A number is where this cannot follow it."""
+        self._is_lost = False
         self._conversions = Conversions(on_item=self._defer)
 
     def __enter__(self) -> DeferredReads:
@@ -64,7 +63,7 @@ class DeferredReads:
 
     def _value(self, tensor: Tensor) -> Any:
         # No trace hears of what other threads do.
-        self.is_misused |= get_ident() != self._thread
+        self._is_lost |= get_ident() != self._thread
         return _read(tensor)
 
     def settle(self, result: Any, changes: Changes, after: Walk, assigned: set[str]) -> Any:
@@ -76,7 +75,7 @@ class DeferredReads:
                 scalar = after.scalars[path]
                 changes.scalars[path] = old, form_of(new, None if scalar.key in assigned else old)[0]
                 if isinstance(scalar.container, tuple):
-                    self.is_misused = True
+                    self._is_lost = True
                 else:
                     scalar.container[scalar.key] = value_of(new)
         for path, items in changes.appended.items():
@@ -89,11 +88,11 @@ class DeferredReads:
             result = close_records(pytree.tree_unflatten([value_of(leaf) for _, leaf in named], structure))
         return result
 
-    def check(self) -> None:
-        """Once no variable of the caller's has a number: find out whether other places do."""
+    def are_over(self) -> bool:
+        """Whether no number is anywhere, nor was one where this could not follow it."""
         if any(number() is not None for number in self._made):
             gc.collect()
-            self.is_misused |= any(number() is not None for number in self._made)
+        return not self._is_lost and all(number() is None for number in self._made)
 
 
 def has_numbers(tree: Any) -> bool:
