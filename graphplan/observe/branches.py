@@ -89,13 +89,16 @@ class Branches(Exits):
             offset -= 2
         left = self._asked(self.at(offset))
         found, seen = set[Use](), set[ast.AST]()
+        if not left:
+            return Use.OTHER
         with suppress(_ComputedWith):
             while left:
                 node = left.pop()
                 if node not in seen:
                     seen.add(node)
                     left += self._follow(node, found)
-            return Use.RETURNED if Use.RETURNED in found else Use.ASSERTED if found else Use.OTHER
+            # What is found nowhere is in the texts of exceptions at most.
+            return Use.RETURNED if Use.RETURNED in found else Use.ASSERTED
         return Use.OTHER
 
     def _asked(self, node: ast.AST | None) -> list[ast.AST]:

@@ -178,8 +178,14 @@ class Stages:
             refuse_graphs_within(call.walk, self._runner.fn, self._runner.device, self._managed.compiled)
             return self._attempt(call)
         except ReadSignal as signal:
+            if not signal.indices:
+                call.line.traces = []
+                entry.warm = min(entry.warm, self._options.warmup_steps - 1)
+                # An error of the step's own comes out here, too.
+                result = self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
+                self._defers = False
+                return result
             self._unread.mark(feed, signal.indices)
-            self._defers &= bool(signal.indices)
             # Later calls have keys with more in them.
             entry.drop()
             entry.warm = entry.eager_calls = 0

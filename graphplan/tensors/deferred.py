@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ _PLAIN = (bool, int, float)
 _BINARY: tuple[Any, ...] = (
     operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.truediv, operator.pow,
 )  # fmt: skip
+_DIVISIONS: tuple[Any, ...] = (operator.floordiv, operator.mod, operator.truediv)
 _ON_DEVICE: dict[Any, Callable[..., Tensor]] = {
     operator.add: torch.add, operator.sub: torch.sub, operator.mul: torch.mul, operator.truediv: torch.div,
     operator.neg: torch.neg, operator.pos: torch.positive, operator.abs: torch.abs,
@@ -57,25 +58,41 @@ class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
         return "a number that is read from the device"
 
 
+class Reader(Protocol):
+    """What reads deferred numbers."""
+
+    def read(self, tensor: Tensor) -> Any:
+        """A tensor's only element. It is asked each time that a value is needed: what may be read for one purpose may
+        not be for another.
+        """
+
+    def may_fail(self) -> bool:
+        """Whether a computation may wait that raises an exception for some values: no code catches that."""
+
+
 class DeferredNumber:
     """A number of class ``kind``: the only element of ``tensor``, or what ``function`` gives for ``operands``.
 
-    ``read`` reads a tensor's only element, once. Whatever needs the value gets it, and ``isinstance`` says of the
-    number what it says of the value.
+    ``isinstance`` says of it what it says of the value.
     """
 
-    __slots__ = ("__weakref__", "_function", "_kind", "_known", "_operands", "_read", "_tensor")
+    __slots__ = ("__weakref__", "_function", "_kind", "_operands", "_reader", "_tensor")
 
     def __init__(
         self,
         kind: type,
-        read: Callable[[Tensor], Any],
+        reader: Reader,
         tensor: Tensor | None = None,
         function: Any = None,
         operands: tuple[Any, ...] = (),
     ) -> None:
-        self._kind, self._read, self._tensor, self._function, self._operands = kind, read, tensor, function, operands
-        self._known: Any = None
+        self._kind, self._reader, self._tensor, self._function, self._operands = (
+            kind,
+            reader,
+            tensor,
+            function,
+            operands,
+        )
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -91,7 +108,10 @@ class DeferredNumber:
         return getattr(value_of(self), name)
 
     def __round__(self, digits: int | None = None) -> Any:
-        return _computed(round, self, *([] if digits is None else [digits]), kind=int if digits is None else self._kind)
+        given = () if digits is None else (digits,)
+        if not self._reader.may_fail():
+            return round(value_of(self), *given)
+        return _computed(round, self, *given, kind=int if digits is None else self._kind)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         import numpy as np
@@ -104,18 +124,20 @@ class DeferredNumber:
 
 def _computed(function: Any, *operands: Any, kind: type) -> DeferredNumber:
     first = next(operand for operand in operands if type(operand) is DeferredNumber)
-    return DeferredNumber(kind, first._read, None, function, operands)
+    return DeferredNumber(kind, first._reader, None, function, operands)
 
 
 def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any], Any]:
     def method(self: DeferredNumber, other: Any) -> Any:
         kind = other._kind if type(other) is DeferredNumber else type(other)
         operands = (other, self) if reflected else (self, other)
-        if kind not in _PLAIN:
-            return function(*(value_of(operand) for operand in operands))
-        if function is operator.pow and not (type(other) in (int, float) and other >= 0 and not reflected):
-            # It may come to a number of another class.
-            return function(*(value_of(operand) for operand in operands))
+        second = operands[1]
+        is_power = function is operator.pow
+        # Other powers may be of another class.
+        is_known = kind in _PLAIN and not (is_power and not (type(second) in (int, float) and second >= 0))
+        fails = is_power or (function in _DIVISIONS and (type(second) is DeferredNumber or second == 0))
+        if not is_known or (fails and not self._reader.may_fail()):
+            return function(*map(value_of, operands))
         is_whole = float not in (kind, self._kind) and function is not operator.truediv
         return _computed(function, *operands, kind=int if is_whole else float)
 
@@ -183,12 +205,14 @@ def value_of(number: Any) -> Any:
     """The value of a deferred number; others as they are."""
     if type(number) is not DeferredNumber:
         return number
+    known: dict[int, Any] = {}
     for node in _in_order(number):
-        if node._known is None and node._tensor is not None:
-            node._known = node._read(node._tensor)
-        elif node._known is None:
-            node._known = node._function(*(o._known if type(o) is DeferredNumber else o for o in node._operands))
-    return number._known
+        if node._tensor is not None:
+            known[id(node)] = node._reader.read(node._tensor)
+        else:
+            operands = (known[id(o)] if type(o) is DeferredNumber else o for o in node._operands)
+            known[id(node)] = node._function(*operands)
+    return known[id(number)]
 
 
 def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:

@@ -23,8 +23,9 @@ from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.deferred import DeferredNumber, form_of, value_of
 from graphplan.tensors.trees import close_records, flatten_result
 from graphplan.trace.changes import Changes
+from graphplan.trace.host_reads import ends_step, is_torchs
 
-_read = torch._C.TensorBase.item
+_item = torch._C.TensorBase.item
 _NO_NUMBERS = (torch.complex32, torch.complex64, torch.complex128)
 
 
@@ -51,20 +52,25 @@ class DeferredReads:
     def _defer(self, tensor: Tensor) -> Any:
         is_plain = type(tensor) in PLAIN_KINDS and tensor.layout is torch.strided and tensor.device.type != "meta"
         is_number = tensor.numel() == 1 and tensor.dtype not in _NO_NUMBERS and not tensor.is_quantized
-        if not (is_plain and is_number) or torch._C._functorch.peek_interpreter_stack() is not None:
-            return _read(tensor)
+        if not (is_plain and is_number) or torch._C._functorch.peek_interpreter_stack() is not None or is_torchs():
+            return _item(tensor)
         with torch.no_grad():
             copy = tensor.detach().clone().reshape(())
         is_whole = not copy.dtype.is_floating_point
         kind = bool if copy.dtype is torch.bool else int if is_whole else float
-        number = DeferredNumber(kind, self._value, copy)
+        number = DeferredNumber(kind, self, copy)
         self._made.append(weakref.ref(number))
         return number
 
-    def _value(self, tensor: Tensor) -> Any:
+    def read(self, tensor: Tensor) -> Any:
+        """See :class:`graphplan.tensors.deferred.Reader`."""
         # No trace hears of what other threads do.
         self._is_lost |= get_ident() != self._thread
-        return _read(tensor)
+        return _item(tensor)
+
+    def may_fail(self) -> bool:
+        """See :class:`graphplan.tensors.deferred.Reader`."""
+        return ends_step()
 
     def settle(self, result: Any, changes: Changes, after: Walk, assigned: set[str]) -> Any:
         """Put real numbers in the places of those in ``changes``, whose walk is ``after``, and in ``result``, which is

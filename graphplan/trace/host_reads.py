@@ -74,6 +74,12 @@ def is_machinery(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_MACHINERY)
 
 
+def is_torchs() -> bool:
+    """Return True if it is torch's own code that reads a tensor."""
+    frame = _asking(sys._getframe(1))
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
 ENGINE = Place("", 0, "autograd's engine", ())
 """Where autograd's own thread reads a tensor: no frame there is anyone's but this package's."""
 
@@ -101,6 +107,12 @@ def is_asserted() -> bool:
         if frame is None or not branches_of(frame).lets_out(frame.f_lasti):
             return False
     return False
+
+
+def ends_step() -> bool:
+    """Return True if an exception that what runs now raises goes through all of the step's code."""
+    frame = _asking(sys._getframe(1))
+    return frame is not None and branches_of(frame).lets_out(frame.f_lasti) and _ends_step(frame.f_back)
 
 
 def _ends_step(frame: FrameType | None) -> bool:

@@ -202,7 +202,14 @@ def counts_on(model: Any, loss: Tensor, hits: Tensor) -> Any:
     return len([0] * hits.long().sum().item())  # culprit
 
 
-NEEDED: list[Body] = [shows, decides, scales, rounds_in_c, counts_on]
+def catches(model: Any, loss: Tensor, hits: Tensor) -> Any:
+    try:
+        return loss.item() / hits.sum().item()  # culprit
+    except ZeroDivisionError:
+        return 0.0
+
+
+NEEDED: list[Body] = [shows, decides, scales, rounds_in_c, counts_on, catches]
 
 
 @pytest.mark.parametrize("body", NEEDED, ids=lambda body: body.__name__)
@@ -239,6 +246,17 @@ MISUSED: list[Body] = [hides, writes_json, makes_a_tensor, asks_for_the_class]
 def test_a_number_that_cannot_be_followed_is_read_at_once(body: Body) -> None:
     """Code that needs a real number, or keeps one out of sight, gets it: the call is undone, and run again."""
     assert_falls_back(partial(rig_of, body), SkipReason.HOST_SYNC, line_of(body))
+
+
+def test_a_class_that_is_asserted() -> None:
+    """After the call that was run again, the assertion is known."""
+
+    def asserts(model: Any, loss: Tensor, hits: Tensor) -> Any:
+        assert type(loss.item()) is float
+        return loss
+
+    step = assert_same_as_eager(partial(rig_of, asserts))
+    assert step.stats.replayed >= CALLS - BEFORE - 3
 
 
 def test_another_computation_in_each_call_is_refused() -> None:
@@ -359,9 +377,21 @@ def test_a_result_beside_the_loss(tmp_path: Path) -> None:
 # The class itself.
 
 
-def number(value: Any) -> DeferredNumber:
-    tensor = torch.tensor(value)
-    return DeferredNumber(type(value), lambda read: read.item(), tensor)
+class Reading:
+    """Reads at once whatever is needed."""
+
+    def __init__(self, *, may_fail: bool = True) -> None:
+        self.fails = may_fail
+
+    def read(self, tensor: Tensor) -> Any:
+        return tensor.item()
+
+    def may_fail(self) -> bool:
+        return self.fails
+
+
+def number(value: Any, **options: Any) -> DeferredNumber:
+    return DeferredNumber(type(value), Reading(**options), torch.tensor(value))
 
 
 FUNCTIONS: list[Callable[[Any], Any]] = [
@@ -418,6 +448,16 @@ def test_values_on_the_device_are_pythons(value: Any) -> None:
         source = value if isinstance(value, int) else torch.tensor(value).item()
         expected = compute(source)
         assert torch.equal(on_device(found, torch.float32), torch.tensor(expected, dtype=torch.float32))
+
+
+def test_what_may_fail_is_computed_at_once_where_code_catches_that() -> None:
+    """Otherwise the exception would come where no handler is."""
+    for fail in (lambda n: 1 / n, lambda n: 1 // n, lambda n: n % n, lambda n: n / 0, lambda n: (n + 1e200) ** 9):
+        assert type(fail(number(0.0))) is DeferredNumber
+        with pytest.raises(ArithmeticError, match=r"zero|modulo|out of range"):
+            fail(number(0.0, may_fail=False))
+    assert round(number(1.25, may_fail=False), 1) == 1.2
+    assert type(number(1.0, may_fail=False) / 2) is DeferredNumber
 
 
 def test_long_sums_are_no_recursion() -> None:
