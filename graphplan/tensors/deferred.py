@@ -131,7 +131,7 @@ def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any]
     def method(self: DeferredNumber, other: Any) -> Any:
         kind = other._kind if type(other) is DeferredNumber else type(other)
         operands = (other, self) if reflected else (self, other)
-        second = operands[1]
+        second: Any = operands[1]
         is_power = function is operator.pow
         # Other powers may be of another class.
         is_known = kind in _PLAIN and not (is_power and not (type(second) in (int, float) and second >= 0))
