@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
@@ -101,19 +102,42 @@ def group_numbers(optimizer: Optimizer) -> dict[str, Any]:
     return {f"optimizer[{name}]": Numbers(_Groups(optimizer, name), ("param_groups",)) for name in names}
 
 
+class Question(NamedTuple):
+    """What code asks of a batch index: ``compare(number, other)``, where each of ``steps`` computes the number of the
+    one before.
+    """
+
+    steps: tuple[tuple[Callable[[Any, Any], Any], Any, bool], ...]
+    compare: Callable[[Any, Any], Any]
+    other: Any
+
+    def answer(self, index: int) -> bool:
+        """What it comes to for a batch index."""
+        number: Any = index
+        for function, other, is_first in self.steps:
+            number = function(other, number) if is_first else function(number, other)
+        return bool(self.compare(number, self.other))
+
+
 class WatchedIndex(int):
-    """A batch index that reports when Python computes with it.
+    """A batch index that tells what Python asks of it: ``on_question`` is called with each comparison, also of a sum,
+    product or remainder with other numbers, and ``on_use`` for other uses of its value.
 
     Passing it on reports nothing. C code that converts it without a method call (``torch.full((), batch_idx)``) is not
     seen here, but shows as an operator's number that changes.
     """
 
+    on_question: Callable[[Question], None]
     on_use: Callable[[], None]
+    steps: tuple[Any, ...]
 
-    def __new__(cls, value: int, on_use: Callable[[], None]) -> WatchedIndex:
-        """``value`` that calls ``on_use`` when it is used."""
-        index = super().__new__(cls, value)
-        index.on_use = on_use
+    @classmethod
+    def of(
+        cls, value: int, on_question: Callable[[Question], None], on_use: Callable[[], None], steps: Any = ()
+    ) -> WatchedIndex:
+        """``value``, which is the index after ``steps``."""
+        index = cls(value)
+        index.on_question, index.on_use, index.steps = on_question, on_use, steps
         return index
 
     def plain(self) -> int:
@@ -122,6 +146,10 @@ class WatchedIndex(int):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (int, (self.plain(),))
+
+    def __bool__(self) -> bool:
+        self.on_question(Question(self.steps, operator.ne, 0))
+        return self.plain() != 0
 
 
 def refuse_number(name: str) -> None:
@@ -147,23 +175,49 @@ def unwatch(thing: Any) -> None:
             vars(thing)[name] = value.plain()
 
 
-def _watched(name: str) -> Callable[..., Any]:
+def _used(name: str) -> Callable[..., Any]:
     plain = getattr(int, name)
 
     def method(self: WatchedIndex, *args: Any) -> Any:
         self.on_use()
         return plain(self, *args)
 
-    method.__name__ = name
     return method
 
 
+def _compared(function: Callable[[Any, Any], Any]) -> Callable[[WatchedIndex, Any], Any]:
+    def method(self: WatchedIndex, other: Any) -> Any:
+        if type(other) in (int, float, bool):
+            self.on_question(Question(self.steps, function, other))
+        else:
+            self.on_use()
+        return function(self.plain(), other)
+
+    return method
+
+
+def _computed(function: Callable[[Any, Any], Any], *, is_first: bool) -> Callable[[WatchedIndex, Any], Any]:
+    def method(self: WatchedIndex, other: Any) -> Any:
+        value = function(other, self.plain()) if is_first else function(self.plain(), other)
+        if type(other) is int:
+            return WatchedIndex.of(value, self.on_question, self.on_use, (*self.steps, (function, other, is_first)))
+        self.on_use()
+        return value
+
+    return method
+
+
+for _function in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
+    setattr(WatchedIndex, f"__{_function.__name__}__", _compared(_function))
+for _function in (operator.add, operator.sub, operator.mul, operator.mod, operator.floordiv):
+    setattr(WatchedIndex, f"__{_function.__name__}__", _computed(_function, is_first=False))
+    setattr(WatchedIndex, f"__r{_function.__name__}__", _computed(_function, is_first=True))
 _USES = (
-    "add radd sub rsub mul rmul mod rmod floordiv rfloordiv truediv rtruediv pow rpow divmod rdivmod lt le gt ge eq ne "
-    "and rand or ror xor rxor lshift rlshift rshift rrshift neg abs invert bool hash format repr str int float index"
+    "truediv rtruediv pow rpow divmod rdivmod and rand or ror xor rxor lshift rlshift rshift rrshift neg abs invert "
+    "hash format repr str int float index"
 )
 for _use in _USES.split():
-    setattr(WatchedIndex, f"__{_use}__", _watched(f"__{_use}__"))
+    setattr(WatchedIndex, f"__{_use}__", _used(f"__{_use}__"))
 # The user has given an int: what messages say of its type, Python's own too, is that.
 WatchedIndex.__name__ = WatchedIndex.__qualname__ = int.__name__
 WatchedIndex.__module__ = int.__module__

@@ -109,7 +109,8 @@ class AutomaticSeam(Seam):
 
     def _zero_grad(self, batch_idx: int, optimizer: Any) -> None:
         """In place of ``_optimizer_zero_grad``: the module's hook gets numbers that report their use."""
-        epoch = WatchedIndex(self._trainer.current_epoch, partial(refuse_number, "the epoch"))
+        refuse = partial(refuse_number, "the epoch")
+        epoch = WatchedIndex.of(self._trainer.current_epoch, lambda question: refuse(), refuse)
         args = (epoch, self._watched(batch_idx), optimizer)
         call._call_lightning_module_hook(self._trainer, "optimizer_zero_grad", *args)
         self._loop.optim_progress.optimizer.zero_grad.increment_completed()

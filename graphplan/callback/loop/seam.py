@@ -29,6 +29,7 @@ from graphplan.callback.patches import InstancePatch, Recover, recovering
 from graphplan.callback.trainer_state import (
     WRAPPER,
     WRAPPERS_NOTE,
+    Question,
     WatchedIndex,
     optimizers_of,
     reached_objects,
@@ -59,6 +60,10 @@ _BATCH_CHANGED = (
     "those of the batch as it came. Change a new container (batch = dict(batch)) to see the same without graphplan"
 )
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
+_QUESTIONS = 8
+"""Comparisons with a batch's number that are known of one step; each doubles the programs that there may be."""
+_LEAVES = 64
+"""Combinations of literals that are kept as objects."""
 _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
 """Bookkeeping of Lightning's and torch's own that no step depends on."""
 
@@ -118,6 +123,9 @@ class Seam(ABC):
         self._index, self._rest = 0, list[tuple[str, Any]]()
         self._known_before: tuple[Any, ...] = ()
         self._leaf = Literals()
+        self._leaves: dict[tuple[Any, ...], Literals] = {}
+        self._questions: dict[Question, None] = {}
+        """What the step has asked of a batch's number."""
         self._compiled = CompiledModules([], False)
         self.notes: list[str] = []
         # Calls of Lightning's own code in the place of a step.
@@ -292,9 +300,12 @@ class Seam(ABC):
 
     def _known(self, facts: tuple[Any, ...]) -> Literals:
         """``facts`` and all else that a step depends on as one leaf, the same object while nothing changes."""
-        known = (*facts, getattr(self._wrapper, WRAPPERS_NOTE, None))
+        answers = (question.answer(self._index) for question in self._questions)
+        known = (*facts, getattr(self._wrapper, WRAPPERS_NOTE, None), *answers)
         if known != self._known_before:
-            self._known_before, self._leaf = known, Literals(known)
+            if len(self._leaves) >= _LEAVES:
+                self._leaves.clear()
+            self._known_before, self._leaf = known, self._leaves.setdefault(known, Literals(known))
         return self._leaf
 
     def _variant_of(self, batch: Any) -> Any:
@@ -341,4 +352,13 @@ class Seam(ABC):
         return {**out, "note": getattr(self._wrapper, WRAPPERS_NOTE, None)}
 
     def _watched(self, batch_idx: int) -> int:
-        return WatchedIndex(batch_idx, partial(refuse_number, "batch_idx")) if self._watches_index else batch_idx
+        if not self._watches_index:
+            return batch_idx
+        return WatchedIndex.of(batch_idx, self._take_question, partial(refuse_number, "batch_idx"))
+
+    def _take_question(self, question: Question) -> None:
+        """Note what the step asks of the batch's number: each combination of answers has a program of its own."""
+        if len(self._questions) < _QUESTIONS:
+            self._questions[question] = None
+        elif question not in self._questions:
+            refuse_number("batch_idx")
