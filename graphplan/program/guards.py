@@ -103,6 +103,9 @@ class Guards:
         groups = (shown, items, compared)
         self._labels = [path for group in groups for path, _ in group]
         self._values = [[known[path] if path in known else value.get() for path, value in group] for group in groups]
+        self.compares = {path: (value, self._reads.comparisons[path]) for path, value in compared}
+        """Numbers that the step's code only compares, and how."""
+        self.compared_values = dict(zip(self.compares, self._values[2], strict=True))
         keys = [[value.key for _, value in group] for group in groups]
         # Read the fastest way that makes nothing anew.
         found = [value.container for _, value in items]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from graphplan.compare.comparing import Row
 from graphplan.errors import NotCapturedError, RecaptureError, RefusalError, SkipReason
 from graphplan.feed.signature import Feed, first_difference, without_shapes
+from graphplan.observe.comparisons import Comparison
+from graphplan.owners.slots import Scalar
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.report.stats import Stats
@@ -28,10 +31,14 @@ _GEOMETRIES = 256
 """Geometries of feeds whose latest program is remembered."""
 _PAYS = 16
 """Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``."""
+_ASLEEP = 4
+"""Answers for which programs of one key are kept, beside those of now."""
 _REASONS = 8
 """Reasons of recaptures that an error lists."""
 Key = tuple[Any, ...]
 """The feed's geometry, torch's switches, the number of the fingerprint."""
+Compared = tuple[Scalar, tuple[Comparison, ...]]
+"""A number among the owners' values, and comparisons with it."""
 Variant = tuple[bool, ...]
 """Which parameters have a gradient on entry: a step that accumulates has one program per answer."""
 
@@ -64,7 +71,9 @@ class Entry:
     ``captured``: whether it has or had a program. ``takes_two``: whether one trace is not enough, whatever others have
     shown. ``gate``: while it is open whether its replays pay, until ``is_decided``. ``settled``: the names in the code
     of its warm-up steps are known. ``outside``: gradients flow through the results of its calls, which are eager.
-    ``batch``: what is read of the batch before the step, and chooses one of other entries.
+    ``batch``: what is read of the batch before the step, and chooses one of other entries. ``compared`` are numbers of
+    owners with the comparisons that the step's code makes with them, ``answers`` what these came to for its ``lines``;
+    lines for other answers are ``asleep``.
     """
 
     warm: int = 0
@@ -82,6 +91,9 @@ class Entry:
     wants_grad: bool = False
     outside: bool = False
     batch: BatchVariants | None = None
+    compared: dict[str, Compared] = field(default_factory=dict)
+    answers: tuple[bool, ...] = ()
+    asleep: dict[tuple[bool, ...], tuple[dict[Variant, Line], Program | None]] = field(default_factory=dict)
     gate: Gate | None = None
     is_decided: bool = False
 
@@ -104,29 +116,77 @@ class Entry:
         return ("same_attributes", [self, self], ["refusal", "any_program"], [self.refusal, self.any_program])
 
     def select(self, variant: Callable[[], Variant]) -> Program | None:
-        """The program for the gradients that there are now, if it is ready."""
+        """The program for the gradients that there are now, and for what comparisons come to, if it is ready."""
+        if self.compared:
+            self._turn(answers_of(self.compared))
         if self.any_program is not None or not self.lines:
             return self.any_program
         line = self.lines.get(variant())
         if line is not None and line.program is not None:
             return line.program
         # Gradients that the step drops unread may differ from those of the traced calls (validation clears them).
-        return next((program for program in self.programs() if program.adopted.guards.gradients_fit()), None)
+        awake = _ready(self.lines, self.any_program)
+        return next((program for program in awake if program.adopted.guards.gradients_fit()), None)
+
+    def compare(self, compared: Mapping[str, Compared], values: Mapping[str, Any]) -> None:
+        """Take in what a new program compares, for the ``values`` that its call began with. Others that were not told
+        apart by that are given up.
+        """
+        before = {path: comparisons for path, (_, comparisons) in self.compared.items()}
+        self.compared = {**self.compared, **compared}
+        if all(before.get(path) == comparisons for path, (_, comparisons) in compared.items()):
+            return
+        for lines, program in self.asleep.values():
+            _close(_ready(lines, program))
+        self.asleep = {}
+        self.answers = answers_of(self.compared, values)
+
+    def _turn(self, answers: tuple[bool, ...]) -> None:
+        """Have the lines for these answers."""
+        if answers == self.answers:
+            return
+        self.asleep[self.answers] = self.lines, self.any_program
+        self.lines, self.any_program = self.asleep.pop(answers, ({}, None))
+        self.answers = answers
+        if len(self.asleep) > _ASLEEP:
+            _close(_ready(*self.asleep.pop(next(iter(self.asleep)))))
 
     def programs(self) -> list[Program]:
-        """Programs that are ready, each once."""
-        ready = [line.program for line in self.lines.values() if line.program is not None]
-        if self.any_program is not None and self.any_program not in ready:
-            ready.append(self.any_program)
-        return ready
+        """Programs that are ready, each once, those for the answers of now last."""
+        groups = [*self.asleep.values(), (self.lines, self.any_program)]
+        return [program for lines, any_program in groups for program in _ready(lines, any_program)]
 
     def drop(self) -> None:
         """Close the programs and start again from one warm step."""
-        for program in self.programs():
-            program.close()
+        _close(self.programs())
+        self.asleep.clear()
         self.lines.clear()
         self.any_program = None
         self.settled = False
+
+
+def answers_of(
+    compared: Mapping[str, Compared], values: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[bool, ...]:
+    """What all comparisons come to for ``values``, or those of now; nothing where one cannot be made."""
+    try:
+        return tuple(
+            comparison.outcome(values[path] if path in values else number.get())
+            for path, (number, comparisons) in compared.items()
+            for comparison in comparisons
+        )
+    except Exception:  # noqa: BLE001 - the step raises it, too, or guards find that the number is gone
+        return ()
+
+
+def _ready(lines: Mapping[Variant, Line], any_program: Program | None) -> list[Program]:
+    ready = [line.program for line in lines.values() if line.program is not None]
+    return ready if any_program is None or any_program in ready else [*ready, any_program]
+
+
+def _close(programs: Iterable[Program]) -> None:
+    for program in programs:
+        program.close()
 
 
 class Programs:
@@ -266,7 +326,9 @@ class Programs:
         """Note a capture, and whether the one before it for such a feed has paid; evict what is too many."""
         program = next(program for program in reversed(entry.programs()) if program.replays == 0)
         before = self._latest.pop(geometry, None)
-        self._stats.recaptured += any(known.captured for key, known in self._entries.items() if key[0] == geometry)
+        is_further = len(entry.programs()) > 1
+        was_captured = any(known.captured for key, known in self._entries.items() if key[0] == geometry)
+        self._stats.recaptured += was_captured and not is_further
         entry.captured = True
         if before is not None:
             replays = before.replays if isinstance(before, Program) else before

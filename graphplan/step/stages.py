@@ -482,6 +482,8 @@ class Stages:
         call.line.program = program
         if not program.plan.tells_gradients:
             call.entry.any_program = program
+        guards = program.adopted.guards
+        call.entry.compare(guards.compares, guards.compared_values)
         self._managed.refresh()
         self._managed.captured()
         self._stats.end_call("captured")
