@@ -111,11 +111,14 @@ class Question(NamedTuple):
     compare: Callable[[Any, Any], Any]
     other: Any
 
-    def answer(self, index: int) -> bool:
-        """What it comes to for a batch index."""
+    def answer(self, index: int) -> bool | None:
+        """What it comes to for a batch index; None if that cannot be computed, so that code cannot come to ask it."""
         number: Any = index
-        for function, other, is_first in self.steps:
-            number = function(other, number) if is_first else function(number, other)
+        try:
+            for function, other, is_first in self.steps:
+                number = function(other, number) if is_first else function(number, other)
+        except ZeroDivisionError:
+            return None
         return bool(self.compare(number, self.other))
 
 

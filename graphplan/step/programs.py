@@ -165,9 +165,7 @@ class Entry:
         self.settled = False
 
 
-def answers_of(
-    compared: Mapping[str, Compared], values: Mapping[str, Any] = MappingProxyType({})
-) -> tuple[bool, ...]:
+def answers_of(compared: Mapping[str, Compared], values: Mapping[str, Any] = MappingProxyType({})) -> tuple[bool, ...]:
     """What all comparisons come to for ``values``, or those of now; nothing where one cannot be made."""
     try:
         return tuple(

@@ -19,6 +19,7 @@ import torch
 from graphplan.backends.backend import is_out_of_memory, refusing_memory
 from graphplan.compare.building import build_later
 from graphplan.effects.allowed import is_allowed
+from graphplan.effects.compared_numbers import find_comparisons
 from graphplan.effects.host import check_threads
 from graphplan.effects.host_changes import host_changes
 from graphplan.errors import GraphPlanError, HostEffectError, LearningRateError, RefusalError, SkipReason
@@ -27,6 +28,7 @@ from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.placeholders import ReadSignal, compares_classes
 from graphplan.feed.signature import Feed, asks_for_gradients
 from graphplan.feed.unread import UnreadValues, with_placeholders
+from graphplan.observe.comparisons import come_out_alike
 from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.snapshot import Snapshot
 from graphplan.plan.build import build_plan, build_plan_like
@@ -396,6 +398,9 @@ class Stages:
                 return self._build(first, second, feed, loose=loose, **planning)
         except RefusalError:
             line.traces = []
+            if self._tells_apart(entry, first, second, walk):
+                line.traces = [second]
+                return None
             if self._may_trace_anew(entry, line, first, second, walk):
                 return None
             self._latest = None
@@ -410,6 +415,17 @@ class Stages:
                 if error.path is None or error.path in allow or not collect(error):
                     raise
                 allow = (*allow, error.path)
+
+    def _tells_apart(self, entry: Entry, first: Trace, second: Trace, walk: Walk) -> bool:
+        """Whether the traces are for other outcomes of comparisons with owners' numbers, as calls are from now on."""
+        compared = {
+            path: (walk.scalars[path], comparisons)
+            for path, comparisons in find_comparisons(first, second, walk, self._options.allow).items()
+            if not come_out_alike(comparisons, *(trace.entry_scalars.get(path) for trace in (first, second)))
+        }
+        if compared:
+            entry.compare(compared, second.entry_scalars)
+        return bool(compared)
 
     def _may_trace_anew(self, entry: Entry, line: Line, first: Trace, second: Trace, walk: Walk) -> bool:
         """Whether two traces differ by what happened between them, so that further ones may be alike."""

@@ -16,9 +16,29 @@ from tests.lightning.rows_of_parts import Alternating, Manual
 from tests.twins import line_of
 
 
-def test_alternating_without_variant_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RefusalError, match=r"computes with batch_idx at .*variant= for"):
-        fit(Alternating, tmp_path, tape())
+def test_alternating_without_variant(tmp_path: Path) -> None:
+    """``batch_idx % 2`` has two answers: each has a program."""
+    assert assert_fit_equals_eager(Alternating, tmp_path, replayed=8).callback.stats.captured >= 2
+
+
+class Accumulating(Manual):
+    """Steps its optimizer after every third batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = self.loss_of(batch) / 3
+        self.manual_backward(loss)
+        if (batch_idx + 1) % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.log("loss", loss.item())
+        return loss
+
+
+def test_accumulation_by_the_batch_index(tmp_path: Path) -> None:
+    """The idiom of Lightning's documentation."""
+    found = assert_fit_equals_eager(Accumulating, tmp_path, replayed=8, max_epochs=3)
+    assert found.callback.stats.recaptured <= 1
 
 
 class Stepping(Manual):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
-from graphplan import ControlFlowError, HostEffectError, HostScalarError, HostSyncError
+from graphplan import HostEffectError, HostScalarError, HostSyncError
+from graphplan.callback.trainer_state import Question, WatchedIndex
 from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
 
 FULL = 21
@@ -45,6 +46,10 @@ def test_torchmetrics_that_read_values(tmp_path: Path) -> None:
 
 
 def scaled_by_index(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    return self.loss_of(batch) * (1 + batch_idx / 2)
+
+
+def scaled_in_c(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return self.loss_of(batch) * (1 + batch_idx)
 
 
@@ -59,11 +64,9 @@ def branching_on_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
 
 
 _INDEX = r"computes with batch_idx at test_training_step\.py:\d+.*on_train_batch_end.*eager_if=.*allow=\('batch_idx'"
-_PATH = r"operator \d+ is aten\.\w+\S* at test_training_step\.py:\d+ in branching_on_step.*control flow changes"
 INDEX_STEPS = [
     (scaled_by_index, HostScalarError, _INDEX),
-    (branching_on_index, HostScalarError, _INDEX),
-    (branching_on_step, ControlFlowError, _PATH),
+    (scaled_in_c, HostScalarError, r"aten\.mul\.Tensor at test_training_step\.py:\d+.* gets other=\d on one step"),
 ]
 
 
@@ -82,6 +85,45 @@ def test_steps_that_depend_on_the_batch_index(step: Any, error: type[Exception],
     stats = found.callback.stats
     assert (stats.replayed, stats.captured) == (0, 0)
     assert "graphplan stood down: the rest of the fit ran without it" in found.callback.report()
+
+
+def asking_often(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = self.loss_of(batch)
+    return loss.mul(2) if any(batch_idx == number for number in range(20)) else loss
+
+
+@pytest.mark.parametrize("step", [branching_on_index, branching_on_step], ids=lambda step: step.__name__)
+def test_numbers_that_are_only_compared(step: Any, tmp_path: Path) -> None:
+    """``if batch_idx % 2`` and ``if self.global_step % 2`` have two outcomes: each has a program."""
+    found = assert_fit_equals_eager(with_step(step), tmp_path, replayed=9, max_epochs=3)
+    assert found.callback.stats.recaptured == 0
+
+
+def test_too_many_questions(tmp_path: Path) -> None:
+    """Each comparison with the batch's number may double the programs: a ninth is refused."""
+    with pytest.raises(HostScalarError, match=_INDEX):
+        fit(with_step(asking_often), tmp_path, tape(), max_epochs=3)
+
+
+def test_questions_have_pythons_answers() -> None:
+    """What is computed of an index and compared is asked again of any other."""
+    asked: list[Question] = []
+    used: list[int] = []
+    functions: list[Any] = [
+        lambda i: i % 4 == 0, lambda i: bool((i + 1) % 4), bool, lambda i: 7 - i > 2, lambda i: i // 3 <= 1.5,
+        lambda i: 10 % (i + 1) != 0, lambda i: i * 3 - 5 < 20, lambda i: i == 2, lambda i: 20 // (1 + i) == 4,
+    ]  # fmt: skip
+    for function in functions:
+        asked.clear()
+        assert function(WatchedIndex.of(3, asked.append, lambda: used.append(1))) is function(3)
+        (question,) = asked
+        assert [question.answer(number) for number in range(12)] == [function(number) for number in range(12)]
+    assert question.answer(-1) is None
+    assert not used
+    for use in (lambda i: i + 0.5, lambda i: i == "a", lambda i: -i, lambda i: f"{i}", lambda i: [0, 1, 2, 3][i]):
+        used.clear()
+        use(WatchedIndex.of(3, asked.append, lambda: used.append(1)))
+        assert used
 
 
 def keeping_index(self: Any, batch: Any, batch_idx: int) -> Tensor:

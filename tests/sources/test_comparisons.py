@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphplan import ControlFlowError, HostScalarError, graph_step
+from graphplan import HostScalarError, graph_step
 from graphplan.observe.comparisons import Attribute, Comparison, come_out_alike, comparisons_in
 
 
@@ -178,19 +178,20 @@ def _count_and_move_the_bound(model: Model, index: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "captured"), [(_count, 2), (_count_and_move_the_bound, 4)], ids=["a bound", "a bound that moves"]
+    ("act", "captured", "eager"),
+    [(_count, 2, 3), (_count_and_move_the_bound, 4, 4)],
+    ids=["a bound", "a bound that moves"],
 )
 def test_a_number_that_differs_in_each_step_and_is_only_compared(
-    act: Callable[[Model, int], None], captured: int
+    act: Callable[[Model, int], None], captured: int, eager: int
 ) -> None:
-    """It is captured anew where a comparison comes out otherwise, or what it is compared with changes."""
-    expected, _, eager = run(36, act, graphed=False)
+    """It is captured for each outcome of a comparison, and anew where what it is compared with changes."""
+    expected, _, twin = run(36, act, graphed=False)
     found, step, model = run(36, act, graphed=True)
     assert all(map(torch.equal, expected, found))
-    assert torch.equal(eager.net.weight, model.net.weight)
-    assert (step.stats.captured, step.stats.traced) == (captured, 2 * captured)
-    # Each further capture comes after one eager step.
-    assert step.stats.replayed == 36 - 2 - 4 * captured
+    assert torch.equal(twin.net.weight, model.net.weight)
+    assert (step.stats.captured, step.stats.traced, step.stats.eager) == (captured, 2 * captured, eager)
+    assert step.stats.replayed == 36 - eager - 3 * captured
     assert "comparisons with 1 of them (model.step)" in str(step.plan)
 
 
@@ -205,10 +206,52 @@ def test_a_number_that_differs_in_each_step_and_is_computed_with() -> None:
 
 
 def test_a_comparison_that_alternates() -> None:
-    """The two traces go different ways."""
+    """The two traces go different ways: each has a program."""
 
     def act(model: Model, index: int) -> None:
         model.step, model.warm_up = index % 2, 1
 
-    with pytest.raises(ControlFlowError, match="the step's control flow changes"):
-        run(8, act, graphed=True)
+    expected, _, twin = run(20, act, graphed=False)
+    found, step, model = run(20, act, graphed=True)
+    assert all(map(torch.equal, expected, found))
+    assert torch.equal(twin.net.weight, model.net.weight)
+    assert (step.stats.captured, step.stats.recaptured, step.stats.replayed) == (2, 0, 10)
+
+
+def test_programs_for_many_outcomes_are_bounded() -> None:
+    """The oldest of more than five is closed, and captured again when its turn comes."""
+    model, found = Model(), []
+
+    def act(model: Any, index: int) -> None:
+        model.step = index // 8
+
+    def body(x: Tensor) -> Tensor:
+        if model.step == 1:
+            x = x + 1
+        if model.step == 2:
+            x = x + 2
+        if model.step == 3:
+            x = x + 3
+        if model.step == 4:
+            x = x + 4
+        if model.step == 5:
+            x = x + 5
+        return x * 2
+
+    step = graph_step(body, owners={"model": model})
+    for index in range(7 * 8):
+        act(model, index)
+        found.append(step(torch.ones(2)))
+        assert torch.equal(found[-1], torch.full((2,), 2.0 * (1 + model.step % 6)))
+    assert step.stats.captured == 7
+    assert len(step.programs) == 5
+
+
+def test_a_comparison_that_can_no_longer_be_made() -> None:
+    """The number is another kind of thing: the step raises what it raises without graphplan."""
+
+    def act(model: Model, index: int) -> None:
+        model.step = None if index == 12 else index  # type: ignore[assignment]
+
+    with pytest.raises(TypeError, match="'>=' not supported between instances of 'NoneType' and 'int'"):
+        run(16, act, graphed=True)
