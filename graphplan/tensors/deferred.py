@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 _PLAIN = (bool, int, float)
 _BINARY: tuple[Any, ...] = (
@@ -101,8 +100,7 @@ class DeferredNumber:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Give functions of torch the values."""
-        args, kwargs = tree_map_only(DeferredNumber, value_of, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*_with_values(args), **_with_values(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(value_of(self), name)
@@ -120,6 +118,15 @@ class DeferredNumber:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return value_of(self).__reduce_ex__(protocol)
+
+
+def _with_values(tree: Any) -> Any:
+    """``tree`` with values for deferred numbers. No code of torch's comes between them and the code that needs them."""
+    if type(tree) is dict:
+        return {key: _with_values(item) for key, item in tree.items()}
+    if type(tree) is list or type(tree) is tuple:
+        return type(tree)([_with_values(item) for item in tree])
+    return value_of(tree)
 
 
 def _computed(function: Any, *operands: Any, kind: type) -> DeferredNumber:
