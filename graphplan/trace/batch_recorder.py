@@ -94,20 +94,22 @@ class BatchRecorder:
 
     def impossible(self) -> list[HostSyncError]:
         """The refusals of reads that cannot be made before the step: of what it changes itself, or that take long."""
-        unknown = self._ambiguous | {
-            storage
-            for storage, memory in self._owned.items()
-            if any(max(memory.start, other.start) < min(memory.stop, other.stop) for other in self._changed.values())
-        }
-        reads = [call.read for call in self._calls if call.read is not None]
+        reads = [call.read for call in self._calls if call.read is not None and call.read.error is not None]
         limit = max(_FEW, self._operators // _SHARE)
         found = []
         for read in reads:
             leading = self._leading_to(read)
-            is_known = all(unknown.isdisjoint(needed) for _, needed in leading)
-            if read.error is not None and not (is_known and len(leading) <= limit):
+            needed = frozenset[int | None]().union(*(memory for _, memory in leading))
+            if len(leading) > limit or any(map(self._changes, needed)):
+                assert read.error is not None
                 found.append(read.error)
         return found
+
+    def _changes(self, storage: int | None) -> bool:
+        """Whether memory that is needed may be another one in the next call, or the step writes to it."""
+        memory = self._owned.get(storage, range(0))
+        written = (max(memory.start, other.start) < min(memory.stop, other.stop) for other in self._changed.values())
+        return storage in self._ambiguous or any(written)
 
     def _leading_to(self, read: Read | None) -> list[tuple[Call, frozenset[int | None]]]:
         """The operators that lead to ``read``, or to all reads, with the memory that each needs."""

@@ -55,7 +55,7 @@ class DeferredReads:
         if not (is_plain and is_number) or torch._C._functorch.peek_interpreter_stack() is not None or is_torchs():
             return _item(tensor)
         with torch.no_grad():
-            copy = tensor.detach().clone().reshape(())
+            copy = tensor.clone() if tensor.dim() == 0 else tensor.reshape(()).clone()
         is_whole = not copy.dtype.is_floating_point
         kind = bool if copy.dtype is torch.bool else int if is_whole else float
         number = DeferredNumber(kind, self, copy)

@@ -799,7 +799,7 @@ def test_operators_of_several_ways_run_once(monkeypatch: pytest.MonkeyPatch) -> 
     def forward(model: Any, x: Tensor, mask: Tensor) -> Tensor:
         kept = mask.clone()
         kept &= mask
-        return model(x) * kept.sum().item()
+        return model(x) * int(kept.sum())
 
     make = partial(rig_of, forward, partial(batches, lambda index: 1 + index // 3 % 3, calls=40))
     step = assert_same_as_eager(make, verify="off")
