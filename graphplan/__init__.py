@@ -59,6 +59,7 @@ from graphplan.specs.roles import Role as Role
 from graphplan.specs.roles import TensorSpec as TensorSpec
 from graphplan.step import buckets as buckets
 from graphplan.step.functional import capture as capture
+from graphplan.step.functional import compile_cached as compile_cached
 from graphplan.step.functional import compile_plan as compile_plan
 from graphplan.step.graphed_step import GraphedStep as GraphedStep
 from graphplan.step.graphed_step import graph_step as graph_step

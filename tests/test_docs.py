@@ -292,7 +292,7 @@ def test_every_error_is_explained() -> None:
 
 
 DESCRIBED: list[Any] = [
-    graph_step, graphed, graphplan.compile_plan, graphplan.capture, graphplan.Policy,
+    graph_step, graphed, graphplan.compile_plan, graphplan.compile_cached, graphplan.capture, graphplan.Policy,
     GraphPlanCallback, graphplan.piecewise, graphplan.buckets.fit, graphplan.Pool,
     graphplan.prepare_optimizer,
 ]  # fmt: skip

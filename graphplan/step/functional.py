@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import MethodType
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.backends.backend import Backend, refusing_memory, resolve_backend
 from graphplan.environment.surroundings import check_surroundings
-from graphplan.errors import BackendError, CaptureError
+from graphplan.errors import BackendError, CaptureError, ClosedError
 from graphplan.feed.buffers import Buffers
 from graphplan.feed.call_arguments import CallArguments, call_step
 from graphplan.feed.placeholders import ReadSignal
@@ -18,7 +22,7 @@ from graphplan.observe.capture_state import presenting_capture
 from graphplan.optimizers.scaling import LENT
 from graphplan.owners.flags import Flags
 from graphplan.owners.sharding import come_to_rest
-from graphplan.owners.slots import Walk
+from graphplan.owners.slots import Namespace, Walk
 from graphplan.owners.snapshot import Snapshot
 from graphplan.owners.walk import walk_owners
 from graphplan.plan.build import build_plan, find_device
@@ -37,18 +41,18 @@ from graphplan.trace.records import Trace
 Owners = Mapping[str, Any] | Sequence[Any] | None
 
 
-@refusing()
 def compile_plan(
     fn: Callable[..., Any],
     *args: Any,
     owners: Owners = None,
+    restore: bool = True,
     allow: Sequence[str] = (),
     prepare_optimizers: bool = True,
 ) -> Plan:
     """Compile the plan of ``fn`` called with ``args``.
 
     Runs ``fn`` three times: once so that lazy state exists, and twice traced; once more if it uses objects that no
-    name leads to. The tensors, optimizer state (state that did not exist is removed), gradients,
+    name leads to. With ``restore`` the tensors, optimizer state (state that did not exist is removed), gradients,
     Python attributes of owners and the random generators are then put back as they were. Other Python effects of ``fn``
     (files, prints, globals) cannot be undone.
 
@@ -68,6 +72,7 @@ def compile_plan(
         fn: the step.
         *args: the positional arguments of one call: pytrees of tensors and literals.
         owners: objects whose tensors the step uses, as for :func:`graph_step`.
+        restore: whether to undo these steps.
         allow: paths of Python effects that replays may leave out.
         prepare_optimizers: whether optimizers may be made capturable.
 
@@ -78,23 +83,8 @@ def compile_plan(
         OptionError: for a function that only begins something when it is called, such as a generator function.
         RefusalError: if the step cannot be replayed correctly.
     """
-    check_surroundings("a plan is compiled")
-    check_form(fn)
-    traces = _Traces(fn, args, owners, prepare=prepare_optimizers)
-    managed = traces.managed
-    try:
-        try:
-            first, second = traces.two()
-        except ReadSignal:
-            traces.undo()
-            first, second = traces.two(defers=False)
-        with managed.rates:
-            return build_plan(
-                first, second, traces.feed, owners=lambda: managed.owners, function=lambda: fn, allow=allow,
-                rates=managed.rates,
-            )  # fmt: skip
-    finally:
-        traces.undo()
+    strong = lambda: fn  # noqa: E731
+    return _compile(fn, args, owners, restore, allow, prepare_optimizers, strong)
 
 
 class _Traces:
@@ -160,6 +150,115 @@ class _Traces:
         self._snapshots.append(Snapshot(walk, without=LENT, within=True))
 
 
+@refusing()
+def _compile(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    owners: Owners,
+    restore: bool,
+    allow: Sequence[str],
+    prepare: bool,
+    function: Callable[[], Callable[..., Any]],
+    *,
+    weak: bool = False,
+) -> Plan:
+    check_surroundings("a plan is compiled")
+    check_form(fn)
+    traces = _Traces(fn, args, owners, prepare=prepare)
+    managed = traces.managed
+    try:
+        try:
+            first, second = traces.two()
+        except ReadSignal:
+            traces.undo()
+            first, second = traces.two(defers=False)
+        held = _weak_owners(managed.owners) if weak else lambda: managed.owners
+        with managed.rates:
+            return build_plan(
+                first, second, traces.feed, owners=held, function=function, allow=allow, rates=managed.rates
+            )
+    finally:
+        if restore:
+            traces.undo()
+
+
+def _weak_owners(owners: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
+    """Owners behind weak references, where their types allow that: a cached plan must not keep a model alive."""
+    references = {name: _weak(owner) for name, owner in owners.items()}
+    return lambda: {name: owner for name, get in references.items() if (owner := get()) is not None}
+
+
+def _weak(owner: Any) -> Callable[[], Any]:
+    if not isinstance(owner, Namespace):
+        with suppress(TypeError):
+            return weakref.ref(owner)
+    kept = owner.plain() if isinstance(owner, Namespace) else owner
+    return lambda: kept
+
+
+_PLANS = WeakIdKeyDictionary()
+"""By function, or by the ``self`` of a bound method: plans by its function and the feed."""
+
+
+def compile_cached(
+    fn: Callable[..., Any],
+    *args: Any,
+    owners: Owners = None,
+    restore: bool = True,
+    allow: Sequence[str] = (),
+    prepare_optimizers: bool = True,
+) -> Plan:
+    """Compile a plan once per function and feed signature; see :func:`compile_plan`.
+
+    Plans are kept by the identity of the function object, those of a bound method by its ``self`` and its function,
+    both weakly: two instances of a class never share a plan, an ``id`` that is reused finds nothing, and a cached plan
+    keeps neither function nor model alive. The same plan object comes back each time.
+
+    Examples:
+        >>> import torch
+        >>> from graphplan import compile_cached
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with torch.no_grad():
+        ...     plan = compile_cached(model, torch.randn(8, 4))
+        ...     compile_cached(model, torch.randn(8, 4)) is plan
+        True
+
+    Args:
+        fn: the step.
+        *args: the positional arguments of one call: pytrees of tensors and literals.
+        owners: objects whose tensors the step uses, as for :func:`graph_step`.
+        restore: whether to undo these steps.
+        allow: paths of Python effects that replays may leave out.
+        prepare_optimizers: whether optimizers may be made capturable.
+
+    Returns:
+        The plan.
+
+    Raises:
+        OptionError: for a function that only begins something when it is called, such as a generator function.
+        RefusalError: if the step cannot be replayed correctly.
+    """
+    function: Callable[[], Any]
+    if isinstance(fn, MethodType):
+        owner, label, function = fn.__self__, fn.__func__, weakref.WeakMethod(fn)
+    else:
+        owner, label, function = fn, None, weakref.ref(fn)
+    plans: dict[Any, Plan] = _PLANS.setdefault(owner, {})
+    key = (label, flatten(args, {}).key)
+    if key not in plans:
+        name = getattr(fn, "__qualname__", repr(fn))
+        plans[key] = _compile(
+            fn, args, owners, restore, allow, prepare_optimizers, lambda: _alive(function(), name), weak=True
+        )
+    return plans[key]
+
+
+def _alive(fn: Any, name: str) -> Callable[..., Any]:
+    if fn is None:
+        raise ClosedError(f"the function {name} of this plan no longer exists; keep it, or compile the plan again")
+    return fn
+
+
 def make_backend(name: str, plan: Plan) -> Backend:
     """The backend called ``name`` for ``plan``'s device. Raises BackendError if it cannot record there."""
     resolved = resolve_backend(name, plan.device)
@@ -188,7 +287,7 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
         True
 
     Args:
-        plan: from :func:`compile_plan`.
+        plan: from :func:`compile_plan` or :func:`compile_cached`.
         feed: the positional arguments of one call, with the shapes, dtypes and devices of the plan.
         policy: which roles are static and which are copied in; :meth:`Policy.train` by default.
         backend: ``"auto"``, ``"cudagraph"`` or ``"tape"``.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
-from graphplan import HostSyncError, SkipReason, capture, compile_plan, graph_step
+from graphplan import HostSyncError, Policy, SkipReason, capture, compile_cached, compile_plan, graph_step
 from tests.facts import assert_same, flatten
 from tests.models import float_batches, training_rig
 from tests.twins import Rig, assert_equals_eager, build, drive, managed, state_of
@@ -106,6 +106,90 @@ def test_invalidate_recaptures() -> None:
     assert stats.recaptured == 1
     assert stats.eager + stats.traced + stats.captured + stats.replayed == 24
     assert stats.replayed >= 24 - 2 * 6
+
+
+def test_compiling_a_thousand_times_compiles_once() -> None:
+    """The cache gives the same plan, and the function runs only while it is compiled; another shape is another plan."""
+    runs = 0
+
+    def counted(x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return x * 2
+
+    first = compile_cached(counted, torch.ones(3))
+    once = runs
+    for index in range(1000):
+        assert compile_cached(counted, torch.full((3,), float(index))) is first
+    assert runs == once > 0
+    assert compile_cached(counted, torch.ones(4)) is not first
+    assert runs == 2 * once
+
+
+class Scaler:
+    """Two instances share their methods' code but not their tensors."""
+
+    def __init__(self, scale: float) -> None:
+        self.weight = torch.full((2,), scale)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+    def shift(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+def test_bound_methods_have_plans_of_their_own() -> None:
+    """The same method of one object hits the cache; another object or another method does not."""
+    one, two = Scaler(1.0), Scaler(2.0)
+    x = torch.ones(2)
+    plan = compile_cached(one.apply, x, owners={"one": one})
+    assert compile_cached(one.apply, x, owners={"one": one}) is plan
+    others = [compile_cached(f, x) for f in (two.apply, one.shift)]
+    assert len({id(p) for p in (plan, *others)}) == 3
+    assert capture(plan, feed=(x,), policy=Policy.train(), backend="tape").replay((x,)).tolist() == [1.0, 1.0]
+    assert capture(others[0], feed=(x,), policy=Policy.train(), backend="tape").replay((x,)).tolist() == [2.0, 2.0]
+
+
+def at_an_address_of(dead: set[int], scale: float) -> Scaler:
+    """A new scaler, at the address of one that is dead where the allocator still has one of those to give.
+
+    Which free slot of its size CPython hands out next depends on all that the process has allocated before: taking
+    slots until one of them is a freed one does not.
+    """
+    taken = [Scaler.__new__(Scaler)]
+    while dead and id(taken[-1]) not in dead and len(taken) < 200_000:
+        taken.append(Scaler.__new__(Scaler))
+    taken[-1].__init__(scale)  # type: ignore[misc]
+    return taken[-1]
+
+
+def test_a_reused_id_cannot_share_a_plan() -> None:
+    """Objects that die and whose addresses are used again: every plan computes with its own object's tensor."""
+    x = torch.ones(2)
+    dead: set[int] = set()
+    reused = 0
+    for index in range(20):
+        scaler = at_an_address_of(dead, float(index))
+        reused += id(scaler) in dead
+        plan = compile_cached(scaler.apply, x)
+        program = capture(plan, feed=(x,), policy=Policy.train(), backend="tape")
+        assert program.replay((x,)).tolist() == [float(index)] * 2
+        program.close()
+        dead.add(id(scaler))
+        del plan, program, scaler
+        gc.collect()
+    assert reused, "no address was used twice, so this run has shown nothing"
+
+
+def test_the_cache_keeps_nothing_alive() -> None:
+    """A model whose plan is cached can be collected."""
+    scaler = Scaler(1.0)
+    alive = weakref.ref(scaler)
+    compile_cached(scaler.apply, torch.ones(2), owners={"scaler": scaler})
+    del scaler
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("closed", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from graphplan import (
     Policy,
     PolicyError,
     capture,
+    compile_cached,
     compile_plan,
     graph_step,
 )
@@ -43,7 +45,7 @@ def test_compile_plan_restores_what_it_touched(calls: int) -> None:
     """Parameters, buffers, gradients, optimizer state (also that which did not exist) and generator are as found."""
     rig = _fresh(calls)
     before = state_of(rig)
-    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners, restore=True)
     assert_same(before, state_of(rig))
     assert plan.launches > 10
     trained = drive(rig, rig.step, 3).state
@@ -154,6 +156,19 @@ def test_state_that_the_step_makes() -> None:
     assert not optimizer.state
     step(torch.ones(2))
     capture(plan, feed=(torch.ones(2),), backend="tape").replay((torch.ones(2),))
+
+
+def test_a_cached_plan_whose_function_is_gone() -> None:
+    """The cache keeps no function alive; a plan that outlives its own says so when it is captured."""
+
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    plan = compile_cached(doubled, torch.ones(2))
+    del doubled
+    gc.collect()
+    with pytest.raises(ClosedError, match=r"the function .*doubled of this plan no longer exists; keep it, or compile"):
+        capture(plan, feed=(torch.ones(2),), backend="tape")
 
 
 def test_a_plan_of_a_step_that_reads_on_the_host() -> None:
