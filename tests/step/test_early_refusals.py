@@ -59,7 +59,8 @@ def test_a_number_that_changes_with_each_call(shapes: int) -> None:
 
 @pytest.mark.parametrize("shapes", [1, 5])
 def test_a_branch_that_changes_with_each_call(shapes: int) -> None:
-    assert 0 < _refused_at(ACTS["a branch"], shapes, 80) <= CALLS[shapes]
+    """Each side has a program."""
+    assert _refused_at(ACTS["a branch"], shapes, 80) == 0
 
 
 def _draw(box: Box, loss: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ def _double(box: Box, loss: Tensor) -> Tensor:
 
 
 def _read(box: Box, loss: Tensor) -> Tensor:
-    box.kept = by_chance(loss).item()
+    box.kept = float(by_chance(loss))
     return loss
 
 
