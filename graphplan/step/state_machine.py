@@ -515,11 +515,13 @@ class StateMachine:
             parts.callback(self.timing.be_stock, reason, detail, **options)
             parts.callback(self.managed.stand_down, is_by_time=reason in (SkipReason.BUSY, SkipReason.SLOWER))
             parts.callback(self.buffers.clear)
+            self.latest = None
             for part in (self.fast_path, self.stages, self.programs):
                 parts.callback(part.forget)
 
     def forget(self) -> None:
         """Drop every program; the next calls trace and capture again."""
+        self.latest = None
         for part in (self.programs, self.fast_path, self.stages):
             part.forget()
 

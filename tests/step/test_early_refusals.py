@@ -74,7 +74,7 @@ def _double(box: Box, loss: Tensor) -> Tensor:
 
 
 def _read(box: Box, loss: Tensor) -> Tensor:
-    box.kept = float(by_chance(loss))
+    box.kept = float(by_chance(loss.detach()))
     return loss
 
 

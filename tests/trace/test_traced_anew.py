@@ -72,7 +72,15 @@ def reading_rig(update: Callable[..., Any], after: Callable[..., Any]) -> Rig:
     return updating_rig(update, attributes(scale=1.0), after)
 
 
-@pytest.mark.parametrize("update", READERS, ids=lambda update: update.__name__)
+def test_a_comparison_that_comes_out_otherwise_between_the_traces() -> None:
+    """Each outcome has a program: the second trace is the first of its own."""
+    step = assert_equals_eager(
+        partial(reading_rig, chosen, partial(set_once, BETWEEN)), replayed=CALLS - BEFORE_REPLAY - 1
+    )
+    assert events_of(step) == []
+
+
+@pytest.mark.parametrize("update", [scaled, shown, with_default, by_setting], ids=lambda update: update.__name__)
 def test_a_value_that_is_set_between_the_traces(update: Callable[..., Any]) -> None:
     """The second trace is the first of another pair: one more step comes before the capture."""
     make = partial(reading_rig, update, partial(set_once, BETWEEN))
