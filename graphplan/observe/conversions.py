@@ -162,7 +162,9 @@ _EXPORTS = {name: getattr(torch._C, name) for name in READERS if hasattr(torch._
 
 def _replace() -> None:
     for name, method in _METHODS.items():
-        setattr(Tensor, name, method)
+        if name not in vars(Tensor):
+            # Where a user has a method, that stays: it reads at once.
+            setattr(Tensor, name, method)
     for name in _EXPORTS:
         setattr(torch._C, name, _reader(name, torch._C))
     torch.tensor_split = _split(_SPLIT)
@@ -171,9 +173,10 @@ def _replace() -> None:
 
 
 def _put_back() -> None:
-    for name in _METHODS.keys() & vars(Tensor).keys():
-        # What torch's class inherits shows again.
-        delattr(Tensor, name)
+    for name, method in _METHODS.items():
+        if vars(Tensor).get(name) is method:
+            # What torch's class inherits shows again.
+            delattr(Tensor, name)
     for name, export in _EXPORTS.items():
         setattr(torch._C, name, export)
     torch.tensor_split = _SPLIT

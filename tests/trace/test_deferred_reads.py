@@ -259,6 +259,17 @@ def test_a_class_that_is_asserted() -> None:
     assert step.stats.replayed >= CALLS - BEFORE - 3
 
 
+def test_a_method_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has put another ``Tensor.item`` in place sees every read."""
+    seen: list[int] = []
+    plain = torch.Tensor.item
+    mine = lambda self: (seen.append(1), plain(self))[1]  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "item", mine)
+    assert_falls_back(partial(rig_of, returns), SkipReason.HOST_SYNC, "_local_scalar_dense")
+    assert vars(torch.Tensor)["item"] is mine
+    assert len(seen) == 2 * CALLS
+
+
 def test_another_computation_in_each_call_is_refused() -> None:
     """A Python number that changes beside the one that is read would be frozen."""
     made: list[int] = []
