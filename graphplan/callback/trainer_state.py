@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from graphplan.effects.allowed import allowing
 from graphplan.errors import HostScalarError
+from graphplan.observe.comparisons import is_only_compared
 from graphplan.observe.source import find_source
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.naming import free_name
@@ -202,7 +204,9 @@ def _compared(function: Callable[[Any, Any], Any]) -> Callable[[WatchedIndex, An
 def _computed(function: Callable[[Any, Any], Any], *, is_first: bool) -> Callable[[WatchedIndex, Any], Any]:
     def method(self: WatchedIndex, other: Any) -> Any:
         value = function(other, self.plain()) if is_first else function(self.plain(), other)
-        if type(other) is int:
+        asking = sys._getframe(1)
+        # C code does not say that it takes the value of what is computed.
+        if type(other) is int and is_only_compared(asking.f_code, asking.f_lasti):
             return WatchedIndex.of(value, self.on_question, self.on_use, (*self.steps, (function, other, is_first)))
         self.on_use()
         return value

@@ -22,6 +22,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 _NAMING = ("LOAD_ATTR", "LOAD_SUPER_ATTR", "STORE_ATTR", "DELETE_ATTR")
 """Instructions that name an attribute, but for those that call it: a number is not called."""
+_OPERATIONS = ("BINARY_", "INPLACE_")
 _LITERALS = (int, float, bool, type(None))
 NUMBERS = (int, float)
 _NAMESPACES = frozenset({"locals", "vars", "eval", "exec", "globals"})
@@ -60,6 +61,7 @@ class _Step:
     argval: Any
     argrepr: str
     is_target: bool
+    offset: int
 
 
 @lru_cache(4096)
@@ -92,10 +94,10 @@ def _steps_of(code: CodeType) -> Sequence[_Step]:
         if "_FAST" in step.opname and isinstance(step.argval, tuple):
             acts = [part for part in step.opname.split("_") if part in ("LOAD", "STORE")]
             pairs = zip(acts, step.argval, strict=True)
-            found += [_Step(f"{act}_FAST", variable, variable, step.is_jump_target) for act, variable in pairs]
+            found += [_Step(f"{act}_FAST", variable, variable, step.is_jump_target, step.offset) for act, variable in pairs]
         else:
             kind = "LOAD_FAST" if step.opname.startswith("LOAD_FAST") else step.opname
-            found.append(_Step(kind, step.argval, step.argrepr, step.is_jump_target))
+            found.append(_Step(kind, step.argval, step.argrepr, step.is_jump_target, step.offset))
     return found
 
 
@@ -110,22 +112,59 @@ def _uses(code: CodeType, steps: Sequence[_Step], index: int) -> Iterator[Compar
     _only(not following.is_target)
     if following.opname == "STORE_FAST":
         yield from _uses_of_variable(code, steps, following.argval)
-    elif following.opname in ("TO_BOOL", "UNARY_NOT") or (
-        following.opname.startswith("POP_JUMP") and "NONE" not in following.opname
-    ):
+    elif _asks_for_truth(following):
         yield Comparison()
     elif following.opname != "POP_TOP":
         yield _comparison_after(code, steps, index + 1)
 
 
 def _uses_of_variable(code: CodeType, steps: Sequence[_Step], variable: str) -> Iterator[Comparison]:
-    """What happens to the number in a variable, which nothing else may be stored in."""
+    """What happens to the number in a variable."""
+    for index in _loads_of(code, steps, variable):
+        yield from _uses(code, steps, index)
+
+
+def _loads_of(code: CodeType, steps: Sequence[_Step], variable: str) -> list[int]:
+    """What loads a variable, which nothing else may be stored in."""
     _only(variable not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     naming = [index for index, step in enumerate(steps) if step.argval == variable and "_FAST" in step.opname]
     _only(sum(steps[index].opname != "LOAD_FAST" for index in naming) == 1)
-    for index in naming:
-        if steps[index].opname == "LOAD_FAST":
-            yield from _uses(code, steps, index)
+    return [index for index in naming if steps[index].opname == "LOAD_FAST"]
+
+
+def _asks_for_truth(step: _Step) -> bool:
+    is_jump = step.opname.startswith("POP_JUMP") and "NONE" not in step.opname
+    return is_jump or step.opname in ("TO_BOOL", "UNARY_NOT")
+
+
+def is_only_compared(code: CodeType, offset: int) -> bool:
+    """Whether the instruction at ``offset`` is an operator, and code does no more with its result than to ask for its
+    truth, to compare it, or to compute with it, as the left operand: there Python asks the number first.
+    """
+    steps = _steps_of(code)
+    index = next((index for index, step in enumerate(steps) if step.offset == offset), 0)
+    try:
+        _only(steps[index].opname.startswith(_OPERATIONS) and _NAMESPACES.isdisjoint(code.co_names))
+        _only_left_operand(code, steps, index)
+    except (_ComputedWith, IndexError):
+        return False
+    return True
+
+
+def _only_left_operand(code: CodeType, steps: Sequence[_Step], index: int) -> None:
+    following = steps[index + 1]
+    _only(not following.is_target)
+    if following.opname == "STORE_FAST":
+        for load in _loads_of(code, steps, following.argval):
+            _only_left_operand(code, steps, load)
+    elif not _asks_for_truth(following):
+        end, others = index + 1, 0
+        while steps[end].opname.startswith("LOAD_"):
+            _only("NULL" not in steps[end].argrepr and (others > 0 or steps[end].opname != "LOAD_ATTR"))
+            others += steps[end].opname != "LOAD_ATTR"
+            end += 1
+        _only(others == 1 and steps[end].opname.startswith((*_OPERATIONS, "COMPARE_OP", "CONTAINS_OP")))
+        _only(not any(step.is_target for step in steps[index + 1 : end + 1]))
 
 
 def _comparison_after(code: CodeType, steps: Sequence[_Step], index: int) -> Comparison:
