@@ -94,7 +94,8 @@ def _steps_of(code: CodeType) -> Sequence[_Step]:
         if "_FAST" in step.opname and isinstance(step.argval, tuple):
             acts = [part for part in step.opname.split("_") if part in ("LOAD", "STORE")]
             pairs = zip(acts, step.argval, strict=True)
-            found += [_Step(f"{act}_FAST", variable, variable, step.is_jump_target, step.offset) for act, variable in pairs]
+            place = step.is_jump_target, step.offset
+            found += [_Step(f"{act}_FAST", variable, variable, *place) for act, variable in pairs]
         else:
             kind = "LOAD_FAST" if step.opname.startswith("LOAD_FAST") else step.opname
             found.append(_Step(kind, step.argval, step.argrepr, step.is_jump_target, step.offset))

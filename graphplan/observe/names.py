@@ -16,6 +16,7 @@ _DUPLICATES = ("COPY", "DUP_TOP")
 _SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_OP")
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _STORES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _BY_NAME = ("getattr", "hasattr")
 _WHOLE = ("vars", "attrgetter", "asdict", "astuple", "__dict__")
 _CALLS = ("CALL", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_KW", "CALL_FUNCTION_EX")
@@ -30,10 +31,10 @@ class Names:
     ``attributes`` are loaded attributes but for those that only ``+=`` loads (``self.n += 1``, ``self.counts[k] += 1``)
     and for methods that are called, which are in ``methods``; those that code does more with than to append to them are
     there a second time, with ``[:]`` behind. ``stored`` are attributes that are stored, ``assigned``
-    those that are stored by other means than ``+=``. ``variables`` are globals and closure variables that are loaded or
-    stored, ``read`` those that something else than ``+=`` loads. ``imports`` are the modules that are imported, each
-    with its level (1 for ``from . import x``); ``dynamic`` code takes attributes by names that it does not spell out
-    (``vars(self)``, ``getattr(self, name)``).
+    those that are stored by other means than ``+=``, ``always`` those of them that are whenever the code runs.
+    ``variables`` are globals and closure variables that are loaded or stored, ``read`` those that something else than
+    ``+=`` loads. ``imports`` are the modules that are imported, each with its level (1 for ``from . import x``);
+    ``dynamic`` code takes attributes by names that it does not spell out (``vars(self)``, ``getattr(self, name)``).
     """
 
     dynamic: bool
@@ -42,6 +43,7 @@ class Names:
     methods: frozenset[str]
     stored: frozenset[str]
     assigned: frozenset[str]
+    always: frozenset[str]
     variables: frozenset[str]
     read: frozenset[str]
 
@@ -75,8 +77,13 @@ def _find_names(code: CodeType) -> Names:
     stores: Counter[str] = Counter()
     variables: set[str] = set()
     reads: Counter[str] = Counter()
+    certain: set[str] = set()
+    joins = 0
     for step, following in zip_longest(steps, steps[1:]):
         name = str(step.argval)
+        if step.opcode in _JUMPS or step.opname.startswith("RETURN"):
+            # What comes before this place may be left out.
+            joins = max(joins, step.argval) if step.opcode in _JUMPS else sys.maxsize
         if _is_method_load(step):
             methods.add(name)
         elif step.opname == "IMPORT_FROM":
@@ -86,6 +93,7 @@ def _find_names(code: CodeType) -> Names:
             grown[name] += following is not None and _is_method_load(following) and following.argval in _GROWTH
         elif step.opname == "STORE_ATTR":
             stores[name] += 1
+            certain |= {name} if step.offset >= joins else set()
         elif step.opname in _LOADS:
             variables.add(name)
             reads[name] += 1
@@ -100,7 +108,7 @@ def _find_names(code: CodeType) -> Names:
     if not is_library(code.co_filename):
         attributes |= strings
     read = {name for name, count in reads.items() if count > counted[name]}
-    groups = (attributes, methods, set(stores), assigned, variables, read)
+    groups = (attributes, methods, set(stores), assigned, assigned & certain, variables, read)
     return Names(_is_dynamic(steps), _imported(steps), *map(frozenset, groups))
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from graphplan.environment.collector import no_collections
 from graphplan.environment.origin import file_of, is_library, is_librarys, is_users, is_users_file
@@ -59,6 +60,7 @@ class Reads:
         methods_on: code of the methods that ran, by the id of their object.
         variables: globals and closure variables.
         assigned: attributes that are assigned by other means than ``+=``.
+        stored: attributes of modules that were, each with the module's identity.
         codes: the user's code and that of installed packages, each with the id of the object whose method it is, or 0.
         dynamic: whether some attributes have names that the user's code computes.
     """
@@ -69,6 +71,7 @@ class Reads:
     methods_on: dict[int, list[CodeType]] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
     assigned: set[str] = field(default_factory=set)
+    stored: set[tuple[int, str]] = field(default_factory=set)
     codes: list[tuple[CodeType, int]] = field(default_factory=list)
     dynamic: bool = False
 
@@ -104,13 +107,20 @@ class Reads:
         return callable(scalar.get()) or callable(getattr_static(scalar.owner, scalar.attribute, None))
 
     def may_store(self, scalar: Scalar) -> bool:
-        """Whether a method of the object that has ``scalar`` may have stored it."""
-        return any(scalar.attribute in names.stored for names in self._names_on(scalar))
+        """Whether a method of the object that has ``scalar`` has assigned it, as each such step does."""
+        if isinstance(scalar.owner, Module):
+            names_on = self._names_on(scalar) if self._is_stored(scalar) else ()
+            return any(scalar.attribute in names.assigned for names in names_on)
+        return any(scalar.attribute in names.always for names in self._names_on(scalar))
 
     def may_assign(self, scalar: Scalar) -> bool:
         """Whether code that is no method of the object that has ``scalar`` may have assigned it."""
         is_named = scalar.attribute in self.assigned and scalar.via is None and scalar.container is not None
-        return is_named and not self.may_store(scalar)
+        return is_named and self._is_stored(scalar) and not self.may_store(scalar)
+
+    def _is_stored(self, scalar: Scalar) -> bool:
+        """Whether code that may assign an attribute has come to do so; of objects other than modules, no one knows."""
+        return not isinstance(scalar.owner, Module) or (id(scalar.owner), scalar.attribute) in self.stored
 
     def _names_on(self, scalar: Scalar) -> Iterator[Names]:
         """The names of those methods that ran on the object that has ``scalar`` and may have to do with that."""
@@ -152,6 +162,7 @@ class Profile:
         self._owners: dict[int, tuple[str | None, bool]] = {}
         """What :meth:`_meet` found, by the identity of code."""
         self._known: set[Any] = set()
+        self._stored: set[tuple[int, str]] = set()
         self._users: set[int] = set()
         """Identities of the user's code that ran."""
         self._others = ExitStack()
@@ -229,6 +240,8 @@ class Profile:
             note_called(frame.f_locals["self"])
         elif code.co_filename == _ENTERS_COMPILED and {"self", "fn"} <= {*code.co_freevars}:
             self.executed.note_compiled(frame.f_locals["self"], frame.f_locals["fn"])
+        elif code is Module.__setattr__.__code__:
+            self._stored.add((id(frame.f_locals["self"]), frame.f_locals["name"]))
         elif id(code) in INITIALIZERS:
             note_made(frame.f_locals["self"], find_source)
         elif id(code) not in STARTERS:
@@ -270,7 +283,7 @@ class Profile:
 
     def reads(self) -> Reads:
         """What the code that ran may have read."""
-        found = Reads()
+        found = Reads(stored=self._stored)
         for (_, owner), code in self._codes.items():
             if owner:
                 found.methods_on.setdefault(owner, []).append(code)

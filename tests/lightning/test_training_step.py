@@ -50,7 +50,20 @@ def scaled_by_index(self: Any, batch: Any, batch_idx: int) -> Tensor:
 
 
 def scaled_in_c(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    return self.loss_of(batch) * (1 + batch_idx)
+    return self.loss_of(batch) * batch_idx
+
+
+def scaled_by_quotient(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    return self.loss_of(batch) * (batch_idx // 5)
+
+
+def rolled_by_quotient(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    phase = batch_idx // 5
+    return self.loss_of([part.roll(phase, 0) for part in batch]) if phase else self.loss_of(batch)
+
+
+def returning_quotient(self: Any, batch: Any, batch_idx: int) -> Any:
+    return {"loss": self.loss_of(batch), "phase": batch_idx // 5}
 
 
 def branching_on_index(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -66,6 +79,9 @@ def branching_on_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
 _INDEX = r"computes with batch_idx at test_training_step\.py:\d+.*on_train_batch_end.*eager_if=.*allow=\('batch_idx'"
 INDEX_STEPS = [
     (scaled_by_index, HostScalarError, _INDEX),
+    (scaled_by_quotient, HostScalarError, _INDEX),
+    (rolled_by_quotient, HostScalarError, _INDEX),
+    (returning_quotient, HostScalarError, _INDEX),
     (scaled_in_c, HostScalarError, r"aten\.mul\.Tensor at test_training_step\.py:\d+.* gets other=\d on one step"),
 ]
 
@@ -105,22 +121,54 @@ def test_too_many_questions(tmp_path: Path) -> None:
         fit(with_step(asking_often), tmp_path, tape(), max_epochs=3)
 
 
+def summing_sometimes(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = self.loss_of(batch)
+    if batch_idx % 3 == 1:
+        self.total += loss.item()
+        self.latest = loss.item()
+    return loss
+
+
+def _take_total(self: Any) -> None:
+    self.log("total", self.total)
+    self.total, self.latest = 0.0, -1.0
+
+
+def test_attributes_that_only_some_batches_set(tmp_path: Path) -> None:
+    """A program for other batches leaves the sum alone, and what the host has put in its place."""
+    make = with_step(summing_sometimes, total=0.0, latest=0.0, on_train_epoch_end=_take_total)
+    assert_fit_equals_eager(make, tmp_path, replayed=8, max_epochs=4, callback=tape(verify="off"))
+
+
+def in_variable(index: int) -> bool:
+    rest = index % 5
+    return rest == 2
+
+
 def test_questions_have_pythons_answers() -> None:
     """What is computed of an index and compared is asked again of any other."""
     asked: list[Question] = []
     used: list[int] = []
     functions: list[Any] = [
-        lambda i: i % 4 == 0, lambda i: bool((i + 1) % 4), bool, lambda i: 7 - i > 2, lambda i: i // 3 <= 1.5,
-        lambda i: 10 % (i + 1) != 0, lambda i: i * 3 - 5 < 20, lambda i: i == 2, lambda i: 20 // (1 + i) == 4,
+        lambda i: i % 4 == 0, lambda i: "rest" if (i + 1) % 4 else "", bool, lambda i: 7 - i > 2,
+        lambda i: i // 3 <= 1.5, lambda i: i * 3 - 5 < 20, lambda i: i == 2, lambda i: i % 3 in (0,), in_variable,
+        lambda i: 10 % i != 3,
     ]  # fmt: skip
     for function in functions:
         asked.clear()
         assert function(WatchedIndex.of(3, asked.append, lambda: used.append(1))) is function(3)
         (question,) = asked
-        assert [question.answer(number) for number in range(12)] == [function(number) for number in range(12)]
-    assert question.answer(-1) is None
+        assert [question.answer(number) for number in range(1, 12)] == [
+            bool(function(number)) for number in range(1, 12)
+        ]
+    assert question.answer(0) is None
     assert not used
-    for use in (lambda i: i + 0.5, lambda i: i == "a", lambda i: -i, lambda i: f"{i}", int):
+    uses: list[Any] = [
+        lambda i: i + 0.5, lambda i: i == "a", lambda i: -i, lambda i: f"{i}", int, lambda i: i + 1,
+        lambda i: 10 % (i + 1) != 0, lambda i: torch.ones(2) * (i // 2), lambda i: float(i // 2),
+        lambda i: sum([i, 1]) > 1,
+    ]  # fmt: skip
+    for use in uses:
         used.clear()
         use(WatchedIndex.of(3, asked.append, lambda: used.append(1)))
         assert used
