@@ -26,7 +26,8 @@ class HeldNumber:
         """Numbers that both traces computed alike.
 
         Raises:
-            HostEffectError: for one that only one of the traces read, or that they computed otherwise.
+            HostEffectError: for one that only one of the traces read, or that they computed otherwise, or that is not
+                there before the step.
             HostScalarError: for one that the step's code also reads.
         """
         found = []
@@ -47,6 +48,12 @@ class HeldNumber:
                     f"the step sets {path} to what it reads from the device in one call, and to something else, or "
                     "from other numbers, in the next; a replay does the same each time. Keep it in a tensor, or "
                     f"compute it after the step from what that returns; or, {allowing(path)}",
+                    path=path,
+                )
+            if path not in second.entry_scalars:
+                raise HostEffectError(
+                    f"the step sets {path}, which is not there before it, to what it reads from the device; a replay "
+                    f"would not know where. Set it to a number before the step, and let it be; or, {allowing(path)}",
                     path=path,
                 )
             found.append(cls(path, forms[1]))

@@ -194,15 +194,20 @@ def _in_order(number: DeferredNumber) -> Iterable[DeferredNumber]:
 
 def form_of(number: DeferredNumber, own: Any = None) -> tuple[NumberForm, list[Tensor]]:
     """How ``number`` is computed, and the tensors that are read for it. ``own`` is the object that lay where it is
-    stored, or None.
+    stored, or None: ``+=`` has it on the left of all others, elsewhere it is another number that is the same object.
     """
+    begin = number
+    while begin._operands and type(begin._operands[0]) is DeferredNumber:
+        begin = begin._operands[0]
     places: dict[int, _Made] = {}
     instructions: list[tuple[Any, tuple[Any, ...]]] = []
     read: list[Tensor] = []
     for node in _in_order(number):
         if node._tensor is not None:
             read.append(node._tensor)
-        operands = (places[id(o)] if type(o) is DeferredNumber else OWN if o is own else o for o in node._operands)
+        operands = [places[id(o)] if type(o) is DeferredNumber else o for o in node._operands]
+        if node is begin and own is not None and operands and operands[0] is own:
+            operands[0] = OWN
         places[id(node)] = _Made(len(instructions))
         instructions.append((node._function, tuple(operands)))
     return NumberForm(instructions), read

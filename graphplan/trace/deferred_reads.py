@@ -26,7 +26,8 @@ from graphplan.trace.changes import Changes
 from graphplan.trace.host_reads import ends_step, is_torchs
 
 _item = torch._C.TensorBase.item
-_NO_NUMBERS = (torch.complex32, torch.complex64, torch.complex128)
+_NO_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
+"""Code may ask whether a truth value *is* ``True``."""
 
 
 class DeferredReads:
@@ -56,9 +57,7 @@ class DeferredReads:
             return _item(tensor)
         with torch.no_grad():
             copy = tensor.clone() if tensor.dim() == 0 else tensor.reshape(()).clone()
-        is_whole = not copy.dtype.is_floating_point
-        kind = bool if copy.dtype is torch.bool else int if is_whole else float
-        number = DeferredNumber(kind, self, copy)
+        number = DeferredNumber(float if copy.dtype.is_floating_point else int, self, copy)
         self._made.append(weakref.ref(number))
         return number
 

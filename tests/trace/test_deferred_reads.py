@@ -70,15 +70,15 @@ def returns(model: Any, loss: Tensor, hits: Tensor) -> Any:
 
 
 def returns_several(model: Any, loss: Tensor, hits: Tensor) -> Any:
-    return {"loss": loss.item(), "hits": hits.sum().item(), "all": (hits.all().item(), [hits.long().sum().item(), 3])}
+    return {"loss": loss.item(), "hits": hits.sum().item(), "all": (hits[0].item(), [hits.long().sum().item(), 3])}
 
 
 def computes(model: Any, loss: Tensor, hits: Tensor) -> Any:
     value, count = loss.item(), hits.long().sum().item()
-    done = hits.any().item()
+    done = True
     return [
         count / 6, 100 * value, value**2, value**0.5, -value, +value, abs(value - 1), value // 0.1, value % 0.1,
-        1 / value, round(value, 3), round(value), count + done, count * 2 - 1, count**2, 7 // (count + 1), done + 0.5,
+        1 / value, round(value, 3), round(value), count + done, count * 2 - 1, count**2, 7 // (count + 1), done + value,
         2 - value, 10 % (count + 1), round(count, 1),
     ]  # fmt: skip
 
@@ -160,6 +160,25 @@ def test_a_sum_goes_on_from_what_the_host_puts_there(equals_eager: Any) -> None:
     assert (step.stats.captured, step.stats.replayed) == (1, CALLS - BEFORE)
 
 
+def test_a_sum_is_told_from_an_equal_factor() -> None:
+    """Small numbers are one object each: what lies there is an operand of ``+=`` alone."""
+
+    def adds(model: Any, loss: Tensor, hits: Tensor) -> Any:
+        model.seen += 1 * model.stats["counted"].item()
+
+    def begins(model: Any, index: int) -> None:
+        model.stats["counted"].fill_(index >= BEFORE)
+        if index <= BEFORE:
+            model.seen = 1
+
+    def make() -> Rig:
+        rig = rig_of(adds, begins)
+        rig.owners["model"].stats["counted"] = torch.zeros((), dtype=torch.int64)
+        return rig
+
+    assert assert_same_as_eager(make, verify="off").stats.replayed == CALLS - BEFORE
+
+
 def test_numbers_survive_new_containers() -> None:
     """A list that is emptied, and an attribute's holder that is another one, are followed."""
 
@@ -202,6 +221,10 @@ def counts_on(model: Any, loss: Tensor, hits: Tensor) -> Any:
     return len([0] * hits.long().sum().item())  # culprit
 
 
+def asks_whether_it_is_true(model: Any, loss: Tensor, hits: Tensor) -> Any:
+    return loss if (loss > 0).item() is True else -loss  # culprit
+
+
 def catches(model: Any, loss: Tensor, hits: Tensor) -> Any:
     try:
         return loss.item() / hits.sum().item()  # culprit
@@ -209,7 +232,7 @@ def catches(model: Any, loss: Tensor, hits: Tensor) -> Any:
         return 0.0
 
 
-NEEDED: list[Body] = [shows, decides, scales, rounds_in_c, counts_on, catches]
+NEEDED: list[Body] = [shows, decides, scales, rounds_in_c, counts_on, asks_whether_it_is_true, catches]
 
 
 @pytest.mark.parametrize("body", NEEDED, ids=lambda body: body.__name__)
@@ -311,6 +334,18 @@ def test_an_attribute_that_is_read_in_some_calls_only_is_refused() -> None:
 
     with pytest.raises((HostEffectError, HostScalarError), match=r"model\.last|turns"):
         drive(rig := build(partial(rig_of, sets)), managed(rig))
+
+
+def test_an_attribute_that_each_step_makes_is_refused() -> None:
+    """A replay puts the number where the one before lies."""
+
+    def makes(model: Any, loss: Tensor, hits: Tensor) -> Any:
+        model.made = loss.item()
+
+    pattern = r"sets model\.made, which is not there before it"
+    assert_refused(
+        partial(rig_of, makes, lambda model, index: delattr(model, "made")), HostEffectError, pattern, done=4
+    )
 
 
 def test_a_wrong_number_is_found_by_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
