@@ -31,7 +31,7 @@ _GEOMETRIES = 256
 """Geometries of feeds whose latest program is remembered."""
 _PAYS = 16
 """Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``."""
-_ASLEEP = 4
+_ASLEEP = 15
 """Answers for which programs of one key are kept, beside those of now."""
 _REASONS = 8
 """Reasons of recaptures that an error lists."""
@@ -149,7 +149,11 @@ class Entry:
         self.lines, self.any_program = self.asleep.pop(answers, ({}, None))
         self.answers = answers
         if len(self.asleep) > _ASLEEP:
-            _close(_ready(*self.asleep.pop(next(iter(self.asleep)))))
+            self.forget_oldest()
+
+    def forget_oldest(self) -> None:
+        """Close the programs for the answers that have not been there for longest."""
+        _close(_ready(*self.asleep.pop(next(iter(self.asleep)))))
 
     def programs(self) -> list[Program]:
         """Programs that are ready, each once, those for the answers of now last."""
@@ -336,9 +340,12 @@ class Programs:
             del self._latest[next(iter(self._latest))]
         while len(self.all()) > self._options.max_graphs:
             others = [other for other in self._entries.values() if other.programs() and other is not entry]
-            if not others:
+            if others:
+                min(others, key=lambda other: other.used).drop()
+            elif entry.asleep:
+                entry.forget_oldest()
+            else:
                 break
-            min(others, key=lambda other: other.used).drop()
             self._stats.note("evicted: more programs than max_graphs")
         self._let_go()
 

@@ -218,12 +218,13 @@ def test_a_comparison_that_alternates() -> None:
     assert (step.stats.captured, step.stats.recaptured, step.stats.replayed) == (2, 0, 10)
 
 
-def test_programs_for_many_outcomes_are_bounded() -> None:
-    """The oldest of more than five is closed, and captured again when its turn comes."""
+@pytest.mark.parametrize(("calls_each", "max_graphs", "captured", "kept"), [(8, 16, 6, 6), (8, 5, 7, 5), (1, 16, 6, 6)])
+def test_programs_for_many_outcomes_are_bounded(calls_each: int, max_graphs: int, captured: int, kept: int) -> None:
+    """The oldest of more than ``max_graphs`` is closed, and captured again when its turn comes."""
     model, found = Model(), []
 
     def act(model: Any, index: int) -> None:
-        model.step = index // 8
+        model.step = index // calls_each % (6 if calls_each == 1 else 7)
 
     def body(x: Tensor) -> Tensor:
         if model.step == 1:
@@ -238,13 +239,13 @@ def test_programs_for_many_outcomes_are_bounded() -> None:
             x = x + 5
         return x * 2
 
-    step = graph_step(body, owners={"model": model})
+    step = graph_step(body, owners={"model": model}, max_graphs=max_graphs)
     for index in range(7 * 8):
         act(model, index)
         found.append(step(torch.ones(2)))
         assert torch.equal(found[-1], torch.full((2,), 2.0 * (1 + model.step % 6)))
-    assert step.stats.captured == 7
-    assert len(step.programs) == 5
+    assert step.stats.captured == captured
+    assert len(step.programs) == kept
 
 
 def test_a_comparison_that_can_no_longer_be_made() -> None:
