@@ -68,6 +68,9 @@ class Reader(Protocol):
     def may_fail(self) -> bool:
         """Whether a computation may wait that raises an exception for some values: no code catches that."""
 
+    def is_summed(self) -> bool:
+        """Whether numbers are added that ``sum()`` is given, where that does not round as ``+`` does."""
+
 
 class DeferredNumber:
     """A number of class ``kind``: the only element of ``tensor``, or what ``function`` gives for ``operands``.
@@ -143,7 +146,8 @@ def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any]
         # Other powers may be of another class.
         is_known = kind in _PLAIN and not (is_power and not (type(second) in (int, float) and second >= 0))
         fails = is_power or (function in _DIVISIONS and (type(second) is DeferredNumber or second == 0))
-        if not is_known or (fails and not self._reader.may_fail()):
+        is_summed = function is operator.add and self._reader.is_summed()
+        if not is_known or is_summed or (fails and not self._reader.may_fail()):
             return function(*map(value_of, operands))
         is_whole = float not in (kind, self._kind) and function is not operator.truediv
         return _computed(function, *operands, kind=int if is_whole else float)

@@ -9,6 +9,7 @@ cannot be followed: the step is undone, and run again with each number read at o
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from threading import get_ident
 from typing import Any
@@ -23,8 +24,10 @@ from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.deferred import DeferredNumber, form_of, value_of
 from graphplan.tensors.trees import close_records, flatten_result
 from graphplan.trace.changes import Changes
-from graphplan.trace.host_reads import ends_step, is_torchs
+from graphplan.trace.host_reads import ends_step, is_operator, is_torchs
 
+_SUMS_DIFFER = sys.version_info >= (3, 12)
+"""From then on ``sum()`` makes up for what additions round off."""
 _item = torch._C.TensorBase.item
 _NO_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
 """Code may ask whether a truth value *is* ``True``."""
@@ -70,6 +73,12 @@ class DeferredReads:
     def may_fail(self) -> bool:
         """See :class:`graphplan.tensors.deferred.Reader`."""
         return ends_step()
+
+    def is_summed(self) -> bool:
+        """See :class:`graphplan.tensors.deferred.Reader`."""
+        is_summed = _SUMS_DIFFER and not is_operator()
+        self._is_lost |= is_summed
+        return is_summed
 
     def settle(self, result: Any, changes: Changes, after: Walk, assigned: set[str]) -> Any:
         """Put real numbers in the places of those in ``changes``, whose walk is ``after``, and in ``result``, which is

@@ -8,6 +8,7 @@ torch would have to read, is given to the capture as the positions that it selec
 
 from __future__ import annotations
 
+import dis
 import linecache
 import os
 import sys
@@ -107,6 +108,12 @@ def is_asserted() -> bool:
         if frame is None or not branches_of(frame).lets_out(frame.f_lasti):
             return False
     return False
+
+
+def is_operator() -> bool:
+    """Return True if an operator in Python code computes what is being computed, and not a function in C."""
+    frame = _asking(sys._getframe(1))
+    return frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("BINARY_", "INPLACE_"))
 
 
 def ends_step() -> bool:
