@@ -59,6 +59,8 @@ class Lookup:
                 # Others have its programs.
                 return entry, None
             program = entry.select(self._managed.grad_presence)
+            if program is None and entry.answers in entry.refused:
+                return entry, None
             if program is None and not entry.eager_calls and self._programs.is_further(entry):
                 # One eager step, for which nothing needs to be known.
                 return entry, None

@@ -73,7 +73,7 @@ class Entry:
     of its warm-up steps are known. ``outside``: gradients flow through the results of its calls, which are eager.
     ``batch``: what is read of the batch before the step, and chooses one of other entries. ``compared`` are numbers of
     owners with the comparisons that the step's code makes with them, ``answers`` what these came to for its ``lines``;
-    lines for other answers are ``asleep``.
+    lines for other answers are ``asleep``. Calls for answers that are ``refused`` are eager.
     """
 
     warm: int = 0
@@ -94,6 +94,7 @@ class Entry:
     compared: dict[str, Compared] = field(default_factory=dict)
     answers: tuple[bool, ...] = ()
     asleep: dict[tuple[bool, ...], tuple[dict[Variant, Line], Program | None]] = field(default_factory=dict)
+    refused: dict[tuple[bool, ...], RefusalError] = field(default_factory=dict)
     gate: Gate | None = None
     is_decided: bool = False
 
@@ -138,7 +139,7 @@ class Entry:
             return
         for lines, program in self.asleep.values():
             _close(_ready(lines, program))
-        self.asleep = {}
+        self.asleep, self.refused = {}, {}
         self.answers = answers_of(self.compared, values)
 
     def _turn(self, answers: tuple[bool, ...]) -> None:
@@ -150,6 +151,11 @@ class Entry:
         self.answers = answers
         if len(self.asleep) > _ASLEEP:
             self.forget_oldest()
+
+    @property
+    def serves_others(self) -> bool:
+        """Whether there are programs for other answers than those of now."""
+        return any(_ready(lines, program) for lines, program in self.asleep.values())
 
     def forget_oldest(self) -> None:
         """Close the programs for the answers that have not been there for longest."""
@@ -164,6 +170,7 @@ class Entry:
         """Close the programs and start again from one warm step."""
         _close(self.programs())
         self.asleep.clear()
+        self.refused.clear()
         self.lines.clear()
         self.any_program = None
         self.settled = False

@@ -196,9 +196,16 @@ class Stages:
             refusal = error if isinstance(error, RefusalError) else refusal_of(error)
             if refusal is None:
                 raise
-        self._refusals.refuse(refusal)
-        entry.refusal = refusal
+        self._refuse(entry, refusal)
         return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal))
+
+    def _refuse(self, entry: Entry, error: RefusalError) -> None:
+        if self._peers is None and entry.serves_others:
+            self._refusals.refuse(error, "graphplan runs such calls eagerly")
+            entry.refused[entry.answers] = error
+        else:
+            self._refusals.refuse(error)
+            entry.refusal = error
 
     @refusing_memory()
     def _attempt(self, call: Call) -> Any:
@@ -281,8 +288,7 @@ class Stages:
                 if error is None:
                     raise
                 # The traced step is a good eager step, and stands unless the refusal raises.
-                self._refusals.refuse(error)
-                call.entry.refusal = error
+                self._refuse(call.entry, error)
                 self._stats.skip(error.reason, str(error))
         call.entry.eager_calls += 1
         self._stats.traced += 1

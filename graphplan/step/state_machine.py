@@ -235,10 +235,12 @@ class StateMachine:
 
     def _of_refused_key(self, call: Call) -> Skip | None:
         """Calls of its key are refused."""
-        if call.entry.refusal is None:
-            return None
-        self.programs.close(call.entry)
-        return self._refused(call.entry.refusal)
+        entry = call.entry
+        if entry.refusal is not None:
+            self.programs.close(entry)
+            return self._refused(entry.refusal)
+        refusal = entry.refused.get(entry.answers)
+        return None if refusal is None else self._refused(refusal)
 
     def _timed_eagerly(self, call: Call) -> Skip | None:
         """Eager calls of its key are timed, to compare replays with."""

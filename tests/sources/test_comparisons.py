@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -246,6 +249,28 @@ def test_programs_for_many_outcomes_are_bounded(calls_each: int, max_graphs: int
         assert torch.equal(found[-1], torch.full((2,), 2.0 * (1 + model.step % 6)))
     assert step.stats.captured == captured
     assert len(step.programs) == kept
+
+
+def test_an_outcome_that_is_refused() -> None:
+    """The programs for others stay."""
+
+    def body(model: Any, x: Tensor) -> Tensor:
+        y: Tensor = model.net(x).sum().detach()
+        if model.step % 12 == 11 and y.item() > 0:
+            y = y * 2
+        return y
+
+    torch.manual_seed(0)
+    model = Model()
+    step = graph_step(partial(body, model), owners={"model": model})
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for index in range(48):
+            model.step, x = index, torch.randn(2, 4)
+            assert torch.equal(step(x), body(model, x))
+    (warning,) = warned
+    assert re.search(r"graphplan runs such calls eagerly: .*if model\.step % 12 == 11", str(warning.message))
+    assert (step.stats.captured, step.stats.replayed) == (1, 48 - 6 - 4)
 
 
 def test_a_comparison_that_can_no_longer_be_made() -> None:
