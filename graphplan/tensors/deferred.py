@@ -259,4 +259,7 @@ def _device_function(node: DeferredNumber) -> tuple[Any, tuple[Any, ...]]:
     if node._function is operator.pow and node._kind is float:
         base, exponent = node._operands
         return {2: torch.square, 0.5: torch.sqrt}.get(exponent), (base,)
+    if node._function is operator.truediv and type(node._operands[1]) is DeferredNumber:
+        # Where Python raises an exception, a device goes on with inf.
+        return None, ()
     return _ON_DEVICE.get(node._function), node._operands

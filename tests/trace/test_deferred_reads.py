@@ -510,6 +510,12 @@ def test_values_on_the_device_are_pythons(value: Any) -> None:
         assert torch.equal(on_device(found, torch.float32), torch.tensor(expected, dtype=torch.float32))
 
 
+def test_a_division_by_zero_is_no_infinity() -> None:
+    """A logged quotient of two numbers that are read is Python's, with its exception."""
+    with pytest.raises(ZeroDivisionError, match=r"division by zero"):
+        on_device(number(1.0) / number(0.0), torch.float32)
+
+
 def test_what_may_fail_is_computed_at_once_where_code_catches_that() -> None:
     """Otherwise the exception would come where no handler is."""
     for fail in (lambda n: 1 / n, lambda n: 1 // n, lambda n: n % n, lambda n: n / 0, lambda n: (n + 1e200) ** 9):
