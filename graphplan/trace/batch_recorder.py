@@ -124,14 +124,16 @@ class BatchRecorder:
 
     def note(self, schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Take in an operator that is no read, after it has run."""
-        given, made = tensors_in([*args, *kwargs.values()]), tensors_in(out)
-        written = {storage_id(tensor): tensor for tensor in written_tensors(schema, args, dict(kwargs))}
         self._operators += 1
-        self._changed.update((storage, _range_of(tensor)) for storage, tensor in written.items() if storage is not None)
+        follows = schema.is_certain and all(map(self._has, tensors_in([*args, *kwargs.values()])))
+        if not (follows or schema.may_write):
+            return
         # By now, what has another shape in place is no longer what the operator was given.
         is_reshaped = torch.Tag.inplace_view in schema.operator.tags
-        is_usual = torch.get_default_dtype() == self._dtype and not is_reshaped
-        follows = schema.is_certain and is_usual and all(map(self._has, given))
+        follows = follows and torch.get_default_dtype() == self._dtype and not is_reshaped
+        made = tensors_in(out)
+        written = {storage_id(tensor): tensor for tensor in written_tensors(schema, args, dict(kwargs))}
+        self._changed.update((storage, _range_of(tensor)) for storage, tensor in written.items() if storage is not None)
         if not (follows and all(map(_is_plain, made)) and self._outside.isdisjoint(written)):
             self._known -= written.keys()
         elif made or written:
