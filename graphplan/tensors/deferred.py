@@ -88,13 +88,8 @@ class DeferredNumber:
         function: Any = None,
         operands: tuple[Any, ...] = (),
     ) -> None:
-        self._kind, self._reader, self._tensor, self._function, self._operands = (
-            kind,
-            reader,
-            tensor,
-            function,
-            operands,
-        )
+        self._kind, self._reader, self._tensor = kind, reader, tensor
+        self._function, self._operands = function, operands
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
