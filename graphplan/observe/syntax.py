@@ -14,6 +14,8 @@ from types import CodeType, ModuleType
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
+from graphplan.environment.origin import is_installed, is_library
+
 LEAVING = (ast.Return, ast.Break, ast.Continue)
 PAUSING = (ast.Yield, ast.YieldFrom, ast.Await)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp)
@@ -49,7 +51,8 @@ def parse(code: CodeType, space: Mapping[str, Any] | None = None) -> ast.Module:
 def _lines_of(code: CodeType, space: dict[str, Any]) -> list[str]:
     """The lines of the file that ``code`` comes from; none if they do not compile to it."""
     lines = linecache.getlines(code.co_filename, space)
-    if _is_made_of(code, lines):
+    if is_library(code.co_filename) or is_installed(code.co_filename) or _is_made_of(code, lines):
+        # To compile a file takes longer than all else; those of packages stay as they were loaded.
         return lines
     # Of a module that was loaded again, the lines from before may be known.
     linecache.checkcache(code.co_filename)

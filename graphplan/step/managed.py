@@ -157,6 +157,7 @@ class Managed:
 
         Raises:
             ReadSignal: if the step does with a deferred number what only real ones are good for.
+            RefusalError: if it does, and cannot be replayed for another reason.
         """
         with Discovery(self.manage, on_first_sight, _check_made) as discovery:
             try:
@@ -171,7 +172,8 @@ class Managed:
                 raise ReadSignal from None
         discovery.faults.check()
         if record.deferred and (record.executed.compiled or _are_misused(record)):
-            raise ReadSignal
+            # What refuses the step anyway need not be looked for again.
+            raise record.violation or ReadSignal()
         self.kept = discovery.kept(walk, result)
         return result, self._take_owners(discovery, walk)
 

@@ -105,7 +105,8 @@ class DeferredReads:
     def are_over(self) -> bool:
         """Whether no number is anywhere, nor was one where this could not follow it."""
         if any(number() is not None for number in self._made):
-            gc.collect()
+            # Cycles that the step has left are young.
+            gc.collect(1)
         return not self._is_lost and all(number() is None for number in self._made)
 
 
