@@ -465,7 +465,7 @@ FUNCTIONS: list[Callable[[Any], Any]] = [
 ]  # fmt: skip
 WHOLE: list[Callable[[Any], Any]] = [
     operator.index, lambda n: n & 6, lambda n: n | 8, lambda n: n ^ 1, lambda n: n << 1, lambda n: n >> 1,
-    operator.invert, lambda n: list(range(n)), lambda n: [0, 1, 2, 3, 4, 5][n],
+    lambda n: ~(n + 0), lambda n: list(range(n)), lambda n: [0, 1, 2, 3, 4, 5][n],
 ]  # fmt: skip
 
 
