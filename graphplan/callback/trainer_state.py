@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
 from graphplan.effects.allowed import allowing
 from graphplan.errors import HostScalarError
-from graphplan.observe.comparisons import is_only_compared
+from graphplan.observe.comparisons import COMPUTING, OPERATORS, Comparison, is_only_compared
 from graphplan.observe.source import find_source
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.naming import free_name
@@ -104,26 +103,6 @@ def group_numbers(optimizer: Optimizer) -> dict[str, Any]:
     return {f"optimizer[{name}]": Numbers(_Groups(optimizer, name), ("param_groups",)) for name in names}
 
 
-class Question(NamedTuple):
-    """What code asks of a batch index: ``compare(number, other)``, where each of ``steps`` computes the number of the
-    one before.
-    """
-
-    steps: tuple[tuple[Callable[[Any, Any], Any], Any, bool], ...]
-    compare: Callable[[Any, Any], Any]
-    other: Any
-
-    def answer(self, index: int) -> bool | None:
-        """What it comes to for a batch index; None if that cannot be computed, so that code cannot come to ask it."""
-        number: Any = index
-        try:
-            for function, other, is_first in self.steps:
-                number = function(other, number) if is_first else function(number, other)
-        except ZeroDivisionError:
-            return None
-        return bool(self.compare(number, self.other))
-
-
 class WatchedIndex(int):
     """A batch index that tells what Python asks of it: ``on_question`` is called with each comparison, also of a sum,
     product or remainder with other numbers, and ``on_use`` for other uses of its value.
@@ -132,13 +111,13 @@ class WatchedIndex(int):
     seen here, but shows as an operator's number that changes.
     """
 
-    on_question: Callable[[Question], None]
+    on_question: Callable[[Comparison], None]
     on_use: Callable[[], None]
     steps: tuple[Any, ...]
 
     @classmethod
     def of(
-        cls, value: int, on_question: Callable[[Question], None], on_use: Callable[[], None], steps: Any = ()
+        cls, value: int, on_question: Callable[[Comparison], None], on_use: Callable[[], None], steps: Any = ()
     ) -> WatchedIndex:
         """``value``, which is the index after ``steps``."""
         index = cls(value)
@@ -153,7 +132,7 @@ class WatchedIndex(int):
         return (int, (self.plain(),))
 
     def __bool__(self) -> bool:
-        self.on_question(Question(self.steps, operator.ne, 0))
+        self.on_question(Comparison(steps=self.steps))
         return self.plain() != 0
 
 
@@ -190,10 +169,10 @@ def _used(name: str) -> Callable[..., Any]:
     return method
 
 
-def _compared(function: Callable[[Any, Any], Any]) -> Callable[[WatchedIndex, Any], Any]:
+def _compared(symbol: str, function: Callable[[Any, Any], Any]) -> Callable[[WatchedIndex, Any], Any]:
     def method(self: WatchedIndex, other: Any) -> Any:
         if type(other) in (int, float, bool):
-            self.on_question(Question(self.steps, function, other))
+            self.on_question(Comparison(symbol, other, self.steps))
         else:
             self.on_use()
         return function(self.plain(), other)
@@ -201,26 +180,35 @@ def _compared(function: Callable[[Any, Any], Any]) -> Callable[[WatchedIndex, An
     return method
 
 
-def _computed(function: Callable[[Any, Any], Any], *, is_first: bool) -> Callable[[WatchedIndex, Any], Any]:
+def _computed(
+    function: Callable[[Any, Any], Any], steps_of: Callable[[int], tuple[tuple[str, int], ...]]
+) -> Callable[[WatchedIndex, Any], Any]:
+    """``function(number, other)``, which is what the steps for ``other`` make of the number."""
+
     def method(self: WatchedIndex, other: Any) -> Any:
-        value = function(other, self.plain()) if is_first else function(self.plain(), other)
+        value = function(self.plain(), other)
         asking = sys._getframe(1)
         # C code does not say that it takes the value of what is computed.
         if type(other) is int and is_only_compared(asking.f_code, asking.f_lasti):
-            return WatchedIndex.of(value, self.on_question, self.on_use, (*self.steps, (function, other, is_first)))
+            return WatchedIndex.of(value, self.on_question, self.on_use, (*self.steps, *steps_of(other)))
         self.on_use()
         return value
 
     return method
 
 
-for _function in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
-    setattr(WatchedIndex, f"__{_function.__name__}__", _compared(_function))
-for _function in (operator.add, operator.sub, operator.mul, operator.mod, operator.floordiv):
-    setattr(WatchedIndex, f"__{_function.__name__}__", _computed(_function, is_first=False))
-    setattr(WatchedIndex, f"__r{_function.__name__}__", _computed(_function, is_first=True))
+for _symbol in ("<", "<=", ">", ">=", "==", "!="):
+    setattr(WatchedIndex, f"__{OPERATORS[_symbol].__name__}__", _compared(_symbol, OPERATORS[_symbol]))
+for _symbol, _function in COMPUTING.items():
+    _method = _computed(_function, lambda other, symbol=_symbol: ((symbol, other),))  # type: ignore[misc]
+    setattr(WatchedIndex, f"__{_function.__name__}__", _method)
+for _name in ("add", "mul"):
+    setattr(WatchedIndex, f"__r{_name}__", getattr(WatchedIndex, f"__{_name}__"))
+_from = _computed(lambda number, other: other - number, lambda other: (("*", -1), ("+", other)))
+WatchedIndex.__rsub__ = _from  # type: ignore[assignment,method-assign]
 _USES = (
-    "truediv rtruediv pow rpow divmod rdivmod and rand or ror xor rxor lshift rlshift rshift rrshift neg abs invert "
+    "rmod rfloordiv truediv rtruediv pow rpow divmod rdivmod "
+    "and rand or ror xor rxor lshift rlshift rshift rrshift neg abs invert "
     "hash format repr str int float index"
 )
 for _use in _USES.split():

@@ -16,10 +16,16 @@ from typing import Any
 
 from graphplan.observe.names import plain_steps
 
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
     "in": lambda number, others: number in others,
 }  # fmt: skip
+COMPUTING: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "%": operator.mod, "//": operator.floordiv,
+}  # fmt: skip
+"""Operators whose results are compared as the numbers themselves are."""
+_SYMBOLS = {"ADD": "+", "SUBTRACT": "-", "MULTIPLY": "*", "MODULO": "%", "FLOOR_DIVIDE": "//"}
+"""What instructions of Python 3.10 are called behind ``BINARY_``."""
 _NAMING = ("LOAD_ATTR", "LOAD_SUPER_ATTR", "STORE_ATTR", "DELETE_ATTR")
 """Instructions that name an attribute, but for those that call it: a number is not called."""
 _OPERATIONS = ("BINARY_", "INPLACE_")
@@ -38,17 +44,19 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``number % modulus OPERATOR other``; without an operator whether the number is not 0."""
+    """``OPERATOR other`` of what ``steps``, operators with their right operands, make of a number one after the other;
+    without an operator whether that is not 0.
+    """
 
     operator: str = ""
     other: Any = 0
-    modulus: Any = None
+    steps: tuple[tuple[str, Any], ...] = ()
 
     def outcome(self, number: Any) -> bool:
         """What it comes to for ``number``. A comparison that cannot be made raises, as in the step."""
-        if self.modulus is not None:
-            number = number % self.modulus
-        return bool(_OPERATORS[self.operator](number, self.other) if self.operator else number)
+        for symbol, operand in self.steps:
+            number = COMPUTING[symbol](number, operand)
+        return bool(OPERATORS[self.operator](number, self.other) if self.operator else number)
 
 
 class _ComputedWith(Exception):
@@ -170,21 +178,27 @@ def _only_left_operand(code: CodeType, steps: Sequence[_Step], index: int) -> No
 
 def _comparison_after(code: CodeType, steps: Sequence[_Step], index: int) -> Comparison:
     """The comparison with what is loaded from ``index`` on."""
-    modulus = None
+    made: tuple[tuple[str, Any], ...] = ()
     other, end = _other_at(code, steps, index)
-    if (steps[end].opname, steps[end].argrepr) in (("BINARY_OP", "%"), ("BINARY_MODULO", "")):
-        _only(isinstance(other, NUMBERS) and other != 0)
-        modulus = other
-        if steps[end + 1].opname == "TO_BOOL" or steps[end + 1].opname.startswith(("POP_JUMP", "UNARY_NOT")):
-            return Comparison(modulus=modulus)
+    while (symbol := _symbol_of(steps[end])) in COMPUTING:
+        _only(isinstance(other, NUMBERS) and not (symbol in ("%", "//") and other == 0))
+        made = (*made, (symbol, other))
+        if _asks_for_truth(steps[end + 1]):
+            _only(not any(step.is_target for step in steps[index : end + 1]))
+            return Comparison(steps=made)
         other, end = _other_at(code, steps, end + 1)
     _only(not any(step.is_target for step in steps[index : end + 1]))
     if steps[end].opname == "CONTAINS_OP":
         _only(isinstance(other, tuple | frozenset) and all(isinstance(item, _LITERALS) for item in other))
-        return Comparison("in", other, modulus)
+        return Comparison("in", other, made)
     compared = str(steps[end].argval)
-    _only(steps[end].opname == "COMPARE_OP" and compared in _OPERATORS and isinstance(other, (*_LITERALS, Attribute)))
-    return Comparison(compared, other, modulus)
+    _only(steps[end].opname == "COMPARE_OP" and compared in OPERATORS and isinstance(other, (*_LITERALS, Attribute)))
+    return Comparison(compared, other, made)
+
+
+def _symbol_of(step: _Step) -> str:
+    """The symbol of the operator that an instruction is."""
+    return step.argrepr if step.opname == "BINARY_OP" else _SYMBOLS.get(step.opname.removeprefix("BINARY_"), "")
 
 
 def _other_at(code: CodeType, steps: Sequence[_Step], index: int) -> tuple[Any, int]:

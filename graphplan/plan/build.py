@@ -79,12 +79,11 @@ def build_plan(
     _check(feed, first, second, allow)
     walk = walk or walk_owners(owners())
     check_made_state(first, second, walk, allow)
-    # A list that changes its length is told as such, not as the numbers that it holds.
+    # A list that changes its length is told as such.
     appends = Append.find(first, second, allow)
     numbers = HeldNumber.find(first, second, walk, allow)
     counters = Counter.find(first, second, walk, allow)
     changed = {number.path for number in numbers} | {counter.path for counter in counters}
-    left = {flag.path: flag.value for flag in LeftFlag.find(first, second, allow)}
     rebindings = Rebindings.find(first, second, allow)
     externals = classify(first, second, feed, walk, carries=rebindings.carries, shadows=rates.storages)
     assert second.device is not None
@@ -98,7 +97,7 @@ def build_plan(
         numbers=numbers,
         appends=appends,
         assignments=Assignment.find(first, second, walk, changed, allow),
-        left=MappingProxyType(left),
+        left=MappingProxyType({flag.path: flag.value for flag in LeftFlag.find(first, second, allow)}),
         # What a result shows is told as such, not as a value that was read.
         outputs=tuple(_outputs(first, second, {*rebindings.paths} - rebindings.moved)),
         output_structure=second.output_structure,

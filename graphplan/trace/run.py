@@ -78,16 +78,7 @@ def trace(
     paths = _lasting_paths(after, changes)
     fed_ids = {id(leaf) for _, leaf in feed.tensors()}
     left = _left(after, changes) | {name: [leaf] for name, leaf in named if id(leaf) not in paths}
-    for path, parts in left.items():
-        own = [part for part in parts if isinstance(part, Tensor) and id(part) not in fed_ids]
-        if any(map(_has_gradient, own)):
-            record.gradients.append(path)
-        if any(has_memory(tensor) and is_freed(tensor) for tensor in own):
-            text = (
-                f"the step leaves or returns {path}, whose memory it has given back (untyped_storage().resize_(0)); a "
-                "replay would copy what is not there. Leave or return what has memory, or nothing"
-            )
-            record.refuse(HostEffectError(text))
+    _note_left(record, left, fed_ids)
     with_slots = {id(slot.param) for slot in after.slots.values() if slot.param is not None}
     for external in record.externals.values():
         tensor = external.tensor
@@ -146,6 +137,20 @@ def _run(
     for kind in {type(leaf) for _, leaf in feed.tensors()} - PLAIN_KINDS:
         record.executed.note_class(kind)
     return result
+
+
+def _note_left(record: Trace, left: Mapping[str, list[Any]], fed: Collection[int]) -> None:
+    """Note of what the step has ``left`` or returned, by path, what replays could not leave. ``fed`` are identities."""
+    for path, parts in left.items():
+        own = [part for part in parts if isinstance(part, Tensor) and id(part) not in fed]
+        if any(map(_has_gradient, own)):
+            record.gradients.append(path)
+        if any(has_memory(tensor) and is_freed(tensor) for tensor in own):
+            text = (
+                f"the step leaves or returns {path}, whose memory it has given back (untyped_storage().resize_(0)); a "
+                "replay would copy what is not there. Leave or return what has memory, or nothing"
+            )
+            record.refuse(HostEffectError(text))
 
 
 def _left(after: Walk, changes: Changes) -> dict[str, list[Any]]:

@@ -41,6 +41,9 @@ class Forms:
     def by_remainder(self) -> Any:
         return 1 if not self.n % 5 else 2
 
+    def added(self) -> Any:
+        return 1 if (self.n + 1) % 4 == 0 else (self.n - 3) // 2 > 5
+
     def with_attribute(self) -> Any:
         return self.n < self.other
 
@@ -61,8 +64,9 @@ FORMS: dict[str, set[Comparison]] = {
     "unused": set(),
     "compared": {Comparison(">", 3)},
     "in_variable": {Comparison("==", 0), Comparison(">", 7), Comparison("==", 3)},
-    "with_remainder": {Comparison("==", 0, modulus=10)},
-    "by_remainder": {Comparison(modulus=5)},
+    "with_remainder": {Comparison("==", 0, (("%", 10),))},
+    "by_remainder": {Comparison(steps=(("%", 5),))},
+    "added": {Comparison("==", 0, (("+", 1), ("%", 4))), Comparison(">", 5, (("-", 3), ("//", 2)))},
     "with_attribute": {Comparison("<", Attribute("other"))},
     "among": {Comparison("in", (1, 2))},
     "truth": {Comparison()},
@@ -79,7 +83,7 @@ def test_code_that_only_compares(form: str) -> None:
 COMPUTING: dict[str, Callable[..., Any]] = {
     "returned": lambda self: self.n,
     "exchanged": lambda self: 3 < self.n,  # noqa: SIM300
-    "added": lambda self: self.n + 1 > 3,
+    "added to what varies": lambda self: self.n + self.other > 3,
     "formatted": lambda self: f"{self.n}",
     "index": lambda self: [1, 2][self.n],
     "handed on": lambda self: abs(self.n),
@@ -123,8 +127,8 @@ def test_attributes_of_the_first_argument_alone() -> None:
         (Comparison(">", 3), 4, 3),
         (Comparison("in", (1, 2)), 2, 3),
         (Comparison(), 1, 0),
-        (Comparison("==", 1, modulus=2), 5, 6),
-        (Comparison(modulus=5), 4, 5),
+        (Comparison("==", 1, (("%", 2),)), 5, 6),
+        (Comparison(steps=(("%", 5),)), 4, 5),
         (Comparison("!=", None), 4, None),
     ],
 )

@@ -29,7 +29,6 @@ from graphplan.callback.patches import InstancePatch, Recover, recovering
 from graphplan.callback.trainer_state import (
     WRAPPER,
     WRAPPERS_NOTE,
-    Question,
     WatchedIndex,
     optimizers_of,
     reached_objects,
@@ -41,6 +40,7 @@ from graphplan.effects.allowed import is_allowed
 from graphplan.errors import OptionError, RecaptureError, RefusalError, SkipReason
 from graphplan.feed.call_arguments import CallArguments, hands_over
 from graphplan.feed.signature import with_new_containers
+from graphplan.observe.comparisons import Comparison
 from graphplan.owners.slots import Via
 from graphplan.program.faults import lost, refusal_of
 from graphplan.report.figures import Figures, describe_program
@@ -124,7 +124,7 @@ class Seam(ABC):
         self._known_before: tuple[Any, ...] = ()
         self._leaf = Literals()
         self._leaves: dict[tuple[Any, ...], Literals] = {}
-        self._questions: dict[Question, None] = {}
+        self._questions: dict[Comparison, None] = {}
         """What the step has asked of a batch's number."""
         self._compiled = CompiledModules([], False)
         self.notes: list[str] = []
@@ -300,7 +300,7 @@ class Seam(ABC):
 
     def _known(self, facts: tuple[Any, ...]) -> Literals:
         """``facts`` and all else that a step depends on as one leaf, the same object while nothing changes."""
-        answers = (question.answer(self._index) for question in self._questions)
+        answers = (question.outcome(self._index) for question in self._questions)
         known = (*facts, getattr(self._wrapper, WRAPPERS_NOTE, None), *answers)
         if known != self._known_before:
             if len(self._leaves) >= _LEAVES:
@@ -356,7 +356,7 @@ class Seam(ABC):
             return batch_idx
         return WatchedIndex.of(batch_idx, self._take_question, partial(refuse_number, "batch_idx"))
 
-    def _take_question(self, question: Question) -> None:
+    def _take_question(self, question: Comparison) -> None:
         """Note what the step asks of the batch's number: each combination of answers has a program of its own."""
         if len(self._questions) < _QUESTIONS:
             self._questions[question] = None
