@@ -79,12 +79,9 @@ def build_plan(
     _check(feed, first, second, allow)
     walk = walk or walk_owners(owners())
     check_made_state(first, second, walk, allow)
-    # A list that changes its length is told as such.
-    appends = Append.find(first, second, allow)
-    numbers = HeldNumber.find(first, second, walk, allow)
-    counters = Counter.find(first, second, walk, allow)
-    changed = {number.path for number in numbers} | {counter.path for counter in counters}
-    rebindings = Rebindings.find(first, second, allow)
+    effects = _effects(first, second, walk, allow)
+    rebindings = effects["rebindings"]
+    changed = {effect.path for effect in (*effects["numbers"], *effects["counters"])}
     externals = classify(first, second, feed, walk, carries=rebindings.carries, shadows=rates.storages)
     assert second.device is not None
     return Plan(
@@ -92,12 +89,8 @@ def build_plan(
         form=form_of(second),
         feed=FeedSpec(feed),
         externals=externals,
-        rebindings=rebindings,
-        counters=counters,
-        numbers=numbers,
-        appends=appends,
+        **effects,
         assignments=Assignment.find(first, second, walk, changed, allow),
-        left=MappingProxyType({flag.path: flag.value for flag in LeftFlag.find(first, second, allow)}),
         # What a result shows is told as such, not as a value that was read.
         outputs=tuple(_outputs(first, second, {*rebindings.paths} - rebindings.moved)),
         output_structure=second.output_structure,
@@ -120,6 +113,20 @@ def build_plan(
         last_operators=_last_operators(second),
         handles=_handles(second, function=function, owners=owners, rates=rates, keep_alive=_shared(first, second)),
     )
+
+
+def _effects(first: Trace, second: Trace, walk: Walk, allow: Sequence[str]) -> dict[str, Any]:
+    """What both traces changed alike, as a plan has it. A list that changes its length is told as such, not as the
+    numbers that it holds.
+    """
+    appends = Append.find(first, second, allow)
+    numbers = HeldNumber.find(first, second, walk, allow)
+    counters = Counter.find(first, second, walk, allow)
+    left = MappingProxyType({flag.path: flag.value for flag in LeftFlag.find(first, second, allow)})
+    rebindings = Rebindings.find(first, second, allow)
+    return {
+        "appends": appends, "numbers": numbers, "counters": counters, "left": left, "rebindings": rebindings,
+    }  # fmt: skip
 
 
 def _handles(trace: Trace, **others: Any) -> Handles:
