@@ -6,7 +6,9 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace graphplan {
@@ -20,32 +22,37 @@ inline void prefetch(const void* place) {
 #endif
 }
 
-// As long as a cache line.
-struct Fact {
+// All that tensors can have in common but for where they lie. Few kinds serve thousands of tensors, and stay in the cache.
+struct Kind {
   PyTypeObject* type;
   uint64_t keys;
-  const void* memory;
-  int64_t offset;
-  // Where all that was found. Only hints: nothing is read but what the tensor itself leads to.
-  const c10::TensorImpl* impl;
-  const c10::StorageImpl* storage;
-  const void* meta;
-  int32_t ndim;
+  std::vector<int64_t> sizes, strides;
   c10::ScalarType dtype;
   c10::Device device;
   bool requires_grad;
   bool bare;
+
+  bool operator==(const Kind&) const = default;
 };
 
-// What some tensors were like. Sizes and strides of all lie one after another, as they are read.
+struct Fact {
+  const void* memory;
+  int64_t offset;
+  size_t kind;
+  // Where that was found. Only hints: nothing is read but what the tensor itself leads to.
+  const c10::TensorImpl* impl;
+  const c10::StorageImpl* storage;
+};
+
+// What some tensors were like.
 struct Facts {
+  std::vector<Kind> kinds;
   std::vector<Fact> of;
-  std::vector<int64_t> dims;
   bool placed = false;
 
   ~Facts() {
-    for (const Fact& fact : of) {
-      Py_DECREF(fact.type);
+    for (const Kind& kind : kinds) {
+      Py_DECREF(kind.type);
     }
   }
 };
@@ -61,8 +68,8 @@ inline bool is_dense(const at::Tensor& tensor) {
       !tensor.is_nested();
 }
 
-inline const void* memory_of(const at::Tensor& tensor) {
-  return tensor.storage().unsafeGetStorageImpl()->data();
+inline const void* memory_of(const c10::TensorImpl* impl) {
+  return impl->unsafe_storage().unsafeGetStorageImpl()->data();
 }
 
 // Whether code has hung an attribute on the tensor.
@@ -71,56 +78,67 @@ inline bool is_bare(PyObject* item) {
   return attributes == nullptr || *attributes == nullptr || PyDict_GET_SIZE(*attributes) == 0;
 }
 
-inline void add(Facts& facts, PyObject* item, const at::Tensor& tensor) {
-  // Kept, so that no other class can come to lie where it does.
-  Py_INCREF(Py_TYPE(item));
-  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  facts.of.push_back({Py_TYPE(item), tensor.key_set().raw_repr(), memory_of(tensor), tensor.storage_offset(), impl,
-                      tensor.storage().unsafeGetStorageImpl(), impl->autograd_meta(),
-                      static_cast<int32_t>(tensor.dim()), tensor.scalar_type(), tensor.device(),
-                      tensor.requires_grad(), is_bare(item)});
-  for (int64_t size : tensor.sizes()) {
-    facts.dims.push_back(size);
-  }
-  for (int64_t stride : tensor.strides()) {
-    facts.dims.push_back(stride);
-  }
+inline bool requires_grad(const c10::TensorImpl* impl) {
+  return const_cast<c10::TensorImpl*>(impl)->autograd_meta() != nullptr && impl->requires_grad();
 }
 
-inline void prefetch(const Fact& fact, const PyObject* item, bool placed) {
+inline void add(Facts& facts, PyObject* item, const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  Kind kind{Py_TYPE(item), tensor.key_set().raw_repr(), tensor.sizes().vec(), tensor.strides().vec(),
+            tensor.scalar_type(), tensor.device(), requires_grad(impl), is_bare(item)};
+  // From the end: neighbours are alike.
+  const auto found = std::find(facts.kinds.rbegin(), facts.kinds.rend(), kind);
+  size_t place = static_cast<size_t>(facts.kinds.rend() - found);
+  if (place == 0) {
+    // Kept, so that no other class can come to lie where it does.
+    Py_INCREF(kind.type);
+    facts.kinds.push_back(std::move(kind));
+    place = facts.kinds.size();
+  }
+  facts.of.push_back({memory_of(impl), tensor.storage_offset(), place - 1, impl,
+                      impl->unsafe_storage().unsafeGetStorageImpl()});
+}
+
+inline bool equal(c10::IntArrayRef found, const std::vector<int64_t>& known) {
+  if (found.size() != known.size()) {
+    return false;
+  }
+  for (size_t i = 0; i < found.size(); i++) {
+    if (found[i] != known[i]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+inline void prefetch(const Fact& fact, const PyObject* item) {
   const char* impl = reinterpret_cast<const char*>(fact.impl);
   prefetch(item);
   for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) {
     prefetch(impl + line);
   }
-  if (fact.meta != nullptr) {
-    prefetch(fact.meta);
-  }
-  if (placed) {
-    prefetch(fact.storage);
-  }
+  prefetch(fact.storage);
 }
 
-// Whether `item` is as `fact` says. The same dispatch keys mean the same layout, and memory of its own.
-inline bool fits(const Fact& fact, const int64_t* dims, PyObject* item, bool placed) {
-  if (Py_TYPE(item) != fact.type) {
+// Whether `item` is as was found. The same dispatch keys mean the same layout, and memory of its own.
+inline bool fits(const Fact& fact, const Kind& kind, PyObject* item, bool placed) {
+  if (Py_TYPE(item) != kind.type) {
     return false;
   }
-  const at::Tensor& tensor = THPVariable_Unpack(item);
-  if (tensor.key_set().raw_repr() != fact.keys || tensor.dim() != fact.ndim) {
+  const c10::TensorImpl* impl = THPVariable_Unpack(item).unsafeGetTensorImpl();
+  if (impl->key_set().raw_repr() != kind.keys) {
     return false;
   }
-  if (placed && (memory_of(tensor) != fact.memory || tensor.storage_offset() != fact.offset)) {
+  if (placed && (memory_of(impl) != fact.memory || impl->storage_offset() != fact.offset)) {
     return false;
   }
   // Attributes of what is owned are compared one by one.
-  if (!placed && fact.bare && !is_bare(item)) {
+  if (!placed && kind.bare && !is_bare(item)) {
     return false;
   }
-  const auto ndim = static_cast<size_t>(fact.ndim);
-  return tensor.sizes() == c10::IntArrayRef(dims, ndim) && tensor.strides() == c10::IntArrayRef(dims + ndim, ndim) &&
-      tensor.scalar_type() == fact.dtype && tensor.device() == fact.device &&
-      (tensor.unsafeGetTensorImpl()->autograd_meta() != nullptr && tensor.requires_grad()) == fact.requires_grad;
+  return equal(impl->sizes(), kind.sizes) && equal(impl->strides(), kind.strides) &&
+      impl->dtype().toScalarType() == kind.dtype && impl->device() == kind.device &&
+      requires_grad(impl) == kind.requires_grad;
 }
 
 inline bool fit(const Facts& facts, PyObject* list) {
@@ -128,16 +146,14 @@ inline bool fit(const Facts& facts, PyObject* list) {
   if (!PyList_CheckExact(list) || PyList_GET_SIZE(list) != static_cast<Py_ssize_t>(count)) {
     return false;
   }
-  const int64_t* dims = facts.dims.data();
   for (size_t i = 0; i < count; i++) {
     if (i + kAhead < count) {
-      prefetch(facts.of[i + kAhead], PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i + kAhead)), facts.placed);
+      prefetch(facts.of[i + kAhead], PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i + kAhead)));
     }
     const Fact& fact = facts.of[i];
-    if (!fits(fact, dims, PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i)), facts.placed)) {
+    if (!fits(fact, facts.kinds[fact.kind], PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i)), facts.placed)) {
       return false;
     }
-    dims += 2 * fact.ndim;
   }
   return true;
 }
