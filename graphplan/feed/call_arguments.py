@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from graphplan.feed.placeholders import is_placeholder
 from graphplan.feed.signature import Feed, is_comparable, is_literal, leaf_key, named_arguments
-from graphplan.tensors.containers import PLAIN_LEAVES
-from graphplan.tensors.trees import base_of, fill_record, is_record, record_values
+from graphplan.tensors.records import base_of, fill_record, is_record, record_values
+from graphplan.tensors.trees import PLAIN_LEAVES
 
 Result = TypeVar("Result")
 _Called = TypeVar("_Called", bound=Callable[..., Any])

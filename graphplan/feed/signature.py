@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from graphplan.errors import DeviceError, FeedError, RefusalError
 from graphplan.feed.placeholders import is_placeholder
 from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_own_operators, is_freed
-from graphplan.tensors.containers import Literals, flatten_plain
 from graphplan.tensors.dtensors import is_sharded
-from graphplan.tensors.trees import close_records, has_attributes, is_record, literal_values, open_records, with_paths
+from graphplan.tensors.records import base_of, has_attributes, record_values
+from graphplan.tensors.trees import Literals, flatten_arguments, names_of, rebuild, text_of
 
 Key = tuple[Hashable, ...]
 WIDEST_LOAD = 64
@@ -108,15 +107,15 @@ class Feed:
         """``(args, kwargs)`` with ``leaves`` in place of the original ones."""
         if self.structure is None:
             return tuple(leaves), {}
-        args, kwargs = close_records(pytree.tree_unflatten(list(leaves), self.structure))
+        args, kwargs = rebuild(self.structure, leaves)
         return args, kwargs
 
     def names(self) -> list[str]:
         """A path for every leaf, such as ``args[0]`` or ``kwargs['mask']``."""
         if self.structure is None:
             return [f"args[{i}]" for i in range(len(self.leaves))]
-        tree = pytree.tree_unflatten(list(self.leaves), self.structure)
-        return [name + pytree.keystr(path) for name, arg in named_arguments(*tree) for path, _ in with_paths(arg)]
+        args, kwargs = self.structure[2]
+        return [*names_of(args, "args"), *names_of(kwargs, "kwargs")]
 
     def tensors(self) -> list[tuple[int, Tensor]]:
         """The tensor leaves that the step may read, with their indices."""
@@ -181,8 +180,10 @@ def _is_hashable(leaf: Any) -> bool:
 def _values_key(thing: Any, depth: int) -> Hashable:
     """The key of an object that holds only literals; None for others."""
     kind = type(thing)
-    values = dict(enumerate(thing)) if kind in (list, tuple) else thing if kind is dict else literal_values(thing)
-    if values is None or depth > _DEEPEST or len(values) > _MOST_VALUES or not all(map(is_literal, values)):
+    if kind is not dict and kind is not list and kind is not tuple and base_of(kind) is None:
+        return None
+    values = thing if kind is dict else dict(enumerate(thing)) if kind in (list, tuple) else record_values(thing)
+    if depth > _DEEPEST or len(values) > _MOST_VALUES or not all(map(is_literal, values)):
         return None
     keys: list[Hashable] = []
     for name, value in values.items():
@@ -264,8 +265,7 @@ def named_key(index: int, leaf: Any, names: Callable[[], list[str]]) -> Hashable
 
 
 def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf | None = None) -> Feed:
-    """Flatten a call. Tensors and literals in plain containers take a path without pytree. Without ``keys_of``, all
-    leaves have keys.
+    """Flatten a call. Without ``keys_of``, all leaves have keys.
 
     Raises:
         FeedError: for what cannot be flattened, or has no key.
@@ -273,12 +273,12 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf | 
     try:
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):
             return Feed(list(args), None, (len(args), *map(leaf_key, args)), (args, kwargs))
-        shape, leaves, structure = _take_apart(args, kwargs)
+        leaves, structure = _take_apart(args, kwargs)
         names = Feed(leaves, structure, ()).names
         if keys_of is None:
             keys, unread = [named_key(index, leaf, names) for index, leaf in enumerate(leaves)], frozenset[int]()
         else:
-            keys, unread = keys_of(shape, leaves, names)
+            keys, unread = keys_of(structure, leaves, names)
     except RefusalError:
         raise
     except Exception as error:
@@ -286,14 +286,14 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf | 
             f"{_culprit(args, kwargs)} cannot be taken apart ({type(error).__name__}: {error}); expected tensors and "
             "values in containers whose own code does not fail: feed what they hold as arguments of their own"
         ) from error
-    return Feed(leaves, structure, (shape, *keys), (args, kwargs), unread=unread)
+    return Feed(leaves, structure, (structure, *keys), (args, kwargs), unread=unread)
 
 
 def _culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """The first argument that raises when it is read."""
     for name, arg in named_arguments(args, kwargs):
         try:
-            leaves = _take_apart((arg,), {})[1]
+            leaves = _take_apart((arg,), {})[0]
             with suppress(FeedError):
                 for leaf in leaves:
                     leaf_key(leaf)
@@ -302,29 +302,19 @@ def _culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     return "what is fed"
 
 
-def _take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Hashable, list[Any], Any]:
-    """A hashable form of a call's structure, its leaves, and the structure to rebuild it with."""
-    try:
-        return flatten_plain((args, dict(kwargs)))
-    except TypeError:
-        pass
-    leaves, structure = pytree.tree_flatten((args, dict(kwargs)), is_leaf=has_attributes)
-    if any(map(is_record, leaves)):
-        opened = open_records((args, dict(kwargs)))
-        with suppress(TypeError):
-            return flatten_plain(opened)
-        leaves, structure = pytree.tree_flatten(opened, is_leaf=has_attributes)
+def _take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """A call's leaves, and the structure to rebuild it with."""
+    leaves, structure = flatten_arguments((args, dict(kwargs)))
     for leaf in leaves:
         if has_attributes(leaf):
             raise _with_attributes(leaf)
-    hash(structure)
-    return structure, leaves, structure
+    return leaves, structure
 
 
 def with_new_containers(batch: Any) -> Any:
     """``batch`` in containers of its own; itself if it cannot be taken apart."""
     try:
-        _, leaves, structure = _take_apart((batch,), {})
+        leaves, structure = _take_apart((batch,), {})
         (own,), _ = Feed(leaves, structure, ()).rebuild(leaves)
     except Exception:  # noqa: BLE001 - of any container's own code
         return batch
@@ -424,12 +414,7 @@ def _shortened(text: str) -> str:
 
 
 def _structure(feed: Feed | FeedSpec) -> str:
-    return on_one_line(feed.structure) if feed.structure is not None else f"{len(feed.key) - 1} positional tensors"
-
-
-def on_one_line(structure: pytree.TreeSpec) -> str:
-    """A structure as text for a message."""
-    return " ".join(str(structure).split())
+    return text_of(feed.structure) if feed.structure is not None else f"{len(feed.key) - 1} positional tensors"
 
 
 def _describe(key: Hashable) -> str:

@@ -24,7 +24,7 @@ from graphplan.errors import FeedError, GraphPlanError
 from graphplan.feed.call_arguments import is_callers
 from graphplan.feed.placeholders import Placeholder, ReadSignal
 from graphplan.feed.signature import Feed, Unread, leaf_key, named_key
-from graphplan.tensors.containers import Literals
+from graphplan.tensors.trees import Literals
 
 _SHAPES = 256
 """Structures of calls whose units are remembered."""

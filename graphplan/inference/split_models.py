@@ -17,7 +17,7 @@ from graphplan.inference.graphed import Graphed, ServeOptions
 from graphplan.inference.segments import Pieces, name_of
 from graphplan.program.leases import plain
 from graphplan.step.capture_sizes import tolerance
-from graphplan.tensors.trees import flatten_result
+from graphplan.tensors.trees import flatten_result, named_leaves
 from graphplan.verify.compare import Run, fits, lengths
 
 _LITERALS = (bool, int, float, str, type(None))
@@ -64,7 +64,7 @@ class SplitModel(Pieces):
         # torch.fx renames arguments whose values are settled, and keeps their order.
         names = inspect.signature(pieces.forward).parameters
         result = pieces(**dict(zip(names, _bind(self._model, args, kwargs).values(), strict=True)))
-        if self._calls == self._next_check and not any(asks_for_gradients(r) for _, r in flatten_result(result)[0]):
+        if self._calls == self._next_check and not any(map(asks_for_gradients, flatten_result(result)[0])):
             self._check(result, args, kwargs)
         return result
 
@@ -87,8 +87,8 @@ class SplitModel(Pieces):
     def _check(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare with the model itself: its code may do what torch.fx does not see."""
         self._next_check = self._options.step.schedule.after(self._calls)
-        found = [leaf for _, leaf in flatten_result(result)[0]]
-        for (name, wanted), leaf in zip(flatten_result(self._model(*args, **kwargs))[0], found, strict=True):
+        found = flatten_result(result)[0]
+        for (name, wanted), leaf in zip(named_leaves(self._model(*args, **kwargs)), found, strict=True):
             if not _is_alike(wanted, plain(leaf)):
                 raise VerifyError(
                     f"the pieces of {name_of(self._model)} do not come to what it comes to itself: {name} differs. Its "

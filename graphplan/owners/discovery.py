@@ -18,7 +18,7 @@ from graphplan.errors import Faults
 from graphplan.owners.naming import free_name
 from graphplan.owners.slots import Walk
 from graphplan.owners.views import attributes_of
-from graphplan.tensors.trees import flatten_result
+from graphplan.tensors.trees import named_leaves
 
 _INITIALIZERS = (
     nn.Module.__init__, nn.Module.__setstate__, torch.optim.Optimizer.__init__, torch.optim.Optimizer.__setstate__,
@@ -96,7 +96,7 @@ class Discovery:
 
     def kept(self, walk: Walk, result: Any) -> dict[str, str]:
         """What the step has made and returned, or left in its owners: class and line, by path."""
-        left = [*walk.parts.items(), *flatten_result(result)[0]]
+        left = [*walk.parts.items(), *named_leaves(result)]
         made = {path: thing for path, thing in left if thing in self._made}
         return {path: f"{type(thing).__name__}, at {self._made[thing]}" for path, thing in made.items()}
 

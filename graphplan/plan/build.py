@@ -21,7 +21,7 @@ from graphplan.effects.left_flags import LeftFlag
 from graphplan.effects.reads import Reads
 from graphplan.effects.rebindings import Rebindings
 from graphplan.errors import OutputError
-from graphplan.feed.signature import Feed, FeedSpec, on_one_line
+from graphplan.feed.signature import Feed, FeedSpec
 from graphplan.optimizers.rates import LearningRates
 from graphplan.owners.slots import Walk
 from graphplan.owners.walk import walk_owners
@@ -31,8 +31,9 @@ from graphplan.plan.plan import DRAWS, Handles, Output, Plan
 from graphplan.specs.paths import Of, Path, names
 from graphplan.specs.roles import External, Role
 from graphplan.tensors.deferred import NumberForm
+from graphplan.tensors.records import has_attributes
 from graphplan.tensors.storages import storage_id
-from graphplan.tensors.trees import has_attributes
+from graphplan.tensors.trees import text_of
 from graphplan.trace.changes import place_of, same_value
 from graphplan.trace.collectives import is_collective
 from graphplan.trace.records import OutputTensor, Trace
@@ -153,8 +154,8 @@ def _last_operators(trace: Trace) -> tuple[str, ...]:
 def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
     if first.output_structure != second.output_structure:
         raise OutputError(
-            f"the step returns {on_one_line(first.output_structure)} on one call and "
-            f"{on_one_line(second.output_structure)} on the next; a replay returns one structure: return the same one "
+            f"the step returns {text_of(first.output_structure)} on one call and "
+            f"{text_of(second.output_structure)} on the next; a replay returns one structure: return the same one "
             "each time"
         )
     outputs = []

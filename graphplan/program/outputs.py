@@ -15,10 +15,9 @@ from graphplan.plan.plan import Output, Plan
 from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.static_numbers import StaticNumber, StaticNumbers
 from graphplan.specs.roles import TensorSpec
-from graphplan.tensors.containers import rebuilder
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
-from graphplan.tensors.trees import close_records, flatten_result
+from graphplan.tensors.trees import flatten_result, rebuilder
 from graphplan.trace.changes import place_of
 
 
@@ -36,11 +35,11 @@ class Outputs:
         overwritten: Collection[int | None],
         lent: Mapping[int, Lease],
     ) -> None:
-        leaves = [leaf for _, leaf in flatten_result(result)[0]]
+        leaves = flatten_result(result)[0]
         self._lent = lent
         self._template = [output.value for output in plan.outputs]
         self._given = [(number, o) for number, o in enumerate(plan.outputs) if o.kind in ("input", "owned")]
-        self._rebuild = rebuilder(plan.output_structure, close_records)
+        self._rebuild = rebuilder(plan.output_structure)
         self._static: dict[int, Tensor] = {}
         self._packs: list[tuple[Tensor, list[int]]] = []
         self._shared: list[tuple[int, int]] = []
@@ -69,9 +68,7 @@ class Outputs:
             self._pack(numbers)
         self.lent = list(lent.values())
         """The results that are lent: each replay overwrites them."""
-        self._lone = (
-            0 in self._static and len(plan.outputs) == 1 and plan.output_structure.is_leaf() and not self._marks
-        )
+        self._lone = 0 in self._static and len(plan.outputs) == 1 and plan.output_structure is None and not self._marks
 
     def _pack(self, numbers: Sequence[int]) -> None:
         """Hand scalars of one dtype out as parts of the vector that they lie in, or of a new one."""

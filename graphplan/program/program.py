@@ -226,7 +226,7 @@ class Program:
             self.bindings.take_grads()
             for slot in walk().slots.values():
                 yield from map(local, slot.tensors())
-            for leaf in [*leaves, *(value for _, value in flatten_result(result)[0])]:
+            for leaf in [*leaves, *flatten_result(result)[0]]:
                 if isinstance(leaf, Tensor):
                     yield local(leaf)
                     if leaf.is_leaf and leaf.grad is not None:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from graphplan.program.program import Program
 from graphplan.step.dimensions import Place
-from graphplan.tensors.containers import flatten_plain, rebuilder
-from graphplan.tensors.trees import close_records, flatten_result
+from graphplan.tensors.trees import flatten_result, names_of, rebuilder, text_of
 from graphplan.verify.schedule import Timetable
 
 Candidates = list[Place | None]
@@ -57,16 +56,6 @@ class ShapeStats:
         return {**counts, **sets, "padding": self.padding}
 
 
-def result_leaves(result: Any) -> tuple[list[Any], Any]:
-    """:func:`flatten_result` without names, and without pytree if the containers are plain."""
-    try:
-        _, leaves, structure = flatten_plain(result)
-    except TypeError:
-        named, structure = flatten_result(result)
-        leaves = [leaf for _, leaf in named]
-    return leaves, structure
-
-
 class Slicer:
     """What is known of the results at one capture size.
 
@@ -85,7 +74,7 @@ class Slicer:
         shapes = [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
         if self.known is None or structure != self._structure or shapes != self._shapes:
             self._structure, self._shapes = structure, shapes
-            self._rebuild = rebuilder(structure, close_records)
+            self._rebuild = rebuilder(structure)
             self.known = [
                 [[None, *(place for place, size in sizes.items() if size == found)] for found in shape or ()]
                 for shape in shapes
@@ -108,10 +97,11 @@ class Slicer:
         assert self.known is not None
         wanted, structure = flatten_result(expected)
         if structure != self._structure:
-            return [f"the results' structure is {structure} without padding, and {self._structure} with it"], {}
+            structures = f"{text_of(structure)} without padding, and {text_of(self._structure)} with it"
+            return [f"the results' structure is {structures}"], {}
         problems: list[str] = []
         parts: dict[str, Tensor] = {}
-        for (name, own), leaf, dims in zip(wanted, leaves, self.known, strict=True):
+        for name, own, leaf, dims in zip(names_of(structure, "result"), wanted, leaves, self.known, strict=True):
             if not isinstance(leaf, Tensor) or not isinstance(own, Tensor):
                 if own != leaf:
                     problems.append(f"{name} is {own!r} without padding and {leaf!r} with it")

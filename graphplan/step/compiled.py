@@ -24,7 +24,7 @@ from graphplan.owners.slots import Walk
 from graphplan.owners.views import Numbers, attributes_of
 from graphplan.plan.plan import Plan
 from graphplan.tensors.copying import copy_all
-from graphplan.tensors.trees import flatten_result
+from graphplan.tensors.trees import named_leaves
 from graphplan.verify.compare import differing
 from graphplan.verify.state import collect_tensors
 
@@ -127,8 +127,7 @@ class Rehearsal:
         self._left = dict(zip(left, copy_all(list(left.values())), strict=True))
 
     def _tensors(self, result: Any) -> dict[str, Tensor]:
-        leaves, _ = flatten_result(result)
-        return collect_tensors(self._walk(), leaves, {}, (), lambda path: is_allowed(path, self._allow))
+        return collect_tensors(self._walk(), named_leaves(result), {}, (), lambda path: is_allowed(path, self._allow))
 
     def check(self, result: Any, fn: Callable[..., Any]) -> None:
         """Raise CaptureError, naming the first tensor that ``fn`` has left otherwise now."""

@@ -21,8 +21,7 @@ from graphplan.step.managed import Managed
 from graphplan.step.programs import Entry, Key, Variant
 from graphplan.step.runner import Parts
 from graphplan.tensors.attributes import attributes_on
-from graphplan.tensors.containers import PLAIN_LEAVES
-from graphplan.tensors.tree_shapes import shape_of, take_leaves
+from graphplan.tensors.trees import PLAIN_LEAVES, flatten_arguments, take_leaves
 from graphplan.trace.batch_reads import Search, reads_in
 
 _KINDS = 8
@@ -154,21 +153,21 @@ class Layout:
     """The containers and records of a call's arguments."""
 
     def __init__(self, args: Sequence[Any]) -> None:
-        self._shapes = list(map(shape_of, args))
-        self._is_flat = all(shape.label is None for shape in self._shapes)
+        self._structures = [flatten_arguments(arg)[1] for arg in args]
+        self._is_flat = not any(self._structures)
 
     def leaves(self, args: Sequence[Any]) -> list[Any] | None:
         """The leaves of ``args``, if they lie in such containers and records."""
-        if len(args) != len(self._shapes):
+        if len(args) != len(self._structures):
             return None
         if self._is_flat:
             return list(args)
         leaves: list[Any] = []
-        return leaves if all(map(take_leaves, args, self._shapes, repeat(leaves))) else None
+        return leaves if all(map(take_leaves, args, self._structures, repeat(leaves))) else None
 
     def is_like(self, other: Layout) -> bool:
         """Whether both are of the same containers and records. Known layouts are told apart by identity."""
-        return self._shapes == other._shapes
+        return self._structures == other._structures
 
 
 class KnownCall:

@@ -16,9 +16,10 @@ from graphplan.feed.signature import Feed
 from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.program import Program
 from graphplan.step.buckets import Buckets, Ladders
-from graphplan.step.capture_sizes import CaptureSize, ShapeStats, result_leaves
+from graphplan.step.capture_sizes import CaptureSize, ShapeStats
 from graphplan.step.dimensions import Dims, Dynamic, Place, outer_first
 from graphplan.tensors.storages import storage_id
+from graphplan.tensors.trees import flatten_result
 
 PadValue = float | int | bool
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -245,7 +246,7 @@ class PaddedCall:
     def take(self, result: Any) -> list[Any]:
         """The leaves of the padded result, of which the capture size learns."""
         self.kind.size.calls += self.kind.is_padded
-        leaves, structure = result_leaves(result)
+        leaves, structure = flatten_result(result)
         self.kind.size.slicer.meet(leaves, structure, self.kind.sizes)
         return leaves
 

@@ -33,7 +33,7 @@ from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside
 from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.snapshot import Snapshot, host_generators
-from graphplan.step.capture_sizes import result_leaves, tolerance
+from graphplan.step.capture_sizes import tolerance
 from graphplan.step.compiled import uncompiled
 from graphplan.step.managed import Managed
 from graphplan.step.padding import Kind
@@ -42,7 +42,7 @@ from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import copy_all
 from graphplan.tensors.dtensors import is_imagined, local
 from graphplan.tensors.storages import storage_id
-from graphplan.tensors.trees import flatten_result, map_result
+from graphplan.tensors.trees import flatten_result, map_result, named_leaves
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.operator_schemas import Schema, schema_of, tensors_in, written_tensors
 from graphplan.trace.records import rounding_of
@@ -190,7 +190,7 @@ class PaddingCheck:
             raise
         except Exception as error:  # noqa: BLE001 - whatever padding makes of the user's code
             return [f"the padded step raises {type(error).__name__}: {error}"]
-        leaves, structure = result_leaves(own.result)
+        leaves, structure = flatten_result(own.result)
         slicer.meet(leaves, structure, kind.sizes)
         problems, parts = slicer.learn(came.result, leaves, kind.true)
         problems += map(str, differing_values(own.values, came.values, _SIDES))
@@ -260,7 +260,7 @@ class PaddingCheck:
 
     def _left(self, result: Any, extra: Mapping[str, Tensor], mode: RehearsalMode) -> _Left:
         walk = self._managed.walk()
-        named, _ = flatten_result(result)
+        named = named_leaves(result)
 
         def is_left_out(path: str) -> bool:
             # What only a name leads to may be a whole dataset.

@@ -155,7 +155,7 @@ class Stages:
         self._stats.end_call("eager")
         if self._managed.unborn:
             self._stats.skip(SkipReason.UNBORN)
-        elif self._options.autograd and any(asks_for_gradients(leaf) for _, leaf in flatten_result(result)[0]):
+        elif self._options.autograd and any(map(asks_for_gradients, flatten_result(result)[0])):
             entry.outside = True
             self._stats.skip(SkipReason.GRADIENT)
         else:

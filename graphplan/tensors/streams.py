@@ -21,7 +21,7 @@ def lend(result: Any, stream: Any, device: torch.device) -> None:
     """
     if surroundings() is not None:
         return
-    for tensor in (local(leaf) for _, leaf in flatten_result(result)[0] if isinstance(leaf, Tensor)):
+    for tensor in (local(leaf) for leaf in flatten_result(result)[0] if isinstance(leaf, Tensor)):
         if type(tensor) in PLAIN_KINDS and tensor.device == device and tensor.layout is torch.strided:
             # Not the tensor itself: of one that is marked as conjugated torch would record a copy.
             memory = torch.empty(0, dtype=torch.uint8, device=device)

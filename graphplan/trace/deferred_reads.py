@@ -22,7 +22,7 @@ from graphplan.observe.conversions import Conversions
 from graphplan.owners.slots import Walk
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.deferred import DeferredNumber, form_of, value_of
-from graphplan.tensors.trees import close_records, flatten_result
+from graphplan.tensors.trees import flatten_result, rebuild
 from graphplan.trace.changes import Changes
 from graphplan.trace.host_reads import ends_step, is_operator, is_torchs
 
@@ -98,8 +98,8 @@ class DeferredReads:
                     after.lists[path][number] = pytree.tree_map_only(DeferredNumber, value_of, item)
             changes.appended[path] = pytree.tree_map_only(DeferredNumber, lambda it: form_of(it)[0], items)
         if has_numbers(result):
-            named, structure = flatten_result(result)
-            result = close_records(pytree.tree_unflatten([value_of(leaf) for _, leaf in named], structure))
+            leaves, structure = flatten_result(result)
+            result = rebuild(structure, list(map(value_of, leaves)))
         return result
 
     def are_over(self) -> bool:
@@ -112,4 +112,4 @@ class DeferredReads:
 
 def has_numbers(tree: Any) -> bool:
     """Return True if deferred numbers are among the leaves."""
-    return any(type(leaf) is DeferredNumber for _, leaf in flatten_result(tree)[0])
+    return any(type(leaf) is DeferredNumber for leaf in flatten_result(tree)[0])

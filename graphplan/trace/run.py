@@ -26,7 +26,7 @@ from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_memory,
 from graphplan.tensors.deferred import DeferredNumber, form_of
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
-from graphplan.tensors.trees import flatten_result
+from graphplan.tensors.trees import flatten_result, names_of
 from graphplan.trace.batch_answers import answers_in
 from graphplan.trace.changes import Changes, Recorder
 from graphplan.trace.mode import TraceMode
@@ -70,8 +70,8 @@ def trace(
     result = _run(fn, feed, fed, mode, record, sharding)
     for error in () if record.batch is None else record.batch.impossible():
         record.refuse(error)
-    named, record.output_structure = flatten_result(result)
-    leaves = [leaf for _, leaf in named]
+    leaves, record.output_structure = flatten_result(result)
+    named = list(zip(names_of(record.output_structure, "result"), leaves, strict=True))
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     changes, after = recorder.changes(record.externals.keys() | record.output_storages)
     record.changes = changes

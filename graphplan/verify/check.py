@@ -27,7 +27,7 @@ from graphplan.program.program import Program
 from graphplan.tensors.copying import copy_all
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
-from graphplan.tensors.trees import flatten_result, map_result
+from graphplan.tensors.trees import map_result, named_leaves
 from graphplan.verify.compare import Difference, Run, describe, differing, differing_values, unexplained
 from graphplan.verify.noise import Noise, changes_of, nudged
 from graphplan.verify.state import Leaves, State, collect_tensors, collect_values, tensors_of
@@ -184,7 +184,7 @@ class Check:
         """Tensors and values that a replay leaves. ``walk`` is from before it."""
         result = self._program.run(self._feed, is_settled=True)
         walk = walk if self._program.bindings.keep_places(walk) else self.walk()
-        leaves, _ = flatten_result(result)
+        leaves = named_leaves(result)
         values = collect_values(walk, leaves, self._is_allowed, self._extra)
         return self.left(walk, leaves) | self._take_numbers(values), values
 
@@ -195,7 +195,7 @@ class Check:
 
     def compare(self, start: _Start, replayed: State, result: Any, walk: Callable[[], Walk]) -> list[Difference]:
         """Differences between ``replayed`` and what is there after the eager step, to which ``walk()`` leads."""
-        leaves, _ = flatten_result(result)
+        leaves = named_leaves(result)
         left = self.left(walk(), leaves)
         # The device runs the eager step meanwhile.
         values = collect_values(walk(), leaves, self._is_allowed, self._extra)

@@ -19,7 +19,7 @@ from graphplan.tensors.dtensors import local
 
 _GENERATOR = "torch's random generator"
 Leaves = Sequence[tuple[str, Any]]
-"""A result's leaves by name, of :func:`graphplan.tensors.trees.flatten_result`."""
+"""A result's leaves by name, of :func:`graphplan.tensors.trees.named_leaves`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.options import Options
 from graphplan.step.peers import find_peers
 from graphplan.step.runner import Backends
-from graphplan.tensors.containers import Literals
+from graphplan.tensors.trees import Literals
 from graphplan.trace.mode import is_traced
 
 _BATCH_CHANGED = (
