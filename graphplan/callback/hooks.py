@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, Trainer
 
 from graphplan.compare.comparing import Row, contents_of
 from graphplan.feed.call_arguments import hands_over
-from graphplan.owners.naming import free_name
+from graphplan.specs.paths import free_name
 
 STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 """Hooks that Lightning calls inside the step: a replay does not run them."""

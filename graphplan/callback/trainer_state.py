@@ -14,9 +14,9 @@ from graphplan.errors import HostScalarError
 from graphplan.observe.comparisons import COMPUTING, OPERATORS, Comparison, is_only_compared
 from graphplan.observe.source import find_source
 from graphplan.owners.kinds import SCALARS
-from graphplan.owners.naming import free_name
 from graphplan.owners.slots import Reached, Via
 from graphplan.owners.views import Numbers
+from graphplan.specs.paths import free_name
 from graphplan.trace.mode import refuse_trace
 
 _TRAINER = (

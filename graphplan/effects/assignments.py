@@ -8,7 +8,7 @@ from typing import Any
 
 from graphplan.effects.allowed import is_allowed
 from graphplan.owners.slots import Walk
-from graphplan.owners.views import Contents, Inherited, Numbers
+from graphplan.owners.views import Inherited, Numbers, Told
 from graphplan.trace.records import Trace
 
 
@@ -29,7 +29,7 @@ class Assignment:
         """
         found = []
         for path, scalar in walk.scalars.items():
-            is_read_only = isinstance(scalar.container, (Numbers, Inherited, Contents, tuple))
+            is_read_only = isinstance(scalar.container, (Numbers, Inherited, Told, tuple))
             if path in changed or is_allowed(path, allow) or is_read_only:
                 continue
             if first.reads.may_store(scalar) and second.reads.may_store(scalar):

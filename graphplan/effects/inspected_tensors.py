@@ -11,7 +11,7 @@ from graphplan.effects.appended_lists import AppendedLists
 from graphplan.errors import HostScalarError
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.tensor_metadata import GONE, THERE, difference, is_there
-from graphplan.owners.views import Extent
+from graphplan.specs.paths import Of, names
 from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace
 
@@ -97,6 +97,5 @@ def _at_entry(trace: Trace, path: str) -> Any:
 
 def _loose_lists(walk: Walk, reads: Iterable[str]) -> set[int]:
     """Lists and dictionaries whose items come and go: those whose lengths are not compared."""
-    compared = set(reads)
-    lengths = {path: place.container for path, place in walk.objects.items() if isinstance(place.container, Extent)}
-    return {id(extent.items) for path, extent in lengths.items() if path not in compared}
+    lengths = walk.objects.keys() - set(reads)
+    return {id(walk.objects[path].container.items) for path in lengths if names(path, Of.LENGTH)}

@@ -15,9 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.errors import Faults
-from graphplan.owners.naming import free_name
 from graphplan.owners.slots import Walk
 from graphplan.owners.views import attributes_of
+from graphplan.specs.paths import free_name
 from graphplan.tensors.trees import named_leaves
 
 _INITIALIZERS = (

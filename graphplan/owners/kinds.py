@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -17,9 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from graphplan.environment.origin import is_users
 from graphplan.errors import OwnersError
 from graphplan.owners.contents import Unseen
-from graphplan.owners.views import attributes_of, slots_of
+from graphplan.owners.views import attributes_of
+from graphplan.specs.paths import free_name
 from graphplan.tensors.deferred import DeferredNumber
 from graphplan.tensors.dtensors import loaded
+from graphplan.tensors.records import slots_of
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), DeferredNumber)
 PLAIN = frozenset(SCALARS)
@@ -133,6 +135,24 @@ def unwrapped(owner: Any) -> Any:
             )
         owner = kept[0]
     return owner
+
+
+def name_owners(owners: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Any]:
+    """Owners by name: a mapping as it is, a sequence under its types' names, nothing as nothing.
+
+    Raises:
+        OwnersError: for anything else, and for what calls itself an optimizer and is none.
+    """
+    if owners is None:
+        return {}
+    if isinstance(owners, Mapping):
+        return {name: unwrapped(owner) for name, owner in owners.items()}
+    if isinstance(owners, Sequence) and not isinstance(owners, str):
+        named: dict[str, Any] = {}
+        for owner in owners:
+            named[free_name(type(owner).__name__.lower(), named)] = unwrapped(owner)
+        return named
+    raise OwnersError(f"owners is a {type(owners).__name__}; expected a mapping from name to object, or a sequence")
 
 
 def holds_nothing_else(item: Any) -> bool:

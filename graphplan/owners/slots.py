@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from graphplan.owners.kinds import SCALARS
-from graphplan.owners.naming import free_name
 from graphplan.owners.tensor_metadata import GONE, metadata_of
 from graphplan.owners.views import Cell, GroupCounts, Members, present
+from graphplan.specs.paths import free_name
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id

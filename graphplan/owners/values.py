@@ -41,20 +41,20 @@ from graphplan.owners.kinds import (
 from graphplan.owners.slots import Items, Namespace, Scalar, Slot, Walk, tensor_leaves
 from graphplan.owners.views import (
     Attributes,
-    Contents,
-    Extent,
     Inherited,
     Members,
     Numbers,
-    Rest,
     Setting,
     Told,
     attributes_of,
-    slots_of,
+    contents,
+    extent,
+    rest,
 )
 from graphplan.specs.paths import Path
 from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on
 from graphplan.tensors.dtensors import is_sharded
+from graphplan.tensors.records import slots_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -173,7 +173,7 @@ class ValueWalker:
             return
         self.walk.containers.append(items)
         if not isinstance(source[0], torch.optim.Optimizer):
-            self.walk.objects[Path.length(path)] = Scalar(Extent(items), "len", *source)
+            self.walk.objects[Path.length(path)] = Scalar(Told(items, extent), "len", *source)
         dotted = isinstance(items, MAPPINGS)
         if dotted:
             self._members(items, f"{path}.keys()", depth, source)
@@ -210,8 +210,8 @@ class ValueWalker:
         """The items of a long container from ``start`` on, which are compared as they are, without what is in them."""
         values = items.values() if isinstance(items, MAPPINGS) else items
         hold = not all(map(holds_nothing_else, values))
-        rest: Any = {"rest": TOO_MANY} if hold else Rest(items, start)
-        self.walk.objects[f"{path}[{start}:]"] = Scalar(rest, "rest", *source)
+        left: Any = {"rest": TOO_MANY} if hold else Told(items, partial(rest, start))
+        self.walk.objects[f"{path}[{start}:]"] = Scalar(left, "rest", *source)
 
     def _members(self, items: Iterable[Any], path: str, depth: int, source: Source) -> None:
         """Objects that are told apart by a hash."""
@@ -224,10 +224,10 @@ class ValueWalker:
         if isinstance(items, set | frozenset):
             if isinstance(items, set):
                 self.walk.containers.append(items)
-                self.walk.scalars[path] = Scalar(Contents(items), "contents", *source)
+                self.walk.scalars[path] = Scalar(Told(items, contents), "contents", *source)
             self._members(items, path, depth, source)
         else:
-            self.walk.scalars[f"{path}[:]"] = Scalar(Contents(items), "contents", *source)
+            self.walk.scalars[f"{path}[:]"] = Scalar(Told(items, contents), "contents", *source)
 
     def _object(self, thing: Any, path: str, depth: int, *, visited: bool = False) -> None:
         if not visited and not self._first_visit(thing):

@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, MutableMap
 from collections.abc import Set as AbstractSet
 from itertools import islice
 from operator import is_
-from types import CellType, FunctionType, MemberDescriptorType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 
 from graphplan.owners.contents import Unseen, state_of
+from graphplan.tensors.records import slots_of
 
 _MOST_ITEMS = 65536
 """Items of a list or dictionary that are compared before each replay."""
@@ -83,7 +84,7 @@ class Attributes(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-class GroupCounts(MutableMapping[str, Any]):
+class GroupCounts:
     """The integers in one parameter group that the optimizer's own step changes: its state, not hyper-parameters.
     Whichever dictionary the group is now: loading a checkpoint makes new ones.
     """
@@ -91,7 +92,7 @@ class GroupCounts(MutableMapping[str, Any]):
     def __init__(self, optimizer: torch.optim.Optimizer, index: int) -> None:
         self._optimizer = optimizer
         self._index = index
-        self.keys_counted: set[str] = set()
+        self.keys: set[str] = set()
 
     @property
     def group(self) -> dict[str, Any]:
@@ -100,31 +101,10 @@ class GroupCounts(MutableMapping[str, Any]):
         return groups[self._index] if self._index < len(groups) else {}
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self.keys_counted:
-            raise KeyError(key)
         return self.group[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.group[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.group[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return (key for key in self.group if key in self.keys_counted)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def slots_of(kind: type) -> dict[str, Any]:
-    """What ``kind`` and its bases have in ``__slots__``: names and the descriptors that read them."""
-    found: dict[str, Any] = {}
-    for base in reversed(kind.__mro__):
-        if "__slots__" in vars(base):
-            members = vars(base).items()
-            found |= {name: member for name, member in members if type(member) is MemberDescriptorType}
-    return {name: member for name, member in found.items() if not name.startswith("__")}
 
 
 def attributes_of(thing: Any) -> dict[str, Any] | None:
@@ -138,26 +118,17 @@ def attributes_of(thing: Any) -> dict[str, Any] | None:
 
 
 class Told:
-    """What ``read`` tells of ``items``, as an item: read and guarded, never written."""
+    """What ``read`` tells of ``items``, as an item: read and guarded, never written. What is made anew for each look is
+    the same object for as long as it does not change.
+    """
 
     def __init__(self, items: Any, read: Callable[[Any], Any]) -> None:
         self.items = items
-        self._read = read
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._read(self.items)
-
-
-class _OfItems:
-    """One thing that ``items`` tell: read and guarded, never written."""
-
-    def __init__(self, items: Any) -> None:
-        self.items = items
+        self.read = read
         self._last: Any = None
 
-    def same(self, now: Any) -> Any:
-        """``now``, which is made anew for each look: the same object while it did not change."""
-        last = self._last
+    def __getitem__(self, key: Any) -> Any:
+        now, last = self.read(self.items), self._last
         if not isinstance(now, tuple) or type(last) is not type(now):
             unchanged = type(now) is type(last) and now == last
         else:
@@ -167,34 +138,23 @@ class _OfItems:
         return self._last
 
 
-class Extent(_OfItems):
-    """How many items a list or deque has, or a dictionary's keys in order, as an item of it."""
-
-    def __getitem__(self, key: str) -> Any:
-        return self.same(tuple(self.items)) if isinstance(self.items, dict) else len(self.items)
+def extent(items: Any) -> Any:
+    """How many items a list or deque has, or a dictionary's keys in order."""
+    return tuple(items) if isinstance(items, dict) else len(items)
 
 
-class Contents(_OfItems):
+def contents(items: Any) -> Any:
     """What a set, buffer or random generator holds, as one value to compare."""
-
-    def __getitem__(self, key: str) -> Any:
-        items = self.items
-        return self.same(frozenset(items) if isinstance(items, AbstractSet) else state_of(items))
+    return frozenset(items) if isinstance(items, AbstractSet) else state_of(items)
 
 
-class Rest(_OfItems):
+def rest(start: int, items: Collection[Any]) -> Any:
     """The items of a long list or dictionary from ``start`` on."""
-
-    def __init__(self, items: Collection[Any], start: int) -> None:
-        super().__init__(items)
-        self._start = start
-
-    def __getitem__(self, key: str) -> Any:
-        if len(self.items) > _MOST_ITEMS:
-            what = f"of {len(self.items)} items; what has more than {_MOST_ITEMS}"
-            return Unseen(what, "Hold them in a tensor or a tuple")
-        values = self.items.values() if isinstance(self.items, dict) else self.items
-        return self.same(tuple(islice(values, self._start, None)))
+    if len(items) > _MOST_ITEMS:
+        what = f"of {len(items)} items; what has more than {_MOST_ITEMS}"
+        return Unseen(what, "Hold them in a tensor or a tuple")
+    values = items.values() if isinstance(items, dict) else items
+    return tuple(islice(values, start, None))
 
 
 class Cell:
@@ -236,6 +196,6 @@ class Inherited(Members):
 
 def home(container: Any) -> Any:
     """What has to stay for a place in ``container`` to be where it is."""
-    if isinstance(container, Told | _OfItems):
+    if isinstance(container, Told):
         return container.items
     return container.thing if isinstance(container, Attributes) else container

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from graphplan.owners.kinds import MAPPINGS, SCALARS, is_of_library, is_plain_code, is_user_object
-from graphplan.owners.naming import free_name
 from graphplan.owners.slots import Namespace, Reached, Scalar, Via, Walk
 from graphplan.owners.values import ValueWalker, has_own_gradient
-from graphplan.owners.views import Extent, Numbers, Rest, Told, attributes_of
+from graphplan.owners.views import GroupCounts, Numbers, Told, attributes_of
+from graphplan.specs.paths import free_name
 
 _OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults", "step", "zero_grad"})
 
@@ -45,6 +45,9 @@ class _Walker(ValueWalker):
         if isinstance(owner, Numbers):
             for name in owner.names:
                 self.walk.scalars[f"{path}.{name}"] = Scalar(owner, name, owner.thing, name)
+        elif isinstance(owner, GroupCounts):
+            for key in filter(owner.keys.__contains__, owner.group):
+                self.walk.scalars[f"{path}.{key}"] = Scalar(owner, key, owner, path)
         elif isinstance(owner, Via):
             tables: tuple[dict[str, Any], ...] = (self.walk.scalars, self.walk.slots)
             counts = list(map(len, tables))
@@ -166,7 +169,7 @@ class _Walker(ValueWalker):
         for table in tables if self._names_of else ():
             for path, place in table.items():
                 # What is seen of a container as a whole, its length for one, has a space of its own.
-                whole = isinstance(place.container, Extent | Rest | Told)
+                whole = isinstance(place.container, Told)
                 name = self._names_of.get(id(place.container.items if whole else place.container))
                 if name is not None:
                     table[path] = replace(place, name=name)

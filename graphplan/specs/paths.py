@@ -6,7 +6,9 @@ is never parsed from the text: an attribute may be called ``grad``, too.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from enum import Enum
+from itertools import count
 
 
 class Of(Enum):
@@ -63,3 +65,10 @@ class Path(str):
 def names(path: str, of: Of) -> bool:
     """Return True if ``path`` names ``of``; a plain string names the value."""
     return (path.of if isinstance(path, Path) else Of.VALUE) is of
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """``name``, or ``name_2``, ``name_3``, … if it is taken."""
+    if name not in taken:
+        return name
+    return next(other for number in count(2) if (other := f"{name}_{number}") not in taken)

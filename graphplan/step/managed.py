@@ -25,13 +25,14 @@ from graphplan.optimizers.preparation import Preparation, check_optimizer, may_b
 from graphplan.optimizers.rates import LearningRates
 from graphplan.optimizers.scaling import ScaledSteps
 from graphplan.owners.discovery import Discovery
-from graphplan.owners.naming import free_name, name_owners
+from graphplan.owners.kinds import name_owners
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Namespace, Reached, Walk
 from graphplan.owners.views import GroupCounts, attributes_of
 from graphplan.owners.walk import walk_owners
 from graphplan.program.faults import refusing
 from graphplan.program.fingerprint import Fingerprint
+from graphplan.specs.paths import free_name
 from graphplan.step.compiled import runs_compiled
 from graphplan.trace.mode import refuse_trace
 from graphplan.trace.records import Trace
@@ -291,9 +292,9 @@ class Managed:
         for optimizer, index, key in self.rates.counted:
             if id(optimizer) in paths:
                 name = f"{paths[id(optimizer)]}.param_groups[{index}]"
-                self.owners.setdefault(name, GroupCounts(optimizer, index)).keys_counted.add(key)
+                self.owners.setdefault(name, GroupCounts(optimizer, index)).keys.add(key)
         counts = [owner for owner in self.owners.values() if isinstance(owner, GroupCounts)]
-        return {(id(owner.group), key) for owner in counts for key in owner.keys_counted}
+        return {(id(owner.group), key) for owner in counts for key in owner.keys}
 
     def look_again(self) -> None:
         """:meth:`refresh`, once the first step has made the owners known."""

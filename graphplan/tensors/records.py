@@ -93,7 +93,7 @@ def record_values(record: Any) -> dict[str, Any]:
         values[ITEMS] = dict(dict.items(record))
     elif isinstance(record, list):
         values[ITEMS] = list.copy(record)
-    for name, slot in _slots(type(record)).items():
+    for name, slot in slots_of(type(record)).items():
         if name not in values:
             try:
                 values[name] = slot.__get__(record)
@@ -103,9 +103,11 @@ def record_values(record: Any) -> dict[str, Any]:
 
 
 @_remembered
-def _slots(kind: Any) -> dict[str, Any]:
-    members = [item for base in reversed(kind.__mro__) for item in vars(base).items()]
-    return {name: member for name, member in members if type(member) is MemberDescriptorType and name != "__dict__"}
+def slots_of(kind: Any) -> dict[str, Any]:
+    """What ``kind`` and its bases have in ``__slots__``: names and the descriptors that read them."""
+    spaces = [vars(base).items() for base in reversed(kind.__mro__) if "__slots__" in vars(base)]
+    members = {name: member for space in spaces for name, member in space if type(member) is MemberDescriptorType}
+    return {name: member for name, member in members.items() if not name.startswith("__")}
 
 
 def has_attributes(node: Any) -> bool:
@@ -148,7 +150,7 @@ def _leads_to_tensors(value: Any) -> bool:
 
 def fill_record(record: Any, values: dict[str, Any]) -> None:
     """Let ``record`` hold ``values`` by name, past what its class says of assignments."""
-    own, slots = getattr(record, "__dict__", {}), _slots(type(record))
+    own, slots = getattr(record, "__dict__", {}), slots_of(type(record))
     for name, value in values.items():
         if name == ITEMS:
             base = base_of(type(record))
