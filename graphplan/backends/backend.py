@@ -54,7 +54,7 @@ class TracedValues:
         host_constants: tensors that the step makes from Python values on the host and copies to the device.
         answers: what was read of the batch before the step, if anything.
         in_mode: the step is to run in a dispatch mode, as in the traces, where some of autograd's formulas do not read
-            on the host.
+            on the host: results differ by rounding from eager steps.
     """
 
     reads: Sequence[Any] = ()

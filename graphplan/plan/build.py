@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.backends.backend import TracedValues
 from graphplan.effects.appends import Append
 from graphplan.effects.assignments import Assignment
 from graphplan.effects.counters import Counter
@@ -44,9 +45,7 @@ _SAME = (
     "form", "rebindings", "counters", "numbers", "appends", "entry_grads", "twins", "shared", "joined", "device",
     "output_structure", "communicates",
 )  # fmt: skip
-_AS_MANY = ("outputs", "host_reads")
-_HANDLES_AS_MANY = ("host_draws", "device_constants", "host_constants")
-"""Facts that plans of one step for several shapes have in common, and those of which they have as many."""
+"""Facts that plans of one step for several shapes have in common."""
 
 
 def find_device(walk: Walk, feed: Feed) -> torch.device:
@@ -98,21 +97,19 @@ def build_plan(
         entry_grads=MappingProxyType(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
         operators=MappingProxyType(collections.Counter(op.name for op in second.operators if op.launches)),
         footprint=first.footprint.merge(second.footprint),
-        states=second.states,
+        traced=_traced_values(second),
         device=second.device,
         reads=Reads.find(first, second, walk, changed, allow, loose=loose),
         twins=_twins(second, externals, rates.storages),
         shared=_shared_with_owners(second, externals),
         joined=tuple(joined_slots(second, second.externals)),
         host_facts=tuple(_host_facts(second)),
-        host_reads=tuple(second.host_reads),
         communicates=any(is_collective(op.name) for op in second.operators),
         rounding=second.rounding,
         may_reorder=first.graph_elsewhere or second.graph_elsewhere,
-        derives_otherwise=second.derives_otherwise,
         defers=bool(second.deferred),
         last_operators=_last_operators(second),
-        handles=_handles(second, function=function, owners=owners, rates=rates, keep_alive=_shared(first, second)),
+        handles=Handles(function, owners, rates, second.host_draws, keep_alive=_shared(first, second)),
     )
 
 
@@ -130,9 +127,15 @@ def _effects(first: Trace, second: Trace, walk: Walk, allow: Sequence[str]) -> d
     }  # fmt: skip
 
 
-def _handles(trace: Trace, **others: Any) -> Handles:
-    taken = ("generators", "device_constants", "host_constants", "host_draws")
-    return Handles(**{name: getattr(trace, name) for name in taken}, **others)
+def _traced_values(trace: Trace) -> TracedValues:
+    return TracedValues(
+        reads=tuple(trace.host_reads),
+        states=trace.states,
+        generators=trace.generators,
+        device_constants=trace.device_constants,
+        host_constants=trace.host_constants,
+        in_mode=trace.derives_otherwise,
+    )
 
 
 def _check(feed: Feed, first: Trace, second: Trace, allow: Sequence[str]) -> None:
@@ -294,9 +297,6 @@ def build_plan_like(known: Iterable[Plan], trace: Trace, feed: Feed, **options: 
 def _is_alike(plan: Plan, known: Plan) -> bool:
     return (
         all(getattr(plan, name) == getattr(known, name) for name in _SAME)
-        and plan.handles.generators == known.handles.generators
-        and all(len(getattr(plan, name)) == len(getattr(known, name)) for name in _AS_MANY)
-        and all(len(getattr(plan.handles, name)) == len(getattr(known.handles, name)) for name in _HANDLES_AS_MANY)
         and _outline(plan) == _outline(known)
         and same_value(_values(plan), _values(known))
     )
@@ -304,9 +304,11 @@ def _is_alike(plan: Plan, known: Plan) -> bool:
 
 def _outline(plan: Plan) -> tuple[Any, ...]:
     """The parts of a plan that do not follow from shapes."""
+    traced, externals = plan.traced, [_facts(external) for external in plan.externals]
     outputs = [(output.kind, output.index, output.path, output.marks) for output in plan.outputs]
-    restores = [(restore.device, restore.number) for restore in plan.states.restores]
-    return [_facts(external) for external in plan.externals], outputs, plan.states.saves, restores
+    restores = [(restore.device, restore.number) for restore in traced.states.restores]
+    parts = (plan.handles.host_draws, traced.reads, traced.device_constants, traced.host_constants)
+    return externals, outputs, traced.states.saves, restores, traced.generators, list(map(len, parts))
 
 
 def _facts(external: External) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.backends.backend import TracedValues
 from graphplan.effects.appends import Append
 from graphplan.effects.assignments import Assignment
 from graphplan.effects.counters import Counter
@@ -23,8 +24,6 @@ from graphplan.specs.paths import Of, names
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import External, Footprint, Role, TensorSpec
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.records import HostConstant
-from graphplan.trace.rng import SavedStates
 
 COLUMNS = ("name", "role", "tensor", "storage", "change")
 """Columns of a plan's table."""
@@ -56,9 +55,6 @@ class Handles:
         function: returns the step.
         owners: returns the step's owners by name.
         rates: device learning rates of the step's optimizers.
-        generators: generators other than torch's default ones that the step draws from.
-        device_constants: tensors that the step makes from Python values on the device, in order.
-        host_constants: tensors that the step makes from Python values on the host and gives to the device.
         host_draws: what draws again what a step that computes on a device draws on the host, and nothing depends on.
         keep_alive: fed tensors whose memory the step may also read by another name.
     """
@@ -66,9 +62,6 @@ class Handles:
     function: Callable[[], Callable[..., Any]]
     owners: Callable[[], Mapping[str, Any]]
     rates: LearningRates
-    generators: Sequence[torch.Generator]
-    device_constants: Sequence[Tensor]
-    host_constants: Sequence[HostConstant]
     host_draws: Sequence[Callable[[], Any]]
     keep_alive: Sequence[Tensor]
 
@@ -100,10 +93,10 @@ class Plan:
         entry_grads: per parameter path, what ``.grad`` must be before the step: ``"none"`` or ``"kept"``; a parameter
             that is missing here may have any gradient, since the step drops it unread.
         host_facts: what the host does in a step, with source lines: random draws, constants made from Python values.
-        host_reads: reads of tensors on the host that refuse no step: of what it only asserts, and of constants.
         operators: how often one eager step launches each operator, by name.
         footprint: bytes of what one eager step makes, on the device where it computes.
-        states: the states of default generators that the step saves and puts back, as activation checkpointing does.
+        traced: what recordings are given from the traces: reads on the host that refuse no step, states of generators
+            that the step saves and puts back, as activation checkpointing does, constants.
         reads: what the step's code may have read of its owners.
         twins: further slots of the memory that owned externals have.
         shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
@@ -114,8 +107,6 @@ class Plan:
         rounding: relative error of rounding to the coarsest floating-point type that the step computes in.
         may_reorder: whether autograd's engine may run the step's operators in another order on another step, as told
             apart in :func:`graphplan.plan.difference.is_reordered`.
-        derives_otherwise: whether torch derives an operator of the step by another formula in traces than in eager
-            steps, as it does within a dispatch mode: results differ by rounding.
         defers: whether the step reads numbers from the device that it does not need itself.
         handles: what programs of the plan work with.
     """
@@ -135,19 +126,17 @@ class Plan:
     entry_grads: Mapping[str, str]
     operators: Mapping[str, int]
     footprint: Footprint
-    states: SavedStates
+    traced: TracedValues
     reads: Reads
     twins: frozenset[str]
     shared: frozenset[int]
     joined: tuple[frozenset[Holder], ...]
     device: torch.device
     host_facts: tuple[str, ...]
-    host_reads: tuple[Any, ...]
     last_operators: tuple[str, ...]
     communicates: bool
     rounding: float
     may_reorder: bool
-    derives_otherwise: bool
     defers: bool
     handles: Handles
 
@@ -168,7 +157,7 @@ class Plan:
     @property
     def assertions(self) -> list[str]:
         """What the step asserts and a replay does not, with source lines."""
-        places = dict.fromkeys(str(read.place) for read in self.host_reads if read.asserted)
+        places = dict.fromkeys(str(read.place) for read in self.traced.reads if read.asserted)
         return [f"asserts a tensor's value, in eager steps and checks only, at {place}" for place in places]
 
     @property

@@ -324,6 +324,8 @@ class Bindings:
         """After a replay: note what it left in slots that eager steps bind to one memory (``self.h = self.state[0]``),
         and replays to memories of their own.
         """
+        if not self._plan.rebindings.together:
+            return
         _PENDING.append(weakref.ref(self))
         self._left = [
             [

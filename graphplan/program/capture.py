@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphplan.backends.backend import Backend, Recording, TracedValues
+from graphplan.backends.backend import Backend, Recording
 from graphplan.compare.tensors import geometry
 from graphplan.errors import FeedError, GuardError, HostEffectError
 from graphplan.feed.buffers import Buffers
@@ -97,19 +98,6 @@ def capture_program(
     return program
 
 
-def _traced_values(plan: Plan, fed: CallArguments) -> TracedValues:
-    handles = plan.handles
-    return TracedValues(
-        reads=plan.host_reads,
-        states=plan.states,
-        generators=handles.generators,
-        device_constants=handles.device_constants,
-        host_constants=handles.host_constants,
-        answers=answers_in(fed.kwargs),
-        in_mode=plan.derives_otherwise,
-    )
-
-
 def _record(
     plan: Plan,
     feed: Feed,
@@ -151,10 +139,10 @@ def _record(
 
     # Casts of the weights that the caller's autocast remembers would be missing from the recording.
     torch.clear_autocast_cache()
-    copied.load({})
-    copied.swap_in()
+    copied.load({}, walk)
+    copied.swap_in(walk)
     try:
-        recording = backend.record(body, _traced_values(plan, fed))[0]
+        recording = backend.record(body, replace(plan.traced, answers=answers_in(fed.kwargs)))[0]
     finally:
         copied.swap_out()
     return recording, *found[-1], numbers

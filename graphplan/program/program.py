@@ -23,7 +23,6 @@ from graphplan.program.adopted_tensors import AdoptedTensors
 from graphplan.program.bindings import Bindings, settle_companions
 from graphplan.program.faults import lost
 from graphplan.program.inputs import MEMORY_IS_FED, StaticInputs
-from graphplan.program.leases import Lease
 from graphplan.program.outputs import Outputs
 from graphplan.program.static_numbers import StaticNumbers
 from graphplan.program.statics import CopiedOwned
@@ -166,7 +165,7 @@ class Program:
         """
         if self._recording is None:
             raise ClosedError(f"the program of {self.plan.name} was closed; capture it again")
-        back = self._copied.load(given or {}) if self._copied.externals or given else ()
+        back = self._copied.load(given or {}, self._walk) if self._copied.externals or given else ()
         self._push_rates()
         self.bindings.settle_grads(are_kept=not is_settled)
         self.adopted.refresh()
@@ -203,11 +202,6 @@ class Program:
                 "backend='eager' to see whether the step itself fails"
             ) from error
 
-    def leave(self) -> None:
-        """After a replay: note what :func:`settle_companions` has to know."""
-        if self.plan.rebindings.together:
-            self.bindings.note_companions()
-
     @property
     def changed_memory(self) -> set[Any]:
         """Storages of owners' tensors and gradients that each replay writes to."""
@@ -239,21 +233,17 @@ class Program:
         assert self._recording is not None
         if not executed:
             _launch(self._recording)
-        self._copied.give_back()
+        self._copied.give_back(self._walk)
         self._read_numbers()
         self.bindings.replace_recorded()
         return self.collect(leaves)
 
     def collect(self, leaves: Sequence[Any]) -> Any:
         """Results of the last run, with mutated inputs and input gradients given to the caller's tensors."""
-        self._give_back(leaves, self.outputs.lent)
-        return self.outputs.build(leaves, self._walk)
-
-    def _give_back(self, leaves: Sequence[Any], lent: Sequence[Lease] = ()) -> None:
-        """Leave the caller's tensors as the step leaves what it is fed."""
-        self.inputs.give_back(leaves, lent)
+        self.inputs.give_back(leaves, self.outputs.lent)
         for index, asks in self._asking:
             leaves[index].requires_grad_(asks)
+        return self.outputs.build(leaves, self._walk)
 
     def replay(
         self,
@@ -289,7 +279,7 @@ class Program:
         if misfit is not None:
             raise FeedError(f"{self.plan.name}: {misfit}")
         result = self.run(feed.leaves, {Role.PARAM: params or {}, Role.STATE: state or {}})
-        self.leave()
+        self.bindings.note_companions()
         return result
 
     def resync(self) -> str | None:
@@ -305,7 +295,6 @@ class Program:
         if reason is not None:
             return reason
         self.plan.handles.rates.attach(walk.optimizers.values())
-        self._copied.follow(walk)
         self.bindings.follow(walk)
         lost = self.bindings.lost_place()
         if lost is not None:

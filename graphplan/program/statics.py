@@ -49,7 +49,6 @@ class CopiedOwned:
     def __init__(self, plan: Plan, policy: Policy, buffers: Buffers, walk: Walk) -> None:
         roles = [role for role in policy.copy_roles if role is not Role.INPUT]
         self.externals = [e for e in plan.externals if e.role in roles and _has_stand_in(e, walk)]
-        self._walk = walk
         self.stand_ins: dict[str, Tensor] = {}
         """The buffers by the path that they stand in for: these are not adopted."""
         for external in self.externals:
@@ -61,18 +60,14 @@ class CopiedOwned:
         self._names = _short_names(self.externals)
         self._swapped: list[tuple[Any, Any]] = []
 
-    def follow(self, walk: Walk) -> None:
-        """Use ``walk``'s containers from now on."""
-        self._walk = walk
-
-    def swap_in(self) -> None:
+    def swap_in(self, walk: Walk) -> None:
         """Bind the buffers where the owners' tensors are (and at every other name of the same tensor)."""
         for external, static in zip(self.externals, self.stand_ins.values(), strict=True):
-            held = _held(external, self._walk)
+            held = _held(external, walk)
             stand_in = (
                 nn.Parameter(static, requires_grad=held.requires_grad) if isinstance(held, nn.Parameter) else static
             )
-            for slot in self._walk.slots.values():
+            for slot in walk.slots.values():
                 if slot.param is None and slot.get() is held:
                     self._swapped.append((slot, held))
                     slot.set(stand_in)
@@ -83,8 +78,8 @@ class CopiedOwned:
             slot.set(held)
         self._swapped = []
 
-    def load(self, given: Mapping[Role, Mapping[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Copy values in: those given by name, else the owners' own. Returns pairs to write back.
+    def load(self, given: Mapping[Role, Mapping[str, Tensor]], walk: Walk) -> list[tuple[Tensor, Tensor]]:
+        """Copy values in: those given by name, else the owners' own in ``walk``. Returns pairs to write back.
 
         Raises:
             FeedError: for an unknown name, a missing one, or a tensor that does not fit.
@@ -92,7 +87,7 @@ class CopiedOwned:
         if not self.externals:
             _refuse_given(given)
             return []
-        sources = self._sources(given)
+        sources = self._sources(given, walk)
         targets = list(self.stand_ins.values())
         with torch.no_grad():
             for target, source in zip(targets, sources, strict=True):
@@ -100,26 +95,24 @@ class CopiedOwned:
         pairs = zip(self.externals, targets, sources, strict=True)
         return [(target, source) for external, target, source in pairs if external.mutated]
 
-    def give_back(self) -> None:
-        """Copy what the recorded call changed to the owners' own tensors."""
+    def give_back(self, walk: Walk) -> None:
+        """Copy what the recorded call changed to the owners' own tensors in ``walk``."""
         with torch.no_grad():
             for external, static in zip(self.externals, self.stand_ins.values(), strict=True):
                 if external.mutated:
-                    _held(external, self._walk).copy_(static)
+                    _held(external, walk).copy_(static)
 
-    def _is_held(self, name: str) -> bool:
-        """Whether an owner has a tensor of that name which the step does not touch: nothing to copy."""
-        return any(path == name or path.split(".", 1)[-1] == name for path in self._walk.slots)
-
-    def _sources(self, given: Mapping[Role, Mapping[str, Tensor]]) -> list[Tensor]:
+    def _sources(self, given: Mapping[Role, Mapping[str, Tensor]], walk: Walk) -> list[Tensor]:
         chosen: dict[str, Tensor] = {}
         for role, values in given.items():
             for name, value in values.items():
                 external = self._names.get((role, name))
-                if external is None and self._is_held(name):
+                if external is None and any(name in (path, path.split(".", 1)[-1]) for path in walk.slots):
+                    # The step does not touch it.
                     continue
                 if external is None:
-                    raise FeedError(_unknown(name, role, [n for r, n in self._names if r is role]))
+                    known = ", ".join(sorted(n for r, n in self._names if r is role)[:12]) or "none"
+                    raise FeedError(f"the plan has no copied {role} called {name!r}; expected one of: {known}")
                 if not external.spec.fits(TensorSpec.of(value)):
                     raise FeedError(f"{name} is {TensorSpec.of(value)}; expected {external.spec}: nothing is cast")
                 chosen[external.name] = value
@@ -129,7 +122,7 @@ class CopiedOwned:
                     f"{missing[0]} is missing ({len(missing)} of the {role} values are); expected a value for every "
                     f"copied {role}, since half of one set and half of another is rarely meant: pass a whole state_dict"
                 )
-        return [chosen[e.name] if e.name in chosen else _held(e, self._walk) for e in self.externals]
+        return [chosen[e.name] if e.name in chosen else _held(e, walk) for e in self.externals]
 
 
 def _has_stand_in(external: External, walk: Walk) -> bool:
@@ -163,7 +156,3 @@ def _refuse_given(given: Mapping[Role, Mapping[str, Tensor]]) -> None:
                 f"{role} values are given ({', '.join(list(values)[:3])}), but the policy does not copy that role: "
                 f"capture with copy_roles=('input', '{role}')"
             )
-
-
-def _unknown(name: str, role: Role, known: list[str]) -> str:
-    return f"the plan has no copied {role} called {name!r}; expected one of: {', '.join(sorted(known)[:12]) or 'none'}"

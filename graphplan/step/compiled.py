@@ -196,12 +196,12 @@ def refuse_beside_compiled(plan: Plan) -> None:
     """
     whats = [
         f"{'asserts a value' if read.asserted else 'reads a constant on the device'} at {read.place}"
-        for read in plan.host_reads
+        for read in plan.traced.reads
         if read.waits
     ]
-    if plan.derives_otherwise:
+    if plan.traced.in_mode:
         whats.append("derives a product (prod, cumprod), for which torch looks for zeros on the host")
-    for constant in plan.handles.host_constants:
+    for constant in plan.traced.host_constants:
         whats.append(f"copies a tensor of shape {tuple(constant.value.shape)} from host memory")
     if whats:
         raise HostSyncError(

@@ -310,7 +310,7 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
     refuse_graphs_within(walk, plan.handles.function(), plan.device)
     recorder = make_backend(backend, plan)
     extra = [*plan.changed_tensors(walk), *(tensor for _, tensor in flat.tensors())]
-    snapshot = Snapshot(walk, extra=extra, generators=plan.handles.generators)
+    snapshot = Snapshot(walk, extra=extra, generators=plan.traced.generators)
     try:
         _warm_up(plan, flat, recorder, walk)
         snapshot.restore()

@@ -70,7 +70,7 @@ class Replays:
                 program.wait("its first replay")
             self._stats.count_replay(start, end, program.bytes_per_replay, first=not program.replays)
             self._count(program)
-            program.leave()
+            program.bindings.note_companions()
         except Exception:
             self._runner.outcome = (result,)
             raise

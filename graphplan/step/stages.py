@@ -212,7 +212,7 @@ class Stages:
         """A trace or a capture as a transaction; see :meth:`_run_traced` for the exception."""
         walk, feed, plan = call.walk, call.feed, call.line.plan
         with ExitStack() as undo:
-            generators = plan.handles.generators if plan is not None else ()
+            generators = plan.traced.generators if plan is not None else ()
             changed = plan.changed_tensors(walk) if plan is not None else []
             extra = [*changed, *(tensor for _, tensor in feed.tensors())]
             device = self._memory.for_copies(walk, self._runner.backend)

@@ -461,7 +461,7 @@ class StateMachine:
             self.fast_path.forget()
             program = entry.select(self.managed.grad_presence)
             if program is not None:
-                program.leave()
+                program.bindings.note_companions()
             self.stats.bytes_static = self.buffers.nbytes + self.programs.nbytes + self.programs.staged_bytes
         return result
 

@@ -153,7 +153,7 @@ class Check:
         # What the step has nothing to do with may be a whole dataset, unless a module holds it.
         others = [held[path] for path in untouched & held.keys() if id(held[path]) not in walk.found]
         every = [*tensors.values(), *others]
-        generators = self._program.plan.handles.generators
+        generators = self._program.plan.traced.generators
         return Snapshot(walk, tensors=every, generators=generators, device=self._place()), tensors
 
     def undo(self, snapshot: Snapshot) -> None:
@@ -224,7 +224,7 @@ class Check:
         """
         again: list[Run] = []
         found = dict.fromkeys(paths, 0.0)
-        noisy = self._program.plan.may_reorder or self._program.plan.derives_otherwise
+        noisy = self._program.plan.may_reorder or self._program.plan.traced.in_mode
         explain = partial(unexplained, one=replayed.tensors, again=again, eager=eager, device=self._home)
         for _ in range(_REPLAYS):
             again.append(self._repeat(start, replayed, nudge=False))
@@ -250,7 +250,7 @@ class Check:
             walk,
             result,
             {path: tensor for path, tensor in self._extra.items() if path not in gone},
-            self._program.plan.handles.generators,
+            self._program.plan.traced.generators,
             lambda path: path in left_out or self._is_allowed(path),
         )
         return {path: t.plain_memory() if isinstance(t, StaticOutput) else t for path, t in found.items()}

@@ -55,7 +55,7 @@ class Copied(TorchDispatchMode):
 def constants_of(step: Callable[[Tensor], Any]) -> list[HostConstant]:
     """The constants of the plan of ``step``."""
     plan = compile_plan(step, torch.ones(2), owners={})
-    return list(plan.handles.host_constants)
+    return list(plan.traced.host_constants)
 
 
 @pytest.mark.parametrize("name", GIVEN)
