@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from types import BuiltinMethodType, MethodType
 from typing import Any
 
@@ -99,6 +100,10 @@ class Feed:
     is_moved: bool = field(default=False, kw_only=True)
     unread: frozenset[int] = field(default=frozenset(), kw_only=True)
 
+    def without_leaves(self) -> Feed:
+        """What remains once a call's tensors are let go: structure, key, names."""
+        return Feed([], self.structure, self.key)
+
     def replaced(self, leaves: list[Any]) -> Feed:
         """The feed with other ``leaves`` of the same key."""
         return Feed(leaves, self.structure, self.key, self.given, is_moved=True, unread=self.unread)
@@ -113,9 +118,11 @@ class Feed:
     def names(self) -> list[str]:
         """A path for every leaf, such as ``args[0]`` or ``kwargs['mask']``."""
         if self.structure is None:
-            return [f"args[{i}]" for i in range(len(self.leaves))]
-        args, kwargs = self.structure[2]
-        return [*names_of(args, "args"), *names_of(kwargs, "kwargs")]
+            return [f"args[{number}]" for number in range(len(self.key) - 1)]
+        return _names_in(self.structure)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {_describe(key)}" for name, key in zip(self.names(), self.key[1:], strict=True))
 
     def tensors(self) -> list[tuple[int, Tensor]]:
         """The tensor leaves that the step may read, with their indices."""
@@ -128,6 +135,11 @@ class Feed:
         their order of summation by them, so that eager's bits come from a program for the same ones only.
         """
         return tuple([alignment(leaf) for _, leaf in self.tensors()])
+
+
+def _names_in(structure: Any) -> list[str]:
+    args, kwargs = structure[2]
+    return [*names_of(args, "args"), *names_of(kwargs, "kwargs")]
 
 
 def leaf_key(leaf: Any) -> Hashable:
@@ -274,7 +286,7 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf | 
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):
             return Feed(list(args), None, (len(args), *map(leaf_key, args)), (args, kwargs))
         leaves, structure = _take_apart(args, kwargs)
-        names = Feed(leaves, structure, ()).names
+        names = partial(_names_in, structure)
         if keys_of is None:
             keys, unread = [named_key(index, leaf, names) for index, leaf in enumerate(leaves)], frozenset[int]()
         else:
@@ -315,7 +327,7 @@ def with_new_containers(batch: Any) -> Any:
     """``batch`` in containers of its own; itself if it cannot be taken apart."""
     try:
         leaves, structure = _take_apart((batch,), {})
-        (own,), _ = Feed(leaves, structure, ()).rebuild(leaves)
+        (own,), _ = rebuild(structure, leaves)
     except Exception:  # noqa: BLE001 - of any container's own code
         return batch
     return own
@@ -376,7 +388,7 @@ def asks_for_gradients(leaf: Any) -> bool:
     return leaf.grad_fn is not None or (leaf.requires_grad and torch.is_grad_enabled())
 
 
-def check_match(feed: Feed, planned: Feed | FeedSpec) -> None:
+def check_match(feed: Feed, planned: Feed) -> None:
     """Refuse a feed that is not the planned one, naming the first leaf that differs.
 
     Raises:
@@ -413,7 +425,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _structure(feed: Feed | FeedSpec) -> str:
+def _structure(feed: Feed) -> str:
     return text_of(feed.structure) if feed.structure is not None else f"{len(feed.key) - 1} positional tensors"
 
 
@@ -432,20 +444,6 @@ def _describe_more(kind: type, bits: tuple[bool, bool], marks: tuple[tuple[str, 
     text = "" if kind is Tensor else f", a {kind.__name__}"
     text += "".join(f", {what}" for what, is_set in zip(("conjugated", "negated"), bits, strict=True) if is_set)
     return text + "".join(f", with {name} = {' '.join(map(str, key[1:] or key))}" for name, key in marks)
-
-
-class FeedSpec:
-    """What remains of a feed once its tensors are let go: structure, key, names."""
-
-    __slots__ = ("key", "leaf_names", "structure")
-
-    def __init__(self, feed: Feed) -> None:
-        self.key = feed.key
-        self.structure = feed.structure
-        self.leaf_names = feed.names()
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {_describe(key)}" for name, key in zip(self.leaf_names, self.key[1:], strict=True))
 
 
 def shared_leaf(feed: Feed, written: Sequence[int]) -> tuple[int, int] | None:

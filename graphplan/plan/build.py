@@ -22,7 +22,7 @@ from graphplan.effects.left_flags import LeftFlag
 from graphplan.effects.reads import Reads
 from graphplan.effects.rebindings import Rebindings
 from graphplan.errors import OutputError
-from graphplan.feed.signature import Feed, FeedSpec
+from graphplan.feed.signature import Feed
 from graphplan.optimizers.rates import LearningRates
 from graphplan.owners.slots import Walk
 from graphplan.owners.walk import walk_owners
@@ -87,7 +87,7 @@ def build_plan(
     return Plan(
         name=getattr(step := function(), "__qualname__", type(step).__name__),
         form=form_of(second),
-        feed=FeedSpec(feed),
+        feed=feed.without_leaves(),
         externals=externals,
         **effects,
         assignments=Assignment.find(first, second, walk, changed, allow),

@@ -17,7 +17,7 @@ from graphplan.effects.held_numbers import HeldNumber
 from graphplan.effects.host_changes import Holder
 from graphplan.effects.reads import Reads
 from graphplan.effects.rebindings import Rebindings
-from graphplan.feed.signature import Feed, FeedSpec
+from graphplan.feed.signature import Feed
 from graphplan.optimizers.rates import LearningRates
 from graphplan.owners.slots import Walk
 from graphplan.specs.paths import Of, names
@@ -113,7 +113,7 @@ class Plan:
 
     name: str
     form: int
-    feed: FeedSpec
+    feed: Feed
     externals: tuple[External, ...]
     rebindings: Rebindings
     counters: tuple[Counter, ...]
@@ -235,7 +235,7 @@ class Plan:
             notes.append(f"guarded: {len(metadata)} tensors of which the step reads no values ({_few(metadata)})")
         if comparisons:
             notes.append(f"guarded: comparisons with {len(comparisons)} of them ({_few(comparisons)})")
-        notes += [f"in place: {self.feed.leaf_names[index]}" for index in sorted(self.shared)]
+        notes += [f"in place: {self.feed.names()[index]}" for index in sorted(self.shared)]
         notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
         notes += [f"read: {number.path}" for number in self.numbers]
         notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]

@@ -235,21 +235,21 @@ def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned, input
         slots = [slot for slot in walk.slots.values() if storage_id(leaf) in map(storage_id, slot.tensors())]
         if any(slot.path in copied.stand_ins for slot in slots):
             raise FeedError(
-                f"{plan.feed.leaf_names[index]} shares memory with {slots[0].path}, which the step changes and the "
+                f"{plan.feed.names()[index]} shares memory with {slots[0].path}, which the step changes and the "
                 "policy copies in, so that the change would not show in the leaf. Feed a clone, or copy only inputs"
             )
         if leaf.requires_grad and all(slot.get() is not leaf for slot in slots):
             raise FeedError(
-                f"{plan.feed.leaf_names[index]} shares memory with {slots[0].path}, which the step changes, and asks "
+                f"{plan.feed.names()[index]} shares memory with {slots[0].path}, which the step changes, and asks "
                 "for gradients of its own, which would stay those of the captured call. Feed it detached, or a clone"
             )
     asking = next((index for index in inputs.adopted if feed.leaves[index].requires_grad), None)
     if asking is not None:
         raise FeedError(
-            f"{plan.feed.leaf_names[asking]} asks for gradients, which would stay those of the captured call's tensor, "
+            f"{plan.feed.names()[asking]} asks for gradients, which would stay those of the captured call's tensor, "
             "since copy_roles lacks input. Feed it detached, or add input to copy_roles"
         )
 
 
 def _named(plan: Plan, leaves: Collection[int]) -> str:
-    return ", ".join(plan.feed.leaf_names[index] for index in sorted(leaves)) or "nothing"
+    return ", ".join(plan.feed.names()[index] for index in sorted(leaves)) or "nothing"

@@ -79,8 +79,6 @@ class Program:
         feed: Feed,
     ) -> None:
         self.plan = plan
-        # Without the leaves: a program must not keep a batch alive.
-        self._rebuild = Feed([], feed.structure, feed.key).rebuild
         self.policy = policy
         self._push_rates = plan.handles.rates.push
         self._recording: Recording | None = recording
@@ -93,7 +91,7 @@ class Program:
         self._read_numbers = numbers.fetch
         self._walk = walk
         self._flags = Flags(walk) if plan.left else None
-        asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.leaf_names)}
+        asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.names())}
         self._asking = [(asking[path], value) for path, value in plan.left.items() if path in asking]
         self.adopted = AdoptedTensors(plan, copied.stand_ins, walk, values, bindings.entry_grads)
         self.bytes_per_replay = inputs.nbytes

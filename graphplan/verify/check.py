@@ -95,7 +95,7 @@ class Check:
         unowned = {e.name: e.tensor for e in plan.externals if e.path is None and e.tensor is not None}
         self._extra: dict[str, Tensor] = {**unowned, **fed}
         # What was read before the step is there for replays alone.
-        self._read_before = {f"input {index}" for index, name in enumerate(plan.feed.leaf_names) if BATCH_READS in name}
+        self._read_before = {f"input {index}" for index, name in enumerate(plan.feed.names()) if BATCH_READS in name}
         # What the program lends holds its latest results, which may be what is fed.
         self._lent = [(lease, lease.number) for lease in program.outputs.lent]
 
