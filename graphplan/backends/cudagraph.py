@@ -25,10 +25,13 @@ from graphplan.backends.cudaruntime import forget_workspaces, upload
 from graphplan.backends.cudastates import CapturedStates
 from graphplan.backends.idleness import UNDISTURBED
 from graphplan.environment.collector import no_collections
+from graphplan.environment.surroundings import surroundings
 from graphplan.errors import CaptureError, RefusalError
 from graphplan.observe.source import find_raise, is_raised_by_user
 from graphplan.specs.roles import Footprint
-from graphplan.tensors.streams import lend
+from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.dtensors import local
+from graphplan.tensors.trees import flatten_result
 from graphplan.trace.given_values import DeviceConstants, GivenValues
 
 _FIX = "Keep that out of the step"
@@ -50,11 +53,6 @@ class GraphRecording:
     generation: object = None
     states: CapturedStates | None = None
     is_spoiled: bool = field(default=False, init=False)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the graph still exists."""
-        return self.graph is not None
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
@@ -97,28 +95,24 @@ class CUDAGraphBackend(Backend):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)
+        """Where it captures, and runs what is to be captured."""
         self._pool: Any = None
         self._living: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
         self._eager_bytes = 0
         self._has_recorded = False
         self._lends = Loan.is_possible()
 
-    @property
-    def stream(self) -> torch.cuda.Stream:
-        """Where it captures, and runs what is to be captured."""
-        return self._stream
-
     def run(self, body: Callable[[], Any]) -> Any:
         """Run ``body`` on the capture stream, ordered after and before the current one. Autograd's accumulators
         remember the stream that they were made on: a capture then need not wait on another one.
         """
         current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
             result = body()
-        current.wait_stream(self._stream)
-        if current != self._stream:
+        current.wait_stream(self.stream)
+        if current != self.stream:
             lend(result, current, self.device)
         return result
 
@@ -178,13 +172,13 @@ class CUDAGraphBackend(Backend):
 
     def record(self, body: Callable[[], Any], traced: TracedValues = NOTHING_TRACED) -> tuple[GraphRecording, Any]:
         """See :meth:`graphplan.backends.backend.Backend.record`."""
-        if self._pool is None or not any(recording.alive for recording in self._living):
+        if self._pool is None or not any(recording.graph is not None for recording in self._living):
             # torch forgets a pool's handle when its last graph goes.
             self._pool = torch.cuda.graph_pool_handle()
         self._has_recorded = True
         graph = torch.cuda.CUDAGraph()
         _register(traced.generators, graph)
-        generator = torch.cuda.default_generators[self._stream.device_index]
+        generator = torch.cuda.default_generators[self.stream.device_index]
         states = CapturedStates(graph, generator, traced.states) if traced.states.saves else None
         # What the steps on the way have left is young until a collection has come by. Old garbage may lie anywhere in
         # all that the process has, which takes 0.3 s.
@@ -200,8 +194,8 @@ class CUDAGraphBackend(Backend):
                 result = self._capture(graph, body, traced, states)
         finally:
             forget_workspaces()
-        upload(graph, self._stream)
-        self._stream.synchronize()
+        upload(graph, self.stream)
+        self.stream.synchronize()
         nbytes = torch.cuda.memory_reserved(self.device) - before
         recording = GraphRecording(graph, self.device, nbytes, self._pool, states=states)
         self._living.add(recording)
@@ -211,7 +205,11 @@ class CUDAGraphBackend(Backend):
     def needs(self, footprint: Footprint, *, alone: bool) -> int:
         """What is alive at once, less what the pool has for it already."""
         pool = self._pool if not alone else None
-        shared = sum(r.nbytes for r in self._living if r.alive and r.generation == pool) if pool is not None else 0
+        shared = (
+            sum(r.nbytes for r in self._living if r.graph is not None and r.generation == pool)
+            if pool is not None
+            else 0
+        )
         return max(0, footprint.peak - shared)
 
     def begin_generation(self) -> None:
@@ -231,8 +229,8 @@ class CUDAGraphBackend(Backend):
         is_needed = traced.in_mode or traced.host_constants or any(read.waits for read in traced.reads)
         is_given = is_needed or traced.answers is not None
         given = GivenValues(traced.reads, traced.host_constants, traced.answers) if is_given else None
-        self._stream.wait_stream(current)
-        with UNDISTURBED, torch.cuda.stream(self._stream):
+        self.stream.wait_stream(current)
+        with UNDISTURBED, torch.cuda.stream(self.stream):
             try:
                 graph.capture_begin(pool=self._pool, capture_error_mode=_MODE)
                 with constants, given or nullcontext(), nullcontext() if states is None else states.captured():
@@ -253,7 +251,7 @@ class CUDAGraphBackend(Backend):
             except RuntimeError as error:
                 self._abandon(graph, traced.generators)
                 raise CaptureError(f"CUDA refused the captured step: {first_line(error)}. {_FIX}") from error
-        current.wait_stream(self._stream)
+        current.wait_stream(self.stream)
         return result
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> bool:
@@ -276,7 +274,7 @@ class CUDAGraphBackend(Backend):
         self._pool = None
         if torch.cuda.is_current_stream_capturing():
             # Else the stream stays: autograd's accumulators and cuBLAS's workspaces belong to it.
-            self._stream = torch.cuda.Stream(self.device)
+            self.stream = torch.cuda.Stream(self.device)
         if not intact:
             self._heal_generators(generators)
         return intact
@@ -295,13 +293,28 @@ class CUDAGraphBackend(Backend):
 
     def _give_back_pool(self) -> None:
         """Tell torch's allocator that a capture is over which CUDA gave up: torch may forget to, and frees nothing."""
-        place = (self._stream.device_index, self._pool)
+        place = (self.stream.device_index, self._pool)
         # Where torch did not forget, it says here that there is nothing to end or to release.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(*place)
-        if not any(recording.alive for recording in self._living):
+        if not any(recording.graph is not None for recording in self._living):
             with suppress(RuntimeError):
                 torch._C._cuda_releasePool(*place)
+
+
+def lend(result: Any, stream: Any, device: torch.device) -> None:
+    """Keep the memory of ``result`` on ``device`` from being used again before ``stream`` is done with it.
+
+    An eager call's result is the capture stream's, whose next step waits for its own caller alone. Under a mode or a
+    transform of the caller's it is left alone: that would see this, or fail.
+    """
+    if surroundings() is not None:
+        return
+    for tensor in (local(leaf) for leaf in flatten_result(result)[0] if isinstance(leaf, Tensor)):
+        if type(tensor) in PLAIN_KINDS and tensor.device == device and tensor.layout is torch.strided:
+            # Not the tensor itself: of one that is marked as conjugated torch would record a copy.
+            memory = torch.empty(0, dtype=torch.uint8, device=device)
+            memory.set_(tensor.untyped_storage()).record_stream(stream)
 
 
 def _register(generators: Sequence[torch.Generator], graph: torch.cuda.CUDAGraph) -> None:

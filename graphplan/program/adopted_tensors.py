@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
@@ -46,15 +47,13 @@ def _what_became_of(slot: Slot) -> str:
     """Describe why the slot no longer holds a tensor."""
     if slot.param is not None:
         return "was there at capture and is None now"
-    try:
+    with suppress(KeyError, IndexError):
         now = slot.container[slot.key]
-    except (KeyError, IndexError):
-        return "was there at capture and is gone"
-    if isinstance(now, Tensor):
-        # Nothing leads to its container any more.
-        return "was there at capture and is gone"
-    kind = "Parameter" if slot.is_parameter else "tensor"
-    return f"was a {kind} at capture and is {'None' if now is None else f'a {type(now).__name__}'} now"
+        # Nothing leads to the container of a tensor any more.
+        if not isinstance(now, Tensor):
+            kind = "Parameter" if slot.is_parameter else "tensor"
+            return f"was a {kind} at capture and is {'None' if now is None else f'a {type(now).__name__}'} now"
+    return "was there at capture and is gone"
 
 
 class AdoptedTensors:
@@ -332,10 +331,7 @@ class AdoptedTensors:
                 self._sources.pop(path, None)
                 # One tensor cannot lie in two places.
                 in_two = any(len(places_of[id(leaf)]) > 1 for leaf in slot.tensors())
-                if is_replaced or in_two or self._is_home(slot):
-                    self._stand_in(path, slot)
-                else:
-                    self._put_in(path, slot, shared=path in shared)
+                self._put_in(path, slot, stay=is_replaced or in_two or self._is_home(slot), shared=path in shared)
         self._versions = [source._version for source in self._sources.values()]
 
     def _is_home(self, slot: Slot) -> bool:
@@ -343,21 +339,18 @@ class AdoptedTensors:
         homes = {storage_id(alias) for path in self._replaced for alias in self._aliases.get(path, ())}
         return not homes.isdisjoint(map(storage_id, slot.tensors()))
 
-    def _stand_in(self, path: str, slot: Slot) -> None:
-        """Put tensors of the program's own in the slot: what was put there stays what it is."""
-        if places(slot.tensors()) != self._places[path]:
-            slot.set(with_leaves(slot.get(), [alias.detach() for alias in self._aliases[path]]))
-
-    def _put_in(self, path: str, slot: Slot, *, shared: bool) -> None:
-        """Have the slot's tensors lie in the fixed storage; if others share their memory, put a tensor of the program
-        there and go on reading theirs: later writes to that memory are meant for the step.
+    def _put_in(self, path: str, slot: Slot, *, stay: bool, shared: bool) -> None:
+        """Have the slot's tensors lie in the fixed storage. If they ``stay`` what they are, put tensors of the program
+        there instead; also if their memory is shared, which is then read on: later writes to it are for the step.
         """
-        now = slot.get()
-        if shared and isinstance(now, Tensor) and places(slot.tensors()) != self._places[path]:
-            self._sources[path] = local(now)
-            slot.set(self._aliases[path][0].detach())
-        else:
-            lay(slot.tensors(), self._aliases[path])
+        now, aliases = slot.get(), self._aliases[path]
+        is_there = places(slot.tensors()) == self._places[path]
+        if not stay and (is_there or not shared or not isinstance(now, Tensor)):
+            lay(slot.tensors(), aliases)
+        elif not is_there:
+            if not stay:
+                self._sources[path] = local(now)
+            slot.set(with_leaves(now, [alias.detach() for alias in aliases]))
 
 
 def others_uses(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from operator import add, attrgetter, is_, is_not, sub
 from sys import getrefcount
 from typing import Any, NamedTuple
@@ -22,8 +22,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.compare.tensors import Addresses, geometry
 from graphplan.effects.appends import Append
-from graphplan.effects.assignments import Assignment
-from graphplan.effects.counters import Counter
 from graphplan.errors import GradientError, GuardError
 from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
@@ -93,11 +91,6 @@ class _Left(NamedTuple):
     slot: Slot
     tensor: Tensor
     version: int
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the tensor was written to since."""
-        return self.tensor._version != self.version
 
 
 def settle_companions() -> None:
@@ -270,11 +263,11 @@ class Bindings:
         """Use ``walk``'s containers from now on."""
         self._places = {path: self._place_in(walk, path) for path in self._fresh}
         self._walk = walk
-        effects: list[Counter | Assignment] = [*self._plan.counters, *self._plan.assignments]
-        self._set_numbers = [_setting(walk.scalars[path], number) for path, number in self._numbers.items()]
-        repeats = filter(None, (effect.repeating(walk) for effect in effects))
+        self._set_numbers = [partial(_set_number, walk.scalars[path], number) for path, number in self._numbers.items()]
+        counted = [counter.repeating(walk) for counter in self._plan.counters]
+        repeats = filter(None, [*counted, *(assignment.repeating(walk) for assignment in self._plan.assignments)])
         appends = (append.repeating(walk, items, _clone) for append, items in self._appended.items())
-        self._repeats = [*self._draws, *repeats, self._set_fresh, *appends, *self._set_numbers]
+        self._repeats: list[Callable[[], Any]] = [*self._draws, *repeats, self._set_fresh, *appends, *self._set_numbers]
 
     def _place_in(self, walk: Walk, path: str) -> Slot | None:
         """Where the step binds ``path``: if nothing is there now (``self.cache.clear()`` before each step), where it
@@ -342,9 +335,12 @@ class Bindings:
         """Bring what was written in place since. A tensor that was taken out of its slot was let go by the others."""
         groups, self._left = self._left, []
         for group in groups:
-            written = [left for left in group if left.is_written]
+            written = [left for left in group if left.tensor._version != left.version]
             if written:
-                _bring([left for left in group if not left.is_written and left.slot.get() is left.tensor], written)
+                others = [
+                    left for left in group if left.tensor._version == left.version and left.slot.get() is left.tensor
+                ]
+                _bring(others, written)
 
     def repeat(self) -> None:
         """Repeat the step's Python effects after a replay."""
@@ -373,13 +369,8 @@ def _bring(others: list[_Left], written: list[_Left]) -> None:
             left.tensor.copy_(left.overlay.of(memory))
 
 
-def _setting(scalar: Scalar, number: StaticNumber) -> Callable[[], None]:
-    container, key = scalar.container, scalar.key
-
-    def set_number() -> None:
-        container[key] = number.value(container[key])
-
-    return set_number
+def _set_number(scalar: Scalar, number: StaticNumber) -> None:
+    scalar.container[scalar.key] = number.value(scalar.container[scalar.key])
 
 
 def _own(value: Any, foreign: set[int | None], *, asks: bool = False) -> Any:

@@ -34,6 +34,7 @@ from graphplan.program.static_numbers import StaticNumbers
 from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
+from graphplan.tensors.attributes import dressed
 from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
 from graphplan.trace.batch_answers import answers_in
 from graphplan.trace.deferred_reads import DeferredReads
@@ -111,7 +112,8 @@ def _record(
     lends: bool,
 ) -> tuple[Recording, Walk, Outputs, StaticNumbers]:
     """Have the backend record the step, then the copies that end it."""
-    fed = CallArguments(*feed.rebuild(inputs.dress(feed.leaves))).watch()
+    leaves = [dressed(inputs.by_leaf.get(index, leaf), leaf) for index, leaf in enumerate(feed.leaves)]
+    fed = CallArguments(*feed.rebuild(leaves)).watch()
     outside = {storage_id(inputs.by_leaf.get(index, leaf)) for index, leaf in feed.tensors()} | set(walk.by_storage())
     lent = lend_outputs(plan) if lends else {}
     found: list[tuple[Walk, Outputs]] = []

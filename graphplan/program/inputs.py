@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +17,6 @@ from graphplan.feed.buffers import Buffers, distinct
 from graphplan.feed.signature import Feed, shared_leaf
 from graphplan.plan.plan import Plan
 from graphplan.program.leases import Lease, find_lease
-from graphplan.tensors.attributes import dressed
 from graphplan.tensors.storages import storage_id
 
 _wants_grad = attrgetter("requires_grad")
@@ -54,24 +54,19 @@ class StaticInputs:
         self._device = plan.device
         self._staging: _Staging | None = None
         self._shared = {index for index, static in self.by_leaf.items() if distinct(static) is not static}
-        self._write_back = [(index, static) for index, static in self.by_leaf.items() if index in mutated]
-        self._grads: list[tuple[int, Tensor]] = []
+        self.mutated = [(index, static) for index, static in self.by_leaf.items() if index in mutated]
         self.nbytes = sum(s.numel() * s.element_size() for s in self._statics)
 
-    def note_grads(self) -> None:
-        """Once the step is recorded: note the inputs that it left gradients at, which each run gives to the leaves."""
-        self._grads = [(index, static) for index, static in self.by_leaf.items() if static.grad is not None]
-
-    @property
-    def are_changed(self) -> bool:
-        """Whether the step writes to what it is fed."""
-        return bool(self._write_back)
+    @cached_property
+    def _grads(self) -> list[tuple[int, Tensor]]:
+        """The inputs that the recorded step left gradients at, which each run gives to the leaves."""
+        return [(index, static) for index, static in self.by_leaf.items() if static.grad is not None]
 
     def misfit(self, feed: Feed) -> str | None:
         """Why ``feed`` cannot be taken, if so: see the two texts."""
         if any(feed.leaves[index].data_ptr() != at for index, at in self.adopted.items()):
             return ELSEWHERE
-        is_shared = self._write_back and shared_leaf(feed, [index for index, _ in self._write_back]) is not None
+        is_shared = self.mutated and shared_leaf(feed, [index for index, _ in self.mutated]) is not None
         return MEMORY_IS_FED if is_shared else None
 
     def load(self, leaves: Sequence[Any]) -> None:
@@ -114,20 +109,16 @@ class StaticInputs:
         """After a run: give what the step changed in its inputs, and their gradients, to the caller's tensors, but not
         to those that the new ``results`` have overwritten.
         """
-        if not self._write_back and not self._grads:
+        if not self.mutated and not self._grads:
             return
         overwritten = {storage_id(lease.tensor) for lease in results}
         with torch.no_grad():
-            for index, static in self._write_back:
+            for index, static in self.mutated:
                 if not overwritten or storage_id(leaves[index]) not in overwritten:
                     leaves[index].copy_(static)
             for index, static in self._grads:
                 assert static.grad is not None
                 leaves[index].grad = static.grad.detach().clone()
-
-    def dress(self, leaves: Sequence[Any]) -> list[Any]:
-        """``leaves`` with the static tensors in their places, and the caller's attributes on those."""
-        return [dressed(self.by_leaf.get(index, leaf), leaf) for index, leaf in enumerate(leaves)]
 
     def stage(self) -> None:
         """From now on, copy large inputs from pinned host memory while the device is busy with the replay before."""

@@ -84,7 +84,6 @@ class Program:
         self._recording: Recording | None = recording
         self.is_open = True
         self.inputs = inputs
-        inputs.note_grads()
         self._copied = copied
         self.bindings = bindings
         self.outputs = outputs
@@ -145,7 +144,7 @@ class Program:
     @property
     def written(self) -> set[Any] | None:
         """The owners' storages that the step writes to; None if it writes to what it is fed as well."""
-        return None if self.inputs.are_changed else self.adopted.written
+        return None if self.inputs.mutated else self.adopted.written
 
     def run(
         self,

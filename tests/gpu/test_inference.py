@@ -219,7 +219,7 @@ def retire(goes: str, *, empties: bool) -> None:
     for _ in range(12):
         both()
     assert step.stats.replayed and fast.stats.replayed
-    stream = step.machine.runner.backend._stream if CUDA else None
+    stream = step.machine.runner.backend.stream if CUDA else None
     (step if goes == "train" else fast).close()
     gc.collect()
     if CUDA:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from graphplan.tensors.streams import lend
+from graphplan.backends.cudagraph import lend
 
 CPU = torch.device("cpu")
 
