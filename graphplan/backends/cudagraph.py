@@ -204,13 +204,10 @@ class CUDAGraphBackend(Backend):
 
     def needs(self, footprint: Footprint, *, alone: bool) -> int:
         """What is alive at once, less what the pool has for it already."""
-        pool = self._pool if not alone else None
-        shared = (
-            sum(r.nbytes for r in self._living if r.graph is not None and r.generation == pool)
-            if pool is not None
-            else 0
-        )
-        return max(0, footprint.peak - shared)
+        if alone or self._pool is None:
+            return footprint.peak
+        others = (r.nbytes for r in self._living if r.graph is not None and r.generation == self._pool)
+        return max(0, footprint.peak - sum(others))
 
     def begin_generation(self) -> None:
         """See :meth:`graphplan.backends.backend.Backend.begin_generation`."""

@@ -89,8 +89,14 @@ class Reads:
         """Whether the step is the same with either of two values."""
         return same_value(old, new) or come_out_alike(self.comparisons.get(path), old, new)
 
-    def changed_metadata(self, walk: Walk, when: str = "") -> str | None:
-        """The first tensor that is not what it was, described. ``walk`` knows where it lies now."""
+    def changed(self, walk: Walk, values: Mapping[str, Any], when: str = "") -> str | None:
+        """Describe the first of ``values`` with which the step is not the same now, or tensor that changed."""
+        for path, old in values.items():
+            value = walk.value(path)
+            if value is None:
+                return f"{path} was {old!r}{when} and is gone"
+            if not self.allow(path, old, new := value.get()):
+                return f"{path} was {old!r}{when} and is {new!r}"
         for path, old in self.metadata.items():
             new = walk.metadata(path)
             if not is_alike(old, new):

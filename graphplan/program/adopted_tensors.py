@@ -198,7 +198,7 @@ class AdoptedTensors:
         """Copy tensors that moved to where the program reads them, and bind that back. ``walk`` is of now. None if that
         was possible, else why not.
         """
-        changed = self.guards.changed_value(walk)
+        changed = self._plan.reads.changed(walk, self.guards.values)
         if changed is not None:
             return f"the step's code reads {changed}"
         gone = self.guards.changed_structure() or self._lost_memory()

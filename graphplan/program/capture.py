@@ -152,11 +152,8 @@ def _record(
 
 def outdated(plan: Plan, walk: Walk) -> str | None:
     """Describe the first Python value or slot that is not what it was in the traces."""
-    for path, old in plan.reads.values.items():
-        value = walk.value(path)
-        if value is not None and not plan.reads.allow(path, old, new := value.get()):
-            return f"{path} was {old!r} when the step was traced and is {new!r}"
-    changed = plan.reads.changed_metadata(walk, " when the step was traced")
+    values = {path: value for path, value in plan.reads.values.items() if walk.value(path) is not None}
+    changed = plan.reads.changed(walk, values, " when the step was traced")
     if changed is not None:
         return changed
     for path in plan.rebindings.replaced & walk.slots.keys():

@@ -163,17 +163,6 @@ class Guards:
         """The Python values that the program was captured with, by path."""
         return dict(zip(self._labels, chain(*self._values), strict=True))
 
-    def changed_value(self, walk: Walk) -> str | None:
-        """Describe the first Python value, or tensor that is only looked at, that is no longer what it was."""
-        for label, old in self.values.items():
-            place = walk.value(label)
-            if place is None:
-                return f"{label} was {old!r} and is gone"
-            new = place.get()
-            if not self._reads.allow(label, old, new):
-                return f"{label} was {old!r} and is {new!r}"
-        return self._reads.changed_metadata(walk)
-
 
 class _Metadata:
     """What tensors are like that the step's code only looks at, compared with what they were like in the traces. They
