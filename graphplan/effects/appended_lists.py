@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict, UserList
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -41,13 +41,25 @@ class _Name:
         return look.depth <= self.depth
 
 
+def _only_to_append(first: Trace, second: Trace, walk: Walk) -> Iterator[str]:
+    """The paths of lists that code has names for, but as far as names tell only to append to them."""
+    reads = [trace.reads for trace in (first, second) if not trace.reads.dynamic]
+    for path in walk.lists:
+        length = walk.objects.get(Path.length(path))
+        if length is not None and any(read.covers(length) for read in reads):
+            more = replace(length, attribute=f"{length.attribute}[:]")
+            if length.name is None and not any(read.covers(more) for read in reads):
+                yield path
+
+
 class AppendedLists:
-    """The lists and deques that two traces made longer."""
+    """The lists and deques that two traces made longer, or that their code would have, had it taken another path."""
 
     def __init__(self, first: Trace, second: Trace, walk: Walk) -> None:
-        paths = {**first.changes.appended, **second.changes.appended}
-        self.lengths: dict[str, str] = {Path.length(path): path for path in paths}
-        """By the path of its length, the path of each."""
+        appended = {**first.changes.appended, **second.changes.appended}
+        self.lengths: dict[str, str] = {Path.length(path): path for path in appended}
+        """By the path of its length, the path of each that was made longer."""
+        paths = [*appended, *(path for path in _only_to_append(first, second, walk) if path not in appended)]
         self._lists = {path: walk.lists[path] for path in paths if path in walk.lists}
         self._walk = walk
         self._codes = list(dict.fromkeys(chain(first.reads.codes, second.reads.codes))) if paths else []
@@ -62,6 +74,7 @@ class AppendedLists:
         left = [path for path, items in self._lists.items() if not self._is_looked_at(path, items)]
         self._hidden = {id(self._lists[path]) for path in left}
         self._rests = {f"{path}[{MAX_ITEMS}:]" for path in left}
+        self._rests |= {Path.length(path) for path in left if path not in appended}
 
     def look(self, path: str) -> str | None:
         """Where code may see more of a list than that it is one to append to."""
@@ -70,7 +83,7 @@ class AppendedLists:
         return None if forgets else self._seen.get(path)
 
     def hides(self, path: str, scalar: Scalar) -> bool:
-        """Whether ``scalar`` is seen in the items of lists that the step only appends to, and nowhere else."""
+        """Whether ``scalar`` is seen in lists that the step's code only appends to, and nowhere else."""
         if not self._hidden:
             return False
         return path in self._rests or self._is_hidden(home(scalar.container), set())

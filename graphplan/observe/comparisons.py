@@ -2,19 +2,21 @@
 
 ``if self.current_epoch < 5`` and ``if self.global_step % 100 == 0`` depend on one answer, not on the number. The
 bytecode is searched for each load of such an attribute. Where a load is followed by anything but a comparison with a
-literal or with another attribute of the same object, code computes with the number.
+literal or with another attribute of the same object, code computes with the number. If it does so only after one of
+the comparisons has come out one way (``if self.global_step % 100 == 0: self.show(self.global_step)``), a replay is good
+while that comes out the other way.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType
 from typing import Any
 
-from graphplan.observe.names import plain_steps
+from graphplan.observe.names import jumps_to, plain_steps
 
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
@@ -29,6 +31,7 @@ _SYMBOLS = {"ADD": "+", "SUBTRACT": "-", "MULTIPLY": "*", "MODULO": "%", "FLOOR_
 _NAMING = ("LOAD_ATTR", "LOAD_SUPER_ATTR", "STORE_ATTR", "DELETE_ATTR")
 """Instructions that name an attribute, but for those that call it: a number is not called."""
 _OPERATIONS = ("BINARY_", "INPLACE_")
+_Subject = tuple[str, ...] | None
 _LITERALS = (int, float, bool, type(None))
 NUMBERS = (int, float)
 _NAMESPACES = frozenset({"locals", "vars", "eval", "exec", "globals"})
@@ -43,20 +46,30 @@ class Attribute:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """The outcome of a comparison after which code computes with the number, so that each number is one of its own."""
+
+    number: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """``OPERATOR other`` of what ``steps``, operators with their right operands, make of a number one after the other;
-    without an operator whether that is not 0.
+    without an operator whether that is not 0. ``computes``: the outcome after which code computes with the number.
     """
 
     operator: str = ""
     other: Any = 0
     steps: tuple[tuple[str, Any], ...] = ()
+    computes: bool | None = None
 
-    def outcome(self, number: Any) -> bool:
+    def outcome(self, number: Any) -> bool | Computed:
         """What it comes to for ``number``. A comparison that cannot be made raises, as in the step."""
+        result = number
         for symbol, operand in self.steps:
-            number = COMPUTING[symbol](number, operand)
-        return bool(OPERATORS[self.operator](number, self.other) if self.operator else number)
+            result = COMPUTING[symbol](result, operand)
+        answer = bool(OPERATORS[self.operator](result, self.other) if self.operator else result)
+        return Computed(number) if answer is self.computes else answer
 
 
 class _ComputedWith(Exception):
@@ -75,23 +88,81 @@ class _Step:
 @lru_cache(4096)
 def comparisons_in(code: CodeType, name: str, *, of_self: bool = False) -> frozenset[Comparison] | None:
     """All comparisons that ``code`` makes with attributes called ``name``, of its first argument alone if ``of_self``;
-    None if it may do anything else with one.
+    None if it may do anything else with one, whatever they come to.
     """
     if name in code.co_consts or not _NAMESPACES.isdisjoint(code.co_names):
         return None
     steps = _steps_of(code)
-    found: set[Comparison] = set()
+    found: dict[int, Comparison] = {}
+    subjects: dict[int, _Subject] = {}
+    computing: list[tuple[int, _Subject]] = []
     try:
-        for index, step in enumerate(steps):
-            if step.argval != name or step.opname not in _NAMING or "NULL" in step.argrepr:
-                continue
-            if of_self and not (index and _is_first_argument(code, steps[index - 1])):
-                continue
-            _only(step.opname == "LOAD_ATTR")
-            found.update(_uses(code, steps, index))
+        for attribute in _loads_of_attribute(code, steps, name, of_self=of_self):
+            subject = _subject_of(steps, attribute)
+            for index in _through_variables(code, steps, attribute):
+                try:
+                    found |= (made := dict(_uses(code, steps, index)))
+                    subjects |= dict.fromkeys(made, subject)
+                except (_ComputedWith, IndexError):
+                    computing.append((index, subject))
+        for index, subject in computing:
+            branches = [place for place in found if subject is not None and subjects[place] == subject]
+            place, outcome = _branch_around(steps, index, subject or (), branches)
+            found[place] = replace(found[place], computes=outcome)
     except (_ComputedWith, IndexError):
         return None
-    return frozenset(found)
+    return frozenset(found.values())
+
+
+def _loads_of_attribute(code: CodeType, steps: Sequence[_Step], name: str, *, of_self: bool) -> Iterator[int]:
+    """The places of what loads the attribute. Code that does anything else to it computes with it."""
+    for index, step in enumerate(steps):
+        if step.argval != name or step.opname not in _NAMING or "NULL" in step.argrepr:
+            continue
+        if not of_self or (index and _is_first_argument(code, steps[index - 1])):
+            _only(step.opname == "LOAD_ATTR")
+            yield index
+
+
+def _subject_of(steps: Sequence[_Step], index: int) -> _Subject:
+    """The names that lead to the object whose attribute is loaded at ``index``: ``("trainer", "self")``."""
+    names = []
+    while steps[index - 1].opname == "LOAD_ATTR" and index > 1:
+        index -= 1
+        names.append(steps[index].argval)
+    before = steps[index - 1]
+    return (*names, before.argval) if before.opname in ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL") else None
+
+
+def _through_variables(code: CodeType, steps: Sequence[_Step], index: int) -> Iterator[int]:
+    """What loads the number that is loaded at ``index``: that, or what loads a variable which is given it."""
+    following = steps[index + 1]
+    if following.opname != "STORE_FAST" or following.is_target:
+        yield index
+        return
+    for load in _loads_of(code, steps, following.argval):
+        yield from _through_variables(code, steps, load)
+
+
+def _branch_around(
+    steps: Sequence[_Step], load: int, subject: Sequence[str], branches: Iterable[int]
+) -> tuple[int, bool]:
+    """Which of the comparisons has to come out in one way for ``load`` to be reached, and that outcome: the load lies
+    between a jump and its target, where no other code jumps to, and the names of its object stay what they are.
+    """
+    for place in branches:
+        jump = steps[place]
+        if not jump.opname.startswith("POP_JUMP") or not jump.offset < steps[load].offset < jump.argval:
+            continue
+        body = range(jump.offset + 1, jump.argval)
+        inside = [step for step in steps if step.offset in body]
+        entered = {step.offset for step in inside if step.is_target}
+        jumped = {step.argval for step in inside if jumps_to(step.opname)}
+        others = {step.argval for step in steps if step.offset not in body and jumps_to(step.opname)}
+        stored = {step.argval for step in inside if step.opname.startswith("STORE_")}
+        if entered <= jumped and others.isdisjoint(body) and stored.isdisjoint(subject):
+            return place, "FALSE" in jump.opname
+    raise _ComputedWith
 
 
 @lru_cache(512)
@@ -115,22 +186,20 @@ def _only(condition: bool) -> None:
         raise _ComputedWith
 
 
-def _uses(code: CodeType, steps: Sequence[_Step], index: int) -> Iterator[Comparison]:
-    """What happens to the number that the instruction at ``index`` puts on the stack."""
+def _uses(code: CodeType, steps: Sequence[_Step], index: int) -> Iterator[tuple[int, Comparison]]:
+    """The comparison with the number that the instruction at ``index`` loads, if any, by the place of what is next."""
     following = steps[index + 1]
     _only(not following.is_target)
-    if following.opname == "STORE_FAST":
-        yield from _uses_of_variable(code, steps, following.argval)
-    elif _asks_for_truth(following):
-        yield Comparison()
+    if _asks_for_truth(following):
+        yield _after_truth(steps, index + 1), Comparison()
     elif following.opname != "POP_TOP":
-        yield _comparison_after(code, steps, index + 1)
+        comparison, end = _comparison_after(code, steps, index + 1)
+        yield _after_truth(steps, end), comparison
 
 
-def _uses_of_variable(code: CodeType, steps: Sequence[_Step], variable: str) -> Iterator[Comparison]:
-    """What happens to the number in a variable."""
-    for index in _loads_of(code, steps, variable):
-        yield from _uses(code, steps, index)
+def _after_truth(steps: Sequence[_Step], index: int) -> int:
+    """The place of what decides by a truth value, for which the instruction at ``index`` may ask."""
+    return index + (steps[index].opname == "TO_BOOL")
 
 
 def _loads_of(code: CodeType, steps: Sequence[_Step], variable: str) -> list[int]:
@@ -176,8 +245,8 @@ def _only_left_operand(code: CodeType, steps: Sequence[_Step], index: int) -> No
         _only(not any(step.is_target for step in steps[index + 1 : end + 1]))
 
 
-def _comparison_after(code: CodeType, steps: Sequence[_Step], index: int) -> Comparison:
-    """The comparison with what is loaded from ``index`` on."""
+def _comparison_after(code: CodeType, steps: Sequence[_Step], index: int) -> tuple[Comparison, int]:
+    """The comparison with what is loaded from ``index`` on, and the place of what comes after it."""
     made: tuple[tuple[str, Any], ...] = ()
     other, end = _other_at(code, steps, index)
     while (symbol := _symbol_of(steps[end])) in COMPUTING:
@@ -185,15 +254,15 @@ def _comparison_after(code: CodeType, steps: Sequence[_Step], index: int) -> Com
         made = (*made, (symbol, other))
         if _asks_for_truth(steps[end + 1]):
             _only(not any(step.is_target for step in steps[index : end + 1]))
-            return Comparison(steps=made)
+            return Comparison(steps=made), end + 1
         other, end = _other_at(code, steps, end + 1)
     _only(not any(step.is_target for step in steps[index : end + 1]))
     if steps[end].opname == "CONTAINS_OP":
         _only(isinstance(other, tuple | frozenset) and all(isinstance(item, _LITERALS) for item in other))
-        return Comparison("in", other, made)
+        return Comparison("in", other, made), end + 1
     compared = str(steps[end].argval)
     _only(steps[end].opname == "COMPARE_OP" and compared in OPERATORS and isinstance(other, (*_LITERALS, Attribute)))
-    return Comparison(compared, other, made)
+    return Comparison(compared, other, made), end + 1
 
 
 def _symbol_of(step: _Step) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from graphplan.compare.comparing import Row
 from graphplan.errors import NotCapturedError, RecaptureError, RefusalError, SkipReason
 from graphplan.feed.signature import Feed, first_difference, without_shapes
-from graphplan.observe.comparisons import Comparison
+from graphplan.observe.comparisons import Comparison, Computed
 from graphplan.owners.slots import Scalar
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
@@ -39,6 +39,8 @@ Key = tuple[Any, ...]
 """The feed's geometry, torch's switches, the number of the fingerprint."""
 Compared = tuple[Scalar, tuple[Comparison, ...]]
 """A number among the owners' values, and comparisons with it."""
+Answers = tuple[bool | Computed, ...]
+"""What comparisons come to."""
 Variant = tuple[bool, ...]
 """Which parameters have a gradient on entry: a step that accumulates has one program per answer."""
 
@@ -92,9 +94,9 @@ class Entry:
     outside: bool = False
     batch: BatchVariants | None = None
     compared: dict[str, Compared] = field(default_factory=dict)
-    answers: tuple[bool, ...] = ()
-    asleep: dict[tuple[bool, ...], tuple[dict[Variant, Line], Program | None]] = field(default_factory=dict)
-    refused: dict[tuple[bool, ...], RefusalError] = field(default_factory=dict)
+    answers: Answers = ()
+    asleep: dict[Answers, tuple[dict[Variant, Line], Program | None]] = field(default_factory=dict)
+    refused: dict[Answers, RefusalError] = field(default_factory=dict)
     gate: Gate | None = None
     is_decided: bool = False
 
@@ -142,15 +144,22 @@ class Entry:
         self.asleep, self.refused = {}, {}
         self.answers = answers_of(self.compared, values)
 
-    def _turn(self, answers: tuple[bool, ...]) -> None:
+    def _turn(self, answers: Answers) -> None:
         """Have the lines for these answers."""
         if answers == self.answers:
             return
-        self.asleep[self.answers] = self.lines, self.any_program
+        if self.lines or self.any_program is not None:
+            self.asleep[self.answers] = self.lines, self.any_program
         self.lines, self.any_program = self.asleep.pop(answers, ({}, None))
         self.answers = answers
         if len(self.asleep) > _ASLEEP:
             self.forget_oldest()
+
+    @property
+    def computes_with(self) -> str | None:
+        """The number with which the step's code computes, as the comparisons with it come out now; None without."""
+        paths = (path for path, (_, comparisons) in self.compared.items() for _ in comparisons)
+        return next((path for path, answer in zip(paths, self.answers, strict=False) if type(answer) is Computed), None)
 
     @property
     def serves_others(self) -> bool:
@@ -176,7 +185,7 @@ class Entry:
         self.settled = False
 
 
-def answers_of(compared: Mapping[str, Compared], values: Mapping[str, Any] = MappingProxyType({})) -> tuple[bool, ...]:
+def answers_of(compared: Mapping[str, Compared], values: Mapping[str, Any] = MappingProxyType({})) -> Answers:
     """What all comparisons come to for ``values``, or those of now; nothing where one cannot be made."""
     try:
         return tuple(

@@ -242,6 +242,18 @@ class StateMachine:
         refusal = entry.refused.get(entry.answers)
         return None if refusal is None else self._refused(refusal)
 
+    def _computing_with_number(self, call: Call) -> Skip | None:
+        """As comparisons with an owner's number come out now, its code computes with that number."""
+        path = call.entry.computes_with
+        if path is None:
+            return None
+        detail = f"the step's code computes with {path}, as its comparisons with it come out in these calls"
+        if not self.programs.all():
+            self.refusals.warn(
+                f"graphplan runs calls eagerly: {detail}; those for which they come out otherwise are replayed"
+            )
+        return Skip(SkipReason.HOST_SCALAR, detail, self._as_traced)
+
     def _timed_eagerly(self, call: Call) -> Skip | None:
         """Eager calls of its key are timed, to compare replays with."""
         entry = call.entry
@@ -549,6 +561,7 @@ _REASONS: tuple[Callable[[StateMachine, Call], Skip | None], ...] = (
     StateMachine._of_refused_step,
     StateMachine._with_gradients_outside,
     StateMachine._of_refused_key,
+    StateMachine._computing_with_number,
     StateMachine._timed_eagerly,
     StateMachine._fed_elsewhere,
 )

@@ -59,6 +59,20 @@ class Forms:
     def called(self) -> Any:
         return self.other.n()
 
+    def shown_now_and_then(self) -> Any:
+        if self.flag and self.n % 10 == 0:
+            self.other(self.n, self.other.n if self.other.n > 3 else 0)
+        return self.other
+
+    def rising(self) -> Any:
+        number = self.n
+        return number / 10 if number < 10 else 1.0
+
+    def looped(self) -> Any:
+        if not self.n > 3:
+            return [each + self.n for each in (1, 2)] if self.flag else self.n
+        return 0
+
 
 FORMS: dict[str, set[Comparison]] = {
     "unused": set(),
@@ -72,6 +86,8 @@ FORMS: dict[str, set[Comparison]] = {
     "truth": {Comparison()},
     "negated": {Comparison()},
     "called": set(),
+    "shown_now_and_then": {Comparison("==", 0, (("%", 10),), computes=True), Comparison(">", 3, computes=True)},
+    "rising": {Comparison("<", 10, computes=True)},
 }
 
 
@@ -95,6 +111,10 @@ COMPUTING: dict[str, Callable[..., Any]] = {
     "identity": lambda self: self.n is self.other,
     "all variables": lambda self: locals() and self.n > 3,
     "divided by zero": lambda self: self.n % 0 == 1,
+    "otherwise": lambda self: 1 if self.n > 3 else self.n,
+    "in either case": lambda self: self.n if self.n > 3 or self.flag else 1,
+    "where another's comes out so": lambda self: self.n if self.other.n > 3 else 1,
+    "where what a call gives comes out so": lambda self: self.flag().n if self.flag().n > 3 else 1,
 }
 
 
@@ -109,9 +129,31 @@ def _two_values(self: Any) -> bool:
     return number > 3
 
 
-@pytest.mark.parametrize("form", [*COMPUTING, "changed", "two values"])
+def _another_object(self: Any, found: Any) -> Any:
+    if found.n > 3:
+        found = self
+        return found.n
+    return 0
+
+
+def _handled(self: Any) -> Any:
+    try:
+        if self.n > 3:
+            self.flag()
+    except ValueError:
+        return self.n
+    return 0
+
+
+@pytest.mark.parametrize("form", [*COMPUTING, "changed", "two values", "another object", "handled"])
 def test_code_that_computes_with_it(form: str) -> None:
-    function = {**COMPUTING, "changed": _changed, "two values": _two_values}[form]
+    others = {
+        "changed": _changed,
+        "two values": _two_values,
+        "another object": _another_object,
+        "handled": _handled,
+    }
+    function = {**COMPUTING, **others}[form]
     assert comparisons_in(function.__code__, "n") is None
 
 
@@ -138,6 +180,14 @@ def test_outcomes(comparison: Comparison, yes: Any, no: Any) -> None:
     assert not come_out_alike([comparison], yes, no)
     assert come_out_alike([comparison], yes, yes)
     assert not come_out_alike(None, yes, yes)
+
+
+def test_numbers_that_code_computes_with_are_outcomes_of_their_own() -> None:
+    comparison = Comparison("==", 0, (("%", 10),), computes=True)
+    assert come_out_alike([comparison], 3, 4)
+    assert come_out_alike([comparison], 10, 10)
+    assert not come_out_alike([comparison], 0, 3)
+    assert not come_out_alike([comparison], 10, 20)
 
 
 class Model(nn.Module):
@@ -275,6 +325,64 @@ def test_an_outcome_that_is_refused() -> None:
     (warning,) = warned
     assert re.search(r"graphplan runs such calls eagerly: .*if model\.step % 12 == 11", str(warning.message))
     assert (step.stats.captured, step.stats.replayed) == (1, 48 - 6 - 4)
+
+
+class Showing(Model):
+    """Keeps its loss now and then, with the number of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        if self.step % 10 == 0:
+            self.rows.append((self.step, y.detach().sum().item()))
+        if self.step < self.warm_up:
+            y = y * (self.step / self.warm_up)
+        return y
+
+
+def _run_showing(calls: int, *, graphed: bool, warm_up: int) -> tuple[Any, Showing]:
+    torch.manual_seed(0)
+    model = Showing()
+    model.warm_up = warm_up
+
+    def body(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    step: Any = graph_step(body, owners={"model": model}) if graphed else body
+    for index in range(calls):
+        model.step = index
+        step(torch.randn(8, 4))
+    return step, model
+
+
+def test_calls_whose_comparison_has_code_compute_with_the_number_are_eager() -> None:
+    """Others are replayed, and what is appended to meanwhile needs no capture anew."""
+    _, twin = _run_showing(48, graphed=False, warm_up=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step, model = _run_showing(48, graphed=True, warm_up=0)
+    assert torch.equal(twin.net.weight.grad, model.net.weight.grad)  # type: ignore[arg-type]
+    assert [row[0] for row in model.rows] == [0, 10, 20, 30, 40]
+    assert model.rows == twin.rows
+    assert (step.stats.captured, step.stats.traced, step.stats.replayed) == (1, 2, 48 - 3 - 3 - 4)
+    assert step.stats.reasons == {
+        "the step's code computes with model.step, as its comparisons with it come out in these calls": 4
+    }
+
+
+def test_a_number_that_code_computes_with_at_first() -> None:
+    """A warning says that there are no replays yet."""
+    _, twin = _run_showing(48, graphed=False, warm_up=16)
+    with pytest.warns(UserWarning, match="runs calls eagerly: the step's code computes with model.step, as its comp"):
+        step, model = _run_showing(48, graphed=True, warm_up=16)
+    assert torch.equal(twin.net.weight.grad, model.net.weight.grad)  # type: ignore[arg-type]
+    assert model.rows == twin.rows
+    assert (step.stats.captured, step.stats.replayed) == (1, 48 - 16 - 3 - 3)
 
 
 def test_a_comparison_that_can_no_longer_be_made() -> None:
