@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from typing_extensions import override
 
-from graphplan.callback.hooks import members_of
 from graphplan.callback.loop.seam import Run, Seam
-from graphplan.compare.comparing import Checks
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.step.gate import Clock, Gate
@@ -35,7 +33,7 @@ class EvaluationSeam(Seam):
         self._strategy: Any = run.trainer.strategy
         self._gates: dict[str, Gate | None] = {}
         self._by_hook: dict[str, GraphedStep] = {}
-        self._are_same: Callable[[], bool] = Checks(members_of(self._strategy, "_optimizers")).hold
+        self._hook = ""
 
     @override
     def install(self) -> None:
@@ -52,22 +50,20 @@ class EvaluationSeam(Seam):
 
     def _run(self, hook: str, *args: Any) -> Any:
         """In place of the strategy's method of that name."""
-        if not args or isinstance(args[0], Iterator):
-            # The step takes batches from the loader itself.
-            return self._stock(hook, *args)
-        if not self._are_same():
-            self._leave_to_lightning()
-            return self._stock(hook, *args)
+        self._hook, kwargs = hook, OrderedDict(zip(_ARGUMENTS, args, strict=False))
+        # A step that gets an iterator takes batches from the loader itself.
+        if not args or isinstance(args[0], Iterator) or self._has_other_optimizers():
+            return self._stock(kwargs)
         gate = self._gate_of(hook)
         if gate is None:
-            return self._replayed(hook, *args)
+            return self._replayed(kwargs)
         start = gate.begin()
         if gate.eager is None:
-            result = self._stock(hook, *args)
+            result = self._stock(kwargs)
             gate.end_eager(start)
             self._stock_stats.eager += 1
             return result
-        result = self._replayed(hook, *args)
+        result = self._replayed(kwargs)
         step = self._by_hook[hook]
         pays = gate.end_replay(start) if step.stats.last_kind == "replayed" else None
         if pays is not None:
@@ -83,19 +79,16 @@ class EvaluationSeam(Seam):
             if step.is_down and self._by_hook.get(hook) is step:
                 patch.remove()
 
-    def _replayed(self, hook: str, *args: Any) -> Any:
-        kwargs = OrderedDict(zip(_ARGUMENTS, args, strict=False))
+    def _replayed(self, kwargs: OrderedDict[str, Any]) -> Any:
         self._enter(kwargs.get("batch_idx", 0), kwargs)
-        step = self._by_hook.get(hook)
+        step = self._by_hook.get(self._hook)
         if step is None:
-            step = self._by_hook[hook] = self._make(partial(self._body, hook), self._owners({}))
+            step = self._by_hook[self._hook] = self._make(self._owners({}))
         facts = (kwargs.get("dataloader_idx"), self._trainer.sanity_checking)
-        result = self._through(step, lambda: self._stock(hook, *args), kwargs["batch"], facts)
+        result = self._through(step, kwargs, facts)
         self._look_at(step)
         return result
 
-    def _stock(self, hook: str, *args: Any) -> Any:
-        return getattr(type(self._strategy), hook)(self._strategy, *args)
-
-    def _body(self, hook: str, batch: Any, *facts: Any) -> dict[str, Any]:
-        return self._in_step(lambda kwargs: self._stock(hook, *kwargs.values()), batch)
+    @override
+    def _stock(self, kwargs: OrderedDict[str, Any]) -> Any:
+        return getattr(type(self._strategy), self._hook)(self._strategy, *kwargs.values())

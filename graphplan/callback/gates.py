@@ -93,13 +93,6 @@ def closed_to_training(trainer: Any, module: LightningModule, components: Compon
     return None
 
 
-def keeps_optimizer_outside(module: LightningModule) -> str | None:
-    """Why the optimizer's step has to run on the host; None if it may be captured."""
-    if is_overridden("optimizer_step", module):
-        return f"{type(module).__name__}.optimizer_step is overridden, so it runs on the host for each step"
-    return None
-
-
 def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:
     """Why a training step cannot take batches from host memory; None if it can."""
     if trainer.strategy.root_device.type == "cpu":

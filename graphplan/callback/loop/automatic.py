@@ -13,11 +13,11 @@ from typing import Any
 
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
 from graphplan.callback.callback_options import Components
-from graphplan.callback.gates import keeps_optimizer_outside
 from graphplan.callback.loop.seam import Run, Seam
 from graphplan.callback.trainer_state import WatchedIndex, group_numbers, refuse_number
 from graphplan.errors import RefusalError
@@ -54,15 +54,19 @@ class AutomaticSeam(Seam):
         self._compile()
         self._put(self._loop, "run", self._run)
         self._put(self._loop, "_optimizer_zero_grad", self._zero_grad)
-        body = partial(self._body, self._stock_run)
-        self._step = self._make(body, self._owners(self._progress), escalates=self._escalates)
-        outside = keeps_optimizer_outside(self._module)
-        if outside is not None or not self._sides.optimizer:
-            self._keep_optimizer_outside(outside or "components names forward and backward alone")
+        self._step = self._make(self._owners(self._progress))
+        if is_overridden("optimizer_step", self._module):
+            name = type(self._module).__name__
+            self._keep_optimizer_outside(f"{name}.optimizer_step is overridden, so it runs on the host for each step")
+        elif not self._sides.optimizer:
+            self._keep_optimizer_outside("components names forward and backward alone")
 
+    def _may_leave_out_optimizer(self, error: RefusalError) -> bool:
+        return not self.part and self._sides.falls_back and error.component == "optimizer"
+
+    @override
     def _escalates(self, error: RefusalError) -> bool:
-        """Return True if a refusal of the whole step raises: for the user, or to leave the optimizer out of it."""
-        return self._must_raise() or (self._sides.falls_back and error.component == "optimizer")
+        return super()._escalates(error) or self._may_leave_out_optimizer(error)
 
     def _keep_optimizer_outside(self, reason: str) -> None:
         """Go over to the components form."""
@@ -70,33 +74,36 @@ class AutomaticSeam(Seam):
         owners = {name: owner for name, owner in self._owners(self._progress).items() if owner is not self._optimizer}
         self._step.close()
         self.part = "forward and backward alone"
-        self._step = self._make(partial(self._body, self._closed), owners | group_numbers(self._optimizer))
+        self._step = self._make(owners | group_numbers(self._optimizer))
         self._put(self._loop, "_make_closure", self._make_closure)
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``automatic_optimization.run``."""
-        if optimizer is not self._optimizer:
-            self._leave_to_lightning()
-        if self._loop._skip_backward or optimizer is not self._optimizer:
-            return self._stock_run(optimizer, batch_idx, self._on_device(kwargs))
+        if self._has_other_optimizers() or self._loop._skip_backward:
+            return type(self._loop).run(self._loop, optimizer, batch_idx, self._on_device(kwargs))
         self._enter(batch_idx, kwargs)
         if not self.part:
-            stock = lambda: self._stock_run(optimizer, batch_idx, self._on_device(kwargs))  # noqa: E731
             try:
-                result = self._through(self._step, stock, kwargs["batch"], self._given_facts())
+                result = self._through(self._step, kwargs, self._given_facts())
                 self._look_at(self._step)
                 return result
             except RefusalError as error:
-                if not self._sides.falls_back or error.component != "optimizer":
+                if not self._may_leave_out_optimizer(error):
                     raise
                 self._keep_optimizer_outside(str(error))
         # A graphed forward moves its batch itself.
-        result = self._stock_run(optimizer, batch_idx, kwargs)
+        result = type(self._loop).run(self._loop, optimizer, batch_idx, kwargs)
         self._look_at(self._step)
         return result
 
-    def _stock_run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
-        return type(self._loop).run(self._loop, optimizer, batch_idx, kwargs)
+    @override
+    def _stock(self, kwargs: OrderedDict[str, Any]) -> Any:
+        """The whole optimization, or in the components form Lightning's own closure."""
+        if not self.part:
+            return type(self._loop).run(self._loop, self._optimizer, self._index, kwargs)
+        closure: Closure = type(self._loop)._make_closure(self._loop, kwargs, self._optimizer, self._index)
+        closure()
+        return closure.consume_result().asdict()
 
     def _given_facts(self) -> tuple[Any, ...]:
         """What Lightning's own code in the step branches on."""
@@ -115,27 +122,19 @@ class AutomaticSeam(Seam):
         call._call_lightning_module_hook(self._trainer, "optimizer_zero_grad", *args)
         self._loop.optim_progress.optimizer.zero_grad.increment_completed()
 
-    def _body(self, run: Any, batch: Any, *facts: Any) -> dict[str, Any]:
-        """The step of the whole and of the components form."""
-        optimizer, batch_idx = self._optimizer, self._index
+    @override
+    def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
         with self._logs.late.of_loss(self._loop):
-            return self._in_step(lambda kwargs: run(optimizer, batch_idx, kwargs), batch)
+            return super()._body(batch)
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
         """In place of ``automatic_optimization._make_closure`` in the components form."""
         if self._loop._skip_backward:
             return type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
-        return ReplayedClosure(partial(self._run_components, kwargs, optimizer, batch_idx))
+        return ReplayedClosure(partial(self._run_closure, kwargs))
 
-    def _run_components(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> ClosureResult:
-        stock = lambda: self._closed(optimizer, batch_idx, self._on_device(kwargs))  # noqa: E731
-        out = self._through(self._step, stock, kwargs["batch"], self._given_facts())
+    def _run_closure(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        out = self._through(self._step, kwargs, self._given_facts())
         result = ClosureResult(closure_loss=None, extra={key: value for key, value in out.items() if key != "loss"})
         result.loss = out.get("loss")
         return result
-
-    def _closed(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        """The result of Lightning's own closure."""
-        closure: Closure = type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
-        closure()
-        return closure.consume_result().asdict()

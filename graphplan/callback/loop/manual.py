@@ -14,9 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from graphplan.callback.hooks import members_of
 from graphplan.callback.loop.seam import Run, Seam
-from graphplan.compare.comparing import Checks
 from graphplan.errors import HostEffectError
 from graphplan.observe.source import find_source
 from graphplan.trace.mode import refuse_trace
@@ -35,26 +33,26 @@ class ManualSeam(Seam):
     def install(self) -> None:
         self._compile()
         self._put(self._loop, "run", self._run)
-        self._are_same: Callable[[], bool] = Checks(members_of(self._trainer.strategy, "_optimizers")).hold
-        self._whole = self._make(self._body, self._owners({"step": self._loop.optim_step_progress}))
+        self._whole = self._make(self._owners({"step": self._loop.optim_step_progress}))
 
     def _run(self, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``manual_optimization.run``."""
-        if not self._are_same():
-            self._leave_to_lightning()
-            return self._stock_run(self._on_device(kwargs))
+        if self._has_other_optimizers():
+            return self._stock(self._on_device(kwargs))
         self._enter(self._epoch_loop.batch_idx, kwargs)
         self._schedules.start()
-        result = self._through(self._whole, lambda: self._stock_run(self._on_device(kwargs)), kwargs["batch"])
+        result = self._through(self._whole, kwargs)
         self._look_at(self._whole)
         return result
 
-    def _stock_run(self, kwargs: OrderedDict[str, Any]) -> Any:
+    @override
+    def _stock(self, kwargs: OrderedDict[str, Any]) -> Any:
         return type(self._loop).run(self._loop, kwargs)
 
+    @override
     def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
         with self._schedules.noting() as stepped:
-            out = self._in_step(self._stock_run, batch)
+            out = super()._body(batch)
         return {**out, "scheduler steps": Stepped(stepped)}
 
     @override

@@ -127,6 +127,7 @@ class Seam(ABC):
         self._questions: dict[Comparison, None] = {}
         """What the step has asked of a batch's number."""
         self._compiled = CompiledModules([], False)
+        self._optimizers = list(run.trainer.optimizers)
         self.notes: list[str] = []
         # Calls of Lightning's own code in the place of a step.
         self._stock_stats = Stats()
@@ -134,6 +135,10 @@ class Seam(ABC):
     @abstractmethod
     def install(self) -> None:
         """Put the seam in."""
+
+    @abstractmethod
+    def _stock(self, kwargs: OrderedDict[str, Any]) -> Any:
+        """Run Lightning's own code, which the step stands for, with the loop's arguments."""
 
     def _compile(self) -> None:
         """Compile the module's parts, if asked to, and its ``forward`` unless a strategy wraps the module."""
@@ -179,21 +184,20 @@ class Seam(ABC):
         numbers = trainer_numbers(self._trainer, trains=self._options.mode == "train")
         return owners | numbers | hooked_callbacks(self._trainer) | reached_objects(self._trainer)
 
-    def _make(
-        self,
-        body: Callable[..., Any],
-        owners: dict[str, Any],
-        *,
-        escalates: Callable[[RefusalError], bool] | None = None,
-    ) -> GraphedStep:
-        """A graphed step of ``body``. ``escalates`` says which refusals raise."""
-        known = self._made_for.gate
-        gate = None if known is None else known.again(known.eager)
-        backends, peers = self._made_for.backends, find_peers()
-        step = GraphedStep(body, owners, self._options, backends, peers, compiles=False, gate=gate, opens_gate=False)
-        step.machine.refusals.escalates = escalates or (lambda error: self._must_raise())
+    def _make(self, owners: dict[str, Any]) -> GraphedStep:
+        """A graphed step of what the seam stands for."""
+        known, backends = self._made_for.gate, self._made_for.backends
+        step = GraphedStep(
+            self._body, owners, self._options, backends, find_peers(), compiles=False,
+            gate=None if known is None else known.again(known.eager), opens_gate=False,
+        )  # fmt: skip
+        step.machine.refusals.escalates = self._escalates
         self._steps.append(step)
         return step
+
+    def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
+        """The function of a graphed step."""
+        return self._in_step(self._stock, batch)
 
     @property
     def sums(self) -> Any:
@@ -219,7 +223,8 @@ class Seam(ABC):
         """Descriptions of the programs that there are."""
         return [describe_program(program) for step in self._steps for program in step.programs]
 
-    def _must_raise(self) -> bool:
+    def _escalates(self, error: RefusalError) -> bool:
+        """Return True if a refusal raises."""
         return self._options.on_failure == "raise" and not any(step.stats.replayed for step in self._steps)
 
     def _look_at(self, step: GraphedStep) -> None:
@@ -227,22 +232,25 @@ class Seam(ABC):
         if step.is_down:
             self._made_for.when_down(*step.down_because)
 
-    def _leave_to_lightning(self) -> None:
-        """End the seam because the Trainer has other optimizers than those that programs read.
+    def _has_other_optimizers(self) -> bool:
+        """Return True if the Trainer has other optimizers than those that programs read, and end the seam.
 
         Raises:
             RecaptureError: if no step was ever replayed.
         """
+        if self._trainer.optimizers == self._optimizers:
+            return False
         error = RecaptureError(
             "the Trainer got other optimizers in the middle of the run, and programs read those that they were "
             "captured with. Keep one, and change its groups or load a state into it (optimizer.load_state_dict)"
         )
-        if self._must_raise():
+        if self._escalates(error):
             raise error
         warnings.warn(f"graphplan leaves the rest to Lightning: {error}", UserWarning, stacklevel=4)
         self._stock_stats.count_stock(1)
         self._stock_stats.skip(error.reason, str(error))
         self._made_for.when_down(error.reason, str(error))
+        return True
 
     @hands_over
     def _ask_eager(self, batch: Any, index: int) -> bool:
@@ -273,18 +281,11 @@ class Seam(ABC):
         if self._eager_if is not None:
             self._wants_eager = self._ask_eager(kwargs["batch"], batch_idx)
 
-    def _through(self, step: GraphedStep, stock: Callable[[], Any], batch: Any, facts: tuple[Any, ...] = ()) -> Any:
-        """Run a batch through ``step``, and carry out what it logged.
-
-        Args:
-            step: one of this seam's.
-            stock: Lightning's own code, for errors of graphplan's before the step.
-            batch: what the step is fed.
-            facts: literals that the step depends on.
-        """
+    def _through(self, step: GraphedStep, kwargs: OrderedDict[str, Any], facts: tuple[Any, ...] = ()) -> Any:
+        """Run a batch through ``step``, and carry out what it logged. ``facts`` are literals that it depends on."""
         if not self._start_logs():
-            return stock()
-        known = self._known(facts)
+            return self._stock(self._on_device(kwargs))
+        batch, known = kwargs["batch"], self._known(facts)
         try:
             if self._variant is not None:
                 out = step(batch, known, self._variant_of(batch))
