@@ -30,7 +30,7 @@ from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import map_result, named_leaves
 from graphplan.verify.compare import Difference, Run, describe, differing, differing_values, unexplained
 from graphplan.verify.noise import Noise, changes_of, nudged
-from graphplan.verify.state import Leaves, State, collect_tensors, collect_values, tensors_of
+from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 
 Result = TypeVar("Result")
 _REPLAYS = 3
@@ -46,15 +46,6 @@ class Verdict:
     result: Any
     differences: list[Difference]
     open: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """What is there before the replay and after each ``snapshot.restore()``; ``old`` are values of tensors, by path."""
-
-    walk: Walk
-    old: dict[str, Tensor]
-    snapshot: Snapshot
 
 
 class Check:
@@ -114,18 +105,18 @@ class Check:
         # gradients, which are no longer to be told from those that other code keeps.
         self._program.plan.handles.rates.push()
         self._program.bindings.settle_grads()
-        start = self.start()
+        self.start()
         hosts = host_generators()
         try:
-            replayed = self.first_replay(start)
+            self.first_replay()
         finally:
-            self.undo(start.snapshot)
+            self.undo(self._before)
         walk = cache(self.walk)
         try:
             result = eager(walk)
         except torch.OutOfMemoryError:
             # The copies and a second set of activations are the check's doing; without it there was room.
-            self.undo(start.snapshot)
+            self.undo(self._before)
             raise
         found = [
             Difference(name, "the eager step draws from it, which a replay does not")
@@ -134,7 +125,7 @@ class Check:
         ]
         reason = ""
         try:
-            found += self.compare(start, replayed, result, walk)
+            found += self.compare(result, walk)
         except (torch.OutOfMemoryError, PeerError) as error:
             # The batch has been trained on: the caller must not go on as if it had not.
             reason = first_line(error)
@@ -162,12 +153,11 @@ class Check:
         for lease, number in self._lent:
             lease.number = number
 
-    def start(self) -> _Start:
-        """What is there before the replay."""
-        walk = self.walk()
-        snapshot, tensors = self._where_all_have_room(lambda: self.snapshot(walk))
-        old = {path: value for path, t in tensors.items() if (value := snapshot.value(t)) is not None}
-        return _Start(walk, old, snapshot)
+    def start(self) -> None:
+        """Copy what is there before the replay, which is put back before each further one."""
+        self._owned = self.walk()
+        self._before, tensors = self._where_all_have_room(lambda: self.snapshot(self._owned))
+        self._old = {path: value for path, t in tensors.items() if (value := self._before.value(t)) is not None}
 
     def _where_all_have_room(self, copy: Callable[[], Result]) -> Result:
         """What ``copy`` makes. What comes next communicates: all ranks do it, or none."""
@@ -180,54 +170,57 @@ class Check:
             raise PeerError("another rank has no room for a check")
         return made
 
-    def replay(self, walk: Walk) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and values that a replay leaves. ``walk`` is from before it."""
+    def replay(self) -> State:
+        """What a replay leaves."""
         result = self._program.run(self._feed, is_settled=True)
-        walk = walk if self._program.bindings.keep_places(walk) else self.walk()
-        leaves = named_leaves(result)
-        values = collect_values(walk, leaves, self._is_allowed, self._extra)
-        return self.left(walk, leaves) | self._take_numbers(values), values
+        return self.left(self._owned if self._program.bindings.keep_places(self._owned) else self.walk(), result)
 
-    def first_replay(self, start: _Start) -> State:
-        """Copies of what a replay leaves."""
-        left, values = self.replay(start.walk)
-        return State(dict(zip(left, copy_all(list(left.values()), self._place()), strict=True)), values)
+    def first_replay(self) -> None:
+        """Keep copies of what a replay leaves."""
+        left = self.replay()
+        copies = copy_all(list(left.tensors.values()), self._place())
+        self._replayed, self._values = dict(zip(left.tensors, copies, strict=True)), left.values
 
-    def compare(self, start: _Start, replayed: State, result: Any, walk: Callable[[], Walk]) -> list[Difference]:
-        """Differences between ``replayed`` and what is there after the eager step, to which ``walk()`` leads."""
-        leaves = named_leaves(result)
-        left = self.left(walk(), leaves)
+    def compare(self, result: Any, walk: Callable[[], Walk]) -> list[Difference]:
+        """Differences between what the first replay left and what is there after the eager step, to which ``walk()``
+        leads.
+        """
         # The device runs the eager step meanwhile.
-        values = collect_values(walk(), leaves, self._is_allowed, self._extra)
-        left |= self._take_numbers(values)
-        differences = differing_values(replayed.values, values)
-        beyond = self.differing(start, replayed, left)
+        left = self.left(walk(), result)
+        differences = differing_values(self._values, left.values)
+        beyond = self.differing(left.tensors)
         if not self._on_any(bool(beyond)):
             return differences
         # More replays write where the eager step has.
-        eager, (end, _) = self._where_all_have_room(lambda: (Run.of(replayed.tensors, left), self.snapshot(walk())))
+        eager, (end, _) = self._where_all_have_room(lambda: (self._run(left.tensors), self.snapshot(walk())))
         try:
-            found = self._unexplained(beyond, start, replayed, eager)
+            found = self._unexplained(beyond, eager)
         finally:
             self.undo(end)
-        return describe(found, start.old, replayed.tensors, left) + differences
+        return describe(found, self._old, self._replayed, left.tensors) + differences
 
-    def differing(self, start: _Start, replayed: State, left: Mapping[str, Tensor]) -> list[str]:
+    def differing(self, left: Mapping[str, Tensor]) -> list[str]:
         """Paths at which the replay and the eager step left something else, beyond the noise that is known."""
         if not self._noise.is_known:
-            return differing(replayed.tensors, left)
-        return self._noise.beyond(changes_of(start.old, replayed.tensors, self._home), replayed.tensors, left)
+            return differing(self._replayed, left)
+        return self._noise.beyond(self._changes(), self._replayed, left)
 
-    def _unexplained(self, paths: list[str], start: _Start, replayed: State, eager: Run) -> dict[str, float]:
+    def _changes(self) -> dict[str, float]:
+        return changes_of(self._old, self._replayed, self._home)
+
+    def _run(self, left: Mapping[str, Tensor]) -> Run:
+        return Run.of(self._replayed, left)
+
+    def _unexplained(self, paths: list[str], eager: Run) -> dict[str, float]:
         """What of ``paths`` more replays from the same state do not explain, and how far replays lie apart there. All
         ranks repeat as often. Noise may be so seldom that several replays show none.
         """
         again: list[Run] = []
         found = dict.fromkeys(paths, 0.0)
         noisy = self._program.plan.may_reorder or self._program.plan.traced.in_mode
-        explain = partial(unexplained, one=replayed.tensors, again=again, eager=eager, device=self._home)
+        explain = partial(unexplained, one=self._replayed, again=again, eager=eager, device=self._home)
         for _ in range(_REPLAYS):
-            again.append(self._repeat(start, replayed, nudge=False))
+            again.append(self._repeat(nudge=False))
             noisy = noisy or again[-1].differs
             found = explain(found, noisy=noisy)
             if not self._on_any(bool(found) and not noisy):
@@ -235,25 +228,28 @@ class Check:
         off = None
         # Noise that is rare has not been seen in a few replays: what rounding does says how large it may be.
         if self._on_any(noisy and (bool(found) or not self._noise.is_known)):
-            off = self._repeat(start, replayed, nudge=True)
+            off = self._repeat(nudge=True)
             found = explain(found, nudged=off, noisy=True)
         if not found and noisy:
-            self._noise.learn(changes_of(start.old, replayed.tensors, self._home), again, eager, off)
+            self._noise.learn(self._changes(), again, eager, off)
         return found
 
-    def left(self, walk: Walk, result: Leaves) -> dict[str, Tensor]:
-        """The tensors that can be compared, where they are now."""
+    def left(self, walk: Walk, result: Any) -> State:
+        """What can be compared after a step with this ``result``: tensors, where they are now, and values."""
+        leaves = named_leaves(result)
         slots = {path: slot.tensors() for path, slot in walk.slots.items()} if self._lent else {}
         left_out = self._program.plan.untouched(walk) | self._overwritten(slots)
         gone = self._overwritten({path: [tensor] for path, tensor in self._extra.items()}) | self._read_before
-        found = collect_tensors(
+        tensors = collect_tensors(
             walk,
-            result,
+            leaves,
             {path: tensor for path, tensor in self._extra.items() if path not in gone},
             self._program.plan.traced.generators,
             lambda path: path in left_out or self._is_allowed(path),
         )
-        return {path: t.plain_memory() if isinstance(t, StaticOutput) else t for path, t in found.items()}
+        plain = {path: t.plain_memory() if isinstance(t, StaticOutput) else t for path, t in tensors.items()}
+        values = collect_values(walk, leaves, self._is_allowed, self._extra)
+        return State(plain | self._take_numbers(values), values)
 
     def _take_numbers(self, values: dict[str, Any]) -> dict[str, Tensor]:
         """Take numbers that were read from the device out of ``values``: they are as noisy as what is there."""
@@ -277,18 +273,17 @@ class Check:
         with torch._C.DisableTorchFunctionSubclass():
             return {path for path, parts in tensors.items() if any(storage_id(part) in lent for part in parts)}
 
-    def _repeat(self, start: _Start, replayed: State, *, nudge: bool) -> Run:
+    def _repeat(self, *, nudge: bool) -> Run:
         """One more replay beside the first one; with ``nudge``, of parameters with other last bits."""
-        self.undo(start.snapshot)
+        self.undo(self._before)
         if not self._program.fits():
             # The eager step gave tensors other memory (``tensor.data = ...``), which has their values now.
             self._program.resync()
-        replay = lambda: self.replay(start.walk)[0]  # noqa: E731
+        replay = lambda: self.replay().tensors  # noqa: E731
         if not nudge:
-            return Run.of(replayed.tensors, replay())
-        params = {path: local(param) for path, param in start.walk.parameters.values()}
-        left = nudged(replay, params, start.snapshot.value, self._program.plan.rounding)
-        return Run.of(replayed.tensors, left)
+            return self._run(replay())
+        params = {path: local(param) for path, param in self._owned.parameters.values()}
+        return self._run(nudged(replay, params, self._before.value, self._program.plan.rounding))
 
 
 def detached(result: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -61,11 +61,8 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
 @torch.no_grad()
 def _norms(rows: Sequence[tuple[Tensor, ...]], device: torch.device | None = None) -> list[float]:
     """The Euclidean distance between each row's two tensors, or its only one's length, in float64. NaN in the same
-    places counts as equal, NaN in one of the two as far. Each device is waited for once.
-
-    Args:
-        rows: one or two tensors each. One of two may lie on the host: what a device has is compared there.
-        device: where to compute what lies on the host altogether, if not there.
+    places counts as equal, NaN in one of the two as far. Each device is waited for once; rows that lie on the host
+    altogether are computed on ``device``, if that is given.
     """
     vectors: list[Tensor] = []
     order: list[int] = []
@@ -75,15 +72,15 @@ def _norms(rows: Sequence[tuple[Tensor, ...]], device: torch.device | None = Non
         vectors.append(torch.stack(_norms_of(*(beside(column, home) for column in columns))))
     found = dict(zip(order, chain.from_iterable(values_of(vectors)), strict=True))
     # Infinite and NaN norms are computed again, element by element.
-    return [n if math.isfinite(n := found[index]) else _careful_norm(*row) for index, row in enumerate(rows)]
+    careful = lambda one, *others: _careful_norm(one, *(other.to(one.device) for other in others)).item()  # noqa: E731
+    return [n if math.isfinite(n := found[index]) else careful(*row) for index, row in enumerate(rows)]
 
 
 def _norms_of(one: list[Tensor], *others: list[Tensor]) -> list[Tensor]:
     if one[0].dtype in _SUBTRACTED:
         terms = torch._foreach_sub(one, *others) if others else one
         return list(torch._foreach_norm(terms, 2, dtype=torch.float64))
-    term = _apart if others else _finite
-    return [_sum(term, *row).sqrt() for row in zip(one, *others, strict=True)]
+    return [_careful_norm(*row) for row in zip(one, *others, strict=True)]
 
 
 def apart(paths: Sequence[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
@@ -103,8 +100,11 @@ def moved(
     return dict(zip(paths, _norms(rows, device), strict=True))
 
 
-def _careful_norm(one: Tensor, *others: Tensor) -> float:
-    return math.sqrt(_sum(_apart if others else _finite, one, *(other.to(one.device) for other in others)).item())
+def _careful_norm(*row: Tensor) -> Tensor:
+    """The same of one row, a few elements at a time in double precision."""
+    term = _finite if len(row) == 1 else _apart
+    parts = zip(*(tensor.reshape(-1).split(_TOGETHER) for tensor in row), strict=True)
+    return torch.stack([term(*(part.double() for part in some)).sum() for some in parts]).sum().sqrt()
 
 
 def _alike(rows: Sequence[tuple[Tensor, ...]], device: torch.device | None) -> Iterator[tuple[torch.device, list[int]]]:
@@ -124,13 +124,6 @@ def _alike(rows: Sequence[tuple[Tensor, ...]], device: torch.device | None) -> I
     yield from ((home, members) for (_, home, _), (members, _) in groups.items())
 
 
-def _sum(term: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """The sum of a function of corresponding elements, a few at a time in double precision."""
-    parts = zip(*(tensor.reshape(-1).split(_TOGETHER) for tensor in tensors), strict=True)
-    sums = [term(*(part.double() for part in some)).sum() for some in parts]
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-
-
 def _apart(one: Tensor, two: Tensor) -> Tensor:
     apart = torch.where((one == two) | (one.isnan() & two.isnan()), 0.0, one - two)
     return torch.where(apart.isnan(), math.inf, apart).square()
@@ -142,11 +135,8 @@ def _finite(one: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What another run from the same state has left, beside what the first replay left.
-
-    Attributes:
-        far: Euclidean distances by path, where both left something alike.
-        differs: whether anything is not the same bits.
+    """What another run from the same state has left, beside what the first replay left: distances by path, where both
+    left something alike, and whether anything is not the same bits.
     """
 
     far: Mapping[str, float]
@@ -172,20 +162,13 @@ def unexplained(
 ) -> dict[str, float]:
     """Of the tensors at ``paths``, those that differ from eager's by more than replays differ from each other.
 
-    Unless the step is ``noisy``, eager must agree. Where it is, rounding is let pass too, since a few replays may agree
-    in one place by chance, and what rounding does to the step.
+    Unless the step is ``noisy`` (replays differ in anything, or eager steps in the order of their additions), eager
+    must agree. Where it is, rounding is let pass too, since a few replays may agree in one place by chance, and what
+    rounding does to the step: ``nudged`` is a replay whose parameters had been off by that.
 
-    Args:
-        paths: where ``one``, what the first replay left, and what the eager step left differ.
-        one: copies of what the first replay left.
-        again: more replays from the same state, at least one.
-        eager: the eager step.
-        nudged: a replay whose parameters had been off by what rounding does to them.
-        noisy: whether replays differ in anything (atomic additions), or eager steps in the order of their additions.
-        device: where to compute what lies on the host.
-
-    Returns:
-        How far replays lie apart, by path; 0 where there is nothing to compare.
+    ``one`` are copies of what the first replay left, ``again`` more replays from the same state, at least one; what
+    lies on the host is computed on ``device``. Returns how far replays lie apart, by path; 0 where there is nothing to
+    compare.
     """
     found = {path: max(run.far.get(path, 0.0) for run in again) for path in paths}
     alike = [path for path in found if all(path in run.far for run in (eager, *again))]
