@@ -65,14 +65,12 @@ def _parse_sizes(sizes: Sequence[Size] | None, ladders: Ladders | None) -> list[
 def _capture(step: GraphedStep, arguments: Any, dims: Mapping[int, int]) -> None:
     args, kwargs = arguments
     done = step.stats.captured + step.stats.replayed
-    reasons = dict(step.stats.skipped)
+    before = step.stats.skipped.copy()
     for _ in range(_CALLS):
         step(*args, **kwargs)
         if step.stats.captured + step.stats.replayed > done:
             return
-        why = next(
-            (r for r, n in step.stats.skipped.items() if n > reasons.get(r, 0) and r is not SkipReason.SHAPE), None
-        )
+        why = next((reason for reason in step.stats.skipped - before if reason is not SkipReason.SHAPE), None)
         if why is not None:
             break
     text = why.value if why is not None else "no capture came"

@@ -49,7 +49,8 @@ class Pieces(Reports):
         reasons: why segments, or the whole, are not captured, by name.
     """
 
-    def __init__(self, whole: Segment, scope: str, options: ServeOptions) -> None:
+    def __init__(self, whole: Segment, scope: str, options: ServeOptions, eager: Sequence[str] = ()) -> None:
+        """``eager`` are names of what no piece has."""
         if scope not in SCOPES:
             raise OptionError(f"scope is {scope!r}; expected one of: {', '.join(SCOPES)}")
         if options.shapes == "bucket":
@@ -57,6 +58,9 @@ class Pieces(Reports):
         self.pool = options.pool or Pool()
         self.reasons: dict[str, str] = {}
         self.scope = "full" if scope == "auto" else scope
+        self._eager = dict.fromkeys(eager, "named in at")
+        if scope == "piecewise":
+            self.reasons |= self._eager
         # From the first piece to the last: a second thread would overwrite what is handed on.
         self._lock = RLock()
         self._downgrades = scope == "auto"
@@ -85,7 +89,7 @@ class Pieces(Reports):
         """Go on with less captured, or raise ``error`` if that was not asked for."""
         if not self._downgrades:
             raise error
-        self.reasons[name_of(self._whole)] = str(error)
+        self.reasons |= {name_of(self._whole): str(error), **self._eager}
         self.close()
         self._full = None
         self.scope = scope

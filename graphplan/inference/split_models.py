@@ -28,21 +28,12 @@ class SplitModel(Pieces):
 
     def __init__(self, model: nn.Module, at: Sequence[str], scope: str, options: ServeOptions) -> None:
         self._names = _match_modules(model, at)
-        super().__init__(model, scope, options)
+        super().__init__(model, scope, options, self._names)
         self._model = model
         self._facts: list[Any] = []
         self._splits: dict[Hashable, tuple[fx.GraphModule, list[Graphed]]] = {}
         self._calls = 0
         self._next_check = options.step.schedule.after(0)
-        if self.scope == "piecewise":
-            self._note_eager()
-
-    def _note_eager(self) -> None:
-        self.reasons |= dict.fromkeys(self._names, "named in at")
-
-    def _downgrade(self, error: RefusalError, scope: str) -> None:
-        super()._downgrade(error, scope)
-        self._note_eager()
 
     def _graphed(self) -> Iterator[Graphed]:
         for _, graphed in self._splits.values():
@@ -78,9 +69,10 @@ class SplitModel(Pieces):
             options = replace(self._options, outputs="static", owners=None)
             graphed = []
             for name, part in between.items():
-                piece = Graphed(part, options, self.pool)
-                graphed.append(piece)
-                pieces.add_module(name, _Called(piece))
+                graphed.append(Graphed(part, options, self.pool))
+                # No module any more, which could not be put in the place of one.
+                delattr(pieces, name)
+                setattr(pieces, name, graphed[-1])
             self._splits[key] = (pieces, graphed)
         return self._splits[key][0]
 
@@ -104,17 +96,6 @@ def _is_alike(wanted: Any, found: Any) -> bool:
         return False
     apart = Run.of({"": wanted}, {"": found}).far.get("", float("inf"))
     return apart <= tolerance(wanted.dtype) * lengths([wanted])[0]
-
-
-class _Called(nn.Module):
-    """A graphed piece in its place in a model."""
-
-    def __init__(self, piece: Graphed) -> None:
-        super().__init__()
-        object.__setattr__(self, "piece", piece)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.piece(*args, **kwargs)  # type: ignore[operator]
 
 
 def _bind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
