@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from graphplan.check.fit import check_fit
-from graphplan.check.result import Result
-from graphplan.check.run import check_step
+from graphplan.check.run import Result, check_step
 from graphplan.compare import building
 from graphplan.compare.comparing import Tensors
 from graphplan.environment.devices import module_of

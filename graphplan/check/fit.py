@@ -10,8 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from graphplan.check.result import Result
-from graphplan.check.run import STEPS, Ran, check
+from graphplan.check.run import STEPS, Ran, Result, check
 from graphplan.environment.lightnings import callback_class, name_of
 from graphplan.errors import OptionError
 
@@ -48,12 +47,9 @@ def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "
                 accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, logger=False, callbacks=[callback],
                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
             )  # fmt: skip
-            if isinstance(fed, pl.LightningDataModule):
-                trainer.fit(module, datamodule=fed)
-            elif fed is None and _has_loader(module, pl.LightningModule):
-                trainer.fit(module)
-            else:
-                trainer.fit(module, _loader_of(fed))
+            is_own = fed is None and _has_loader(module, pl.LightningModule)
+            # A fit takes a data module in the place of a loader.
+            trainer.fit(module, fed if is_own or isinstance(fed, pl.LightningDataModule) else _loader_of(fed))
         return callback.stats, callback.plan, callback.notes
 
     return check(run, name)
