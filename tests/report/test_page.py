@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import OptionError, graph_step
-from graphplan.report.page import page
+from graphplan.report.rendering import page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SEARCH = """
