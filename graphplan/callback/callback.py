@@ -193,9 +193,7 @@ class GraphPlanCallback(Callback):
         if reason is not None:
             self._refuse(_TRAINING, reason)
             return
-        # Without clipping, Lightning refuses a fit in which the user's own optimizer is fused.
-        fused = any(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in trainer.optimizers)
-        _put(self._kept, LaggingSigterm(trainer), *(fused_clipping(trainer) if fused else []))
+        _put(self._kept, LaggingSigterm(trainer), *fused_clipping(trainer))
         device = trainer.strategy.root_device
         if is_eager:
             self._stock.begin(SkipReason.BACKEND_EAGER)
@@ -232,13 +230,11 @@ class GraphPlanCallback(Callback):
         """Time steps again where the device was busy all the time, long ago."""
         if self._gate is not None and self._stock.reason is SkipReason.BUSY and self._stock.count >= self._again:
             self._again *= 2
-            self._stock.end()
             self._time_eager_steps(self._gate.again())
 
     def _install_training(self, trainer: Trainer, pl_module: LightningModule, gate: Gate | None = None) -> None:
         """Install the seam and all patches that belong to it."""
-        clips = fused_clipping(trainer) if len(self._kept) == 1 else []
-        _put(self._patches, *clips, LazyNumbers(trainer, self._recover), *ThrottledBar(trainer).patches)
+        _put(self._patches, LazyNumbers(trainer, self._recover), *ThrottledBar(trainer).patches)
         reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
         # Steps copy batches to the device themselves if no hook or transfer needs them there before.
         asks = self.options.eager_if is not None or self.variant is not None
@@ -253,7 +249,7 @@ class GraphPlanCallback(Callback):
         if reason is not None:
             seam.notes.append(f"Lightning's own loop: {reason}")
         else:
-            _put(self._patches, LoopSeam(trainer, pl_module, seam.sums, self._recover, direct=direct))
+            _put(self._patches, *LoopSeam(trainer, pl_module, seam.logs, self._recover, direct=direct).patches)
 
     def _recover(self, error: Exception) -> None:
         """Remove graphplan from the running fit after an error of its own: the caller then runs Lightning's code.

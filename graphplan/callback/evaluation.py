@@ -19,34 +19,29 @@ from graphplan.step.peers import find_peers
 
 _HOOKS = ("validation_step", "test_step", "predict_step")
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
-METRICS_TOO = Policy("inference", static_roles=tuple(Role))
-"""The inference policy, and state static as well: metrics that a step updates are state."""
 
 
 class EvaluationSeam(Seam):
     """The seam of the strategy's evaluation steps. It stays for the whole of a run, from one validation to the next."""
 
     def __init__(self, run: Run) -> None:
-        policy = run.options.policy or METRICS_TOO
+        # State is static as well: metrics that a step updates are state.
+        policy = run.options.policy or Policy("inference", static_roles=tuple(Role))
         options = replace(run.options, mode="inference", policy=policy, eager_if=None, shapes="exact", buckets=None)
         super().__init__(replace(run, options=options))
         self._strategy: Any = run.trainer.strategy
-        self._gates: dict[str, Gate | None] = {}
+        self._gates: dict[str, Gate] = {}
         self._by_hook: dict[str, GraphedStep] = {}
         self._hook = ""
 
     @override
     def install(self) -> None:
+        device = self._strategy.root_device
+        least, is_gated = self._options.least_speedup(device), self._options.is_gated(device)
         for hook in _HOOKS:
             self._put(self._strategy, hook, partial(self._run, hook))
-
-    def _gate_of(self, hook: str) -> Gate | None:
-        """What decides whether replays of ``hook`` pay; None if that is decided, or not asked for."""
-        device = self._strategy.root_device
-        if hook not in self._gates:
-            least, gated = self._options.least_speedup(device), self._options.is_gated(device)
-            self._gates[hook] = Gate(least, Clock(device), loops=False, peers=find_peers()) if gated else None
-        return self._gates[hook]
+            if is_gated:
+                self._gates[hook] = Gate(least, Clock(device), loops=False, peers=find_peers())
 
     def _run(self, hook: str, *args: Any) -> Any:
         """In place of the strategy's method of that name."""
@@ -54,23 +49,24 @@ class EvaluationSeam(Seam):
         # A step that gets an iterator takes batches from the loader itself.
         if not args or isinstance(args[0], Iterator) or self._has_other_optimizers():
             return self._stock(kwargs)
-        gate = self._gate_of(hook)
-        if gate is None:
-            return self._replayed(kwargs)
-        start = gate.begin()
-        if gate.eager is None:
+        gate = self._gates.get(hook)
+        if gate is not None and gate.eager is None:
+            start = gate.begin()
             result = self._stock(kwargs)
             gate.end_eager(start)
             self._stock_stats.eager += 1
             return result
-        result = self._replayed(kwargs)
-        step = self._by_hook[hook]
-        pays = gate.end_replay(start) if step.stats.last_kind == "replayed" else None
-        if pays is not None:
-            self._gates[hook] = None
-            step.machine.timing.settle(gate, pays)
-            self._look_at(step)
+        self._enter(kwargs.get("batch_idx", 0), kwargs)
+        step = self._by_hook.get(hook)
+        if step is None:
+            step = self._by_hook[hook] = self._make(self._owners({}))
+        result = self._through(step, kwargs, (kwargs.get("dataloader_idx"), self._trainer.sanity_checking))
+        self._look_at(step)
         return result
+
+    @override
+    def _gate(self) -> Gate | None:
+        return self._gates.get(self._hook)
 
     @override
     def _look_at(self, step: GraphedStep) -> None:
@@ -78,16 +74,6 @@ class EvaluationSeam(Seam):
         for hook, patch in zip(_HOOKS, self._patches, strict=True):
             if step.is_down and self._by_hook.get(hook) is step:
                 patch.remove()
-
-    def _replayed(self, kwargs: OrderedDict[str, Any]) -> Any:
-        self._enter(kwargs.get("batch_idx", 0), kwargs)
-        step = self._by_hook.get(self._hook)
-        if step is None:
-            step = self._by_hook[self._hook] = self._make(self._owners({}))
-        facts = (kwargs.get("dataloader_idx"), self._trainer.sanity_checking)
-        result = self._through(step, kwargs, facts)
-        self._look_at(step)
-        return result
 
     @override
     def _stock(self, kwargs: OrderedDict[str, Any]) -> Any:

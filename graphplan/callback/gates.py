@@ -33,10 +33,7 @@ def closed_to_all(trainer: Any) -> str | None:
             f"{Trainer.__module__.partition('.trainer')[0]}'s: a subclass of GraphPlanCallback is of the package that "
             "it was imported with. Use GraphPlanCallback itself, or a Trainer of that package"
         )
-    return _closed_strategy(trainer.strategy)
-
-
-def _closed_strategy(strategy: Any) -> str | None:
+    strategy: Any = trainer.strategy
     name = type(strategy).__name__
     if isinstance(strategy, SingleDeviceStrategy):
         return None

@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from graphplan.compare.comparing import Row, contents_of
 from graphplan.feed.call_arguments import hands_over
 from graphplan.specs.paths import free_name
 
@@ -34,12 +33,6 @@ def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
         if any(has_hook(callback, hook, Callback) for hook in STEP_HOOKS):
             hooked[free_name(f"callbacks[{type(callback).__name__}]", hooked)] = callback
     return hooked
-
-
-def members_of(thing: Any, name: str) -> list[Row]:
-    """Comparisons that hold while ``thing`` has the same list, with the same items."""
-    members = getattr(thing, name)
-    return [("same_attributes", [thing], [name], [members]), *contents_of([members])]
 
 
 def hands_out_batch(callback: Any) -> bool:

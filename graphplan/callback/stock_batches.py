@@ -17,10 +17,10 @@ class StockBatches:
 
     def __init__(self, trainer: Any = None) -> None:
         # Not the Trainer, which a callback must not keep.
-        loop = None if trainer is None else trainer.fit_loop.epoch_loop
         self._progress: Any = None
         self._optimizers: list[Any] = []
-        if loop is not None:
+        if trainer is not None:
+            loop = trainer.fit_loop.epoch_loop
             self._progress = loop.batch_progress.total
             automatic, manual = loop.automatic_optimization.optim_progress.optimizer, loop.manual_optimization
             self._optimizers = [automatic.step.total, manual.optim_step_progress.total]
@@ -39,11 +39,12 @@ class StockBatches:
         return self._updates() - self._updates_before if self._optimizers else None
 
     def begin(self, reason: SkipReason | None, detail: str = "") -> None:
-        """From the next batch on, Lightning is alone."""
+        """Count from the next batch on."""
+        self.end()
         self._since, self.reason, self._detail = self._progress.ready, reason, detail
 
     def end(self) -> None:
-        """The current batch was the last one."""
+        """Count no batch after the current one."""
         self._past, self._since = self.added_to(Stats()), None
 
     @property

@@ -398,6 +398,7 @@ class Timing:
         """A call during the measurement of replays."""
         gate = self._gate
         assert gate is not None
+        start = gate.begin()
         try:
             result = self._serve(args, kwargs)
         except BaseException:
@@ -408,19 +409,15 @@ class Timing:
         with self.having_run():
             pays = None
             if self._runner.stats.last_kind == "replayed":
-                pays = gate.end_replay()
+                pays = gate.end_replay(start)
             else:
                 gate.cancel()
             if pays is not None:
                 self.way = None
-                self.settle(gate, pays)
+                error = self.decide(gate, pays)
+                if error is not None:
+                    self._stand_down(error.reason, str(error))
         return result
-
-    def settle(self, gate: Gate, pays: bool) -> None:
-        """Stand down unless replays pay, as ``gate`` has found."""
-        error = self.decide(gate, pays)
-        if error is not None:
-            self._stand_down(error.reason, str(error))
 
     def decide(self, gate: Gate, pays: bool) -> SlowerError | None:
         """Note what was measured; the error if replays do not pay."""

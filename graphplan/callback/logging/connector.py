@@ -7,7 +7,7 @@ dictionaries of metrics are filled when one of them is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from sys import getrefcount
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _METRIC
 from torch import Tensor
 
 from graphplan.callback.lightning_code import is_known
-from graphplan.callback.logging.epoch_sums import Group
 from graphplan.callback.logging.late_numbers import LateRows
 from graphplan.callback.patches import Recover, recovering
 
@@ -43,22 +42,21 @@ def _settled(name: str) -> Any:
 
 
 class LazyConnector(_LoggerConnector):
-    """The class of a Trainer's logger connector while a seam is installed.
-
-    Attributes:
-        rows: pending rows, if loggers may get them late.
-    """
+    """The class of a Trainer's logger connector while a seam is installed. ``rows`` are those that loggers get late."""
 
     recover: Recover
-    rows: LateRows | None = None
+    rows: LateRows
 
-    def postpone(self, results: Any, whole: tuple[Group, Sequence[Tensor]] | None) -> None:
+    def postpone(self, results: Any, shown: Callable[[], Iterable[tuple[Any, Any]]] | None) -> None:
         """Fill the dictionaries with what a batch logged when one of them is read, or at once if something else holds
-        one. ``whole`` is the group of all metrics and their values, if there is one.
+        one. ``shown`` gives all metrics and their values, if they form a group.
         """
         inner = vars(self)
-        # The next batch may log other values, and then never end.
-        inner["_owed"] = results, whole or [(metric, metric._forward_cache) for _, metric in results.valid_items()]
+        if shown is None:
+            # The next batch may log other values, and then never end.
+            found = [(metric, metric._forward_cache) for _, metric in results.valid_items()]
+            shown = lambda: found  # noqa: E731
+        inner["_owed"] = results, shown
         if (
             getrefcount(inner["_progress_bar_metrics"]) > _OWN_REFERENCES
             or getrefcount(inner["_callback_metrics"]) > _OWN_REFERENCES
@@ -73,11 +71,8 @@ class LazyConnector(_LoggerConnector):
         if owed is not None:
             self._settle(*owed)
 
-    def _settle(self, results: Any, logged: Any) -> None:
-        if isinstance(logged, tuple):
-            group, values = logged
-            logged = group.shown(results, values)
-        metrics = (SimpleNamespace(meta=metric.meta, _forward_cache=cache) for metric, cache in logged)
+    def _settle(self, results: Any, shown: Callable[[], Iterable[tuple[Any, Any]]]) -> None:
+        metrics = (SimpleNamespace(meta=metric.meta, _forward_cache=cache) for metric, cache in shown())
         found, inner = self._found(results, metrics, on_step=True), vars(self)
         inner["_progress_bar_metrics"].update(found["pbar"])
         inner["_callback_metrics"].update(found["callback"])
@@ -89,7 +84,7 @@ class LazyConnector(_LoggerConnector):
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """As Lightning's, but a step's row may be written later."""
-        if self.rows is not None and self._take_row(metrics, step):
+        if self._take_row(metrics, step):
             self.look()
             self._logged_metrics.update(metrics)
         else:
@@ -98,7 +93,6 @@ class LazyConnector(_LoggerConnector):
     @recovering(lambda self, metrics, step: False)
     def _take_row(self, metrics: Any, step: int | None) -> bool:
         """Return True if the row is written later; if not, write the pending ones."""
-        assert self.rows is not None
         if self._first_loop_iter is not None and step is None and self.rows.take(metrics):
             return True
         self.rows.settle()
@@ -107,14 +101,12 @@ class LazyConnector(_LoggerConnector):
     @recovering(lambda self: None)
     def look(self) -> None:
         """Write the rows that have arrived."""
-        if self.rows is not None:
-            self.rows.look()
+        self.rows.look()
 
     def epoch_end_reached(self) -> None:
         """Fill in the values of the last batch before those of the epoch."""
         self.settle()
-        if self.rows is not None:
-            self.rows.settle()
+        self.rows.settle()
         super().epoch_end_reached()
 
     def reset_results(self) -> None:
@@ -163,18 +155,20 @@ class LazyNumbers:
 
     def __init__(self, trainer: Trainer, recover: Recover) -> None:
         self._connector: Any = trainer._logger_connector
-        self._recover = recover
+        self._recover, self._rows = recover, LateRows(trainer)
 
     def install(self) -> None:
         """Put it in."""
         if type(self._connector) is _LoggerConnector and is_known("logs"):
             self._connector.__class__ = LazyConnector
-            vars(self._connector)["recover"] = self._recover
+            vars(self._connector).update(recover=self._recover, rows=self._rows)
+            self._rows.install()
 
     def remove(self) -> None:
-        """Fill the dictionaries of metrics, and give the connector its class back."""
+        """Write the pending rows, fill the dictionaries of metrics, and give the connector its class back."""
         if isinstance(self._connector, LazyConnector):
+            self._rows.remove()
             self._connector.settle()
             self._connector._progress_bar_metrics = convert_tensors_to_scalars(self._connector._progress_bar_metrics)
-            del vars(self._connector)["recover"]
+            del vars(self._connector)["recover"], vars(self._connector)["rows"]
             self._connector.__class__ = _LoggerConnector  # type: ignore[assignment]

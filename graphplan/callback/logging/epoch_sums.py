@@ -9,8 +9,8 @@ Lightning resets gets new tensors, whose values are copied into the vector befor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import compress
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import is_not, itemgetter
 from typing import Any
 
@@ -69,23 +69,27 @@ class Group:
         number: its place among all groups.
         metrics: by Lightning's keys.
         means: how many of them are means over the epoch.
+        totals: the sums of the means so far: an owner of the step.
         steps: how many steps were counted.
         sizes: the batch size of each metric in the steps that it has not caught up with.
         values: what the latest step logged, by metric.
         is_whole: whether no metric was changed since that step.
     """
 
-    def __init__(self, number: int, metrics: Mapping[str, Any], totals: Tensor) -> None:
-        """``totals`` are the sums of the means so far."""
-        self.number, self.metrics = number, metrics
-        self.means, self.totals = len(totals), totals
+    def __init__(self, number: int, metrics: Mapping[str, Any]) -> None:
+        """A group of metrics that have none."""
+        keys = sorted(metrics, key=lambda key: not metrics[key].meta.on_epoch)
+        means = [metrics[key].value.detach() for key in keys if metrics[key].meta.on_epoch]
+        self.number, self.metrics, self.means = number, {key: metrics[key] for key in keys}, len(means)
+        with torch.no_grad():
+            self.totals = torch.stack(means) if means else torch.empty(0)
         self.steps = 0
         self.sizes: Sequence[int] = ()
         self.values: Sequence[Tensor] = ()
         self.is_whole = False
-        self._views = totals.unbind() if self.means else ()
-        self._inner = [vars(metric) for metric in metrics.values()][: self.means]
-        for place, metric in enumerate(metrics.values()):
+        self._views = self.totals.unbind() if means else ()
+        self._inner = [vars(metric) for metric in self.metrics.values()][: self.means]
+        for place, metric in enumerate(self.metrics.values()):
             vars(metric).update(group=self, number=place, since=0)
             metric.__class__ = GroupedMetric
 
@@ -123,10 +127,17 @@ class Group:
         for metric in self.metrics.values():
             metric.settle()
 
-    def shown(self, results: Any, values: Sequence[Tensor]) -> list[tuple[Any, Tensor]]:
-        """Its metrics in the order of ``results``, and what each shows of a step that logged ``values``."""
+    def _shown(self, results: Any, values: Sequence[Tensor]) -> list[tuple[Any, Tensor]]:
         own = [metric for metric in dict.values(results) if vars(metric).get("group") is self]
         return [(metric, values[metric.number]) for metric in own]
+
+    def shown(self, results: Any) -> Callable[[], list[tuple[Any, Tensor]]] | None:
+        """What gives its metrics in the order of ``results``, and what each shows of the latest step; None if these are
+        not all of ``results``, or were changed since.
+        """
+        if not self.is_whole or dict.__len__(results) != len(self.metrics):
+            return None
+        return partial(self._shown, results, self.values)
 
     def dissolve(self) -> None:
         """Give the metrics their class back."""
@@ -135,66 +146,3 @@ class Group:
             for name in ("group", "number", "since"):
                 del vars(metric)[name]
             metric.__class__ = _ResultMetric
-
-
-class Sums:
-    """All groups of one fit.
-
-    Attributes:
-        tensors: their vectors by name: an owner of the step.
-        latest: the group whose metrics were logged last.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.latest: Group | None = None
-        self._groups: list[Group] = []
-        self._of: dict[str, Group] = {}
-
-    def bind(self) -> None:
-        """See :meth:`Group.bind`."""
-        for group in self._groups:
-            group.bind()
-
-    def metric_of(self, key: str) -> Any:
-        """The metric of that key, if it is in a group."""
-        group = self._of.get(key)
-        return None if group is None else group.metrics[key]
-
-    def logged_by(self, keys: Sequence[str]) -> list[Group]:
-        """The groups of which a step that logs ``keys`` logs each metric, once."""
-        groups = dict.fromkeys(self._of[key] for key in keys)
-        return [group for group in groups if all(keys.count(key) == 1 for key in group.metrics)]
-
-    def whole(self, results: Any) -> tuple[Group, Sequence[Tensor]] | None:
-        """The group of all metrics in ``results``, and the values that they show; None if there is no such group."""
-        group = self.latest
-        if group is None or not group.is_whole or dict.__len__(results) != len(group.metrics):
-            return None
-        return group, group.values
-
-    def count(self, number: int, sizes: Sequence[int], values: Sequence[Tensor]) -> None:
-        """After a step: see :meth:`Group.count`."""
-        self.latest = self._groups[number]
-        self.latest.count(sizes, values)
-
-    def form(self, metrics: Mapping[str, Any]) -> None:
-        """Make a group of those metrics that have none."""
-        free = {key: metric for key, metric in metrics.items() if key not in self._of}
-        if not free:
-            return
-        are_means = [metric.meta.on_epoch for metric in free.values()]
-        keys = [*compress(free, are_means), *(key for key in free if not free[key].meta.on_epoch)]
-        with torch.no_grad():
-            means = [free[key].value.detach() for key in keys[: sum(are_means)]]
-            totals = torch.stack(means) if means else torch.empty(0)
-        if means:
-            self.tensors[f"group {len(self._groups)}"] = totals
-        group = Group(len(self._groups), {key: free[key] for key in keys}, totals)
-        self._groups.append(group)
-        self._of.update(dict.fromkeys(free, group))
-
-    def dissolve(self) -> None:
-        """See :meth:`Group.dissolve`."""
-        for group in self._groups:
-            group.dissolve()

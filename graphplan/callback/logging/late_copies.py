@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -94,23 +95,16 @@ class LateCopies:
         if stock is not ClosureResult or "output_result_cls" in vars(loop) or not is_known("logs"):
             yield
             return
-        loop.output_result_cls = _Results(self)
+        loop.output_result_cls = SimpleNamespace(from_training_step_output=self._result_of)
         try:
             yield
         finally:
             del loop.output_result_cls
 
-
-class _Results:
-    """Replaces ``output_result_cls`` of Lightning's loop while a step runs."""
-
-    def __init__(self, late: LateCopies) -> None:
-        self._late = late
-
-    def from_training_step_output(self, output: Any, normalize: int = 1) -> ClosureResult:
+    def _result_of(self, output: Any, normalize: int = 1) -> ClosureResult:
         """What ``ClosureResult`` makes of what ``training_step`` returned."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and self._late.may_wait(LOSS):
+        if isinstance(loss, Tensor) and self.may_wait(LOSS):
             extra = {key: value for key, value in output.items() if key != "loss"} if loss is not output else {}
             result = ClosureResult(None, extra=extra)
             # A quotient by one has the same bits, and so has its gradient.
@@ -119,5 +113,5 @@ class _Results:
             return result
         result = ClosureResult.from_training_step_output(output, normalize)
         if isinstance(loss, Tensor) and result.closure_loss is not None:
-            self._late.watch(LOSS, loss, result.closure_loss)
+            self.watch(LOSS, loss, result.closure_loss)
         return result

@@ -53,31 +53,6 @@ class HostCopy:
         return self._host
 
 
-class SentNumbers:
-    """Asynchronous copies of scalars: one copy for all of a dtype and device."""
-
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        groups: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-        for name, value in values.items():
-            groups.setdefault((value.dtype, value.device), []).append(name)
-        self._copies = [
-            (names, HostCopy(torch.stack([values[name].detach().reshape(()) for name in names])))
-            for names in groups.values()
-        ]
-
-    def has_arrived(self) -> bool:
-        """Return True if all copies have completed."""
-        return all(copy.has_arrived() for _, copy in self._copies)
-
-    def numbers(self) -> dict[str, float]:
-        """Wait for the copies and return the numbers by name."""
-        return {
-            name: number
-            for names, copy in self._copies
-            for name, number in zip(names, copy.wait().tolist(), strict=True)
-        }
-
-
 def _late(kind: Any) -> Any:
     """The property ``experiment`` of that kind of logger, which writes the pending rows first."""
 
@@ -107,12 +82,12 @@ _KINDS: dict[type, type] = {CSVLogger: LateCSVLogger, TensorBoardLogger: LateTen
 class _Row(NamedTuple):
     loggers: list[Any]
     metrics: dict[str, Any]
-    sent: SentNumbers
+    numbers: HostCopy
     step: int
 
 
 class LateRows:
-    """The pending rows of one fit. ``install`` and ``remove`` are inverse."""
+    """The pending rows of one fit. ``remove`` undoes ``install``."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -139,22 +114,24 @@ class LateRows:
         self._kinds = {}
 
     def take(self, metrics: Mapping[str, Any]) -> bool:
-        """Start the copies of a step's row for all loggers; False if the row has to be written at once."""
-        tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
-        loggers = list(self._trainer.loggers)
-        plain = 0 < len(tensors) == len(metrics) and all(value.numel() == 1 for value in tensors.values())
-        if not plain or "step" in metrics or not all(logger in _ROWS for logger in loggers):
+        """Start the copy of a step's row for all loggers; False if the row has to be written at once."""
+        values, loggers = list(metrics.values()), list(self._trainer.loggers)
+        is_plain = all(isinstance(v, Tensor) and v.numel() == 1 and v.is_floating_point() for v in values)
+        if not values or not is_plain or len({value.device for value in values}) > 1:
+            return False
+        if "step" in metrics or not all(logger in _ROWS for logger in loggers):
             return False
         if len(self.pending) >= _MOST:
             self._write()
+        # In double precision each has the number that ``item()`` would give.
+        numbers = HostCopy(torch.stack([value.detach().reshape(()).double() for value in values]))
         epoch, step = self._trainer.current_epoch, self._trainer.fit_loop.epoch_loop._batches_that_stepped
-        row = {**metrics, "epoch": metrics.get("epoch", epoch)}
-        self.pending.append(_Row(loggers, row, SentNumbers(tensors), step))
+        self.pending.append(_Row(loggers, {**metrics, "epoch": metrics.get("epoch", epoch)}, numbers, step))
         return True
 
     def look(self) -> None:
         """Write the rows whose numbers have arrived."""
-        while self.pending and self.pending[0].sent.has_arrived():
+        while self.pending and self.pending[0].numbers.has_arrived():
             self._write()
 
     def settle(self) -> None:
@@ -164,9 +141,10 @@ class LateRows:
 
     def _write(self) -> None:
         """Wait for the oldest row, and do with it what Lightning does."""
-        row, scalars = self.pending.popleft(), {}
+        row, scalars = self.pending.popleft(), dict[str, float]()
         try:
-            scalars = row.sent.numbers()
+            # The epoch comes last, unless it was logged.
+            scalars = dict(zip(row.metrics, row.numbers.wait().tolist(), strict=False))
         finally:
             self._hand_out(row, {**row.metrics, **scalars})
 

@@ -2,8 +2,8 @@
 
 Lightning's result collection rebinds its metric states on every log, which a replay could not repeat on the host. So
 while a managed step runs, the collection only notes what is logged; the logged tensors leave the step as outputs, and
-after it (eager, captured or replayed alike) each call is made for real. Where the step itself reads the collection, the
-calls noted so far are made at once, so that it reads what it has logged, and a trace is refused.
+after it (eager, captured or replayed alike) each call is made for real. Where the step itself reads the collection, a
+trace is refused; in other steps the calls noted so far are made at once, and taken back at the step's end.
 
 A call that was made for real once, and comes again with the same options, needs little more than its value: its metric
 is in a group (:mod:`graphplan.callback.logging.epoch_sums`). The values of all grouped calls and the loss become
@@ -13,7 +13,7 @@ elements of one vector at the step's end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -25,7 +25,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 
 from graphplan.callback.lightning_code import is_known
-from graphplan.callback.logging.epoch_sums import Sums
+from graphplan.callback.logging.epoch_sums import Group
 from graphplan.callback.logging.late_copies import LOSS, LateCopies
 from graphplan.compare.moving import apart
 from graphplan.errors import Faults, HostSyncError
@@ -98,22 +98,19 @@ for _name in ("__contains__", "__getitem__", "__iter__", "__len__", "get", "item
     setattr(_NotingResults, _name, _reading(_name))
 
 
-class _Before:
-    """A result collection before a step logs for real. Metrics bind new values: references to the old are kept."""
+def _undo_of(results: _ResultCollection) -> Callable[[], None]:
+    """What takes logs in ``results`` back. Metrics bind new values: references to the old are kept."""
+    own = {name: value for name, value in vars(results).items() if name not in ("note", "log_now")}
+    metrics = {key: (metric, dict(vars(metric))) for key, metric in dict.items(results)}
 
-    def __init__(self, results: _ResultCollection, last_hook: str | None) -> None:
-        self._results = results
-        self._own = {name: value for name, value in vars(results).items() if name not in ("note", "log_now")}
-        self._metrics = {key: (metric, dict(vars(metric))) for key, metric in dict.items(results)}
-        self.last_hook = last_hook
-
-    def put_back(self) -> None:
-        """Restore it."""
-        vars(self._results).update(self._own)
-        dict.clear(self._results)
-        for key, (metric, inner) in self._metrics.items():
+    def undo() -> None:
+        vars(results).update(own)
+        dict.clear(results)
+        for key, (metric, inner) in metrics.items():
             vars(metric).update(inner)
-            dict.__setitem__(self._results, key, metric)
+            dict.__setitem__(results, key, metric)
+
+    return undo
 
 
 Part = tuple[int, Sequence[int] | None, Sequence[int]]
@@ -132,25 +129,29 @@ class StepLogs:
     """Notes the log calls of one step, and carries out a step's notes.
 
     Attributes:
+        totals: the sums of each group's means: an owner of the step.
+        latest: the group whose metrics were logged last.
         sums_in_step: whether calls are grouped.
         takes_loss: whether the step's result is a dictionary whose loss is a copy of its own.
-        faults, has_faults: graphplan's own errors in the middle of the step.
+        faults: graphplan's own errors in the middle of a step, told before the next one.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, *, sums_in_step: bool) -> None:
         self._trainer = trainer
         self._connector: Any = trainer._logger_connector
         self.late = LateCopies(module)
-        self.sums = Sums()
-        self.faults, self.has_faults = Faults(), False
+        self.totals: dict[str, Tensor] = {}
+        self.latest: Group | None = None
+        self.faults = Faults()
         self.takes_loss = False
         self.sums_in_step = sums_in_step
-        self._grouped: dict[str, LogCall] = {}
+        self._groups: list[Group] = []
+        self._grouped: dict[str, tuple[LogCall, Any]] = {}
+        """Grouped calls, and their metrics, by Lightning's keys."""
         self._dtypes: dict[str, torch.dtype] = {}
         self._kind: tuple[torch.dtype, torch.device] | None = None
         self._last_hook: str | None = None
         self._reset: set[str] = set()
-        self._before: _Before | None = None
 
     def around(self, body: Callable[[], Any]) -> dict[str, Any]:
         """``body``'s result and what it logged, as one pytree."""
@@ -169,13 +170,12 @@ class StepLogs:
     @contextmanager
     def _notes(self) -> Iterator[list[Note]]:
         """Collect ``(call, value)`` pairs instead of logging."""
-        # A step that runs a second time in one call was undone the first time.
-        self.take_back()
         results: Any = self._trainer._results
         notes: list[Note] = []
         if results is None:
             yield notes
             return
+        last_hook, left, logged = self._last_hook, ExitStack(), 0
 
         def note(fx: str, name: str, value: Any, **options: Any) -> None:
             source = _NOWHERE
@@ -185,19 +185,20 @@ class StepLogs:
             notes.append((LogCall(fx, name, tuple(options.items()), source), value))
 
         def log_now() -> None:
+            nonlocal logged
             refuse_trace(
                 HostSyncError,
                 f"the step reads logged metrics at {find_source()}; a replay would not read them again. Move that code "
                 "to on_train_batch_end",
             )
             results.__class__ = _ResultCollection
-            if self._before is None:
-                self._before = _Before(results, self._last_hook)
+            if not logged:
+                left.callback(_undo_of(results))
             try:
-                self._carry_out(notes)
+                self._carry_out(notes[logged:])
             finally:
                 results.__class__ = _NotingResults
-            notes.clear()
+            logged = len(notes)
 
         results.note, results.log_now = note, log_now
         results.__class__ = _NotingResults
@@ -207,6 +208,8 @@ class StepLogs:
         finally:
             results.__class__ = _ResultCollection
             del results.note, results.log_now
+            left.close()
+            self._last_hook = last_hook
 
     def _in_known_dtype(self, key: str, value: Any) -> Any:
         """A learning rate is a number in eager steps, the first among them, and in a trace a float64 tensor."""
@@ -224,31 +227,24 @@ class StepLogs:
             if refusal_of(error) is None:
                 raise
             self.faults.note(error)
-            self.has_faults = True
 
     def start(self) -> None:
         """Before a step: keep Lightning's note of the hook that logged last, which decides whether an epoch's first log
         resets; make the resets that grouped calls would make, and have their metrics hold the sums.
         """
+        self.faults.check()
         connector = self._connector
         self._last_hook = connector._current_fx
-        self._before = None
         if self._reset:
             self._reset = set()
         if self._grouped and connector._first_loop_iter is not False:
             results: Any = self._trainer._results
-            for fx in dict.fromkeys(call.fx for call in self._grouped.values()):
+            for fx in dict.fromkeys(call.fx for call, _ in self._grouped.values()):
                 if connector.should_reset_tensors(fx):
                     results.reset(metrics=False, fx=fx)
                     self._reset.add(fx)
-        self.sums.bind()
-
-    def take_back(self) -> None:
-        """Undo what was logged for real in the middle of a step that is undone itself."""
-        if self._before is not None:
-            self._before.put_back()
-            self._connector._current_fx = self._last_hook = self._before.last_hook
-            self._before = None
+        for group in self._groups:
+            group.bind()
 
     def _settled(self, notes: list[Note], result: Any) -> tuple[Any, tuple[Part, ...]]:
         """At the end of a step: copy what its grouped calls log, and the loss, to one vector, and sum its means.
@@ -258,8 +254,11 @@ class StepLogs:
         """
         self.late.settle()
         numbers = [number for number, (call, value) in enumerate(notes) if self._is_grouped(call, value)]
-        groups = self.sums.logged_by([notes[number][0].key for number in numbers]) if self.sums_in_step else []
-        by_key = {notes[number][0].key: number for number in numbers}
+        keys = [notes[number][0].key for number in numbers]
+        by_key = dict(zip(keys, numbers, strict=True))
+        # Those of which the step logs each metric, once.
+        found = dict.fromkeys(self._grouped[key][1].group for key in keys)
+        groups = [group for group in found if all(keys.count(key) == 1 for key in group.metrics)]
         order = [by_key[key] for group in groups for key in group.metrics]
         values = [notes[number][1] for number in order]
         loss = result.get("loss") if self.takes_loss else None
@@ -290,23 +289,24 @@ class StepLogs:
         return result, tuple(parts)
 
     def _size(self, call: LogCall) -> int:
-        metric, given = self.sums.metric_of(call.key), dict(call.options).get("batch_size")
+        metric, given = self._grouped[call.key][1], dict(call.options).get("batch_size")
         return int(_ResultCollection._extract_batch_size(self._trainer._results, metric, given, metric.meta))  # type: ignore[arg-type]
 
     def _is_grouped(self, call: LogCall, value: Any) -> bool:
         known, size = self._grouped.get(call.key), dict(call.options).get("batch_size")
         if known is None or not (size is None or isinstance(size, int)):
             return False  # A size that is no integer is Lightning's to add.
-        if known.options != call.options or not isinstance(value, Tensor):
+        if known[0].options != call.options or not isinstance(value, Tensor):
             return False
         # Not asked as an attribute, for which a metric would compute in the step.
-        total = vars(self.sums.metric_of(call.key))["value"]
+        total = vars(known[1])["value"]
         return value.ndim == 0 and _kind(value) == self._kind == _kind(total)
 
     def finish(self, calls: list[LogCall], grouped: Grouped, values: list[Any]) -> None:
         """After a step: log what it noted. What may be grouped from now on is asked here, where no trace is looking."""
-        for group, places, sizes in grouped.parts:
-            self.sums.count(group, sizes, values if places is None else [values[place] for place in places])
+        for number, places, sizes in grouped.parts:
+            self.latest = self._groups[number]
+            self.latest.count(sizes, values if places is None else [values[place] for place in places])
         if grouped.are_all:
             self._connector._current_fx = self._last_hook = calls[-1].fx
             return
@@ -344,8 +344,17 @@ class StepLogs:
             is_rate = isinstance(value, Tensor) and any(_is_rate(value, rate) for rate in rates)
             new = metric is not None and call.key not in self._grouped and not is_rate
             if new and self._may_be_grouped(metric, value):
-                self._grouped[call.key], found[call.key] = call, metric
-        self.sums.form(found)
+                self._grouped[call.key], found[call.key] = (call, metric), metric
+        if found:
+            group = Group(len(self._groups), found)
+            self._groups.append(group)
+            if group.means:
+                self.totals[f"group {group.number}"] = group.totals
+
+    def dissolve(self) -> None:
+        """Give the groups' metrics their class back."""
+        for group in self._groups:
+            group.dissolve()
 
     def _may_be_grouped(self, metric: Any, value: Any) -> bool:
         """Return True for the mean of scalars of the group's dtype and device, which Lightning does not cast."""

@@ -45,7 +45,7 @@ class AutomaticSeam(Seam):
         self._loop: Any = run.trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimizer: Any = run.trainer.optimizers[0]
         self._sides = components
-        self._logs.takes_loss = True
+        self.logs.takes_loss = True
         progress = self._loop.optim_progress.optimizer
         self._progress = {"step": progress.step, "zero_grad": progress.zero_grad}
 
@@ -124,7 +124,7 @@ class AutomaticSeam(Seam):
 
     @override
     def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
-        with self._logs.late.of_loss(self._loop):
+        with self.logs.late.of_loss(self._loop):
             return super()._body(batch)
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:

@@ -17,6 +17,7 @@ from typing_extensions import override
 from graphplan.callback.loop.seam import Run, Seam
 from graphplan.errors import HostEffectError
 from graphplan.observe.source import find_source
+from graphplan.tensors.trees import Literals
 from graphplan.trace.mode import refuse_trace
 
 
@@ -53,21 +54,12 @@ class ManualSeam(Seam):
     def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
         with self._schedules.noting() as stepped:
             out = super()._body(batch)
-        return {**out, "scheduler steps": Stepped(stepped)}
+        return {**out, "scheduler steps": Literals(stepped)}
 
     @override
     def _finish(self, out: dict[str, Any]) -> None:
         super()._finish(out)
         self._schedules.finish(out["scheduler steps"])
-
-
-class Stepped(tuple[int, ...]):
-    """Which schedulers a step stepped, in order, by their places in ``lr_schedulers()``."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return " and ".join(f"lr_schedulers[{number}].step()" for number in self) or "no scheduler's step"
 
 
 class Schedules:
@@ -81,24 +73,26 @@ class Schedules:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._schedulers: list[Any] = []
+        self._schedulers: dict[str, Any] = {}
         self._rates: dict[int, Any] = {}
-        self._noted: list[int] = []
+        self._noted: list[str] = []
         self._watch = ExitStack()
 
     def start(self) -> None:
         """Before a call: which learning rates there are, as numbers."""
-        self._schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
-        self._rates = {id(group): group["lr"] for scheduler in self._schedulers for group in _groups(scheduler)}
+        configs = enumerate(self._trainer.lr_scheduler_configs)
+        self._schedulers = {f"lr_schedulers[{number}]": config.scheduler for number, config in configs}
+        every = self._schedulers.values()
+        self._rates = {id(group): group["lr"] for scheduler in every for group in _groups(scheduler)}
 
     @contextmanager
-    def noting(self) -> Iterator[list[int]]:
+    def noting(self) -> Iterator[list[str]]:
         """While the step's Python runs: collect which schedulers step."""
         self._noted = []
         with ExitStack() as left:
-            for number, scheduler in enumerate(self._schedulers):
+            for name, scheduler in self._schedulers.items():
                 if self._is_host_work(scheduler):
-                    scheduler.step = partial(self._step, number)
+                    scheduler.step = partial(self._step, name)
                     left.callback(vars(scheduler).pop, "step")
             left.callback(self._watch.close)
             yield self._noted
@@ -108,17 +102,17 @@ class Schedules:
         rates = [self._rates[id(group)] for group in _groups(scheduler) if id(group) in self._rates]
         return bool(rates) and not any(isinstance(rate, Tensor) for rate in rates) and "step" not in vars(scheduler)
 
-    def _step(self, number: int, *args: Any, **kwargs: Any) -> None:
+    def _step(self, name: str, *args: Any, **kwargs: Any) -> None:
         """In place of a scheduler's ``step``."""
-        scheduler = self._schedulers[number]
+        scheduler = self._schedulers[name]
         if args or kwargs:
-            self._use(f"hands a value to lr_schedulers[{number}].step()")
+            self._use(f"hands a value to {name}.step()")
             type(scheduler).step(scheduler, *args, **kwargs)
             return
-        if number not in self._noted:
+        if name not in self._noted:
             self._watch_scheduler(scheduler)
             self._watch_rates(scheduler.optimizer.param_groups)
-        self._noted.append(number)
+        self._noted.append(name)
 
     def _watch_scheduler(self, scheduler: Any) -> None:
         kind: Any = type(scheduler)
@@ -158,18 +152,18 @@ class Schedules:
         self._watch.close()
         noted = list(self._noted)
         self._noted.clear()
-        for number in noted:
-            scheduler = self._schedulers[number]
+        for name in noted:
+            scheduler = self._schedulers[name]
             for group in _groups(scheduler):
                 if isinstance(group["lr"], Tensor) and id(group) in self._rates:
                     # It stands in for the number in a capture, and while an optimizer steps.
                     group["lr"] = self._rates[id(group)]
             type(scheduler).step(scheduler)
 
-    def finish(self, stepped: Stepped) -> None:
+    def finish(self, stepped: Literals) -> None:
         """After a call: the steps that were noted in it, or in the one that it repeats."""
-        for number in stepped:
-            self._schedulers[number].step()
+        for name in stepped:
+            self._schedulers[name].step()
 
 
 def _groups(scheduler: Any) -> list[dict[str, Any]]:

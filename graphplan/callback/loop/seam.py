@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -62,8 +62,8 @@ _BATCH_CHANGED = (
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
 _QUESTIONS = 8
 """Comparisons with a batch's number that are known of one step; each doubles the programs that there may be."""
-_LEAVES = 64
-"""Combinations of literals that are kept as objects."""
+_literals: Callable[[tuple[Any, ...]], Literals] = lru_cache(64)(Literals)
+"""Gives the same object for the same literals: a replay need not look into it again."""
 _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
 """Bookkeeping of Lightning's and torch's own that no step depends on."""
 
@@ -98,8 +98,8 @@ class Seam(ABC):
     """Which part of a step is replayed, if not all of it."""
 
     def __init__(self, run: Run) -> None:
-        self._made_for, self._trainer, self._module = run, run.trainer, run.module
-        self.recover = run.recover
+        self._trainer, self._module, self._backends = run.trainer, run.module, run.backends
+        self.recover, self._when_down, self._timed = run.recover, run.when_down, run.gate
         self._variant, model = run.variant, run.trainer.strategy.model
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
         options, names = run.options, optimizers_of(run.trainer)
@@ -116,14 +116,11 @@ class Seam(ABC):
         self._watches_index = not reads_index
         # The sums are weighted with the batch's number of rows, which a program for padded rows does not know.
         may_sum = options.mode == "train" and not options.pads_rows
-        self._logs = StepLogs(run.trainer, run.module, sums_in_step=may_sum)
+        self.logs = StepLogs(run.trainer, run.module, sums_in_step=may_sum)
         self._steps: list[GraphedStep] = []
         self._patches: list[InstancePatch] = []
         # Arguments of Lightning's loop that are not fed: the batch's number, and all after the batch.
         self._index, self._rest = 0, list[tuple[str, Any]]()
-        self._known_before: tuple[Any, ...] = ()
-        self._leaf = Literals()
-        self._leaves: dict[tuple[Any, ...], Literals] = {}
         self._questions: dict[Comparison, None] = {}
         """What the step has asked of a batch's number."""
         self._compiled = CompiledModules([], False)
@@ -167,7 +164,7 @@ class Seam(ABC):
             if not step.is_down:
                 step.close()
         self._compiled.undo()
-        self._logs.sums.dissolve()
+        self.logs.dissolve()
         return [step for step in self._steps if step.is_down]
 
     def _owners(self, progress: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +174,7 @@ class Seam(ABC):
         for name, part in progress.items():
             for count in ("total", "current"):
                 owners[f"progress.{name}.{count}"] = Via(getattr(part, count), "optim_progress")
-        owners["logs"] = self._logs.sums.tensors
+        owners["logs"] = self.logs.totals
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             owners["scaler"] = scaler
@@ -186,23 +183,21 @@ class Seam(ABC):
 
     def _make(self, owners: dict[str, Any]) -> GraphedStep:
         """A graphed step of what the seam stands for."""
-        known, backends = self._made_for.gate, self._made_for.backends
         step = GraphedStep(
-            self._body, owners, self._options, backends, find_peers(), compiles=False,
-            gate=None if known is None else known.again(known.eager), opens_gate=False,
+            self._body, owners, self._options, self._backends, find_peers(), compiles=False, gate=self._gate(),
+            opens_gate=False,
         )  # fmt: skip
         step.machine.refusals.escalates = self._escalates
         self._steps.append(step)
         return step
 
+    def _gate(self) -> Gate | None:
+        """What decides whether replays of a step pay, if it was measured what the step takes without graphplan."""
+        return None if self._timed is None else self._timed.again(self._timed.eager)
+
     def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
         """The function of a graphed step."""
         return self._in_step(self._stock, batch)
-
-    @property
-    def sums(self) -> Any:
-        """The sums of logged means."""
-        return self._logs.sums
 
     @property
     def figures(self) -> Figures:
@@ -230,7 +225,7 @@ class Seam(ABC):
     def _look_at(self, step: GraphedStep) -> None:
         """After a call of ``step``, stand down with it."""
         if step.is_down:
-            self._made_for.when_down(*step.down_because)
+            self._when_down(*step.down_because)
 
     def _has_other_optimizers(self) -> bool:
         """Return True if the Trainer has other optimizers than those that programs read, and end the seam.
@@ -249,7 +244,7 @@ class Seam(ABC):
         warnings.warn(f"graphplan leaves the rest to Lightning: {error}", UserWarning, stacklevel=4)
         self._stock_stats.count_stock(1)
         self._stock_stats.skip(error.reason, str(error))
-        self._made_for.when_down(error.reason, str(error))
+        self._when_down(error.reason, str(error))
         return True
 
     @hands_over
@@ -267,13 +262,8 @@ class Seam(ABC):
 
     @recovering(lambda self: False)
     def _start_logs(self) -> bool:
-        self._logs.start()
+        self.logs.start()
         return True
-
-    @recovering(lambda self: None)
-    def _check_logs(self) -> None:
-        self._logs.has_faults = False
-        self._logs.faults.check()
 
     def _enter(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> None:
         """Note the loop's arguments that are not fed. The batch is the first."""
@@ -286,28 +276,17 @@ class Seam(ABC):
         if not self._start_logs():
             return self._stock(self._on_device(kwargs))
         batch, known = kwargs["batch"], self._known(facts)
-        try:
-            if self._variant is not None:
-                out = step(batch, known, self._variant_of(batch))
-            else:
-                out = step(batch, known)
-        except RefusalError:
-            self._logs.take_back()
-            raise
+        if self._variant is not None:
+            out = step(batch, known, self._variant_of(batch))
+        else:
+            out = step(batch, known)
         self._finish(out)
-        if self._logs.has_faults:
-            self._check_logs()
         return out["result"]
 
     def _known(self, facts: tuple[Any, ...]) -> Literals:
-        """``facts`` and all else that a step depends on as one leaf, the same object while nothing changes."""
+        """``facts`` and all else that a step depends on as one leaf."""
         answers = (question.outcome(self._index) for question in self._questions)
-        known = (*facts, getattr(self._wrapper, WRAPPERS_NOTE, None), *answers)
-        if known != self._known_before:
-            if len(self._leaves) >= _LEAVES:
-                self._leaves.clear()
-            self._known_before, self._leaf = known, self._leaves.setdefault(known, Literals(known))
-        return self._leaf
+        return _literals((*facts, getattr(self._wrapper, WRAPPERS_NOTE, None), *answers))
 
     def _variant_of(self, batch: Any) -> Any:
         """The user's key of this batch, for steps whose control flow alternates.
@@ -331,7 +310,7 @@ class Seam(ABC):
         if out["logs"]:
             # No context manager: this is asked after each replay.
             try:
-                self._logs.finish(out["logs"], out["grouped"], out["values"])
+                self.logs.finish(out["logs"], out["grouped"], out["values"])
             except Exception as error:
                 if refusal_of(error) is None:
                     raise
@@ -345,7 +324,7 @@ class Seam(ABC):
         if "batch_idx" in kwargs:
             kwargs["batch_idx"] = self._watched(kwargs["batch_idx"])
         fed = CallArguments((own,), {}).watch() if is_traced() else None
-        out = self._logs.around(lambda: body(kwargs))
+        out = self.logs.around(lambda: body(kwargs))
         if fed is not None and fed.change() is not None:
             warnings.warn(_BATCH_CHANGED, UserWarning, stacklevel=2)
         unwatch(self._module)

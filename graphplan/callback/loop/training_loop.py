@@ -22,12 +22,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from graphplan.callback.gates import STOCK_HOOKS, keeps_stock_transfer
-from graphplan.callback.hooks import END, START, call_hooks, has_hook, members_of
+from graphplan.callback.hooks import END, START, call_hooks, has_hook
 from graphplan.callback.logging.connector import LazyConnector
-from graphplan.callback.logging.epoch_sums import Sums
-from graphplan.callback.logging.late_numbers import LateRows
+from graphplan.callback.logging.step_logs import StepLogs
 from graphplan.callback.patches import InstancePatch, Recover, recovering
-from graphplan.compare.comparing import Checks
+from graphplan.compare.comparing import Checks, contents_of
 from graphplan.feed.call_arguments import hands_over
 from graphplan.program.faults import lost, refusal_of
 
@@ -86,15 +85,18 @@ class LoopSeam:
     warn.
 
     Args:
-        sums: of the means that the step logs.
+        logs: of the step.
         direct: whether the step moves batches to the device itself.
+
+    Attributes:
+        patches: to be installed.
     """
 
     def __init__(
-        self, trainer: Any, module: LightningModule, sums: Sums, recover: Recover, *, direct: bool = False
+        self, trainer: Any, module: LightningModule, logs: StepLogs, recover: Recover, *, direct: bool = False
     ) -> None:
         self._trainer, self._module, self.recover = trainer, module, recover
-        self._direct, self._sums = direct, sums
+        self._direct, self._logs = direct, logs
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._strategy: Any = trainer.strategy
         self._connector: Any = trainer._logger_connector
@@ -103,25 +105,9 @@ class LoopSeam:
         self._is_one_of_many = trainer.world_size > 1
         self._validates = is_overridden("validation_step", module)
         methods: dict[str, Any] = {"advance": self._advance, "_on_before_fetch": _nothing, "_on_after_fetch": _nothing}
-        self._patches = [InstancePatch(self._loop, name, method) for name, method in methods.items()]
-        self._rows = LateRows(trainer)
+        self.patches = [InstancePatch(self._loop, name, method) for name, method in methods.items()]
         self._takes_index: bool | None = None
         self._unchanged: Any = None
-
-    def install(self) -> None:
-        """Put it in."""
-        for patch in self._patches:
-            patch.install()
-        if isinstance(self._connector, LazyConnector):
-            self._rows.install()
-            self._connector.rows = self._rows
-
-    def remove(self) -> None:
-        """Take it off, and write the pending rows."""
-        for patch in self._patches:
-            patch.remove()
-        if vars(self._connector).pop("rows", None) is not None:
-            self._rows.remove()
 
     def _advance(self, fetcher: Any) -> None:
         """In place of ``advance``."""
@@ -182,10 +168,10 @@ class LoopSeam:
         self._hands_out = not self._direct or keeps_stock_transfer(trainer, self._module) is not None
         places = [(trainer, name) for name in _OF_TRAINER if hasattr(trainer, name)]
         places += [(loop, name) for name in _OF_LOOP if hasattr(loop, name)]
-        places.append((trainer.fit_loop, "max_batches"))
+        places += [(trainer.fit_loop, "max_batches"), (trainer, "callbacks")]
         things, names = [thing for thing, _ in places], [name for _, name in places]
         values = list(map(getattr, things, names))
-        self._unchanged = Checks([("same_attributes", things, names, values), *members_of(trainer, "callbacks")])
+        self._unchanged = Checks([("same_attributes", things, names, values), *contents_of([trainer.callbacks])])
 
     def _has_stock_hooks(self) -> bool:
         """Return True if the module has got hooks that Lightning's own loop calls, as attributes of the instance."""
@@ -266,14 +252,15 @@ class LoopSeam:
         due = every and (loop._batches_that_stepped + 1) % every == 0
         if (due or trainer.should_stop or trainer.fast_dev_run) and trainer.loggers:
             _stock(connector.update_train_step_metrics)
-        elif self._rows.pending:
+        elif isinstance(connector, LazyConnector) and connector.rows.pending:
             connector.look()
 
     @recovering(lambda self, results: _stock(self._connector.on_batch_end))
     def _end(self, results: Any) -> None:
         """``on_batch_end`` of the logger connector, which a lazy one postpones."""
         if isinstance(self._connector, LazyConnector):
-            self._connector.postpone(results, self._sums.whole(results))
+            group = self._logs.latest
+            self._connector.postpone(results, None if group is None else group.shown(results))
             results.batch = results.batch_size = None
         else:
             self._connector.on_batch_end()
