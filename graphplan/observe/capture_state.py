@@ -17,14 +17,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from threading import Lock
 from types import FrameType
 from typing import Any
 
 import torch
 
 from graphplan.observe.branches import Use, branches_of
-from graphplan.observe.watching import held_shortly
+from graphplan.observe.replacements import Replacements
 
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -34,9 +33,6 @@ _ASKERS = tuple(os.path.join(_TORCH, kind, "graphs.py") for kind in ("cuda", "xp
 _QUESTIONS = ("_cuda_isCurrentStreamCapturing", "_xpu_isCurrentStreamCapturing")
 _KEY = "graphplan_presents_capture"
 """Of a value that torch keeps for each thread, and hands on to the threads of autograd's engine."""
-_lock = Lock()
-_entered: list[object] = []
-_replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
 
 
 def presents_capture() -> bool:
@@ -49,39 +45,21 @@ def presenting_capture() -> Iterator[None]:
     """Answer this thread's questions as in a capture, and those of the backward passes that it runs."""
     token, before = object(), presents_capture()
     try:
-        _change(lambda: _entered.append(token))
+        _ANSWERS.enter(token)
         torch._C._stash_obj_in_tls(_KEY, True)
         yield
     finally:
         torch._C._stash_obj_in_tls(_KEY, before)
-        _change(lambda: _entered.remove(token) if token in _entered else None)
+        _ANSWERS.leave(token)
 
 
-def _change(change: Callable[[], None]) -> None:
-    """Add or remove an entry; the first puts the replacements in place, the last one takes them away."""
-    with held_shortly(_lock):
-        change()
-        if _entered and not _replaced:
-            _replace()
-        elif not _entered:
-            _put_back()
-
-
-def _replace() -> None:
+def _find_questions() -> list[tuple[Any, str, Any]]:
     modules = [torch._C, *(sys.modules.get(f"torch.{kind}.graphs") for kind in ("cuda", "xpu"))]
-    for space in (vars(module) for module in modules if module is not None):
-        for name in filter(space.__contains__, _QUESTIONS):
-            answer = _answering(space[name])
-            _replaced.append((space, name, space[name], answer))
-            space[name] = answer
+    places = [(module, name) for module in modules for name in _QUESTIONS if name in getattr(module, "__dict__", ())]
+    return [(module, name, _answering(vars(module)[name])) for module, name in places]
 
 
-def _put_back() -> None:
-    while _replaced:
-        space, name, question, answer = _replaced.pop()
-        # What other code has put there since is that code's to take away.
-        if space.get(name) is answer:
-            space[name] = question
+_ANSWERS = Replacements(_find_questions)
 
 
 def _answering(question: Callable[[], bool]) -> Callable[[], bool]:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
-from threading import Lock, get_ident, local
-from typing import Any, ClassVar
+from threading import get_ident, local
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphplan.observe.scripts import leave_scripts, watch_scripts
+from graphplan.observe.replacements import Replacements
+from graphplan.observe.scripts import watched_calls
 from graphplan.observe.watching import is_silent
 
 _IN_PYTHON = ("tolist", "numpy", "apply_", "map_", "map2_")
@@ -31,8 +32,6 @@ READERS |= dict.fromkeys(("_to_dlpack", "_to_dlpack_versioned"), "Tensor.__dlpac
 _NUMBERS = ("__float__", "__index__", "__int__", "__bool__", "__complex__")
 _OF_LIST = "torch.tensor, as_tensor, new_tensor or the like of a list with tensors in it (torch.stack does without)"
 _OF_INDICES = "torch.tensor_split with indices in a tensor (a list of numbers does without)"
-_PATIENCE = 1.0
-"""Seconds: Ctrl-C may come before the lock is given back, so waits are short."""
 
 
 class Conversions:
@@ -40,10 +39,6 @@ class Conversions:
     None where the tensor is not known. ``on_item(tensor)`` gives what ``tensor.item()`` gives. Of several, the
     innermost that has such a function is asked.
     """
-
-    _entered: ClassVar[list[Conversions]] = []
-    """Of all threads, inner ones last."""
-    _lock: ClassVar[Any] = Lock()
 
     def __init__(
         self,
@@ -55,39 +50,29 @@ class Conversions:
 
     def __enter__(self) -> Conversions:
         self._thread = get_ident()
-        self._change(self._entered.append)
+        _READS.enter(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._change(self._entered.remove)
+        _READS.leave(self)
 
-    def _change(self, change: Callable[[Conversions], None]) -> None:
-        is_held = self._lock.acquire(timeout=_PATIENCE)
-        try:
-            change(self)
-            if not self._entered:
-                _put_back()
-            elif "__float__" not in vars(Tensor):
-                _replace()
-        finally:
-            if is_held:
-                self._lock.release()
+    @classmethod
+    def _innermost(cls, function: str) -> Any:
+        """A function of the innermost one that has it in this thread, if there is any."""
+        own = (getattr(watch, function) for watch in reversed(_READS.entered) if watch._thread == get_ident())
+        return next(filter(None, own), None)
 
     @classmethod
     def tell(cls, what: str, tensor: Tensor | None = None) -> None:
         """Tell who watches this thread."""
-        for watch in reversed(cls._entered):
-            if watch._thread == get_ident() and watch._on_read is not None:
-                watch._on_read(what, tensor)
-                return
+        on_read = cls._innermost("_on_read")
+        if on_read is not None:
+            on_read(what, tensor)
 
     @classmethod
     def item_of(cls, tensor: Tensor) -> Any:
         """What ``tensor.item()`` gives in this thread."""
-        for watch in reversed(cls._entered):
-            if watch._thread == get_ident() and watch._on_item is not None:
-                return watch._on_item(tensor)
-        return torch._C.TensorBase.item(tensor)
+        return (cls._innermost("_on_item") or torch._C.TensorBase.item)(tensor)
 
 
 def _number(name: str) -> Callable[..., Any]:
@@ -144,41 +129,33 @@ def validates() -> bool:
     return _VALIDATING.depth > 0
 
 
-def _one_hot(*args: Any, **kwargs: Any) -> Any:
-    is_told = (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) != -1
-    _VALIDATING.depth += is_told
-    try:
-        return _ONE_HOT(*args, **kwargs)
-    finally:
-        _VALIDATING.depth -= is_told
+def _validating(one_hot: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(one_hot)
+    def validating(*args: Any, **kwargs: Any) -> Any:
+        is_told = (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) != -1
+        _VALIDATING.depth += is_told
+        try:
+            return one_hot(*args, **kwargs)
+        finally:
+            _VALIDATING.depth -= is_told
+
+    return validating
 
 
-_SPLIT = torch.tensor_split
-_ONE_HOT: Callable[..., Any] = torch.nn.functional.one_hot
 _METHODS = {name: _number(name) for name in _NUMBERS} | {"tensor_split": _split(torch._C.TensorBase.tensor_split)}
 _METHODS |= {name: _reader(name, torch._C.TensorBase) for name in _IN_PYTHON} | {"item": _item}
-_EXPORTS = {name: getattr(torch._C, name) for name in READERS if hasattr(torch._C, name)}
 
 
-def _replace() -> None:
-    for name, method in _METHODS.items():
-        if name not in vars(Tensor):
-            # Where a user has a method, that stays: it reads at once.
-            setattr(Tensor, name, method)
-    for name in _EXPORTS:
-        setattr(torch._C, name, _reader(name, torch._C))
-    torch.tensor_split = _split(_SPLIT)
-    torch.nn.functional.one_hot = wraps(_ONE_HOT)(_one_hot)
-    watch_scripts(Conversions.tell)
+def _find_readers() -> list[tuple[Any, str, Any]]:
+    functional = torch.nn.functional
+    return [
+        # Where a user has a method, that stays: it reads at once.
+        *((Tensor, name, method) for name, method in _METHODS.items() if name not in vars(Tensor)),
+        *((torch._C, name, _reader(name, torch._C)) for name in READERS if hasattr(torch._C, name)),
+        (torch, "tensor_split", _split(torch.tensor_split)),
+        (functional, "one_hot", _validating(functional.one_hot)),
+        *watched_calls(Conversions.tell),
+    ]
 
 
-def _put_back() -> None:
-    for name, method in _METHODS.items():
-        if vars(Tensor).get(name) is method:
-            # What torch's class inherits shows again.
-            delattr(Tensor, name)
-    for name, export in _EXPORTS.items():
-        setattr(torch._C, name, export)
-    torch.tensor_split = _SPLIT
-    torch.nn.functional.one_hot = _ONE_HOT
-    leave_scripts()
+_READS = Replacements(_find_readers)

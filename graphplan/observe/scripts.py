@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphplan.tensors.storages import storage_id
 
 _KINDS: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
-_CALLS = {kind: vars(kind)["__call__"] for kind in _KINDS}
 _READS = "prim::tolist"
 """What reads a tensor and is no operator."""
 
@@ -41,16 +40,11 @@ def given_to_script() -> set[int | None] | None:
     return _HERE.given[-1] if _HERE.given else None
 
 
-def watch_scripts(tell: Callable[[str], None]) -> None:
-    """Have calls of scripted code noted, and ``tell`` called before those that read tensors unseen."""
-    for kind in _KINDS:
-        kind.__call__ = _calling(kind.__call__, tell)
-
-
-def leave_scripts() -> None:
-    """No longer note them."""
-    for kind, call in _CALLS.items():
-        kind.__call__ = call
+def watched_calls(tell: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
+    """What has calls of scripted code noted, and ``tell`` called before those that read tensors unseen, in the place
+    of what it names.
+    """
+    return [(kind, "__call__", _calling(kind.__call__, tell)) for kind in _KINDS]
 
 
 def _calling(call: Callable[..., Any], tell: Callable[[str], None]) -> Callable[..., Any]:

@@ -12,8 +12,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, MethodType
@@ -23,6 +22,7 @@ import torch
 
 from graphplan.environment.origin import pass_errors_on
 from graphplan.errors import Faults
+from graphplan.observe.replacements import held_shortly
 
 OnCall = Callable[[FrameType], bool]
 OnCCall = Callable[[FrameType, Any], None]
@@ -51,19 +51,6 @@ _BUILT_IN = frozenset(
 _IN_PYTHON = frozenset({FunctionType, MethodType, type})
 """What is no function in C: Python code is heard of as it starts."""
 _LOCK = Lock()
-_PATIENCE = 1.0
-"""Seconds, of which beginning to watch takes some millionths."""
-
-
-@contextmanager
-def held_shortly(lock: Lock) -> Iterator[None]:
-    """Hold a lock, or go on without it: Ctrl-C may have come before it was given back, so that waits are short."""
-    is_held = lock.acquire(timeout=_PATIENCE)
-    try:
-        yield
-    finally:
-        if is_held:
-            lock.release()
 
 
 def is_kept_from_compiler(code: CodeType) -> bool:
