@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from dis import Instruction
 from functools import lru_cache
 from types import CodeType
 from typing import Any
@@ -76,15 +77,6 @@ class _ComputedWith(Exception):
     """Code does something else with the number."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    opname: str
-    argval: Any
-    argrepr: str
-    is_target: bool
-    offset: int
-
-
 @lru_cache(4096)
 def comparisons_in(code: CodeType, name: str, *, of_self: bool = False) -> frozenset[Comparison] | None:
     """All comparisons that ``code`` makes with attributes called ``name``, of its first argument alone if ``of_self``;
@@ -114,7 +106,7 @@ def comparisons_in(code: CodeType, name: str, *, of_self: bool = False) -> froze
     return frozenset(found.values())
 
 
-def _loads_of_attribute(code: CodeType, steps: Sequence[_Step], name: str, *, of_self: bool) -> Iterator[int]:
+def _loads_of_attribute(code: CodeType, steps: Sequence[Instruction], name: str, *, of_self: bool) -> Iterator[int]:
     """The places of what loads the attribute. Code that does anything else to it computes with it."""
     for index, step in enumerate(steps):
         if step.argval != name or step.opname not in _NAMING or "NULL" in step.argrepr:
@@ -124,7 +116,7 @@ def _loads_of_attribute(code: CodeType, steps: Sequence[_Step], name: str, *, of
             yield index
 
 
-def _subject_of(steps: Sequence[_Step], index: int) -> _Subject:
+def _subject_of(steps: Sequence[Instruction], index: int) -> _Subject:
     """The names that lead to the object whose attribute is loaded at ``index``: ``("trainer", "self")``."""
     names = []
     while steps[index - 1].opname == "LOAD_ATTR" and index > 1:
@@ -134,10 +126,10 @@ def _subject_of(steps: Sequence[_Step], index: int) -> _Subject:
     return (*names, before.argval) if before.opname in ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL") else None
 
 
-def _through_variables(code: CodeType, steps: Sequence[_Step], index: int) -> Iterator[int]:
+def _through_variables(code: CodeType, steps: Sequence[Instruction], index: int) -> Iterator[int]:
     """What loads the number that is loaded at ``index``: that, or what loads a variable which is given it."""
     following = steps[index + 1]
-    if following.opname != "STORE_FAST" or following.is_target:
+    if following.opname != "STORE_FAST" or following.is_jump_target:
         yield index
         return
     for load in _loads_of(code, steps, following.argval):
@@ -145,7 +137,7 @@ def _through_variables(code: CodeType, steps: Sequence[_Step], index: int) -> It
 
 
 def _branch_around(
-    steps: Sequence[_Step], load: int, subject: Sequence[str], branches: Iterable[int]
+    steps: Sequence[Instruction], load: int, subject: Sequence[str], branches: Iterable[int]
 ) -> tuple[int, bool]:
     """Which of the comparisons has to come out in one way for ``load`` to be reached, and that outcome: the load lies
     between a jump and its target, where no other code jumps to, and the names of its object stay what they are.
@@ -156,7 +148,7 @@ def _branch_around(
             continue
         body = range(jump.offset + 1, jump.argval)
         inside = [step for step in steps if step.offset in body]
-        entered = {step.offset for step in inside if step.is_target}
+        entered = {step.offset for step in inside if step.is_jump_target}
         jumped = {step.argval for step in inside if jumps_to(step.opname)}
         others = {step.argval for step in steps if step.offset not in body and jumps_to(step.opname)}
         stored = {step.argval for step in inside if step.opname.startswith("STORE_")}
@@ -165,20 +157,7 @@ def _branch_around(
     raise _ComputedWith
 
 
-@lru_cache(512)
-def _steps_of(code: CodeType) -> Sequence[_Step]:
-    """The instructions, those that Python 3.13 joins taken apart."""
-    found = []
-    for step in plain_steps(code):
-        if "_FAST" in step.opname and isinstance(step.argval, tuple):
-            acts = [part for part in step.opname.split("_") if part in ("LOAD", "STORE")]
-            pairs = zip(acts, step.argval, strict=True)
-            place = step.is_jump_target, step.offset
-            found += [_Step(f"{act}_FAST", variable, variable, *place) for act, variable in pairs]
-        else:
-            kind = "LOAD_FAST" if step.opname.startswith("LOAD_FAST") else step.opname
-            found.append(_Step(kind, step.argval, step.argrepr, step.is_jump_target, step.offset))
-    return found
+_steps_of = lru_cache(512)(plain_steps)
 
 
 def _only(condition: bool) -> None:
@@ -186,23 +165,16 @@ def _only(condition: bool) -> None:
         raise _ComputedWith
 
 
-def _uses(code: CodeType, steps: Sequence[_Step], index: int) -> Iterator[tuple[int, Comparison]]:
+def _uses(code: CodeType, steps: Sequence[Instruction], index: int) -> Iterator[tuple[int, Comparison]]:
     """The comparison with the number that the instruction at ``index`` loads, if any, by the place of what is next."""
     following = steps[index + 1]
-    _only(not following.is_target)
-    if _asks_for_truth(following):
-        yield _after_truth(steps, index + 1), Comparison()
-    elif following.opname != "POP_TOP":
-        comparison, end = _comparison_after(code, steps, index + 1)
-        yield _after_truth(steps, end), comparison
+    _only(not following.is_jump_target)
+    if following.opname != "POP_TOP":
+        comparison, end = _comparison_at(code, steps, index + 1)
+        yield end + (steps[end].opname == "TO_BOOL"), comparison
 
 
-def _after_truth(steps: Sequence[_Step], index: int) -> int:
-    """The place of what decides by a truth value, for which the instruction at ``index`` may ask."""
-    return index + (steps[index].opname == "TO_BOOL")
-
-
-def _loads_of(code: CodeType, steps: Sequence[_Step], variable: str) -> list[int]:
+def _loads_of(code: CodeType, steps: Sequence[Instruction], variable: str) -> list[int]:
     """What loads a variable, which nothing else may be stored in."""
     _only(variable not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     naming = [index for index, step in enumerate(steps) if step.argval == variable and "_FAST" in step.opname]
@@ -210,7 +182,7 @@ def _loads_of(code: CodeType, steps: Sequence[_Step], variable: str) -> list[int
     return [index for index in naming if steps[index].opname == "LOAD_FAST"]
 
 
-def _asks_for_truth(step: _Step) -> bool:
+def _asks_for_truth(step: Instruction) -> bool:
     is_jump = step.opname.startswith("POP_JUMP") and "NONE" not in step.opname
     return is_jump or step.opname in ("TO_BOOL", "UNARY_NOT")
 
@@ -223,54 +195,53 @@ def is_only_compared(code: CodeType, offset: int) -> bool:
     index = next((index for index, step in enumerate(steps) if step.offset == offset), 0)
     try:
         _only(steps[index].opname.startswith(_OPERATIONS) and _NAMESPACES.isdisjoint(code.co_names))
-        _only_left_operand(code, steps, index)
+        for load in _through_variables(code, steps, index):
+            _only(not steps[load + 1].is_jump_target)
+            _check_left_operand(steps, load + 1)
     except (_ComputedWith, IndexError):
         return False
     return True
 
 
-def _only_left_operand(code: CodeType, steps: Sequence[_Step], index: int) -> None:
-    following = steps[index + 1]
-    _only(not following.is_target)
-    if following.opname == "STORE_FAST":
-        for load in _loads_of(code, steps, following.argval):
-            _only_left_operand(code, steps, load)
-    elif not _asks_for_truth(following):
-        end, others = index + 1, 0
-        while steps[end].opname.startswith("LOAD_"):
-            _only("NULL" not in steps[end].argrepr and (others > 0 or steps[end].opname != "LOAD_ATTR"))
-            others += steps[end].opname != "LOAD_ATTR"
-            end += 1
-        _only(others == 1 and steps[end].opname.startswith((*_OPERATIONS, "COMPARE_OP", "CONTAINS_OP")))
-        _only(not any(step.is_target for step in steps[index + 1 : end + 1]))
+def _check_left_operand(steps: Sequence[Instruction], index: int) -> None:
+    """Accept a question for the truth, or an operator with what is loaded at ``index``, perhaps through attributes."""
+    if _asks_for_truth(steps[index]):
+        return
+    _only(steps[index].opname.startswith("LOAD_") and steps[index].opname != "LOAD_ATTR")
+    end = index + 1
+    while steps[end].opname == "LOAD_ATTR":
+        end += 1
+    _only(steps[end].opname.startswith((*_OPERATIONS, "COMPARE_OP", "CONTAINS_OP")))
+    _only(not any("NULL" in step.argrepr or step.is_jump_target for step in steps[index : end + 1]))
 
 
-def _comparison_after(code: CodeType, steps: Sequence[_Step], index: int) -> tuple[Comparison, int]:
-    """The comparison with what is loaded from ``index`` on, and the place of what comes after it."""
+def _comparison_at(code: CodeType, steps: Sequence[Instruction], index: int) -> tuple[Comparison, int]:
+    """The comparison of the number that begins at ``index``, and the place of what comes after it."""
     made: tuple[tuple[str, Any], ...] = ()
-    other, end = _other_at(code, steps, index)
-    while (symbol := _symbol_of(steps[end])) in COMPUTING:
-        _only(isinstance(other, NUMBERS) and not (symbol in ("%", "//") and other == 0))
-        made = (*made, (symbol, other))
-        if _asks_for_truth(steps[end + 1]):
-            _only(not any(step.is_target for step in steps[index : end + 1]))
-            return Comparison(steps=made), end + 1
-        other, end = _other_at(code, steps, end + 1)
-    _only(not any(step.is_target for step in steps[index : end + 1]))
-    if steps[end].opname == "CONTAINS_OP":
-        _only(isinstance(other, tuple | frozenset) and all(isinstance(item, _LITERALS) for item in other))
-        return Comparison("in", other, made), end + 1
-    compared = str(steps[end].argval)
-    _only(steps[end].opname == "COMPARE_OP" and compared in OPERATORS and isinstance(other, (*_LITERALS, Attribute)))
-    return Comparison(compared, other, made), end + 1
+    end = index
+    while not _asks_for_truth(steps[end]):
+        other, end = _other_at(code, steps, end)
+        _only(not any(step.is_jump_target for step in steps[index : end + 1]))
+        symbol, compared = _symbol_of(steps[end]), str(steps[end].argval)
+        if symbol in COMPUTING:
+            _only(isinstance(other, NUMBERS) and not (symbol in ("%", "//") and other == 0))
+            made, end = (*made, (symbol, other)), end + 1
+        elif steps[end].opname == "CONTAINS_OP":
+            _only(isinstance(other, tuple | frozenset) and all(isinstance(item, _LITERALS) for item in other))
+            return Comparison("in", other, made), end + 1
+        else:
+            _only(steps[end].opname == "COMPARE_OP" and compared in OPERATORS)
+            _only(isinstance(other, (*_LITERALS, Attribute)))
+            return Comparison(compared, other, made), end + 1
+    return Comparison(steps=made), end
 
 
-def _symbol_of(step: _Step) -> str:
+def _symbol_of(step: Instruction) -> str:
     """The symbol of the operator that an instruction is."""
     return step.argrepr if step.opname == "BINARY_OP" else _SYMBOLS.get(step.opname.removeprefix("BINARY_"), "")
 
 
-def _other_at(code: CodeType, steps: Sequence[_Step], index: int) -> tuple[Any, int]:
+def _other_at(code: CodeType, steps: Sequence[Instruction], index: int) -> tuple[Any, int]:
     """The literal, or the attribute of the method's object, that is loaded at ``index``; and what comes after it."""
     step, after = steps[index], steps[index + 1]
     if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
@@ -279,7 +250,7 @@ def _other_at(code: CodeType, steps: Sequence[_Step], index: int) -> tuple[Any, 
     return Attribute(str(after.argval)), index + 2
 
 
-def _is_first_argument(code: CodeType, step: _Step) -> bool:
+def _is_first_argument(code: CodeType, step: Instruction) -> bool:
     return step.opname == "LOAD_FAST" and code.co_argcount > 0 and step.argval == code.co_varnames[0]
 
 

@@ -64,8 +64,18 @@ def names_of(code: CodeType) -> Names:
 
 
 def plain_steps(code: CodeType) -> list[dis.Instruction]:
-    """The instructions of ``code`` that do something."""
-    return [step for step in dis.get_instructions(code) if step.opname not in _PADDING]
+    """The instructions of ``code`` that do something, in one form for all versions: those with two variables, which
+    Python 3.13 has, are taken apart, and no load of a variable has more of a name.
+    """
+    found = []
+    for step in dis.get_instructions(code):
+        if "_FAST" in step.opname and isinstance(step.argval, tuple):
+            acts = [part for part in step.opname.split("_") if part in ("LOAD", "STORE")]
+            for act, variable in zip(acts, step.argval, strict=True):
+                found.append(step._replace(opname=f"{act}_FAST", argval=variable, argrepr=variable))
+        elif step.opname not in _PADDING:
+            found.append(step._replace(opname="LOAD_FAST") if step.opname.startswith("LOAD_FAST") else step)
+    return found
 
 
 def jumps_to(opname: str) -> bool:
