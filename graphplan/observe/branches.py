@@ -3,24 +3,31 @@
 A value is asserted if nothing but branches depends on it, and one side of each of them only raises: ``assert``, or
 ``if bad: raise``, with the message that the raising side puts together. The expression that the interpreter is in is
 looked up in the syntax tree of the source. From there the value is followed outwards to the statement, and from a
-variable that is assigned to what loads it. Where that leads to anything else, or to where an exception may be caught
-(:mod:`graphplan.observe.exits`), and where there is no source, the code computes with the value.
+variable that is assigned to what loads it. Where that leads to anything else, or to where an exception may be caught,
+and where there is no source, the code computes with the value.
+
+Every handler of a ``try`` statement may catch one, unless the handler raises, too, or is for exceptions that no
+assertion raises: torch's and Lightning's own, and those that end an iteration. So may every context manager, other than
+those of torch, Lightning and the standard library; ``contextlib.suppress`` as a handler does. A manager that the source
+of a library or an installed package does not tell (``with self.profiler.profile(name)``) is taken to catch none.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dis
 import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
-from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
+from itertools import pairwise
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from graphplan.observe.exits import ENDED_IN, ITERATION, Exits, always_raises
-from graphplan.observe.syntax import COMPREHENSIONS, PAUSING, has
+from graphplan.environment.origin import is_library, is_librarys, is_users_file
+from graphplan.observe.syntax import COMPREHENSIONS, SyntaxTree, has
 
 
 class Use(Enum):
@@ -38,6 +45,10 @@ class _ComputedWith(Exception):
 
 _TESTS = ("POP_JUMP_", "JUMP_IF_", "TO_BOOL", "COPY", "NOP", "CACHE", "EXTENDED_ARG")
 """Instructions that ask for the truth of what another one has left, and those that come in between."""
+_LEAVING = (ast.Return, ast.Break, ast.Continue)
+_PAUSING = (ast.Yield, ast.YieldFrom, ast.Await)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
+_TRIES: tuple[Any, ...] = (ast.Try, getattr(ast, "TryStar", ast.Try))
 _BRANCHES = (ast.Assert, ast.If, ast.While)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)
 _PASSING = (
@@ -46,14 +57,17 @@ _PASSING = (
     *COMPREHENSIONS,
 )  # fmt: skip
 """What does no more with a value than to make another one of it, or to raise it."""
-_ACTING = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.GeneratorExp, *COMPREHENSIONS)
+_ACTING = (ast.NamedExpr, *_PAUSING, ast.GeneratorExp, *COMPREHENSIONS)
 """Expressions that may do more than to compute a result, beside calls."""
 _PAUSED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """Flags of code that gives values away and goes on."""
 _NAMESPACES = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"})
 """What reads variables without naming them."""
-_SILENT = (*ITERATION, AttributeError)
+_ITERATION = (StopIteration, StopAsyncIteration, GeneratorExit)
+_SILENT = (*_ITERATION, AttributeError)
 """Exceptions that Python itself ends: of iterators where a loop is over, of attributes in ``hasattr``."""
+_ENDED_IN = frozenset({"__getitem__", "__len__", "__length_hint__", "__next__", "__anext__", "__getattr__", "__del__"})
+"""Methods whose exceptions Python itself may end: they say that an iterator is over, or that there is nothing."""
 _PURE_CALLS: frozenset[Any] = frozenset(
     {bool, int, float, complex, str, abs, len, min, max, sum, any, all, round, repr, isinstance, type}
     | {function for function in vars(math).values() if isinstance(function, BuiltinFunctionType)}
@@ -67,8 +81,8 @@ _PURE_METHODS = (
 """What arrays and tensors compute under these names, and the modules that are for them, changes nothing."""
 
 
-class Branches(Exits):
-    """The branches of one code object."""
+class Branches(SyntaxTree):
+    """The branches of one code object, and where exceptions leave it."""
 
     def __init__(self, frame: FrameType) -> None:
         super().__init__(frame.f_code, frame.f_globals)
@@ -80,10 +94,21 @@ class Branches(Exits):
             self._uses[offset] = self._find_use(offset)
         return self._uses[offset]
 
+    def lets_out(self, offset: int) -> bool:
+        """Whether an exception that comes out of the instruction at ``offset`` leaves the code, and is not ended by
+        Python itself.
+        """
+        if self.code.co_name in _ENDED_IN:
+            return False
+        if not getattr(self.code, "co_exceptiontable", True):
+            return True
+        node = self.at(offset)
+        return node is not None and self._leaves(node)
+
     def _find_use(self, offset: int) -> Use:
         code = self.code
         is_paused = code.co_flags & _PAUSED and code.co_name != "<genexpr>"
-        if is_paused or code.co_name in ENDED_IN:
+        if is_paused or code.co_name in _ENDED_IN:
             return Use.OTHER
         while dis.opname[code.co_code[offset]].startswith(_TESTS):
             offset -= 2
@@ -114,7 +139,7 @@ class Branches(Exits):
         parent = self.parents[node]
         # Of a < b < c, whether c is computed depends on the value.
         last = node.comparators[1:] if isinstance(node, ast.Compare) else []
-        if isinstance(node, PAUSING) or not all(map(self._only_computes, last)):
+        if isinstance(node, _PAUSING) or not all(map(self._only_computes, last)):
             raise _ComputedWith
         # Before Python 3.12 a comprehension has code of its own, which returns what it makes.
         is_own = isinstance(parent, COMPREHENSIONS) and self.code.co_name.endswith("comp>")
@@ -123,19 +148,16 @@ class Branches(Exits):
             return []
         if not self._leaves(node):
             raise _ComputedWith
-        if isinstance(parent, _BRANCHES) and node is parent.test:
-            if not (self._raises_if(True, node) or self._raises_if(False, node)):
-                raise _ComputedWith
+        is_test = isinstance(parent, _BRANCHES) and node is parent.test
+        if is_test and not (self._raises_if(True, node) or self._raises_if(False, node)):
+            raise _ComputedWith
+        if is_test or (isinstance(parent, ast.Call) and _is_check(self.resolve(parent.func))):
             found.add(Use.ASSERTED)
             return []
-        if isinstance(parent, ast.Call) and _is_check(self.resolve(parent.func)):
-            found.add(Use.ASSERTED)
-            return []
-        if isinstance(parent, ast.Assign):
-            return [load for target in parent.targets for load in self._loads_of(target, parent)]
-        if isinstance(parent, ast.AnnAssign | ast.NamedExpr):
+        if isinstance(parent, ast.Assign | ast.AnnAssign | ast.NamedExpr):
+            targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
             outer = [parent] if isinstance(parent, ast.NamedExpr) else []
-            return [*self._loads_of(parent.target, parent), *outer]
+            return [*outer, *(load for target in targets for load in self._loads_of(target, parent))]
         if not self._passes_on(parent, node):
             raise _ComputedWith
         return [] if isinstance(parent, ast.stmt) else [parent]
@@ -195,7 +217,7 @@ class Branches(Exits):
         raised = [node.exc for part in block for node in ast.walk(part) if isinstance(node, ast.Raise)]
         kinds = [self.resolve(exc.func if isinstance(exc, ast.Call) else exc) for exc in raised]
         silent = (isinstance(kind, type) and issubclass(kind, _SILENT) for kind in kinds)
-        return always_raises(block) and not any(silent)
+        return _always_raises(block) and not any(silent)
 
     def _onwards(self, statement: ast.AST) -> list[ast.stmt]:
         """What comes after a statement in the block that it is in, with itself."""
@@ -223,6 +245,56 @@ class Branches(Exits):
             return function in _PURE_CALLS
         return False
 
+    def _leaves(self, node: ast.AST) -> bool:
+        """Whether any exception that comes out of ``node`` leaves the code."""
+        for inner, outer in pairwise(self._around(node)):
+            if isinstance(outer, ast.With | ast.AsyncWith):
+                if not all(self._passes_manager(item.context_expr) for item in outer.items):
+                    return False
+            elif isinstance(outer, _TRIES):
+                handlers = outer.handlers if inner in outer.body else ()
+                if has(outer.finalbody, _LEAVING) or not all(map(self._passes_handler, handlers)):
+                    return False
+        return True
+
+    def _passes_handler(self, handler: ast.ExceptHandler) -> bool:
+        kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+        return _always_raises(handler.body) or not any(map(self._may_be_asserted, kinds))
+
+    def _may_be_asserted(self, node: ast.AST | None) -> bool:
+        """Whether an expression names a class of exceptions that an assertion may raise, as far as that is known."""
+        kind = self.resolve(node)
+        if not isinstance(kind, type):
+            return True
+        return not issubclass(kind, _ITERATION) and (kind.__module__ == "builtins" or not is_librarys(kind))
+
+    def _passes_manager(self, item: ast.expr) -> bool:
+        made = self.resolve(item.func if isinstance(item, ast.Call) else item)
+        if made is None:
+            return not is_users_file(self.code.co_filename) and self.code.co_filename != contextlib.__file__
+        if made is contextlib.nullcontext or isinstance(made, BuiltinFunctionType):
+            return True
+        if made is contextlib.suppress and isinstance(item, ast.Call):
+            return not any(map(self._may_be_asserted, item.args))
+        if isinstance(made, FunctionType):
+            # What ``@contextmanager`` has made of a generator.
+            return _is_trusted(getattr(inspect.unwrap(made), "__code__", None))
+        if isinstance(item, ast.Call) and not isinstance(made, type):
+            return False
+        kind = made if isinstance(made, type) else type(made)
+        leave = getattr(kind, "__exit__", None) or getattr(kind, "__aexit__", None)
+        return _is_trusted(leave.__code__) if isinstance(leave, FunctionType) else is_librarys(kind)
+
+    def _around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """``node`` and what it is part of, up to the function that runs it."""
+        inner = None
+        while True:
+            yield node
+            body = getattr(node, "body", None)
+            if isinstance(node, _SCOPES) and (inner is body or (isinstance(body, list) and inner in body)):
+                return
+            inner, node = node, self.parents[node]
+
 
 _KNOWN: dict[int, Branches] = {}
 """By the identity of code, which each holds."""
@@ -247,3 +319,19 @@ def _is_check(function: Any) -> bool:
 
 def _place(node: ast.AST) -> tuple[int, int]:
     return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+
+
+def _is_trusted(code: CodeType | None) -> bool:
+    return code is not None and is_library(code.co_filename) and code.co_filename != contextlib.__file__
+
+
+def _always_raises(block: Sequence[ast.stmt]) -> bool:
+    """Whether every way through a block ends with an exception."""
+    for statement in block:
+        if isinstance(statement, ast.Raise):
+            return True
+        if isinstance(statement, ast.If) and _always_raises(statement.body) and _always_raises(statement.orelse):
+            return True
+        if has([statement], (*_LEAVING, *_PAUSING)):
+            return False
+    return False

@@ -16,8 +16,6 @@ from warnings import catch_warnings, simplefilter
 
 from graphplan.environment.origin import is_installed, is_library
 
-LEAVING = (ast.Return, ast.Break, ast.Continue)
-PAUSING = (ast.Yield, ast.YieldFrom, ast.Await)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp)
 _KINDS: dict[str, type[ast.AST]] = {
     "<lambda>": ast.Lambda, "<genexpr>": ast.GeneratorExp, "<listcomp>": ast.ListComp, "<setcomp>": ast.SetComp,
