@@ -82,16 +82,19 @@ class LearningRates:
         self._scaled = scaled
         self._shadows: dict[tuple[int, int], Shadow] = {}
         self._preparations: list[Preparation] = []
-        self._entered = False
-        self._loans: dict[int, list[Any]] | None = None
-        """Hooks by the identity of their optimizers, within whose own steps alone shadows are in their groups."""
+        self._exits: ExitStack | None = None
+        """What is to be done in the end, while entered."""
+        self._lent_to: set[int] | None = None
+        """Optimizers within whose own steps alone shadows are in their groups; None if they are there throughout."""
         self._faults = Faults()
 
     def keep(self, preparation: Preparation) -> None:
         """Have an optimizer's flags set while a managed step runs, as they are now, and not between steps."""
         self._preparations.append(preparation)
-        if not self._entered:
+        if self._exits is None:
             preparation.leave()
+        else:
+            self._exits.callback(preparation.leave)
 
     def stay(self) -> None:
         """Keep the kernels of managed steps between them, too, until the next one."""
@@ -107,20 +110,21 @@ class LearningRates:
 
     def attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Shadow the groups whose kernels can read a device learning rate; renew shadows of replaced groups."""
-        with nullcontext() if self._entered else self.kernels():
+        with self.kernels() if self._exits is None else nullcontext():
             # Which kernels groups will use shows in their flags.
             self._attach(optimizers)
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
         """The kernels of managed steps and nothing else of them: learning rates stay numbers."""
-        for preparation in self._preparations:
-            preparation.enter()
-        try:
+        with ExitStack() as exits:
+            self._enter_preparations(exits)
             yield
-        finally:
-            for preparation in self._preparations:
-                preparation.leave()
+
+    def _enter_preparations(self, exits: ExitStack) -> None:
+        for preparation in self._preparations:
+            exits.callback(preparation.leave)
+            preparation.enter()
 
     def _attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
@@ -131,16 +135,20 @@ class LearningRates:
                     self._shadows[key].group = group
                 elif dtype is not None and "lr" in group and not isinstance(group["lr"], Tensor):
                     shadow = self._shadows[key] = Shadow(optimizer, group, dtype)
-                    if self._loans is not None:
-                        self._lend_to(optimizer)
-                    elif self._entered:
-                        shadow.enter()
+                    if self._exits is not None:
+                        self._put_in(shadow, self._exits)
 
-    def _lend_to(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have shadows in their groups while the optimizer's own step runs, but not while the step's closure does."""
-        assert self._loans is not None
-        if id(optimizer) in self._loans:
+    def _put_in(self, shadow: Shadow, exits: ExitStack) -> None:
+        """Have a shadow in its group until the end, or while the optimizer's own step runs, but not its closure."""
+        exits.callback(shadow.leave)
+        if self._lent_to is None:
+            shadow.enter()
             return
+        shadow.push()
+        optimizer = shadow.optimizer
+        if id(optimizer) in self._lent_to:
+            return
+        self._lent_to.add(id(optimizer))
 
         def lend() -> None:
             self._each(optimizer, Shadow.enter)
@@ -152,12 +160,12 @@ class LearningRates:
             lend()
             return around_closure(args, kwargs, take_back, lend)
 
-        first = register_own(optimizer.register_step_pre_hook, before)
+        exits.callback(register_own(optimizer.register_step_pre_hook, before).remove)
         last = register_own(optimizer.register_step_post_hook, take_back)
+        exits.callback(last.remove)
         # Hooks of the user's see numbers: theirs come before the first, and after the second of these.
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(last.id, last=False)
-        self._loans[id(optimizer)] = [first, last]
 
     def _each(self, optimizer: torch.optim.Optimizer, act: Callable[[Shadow], None]) -> None:
         with self._faults.noting():
@@ -191,40 +199,27 @@ class LearningRates:
     @contextmanager
     def within_optimizers(self) -> Iterator[None]:
         """As entered, but that learning rates are numbers for all code but the optimizers': what eager code sees."""
-        self._loans = {}
+        self._lent_to = set()
         with self:
             yield
 
     def __enter__(self) -> LearningRates:
-        self._entered = True
-        self._scaled.__enter__()
-        try:
-            for preparation in self._preparations:
-                preparation.enter()
+        with ExitStack() as exits:
+            exits.callback(self._end)
+            exits.enter_context(self._scaled)
+            self._exits = exits
+            self._enter_preparations(exits)
             for shadow in self._shadows.values():
-                if self._loans is None:
-                    shadow.enter()
-                else:
-                    shadow.push()
-                    self._lend_to(shadow.optimizer)
-        except BaseException:
-            self.__exit__()
-            raise
+                self._put_in(shadow, exits)
+            self._exits = exits.pop_all()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._entered = False
-        with ExitStack() as left:
-            left.callback(self._scaled.__exit__, *exc)
-            for preparation in self._preparations:
-                left.callback(preparation.leave)
-            loans, self._loans = self._loans, None
-            for hooks in (loans or {}).values():
-                left.callback(hooks[0].remove)
-                left.callback(hooks[1].remove)
-            # One that cannot be read must not keep the others from leaving.
-            for shadow in self._shadows.values():
-                left.callback(shadow.leave)
-        if exc[:1] in ((), (None,)):
+    def _end(self) -> None:
+        self._exits = self._lent_to = None
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        assert self._exits is not None
+        self._exits.close()
+        if kind is None:
             for faults in (self._faults, *(preparation.faults for preparation in self._preparations)):
                 faults.check()
