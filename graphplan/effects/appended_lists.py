@@ -1,20 +1,80 @@
-"""Lists that a step makes longer, and whether its code looks at them: a replay appends, but runs no code."""
+"""Lists that a step appends to. A replay appends, but runs no code: so code must not look at them."""
 
 from __future__ import annotations
 
 from collections import UserDict, UserList
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
+from torch.utils import _pytree as pytree
+
+from graphplan.effects.allowed import shorten
+from graphplan.effects.trace_pair import TracePair
+from graphplan.errors import HostEffectError
 from graphplan.observe.looks import Look, looks_of
 from graphplan.observe.source import Source
 from graphplan.owners.kinds import MAX_ITEMS
 from graphplan.owners.slots import Items, Scalar, Walk
 from graphplan.owners.views import Cell, home
 from graphplan.specs.paths import Path
-from graphplan.trace.records import Trace
+from graphplan.trace.changes import same_value, told_apart
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """A list or deque that every step appends ``count`` items to; replays append copies of the tensors."""
+
+    path: str
+    count: int
+
+    @classmethod
+    def find(cls, pair: TracePair) -> tuple[Append, ...]:
+        """Lists and deques that grew alike in both traces.
+
+        Raises:
+            HostEffectError: for one that shrank, or grew differently or elsewhere.
+        """
+        appends = []
+        for path, one, two in pair.changed("moved"):
+            old, new = two or one
+            what = "shortens" if new < old else "adds to other places than the end of"
+            raise HostEffectError(
+                f"the step {what} {path}, from {old} to {new} items, which a replay cannot repeat: append, "
+                f"clear it outside the step, or pass allow=({path!r},)",
+                path=path,
+            )
+        for path, before, after in pair.changed("appended"):
+            if before is None or after is None or len(before) != len(after) or not _alike(before, after):
+                what = " and then ".join(
+                    told_apart(before, after, lambda items: "nothing" if items is None else shorten(items))
+                )
+                raise HostEffectError(
+                    f"the step appends {what} to {path}; expected tensors, or the same values each time, since a "
+                    f"replay repeats them. Append tensors, or pass allow=({path!r},)",
+                    path=path,
+                )
+            appends.append(cls(path, len(after)))
+        return tuple(appends)
+
+    def record(self, after: Walk, own: Callable[[Any], Any]) -> list[Any]:
+        """What the recorded step has appended, each item as ``own`` gives it."""
+        return [own(item) for item in list(after.lists[self.path])[-self.count :]]
+
+    def repeating(self, walk: Walk, items: list[Any], copy: Callable[[Any], Any]) -> Callable[[], None]:
+        """What a replay does: append a copy of each of ``items``, which the recording writes."""
+        into = walk.lists[self.path]
+
+        def append() -> None:
+            into.extend(map(copy, items))
+
+        return append
+
+
+def _alike(before: list[Any], after: list[Any]) -> bool:
+    (old, shape), (new, other) = pytree.tree_flatten(before), pytree.tree_flatten(after)
+    return shape == other and all(map(same_value, old, new))
+
 
 _ANY_DEPTH = 99
 """More items within items than code can have looked at."""
@@ -41,11 +101,11 @@ class _Name:
         return look.depth <= self.depth
 
 
-def _only_to_append(first: Trace, second: Trace, walk: Walk) -> Iterator[str]:
+def _only_to_append(pair: TracePair) -> Iterator[str]:
     """The paths of lists that code has names for, but as far as names tell only to append to them."""
-    reads = [trace.reads for trace in (first, second) if not trace.reads.dynamic]
-    for path in walk.lists:
-        length = walk.objects.get(Path.length(path))
+    reads = [trace.reads for trace in pair.both if not trace.reads.dynamic]
+    for path in pair.walk.lists:
+        length = pair.walk.objects.get(Path.length(path))
         if length is not None and any(read.covers(length) for read in reads):
             more = replace(length, attribute=f"{length.attribute}[:]")
             if length.name is None and not any(read.covers(more) for read in reads):
@@ -55,15 +115,15 @@ def _only_to_append(first: Trace, second: Trace, walk: Walk) -> Iterator[str]:
 class AppendedLists:
     """The lists and deques that two traces made longer, or that their code would have, had it taken another path."""
 
-    def __init__(self, first: Trace, second: Trace, walk: Walk) -> None:
-        appended = {**first.changes.appended, **second.changes.appended}
+    def __init__(self, pair: TracePair) -> None:
+        appended = {path: None for trace in pair.both for path in trace.changes.appended}
+        self._walk = walk = pair.walk
         self.lengths: dict[str, str] = {Path.length(path): path for path in appended}
         """By the path of its length, the path of each that was made longer."""
-        paths = [*appended, *(path for path in _only_to_append(first, second, walk) if path not in appended)]
+        paths = dict.fromkeys([*appended, *_only_to_append(pair)])
         self._lists = {path: walk.lists[path] for path in paths if path in walk.lists}
-        self._walk = walk
-        self._codes = list(dict.fromkeys(chain(first.reads.codes, second.reads.codes))) if paths else []
-        self._dynamic = first.reads.dynamic or second.reads.dynamic
+        self._codes = dict.fromkeys(code for trace in pair.both for code in trace.reads.codes) if paths else {}
+        self._dynamic = any(trace.reads.dynamic for trace in pair.both)
         self._holders: dict[int, list[tuple[Any, Any]]] = {}
         self._owners: dict[int, Any] = {}
         if paths:

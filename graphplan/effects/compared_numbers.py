@@ -8,40 +8,36 @@ from functools import cache, partial
 from types import CodeType
 from typing import Any
 
-from graphplan.effects.allowed import is_allowed
+from graphplan.effects.trace_pair import TracePair
 from graphplan.observe.comparisons import NUMBERS, Attribute, Comparison, comparisons_in
-from graphplan.owners.slots import Namespace, Scalar, Walk
+from graphplan.owners.slots import Namespace, Scalar
 from graphplan.owners.views import Numbers, attributes_of
 from graphplan.trace.changes import same_value
-from graphplan.trace.records import Trace
 
 _Codes = dict[tuple[int, int], tuple[CodeType, int]]
 _Found = list[tuple[Comparison, int]]
 
 
-def find_comparisons(
-    first: Trace, second: Trace, walk: Walk, allow: Iterable[str]
-) -> dict[str, tuple[Comparison, ...]]:
+def find_comparisons(pair: TracePair) -> dict[str, tuple[Comparison, ...]]:
     """By path, the comparisons with each number among the owners' values with which code does nothing else."""
-    if first.reads.dynamic or second.reads.dynamic:
+    if any(trace.reads.dynamic for trace in pair.both):
         return {}
     found = {}
-    codes: _Codes = {(id(c), owner): (c, owner) for trace in (first, second) for c, owner in trace.reads.codes}
+    before, now = (trace.entry_scalars for trace in pair.both)
+    codes: _Codes = {(id(c), owner): (c, owner) for trace in pair.both for c, owner in trace.reads.codes}
     of_all = cache(partial(_comparisons_of_all, codes=list(codes.values())))
-    for path, scalar in walk.scalars.items():
-        if type(first.entry_scalars.get(path)) not in NUMBERS or not _is_attribute(scalar):
+    attributes = {path: scalar for path, scalar in pair.walk.scalars.items() if _is_attribute(scalar)}
+    for path, scalar in attributes.items():
+        if type(before.get(path)) not in NUMBERS:
             continue
-        methods = [code for trace in (first, second) for code in trace.reads.methods_on.get(id(scalar.owner), ())]
+        methods = [code for trace in pair.both for code in trace.reads.methods_on.get(id(scalar.owner), ())]
         comparisons = _comparisons_with(scalar, of_all(scalar.attribute), methods)
         if comparisons is not None:
             found[path] = comparisons
     others = {
-        (id(scalar.owner), scalar.attribute): second.entry_scalars[path]
-        for path, scalar in walk.scalars.items()
-        if path in second.entry_scalars
-        and _is_attribute(scalar)
-        and not is_allowed(path, allow)
-        and same_value(first.entry_scalars.get(path), second.entry_scalars[path])
+        (id(scalar.owner), scalar.attribute): now[path]
+        for path, scalar in attributes.items()
+        if path in now and not pair.allows(path) and same_value(before.get(path), now[path])
     }
     resolved = {path: _with_numbers(comparisons, others) for path, comparisons in found.items()}
     return {path: comparisons for path, comparisons in resolved.items() if comparisons is not None}

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from graphplan.effects.allowed import allowing, is_allowed
+from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.source import find_load
-from graphplan.owners.slots import Walk
 from graphplan.trace.records import Trace
 
 
-def check_draws(first: Trace, second: Trace, allow: Iterable[str]) -> None:
+def check_draws(pair: TracePair) -> None:
     """Refuse a step that draws from a generator of Python or NumPy, even if no operator gets what it drew.
 
     Raises:
         HostScalarError: naming the generator.
     """
-    for name in [*first.draws, *second.draws]:
-        if not is_allowed(name, allow):
-            source = find_load((code for code, _ in second.reads.codes), "random")
+    for name in (name for trace in pair.both for name in trace.draws):
+        if not pair.allows(name):
+            source = find_load((code for code, _ in pair.second.reads.codes), "random")
             place = f" at {source}" if source is not None else ""
             raise HostScalarError(
                 f"the step draws from {name}{place}, and a replay draws nothing: what it decides by chance would be "
@@ -46,14 +46,14 @@ def check_threads(trace: Trace, allow: Iterable[str]) -> None:
             )
 
 
-def check_gradients(first: Trace, second: Trace, allow: Iterable[str]) -> None:
+def check_gradients(pair: TracePair) -> None:
     """Refuse a step that leaves a tensor with a new ``.grad``, where that is no parameter and was not fed.
 
     Raises:
         HostEffectError: naming the tensor.
     """
-    for path in [*first.gradients, *second.gradients]:
-        if not is_allowed(path, allow):
+    for path in (path for trace in pair.both for path in trace.gradients):
+        if not pair.allows(path):
             raise HostEffectError(
                 f"the step leaves a gradient at {path}.grad, of a tensor that it makes anew in each call; a replay "
                 "leaves a copy of the tensor, whose .grad is None. Expected gradients at parameters and at what is fed "
@@ -61,8 +61,8 @@ def check_gradients(first: Trace, second: Trace, allow: Iterable[str]) -> None:
                 "tensor gets, torch.autograd.grad), or, if it is not needed, leave retain_grad() out, and detached "
                 "tensors behind"
             )
-    for name in [*first.unowned_gradients, *second.unowned_gradients]:
-        if not is_allowed(name, allow):
+    for name in (name for trace in pair.both for name in trace.unowned_gradients):
+        if not pair.allows(name):
             raise HostEffectError(
                 f"the step leaves a gradient at {name}, which is neither a parameter nor an owner; a replay would "
                 "leave an earlier one there. Expected gradients at parameters, owners and what is fed: name the tensor "
@@ -70,9 +70,8 @@ def check_gradients(first: Trace, second: Trace, allow: Iterable[str]) -> None:
             )
 
 
-def check_made_state(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> None:
-    """Refuse a step that found an optimizer without state twice, and made it. ``walk`` is over the owners after the
-    second trace.
+def check_made_state(pair: TracePair) -> None:
+    """Refuse a step that found an optimizer without state twice, and made it.
 
     A recording has the values that state begins with among its constants: it would begin anew in each replay, whatever
     state there is by then, and leave none where eager steps do.
@@ -80,8 +79,12 @@ def check_made_state(first: Trace, second: Trace, walk: Walk, allow: Iterable[st
     Raises:
         HostEffectError: naming the state.
     """
-    made = [path for path in _made(first) if path in _made(second) and not is_allowed(path, allow)]
-    for name in walk.optimizers:
+    made = [
+        path
+        for path, one, two in pair.changed("rebindings")
+        if all(change is not None and change.before is None and change.after is not None for change in (one, two))
+    ]
+    for name in pair.walk.optimizers:
         own = [path for path in made if path.startswith(f"{name}.state[")]
         if own:
             more = f" (and {len(own) - 1} more)" if own[1:] else ""
@@ -93,9 +96,3 @@ def check_made_state(first: Trace, second: Trace, walk: Walk, allow: Iterable[st
                 "was saved with its state",
                 component="optimizer",
             )
-
-
-def _made(trace: Trace) -> list[str]:
-    """Slots that held no tensor before the step, and hold one after it."""
-    changes = trace.changes.rebindings.items()
-    return [path for path, change in changes if change.before is None and change.after is not None]

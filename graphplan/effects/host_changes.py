@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from graphplan.effects.allowed import is_allowed
-from graphplan.effects.inspected_tensors import changed_metadata
-from graphplan.owners.slots import Scalar, Walk
+from graphplan.effects.reads import changed_metadata
+from graphplan.effects.trace_pair import TracePair
+from graphplan.owners.slots import Scalar
 from graphplan.trace.changes import ABSENT, same_value
 from graphplan.trace.records import Trace
 
@@ -15,33 +15,30 @@ Holder = tuple[str, int]
 """The path of a slot, and 1 where a tuple that lies there holds the same memory a second time, else 0."""
 
 
-def host_changes(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> str | None:
+def host_changes(pair: TracePair) -> str | None:
     """What the step may depend on and was something else when the first trace began, not by the first step's doing;
-    described, or None. ``walk`` is over the owners after the second trace.
+    described, or None.
     """
-    changed = _changed_value(first, second, walk, allow) or changed_metadata(first, second, walk, allow)
-    return changed or _changed_sharing(first, second)
+    return _changed_value(pair) or changed_metadata(pair) or _changed_sharing(*pair.both)
 
 
-def _changed_value(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> str | None:
-    grown = tuple(f"{path}[" for path in (*first.changes.appended, *first.changes.moved))
-    for path, scalar in walk.scalars.items():
-        then, now = (trace.entry_scalars.get(path, ABSENT) for trace in (first, second))
-        if same_value(then, now) or is_allowed(path, allow) or (grown and path.startswith(grown)):
+def _changed_value(pair: TracePair) -> str | None:
+    first, grown = pair.first, tuple(f"{path}[" for path in (*pair.first.changes.appended, *pair.first.changes.moved))
+    for path, scalar in pair.walk.scalars.items():
+        then, now = (trace.entry_scalars.get(path, ABSENT) for trace in pair.both)
+        if same_value(then, now) or pair.allows(path) or (grown and path.startswith(grown)):
             continue
         made = ABSENT if path in first.changes.rebindings else then
         is_hosts = not same_value(first.changes.scalars.get(path, (then, made))[1], now)
-        if is_hosts and any(trace.reads.covers(scalar) or trace.reads.may_cover(scalar) for trace in (first, second)):
-            return f"{path} was {then!r} one step before and is {now!r}"
-        if _is_reset(path, scalar, first, second):
+        if (is_hosts and (pair.reads(scalar) or pair.may_read(scalar))) or _is_reset(path, scalar, pair):
             return f"{path} was {then!r} one step before and is {now!r}"
     return None
 
 
-def _is_reset(path: str, scalar: Scalar, first: Trace, second: Trace) -> bool:
+def _is_reset(path: str, scalar: Scalar, pair: TracePair) -> bool:
     """Whether both steps assign one value where a tensor lay before the first (``_computed = None``)."""
-    held_tensor = path in first.entry_paths and path not in second.changes.scalars
-    return held_tensor and all(trace.reads.may_store(scalar) for trace in (first, second))
+    held_tensor = path in pair.first.entry_paths and path not in pair.second.changes.scalars
+    return held_tensor and all(trace.reads.may_store(scalar) for trace in pair.both)
 
 
 def _changed_sharing(first: Trace, second: Trace) -> str | None:

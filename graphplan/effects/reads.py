@@ -1,25 +1,28 @@
-"""Python values that a step's code reads: compared before each replay, or refused where they change with each step."""
+"""Python values that a step's code reads, and tensors of which it only tells what they are like: compared before each
+replay, or refused where they change with each step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from io import IOBase
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from graphplan.effects.allowed import allowing, is_allowed
+from graphplan.effects.allowed import allowing
 from graphplan.effects.appended_lists import AppendedLists
 from graphplan.effects.compared_numbers import find_comparisons
-from graphplan.effects.inspected_tensors import find_inspected
+from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.comparisons import Comparison, come_out_alike
 from graphplan.observe.source import find_load
 from graphplan.owners.contents import is_proxy, unseen
 from graphplan.owners.slots import Scalar, Walk
-from graphplan.owners.tensor_metadata import difference
+from graphplan.owners.tensor_metadata import GONE, THERE, difference, is_there
+from graphplan.specs.paths import Of, names
 from graphplan.trace.changes import is_alike, same_value, told_apart
-from graphplan.trace.records import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,40 +41,35 @@ class Reads:
     metadata: Mapping[str, Any]
 
     @classmethod
-    def find(
-        cls, first: Trace, second: Trace, walk: Walk, changed: Collection[str], allow: Iterable[str], *, loose: bool
-    ) -> Reads:
-        """What both traces read and the step has not ``changed``, by path. ``loose``: see :func:`find_inspected`.
+    def find(cls, pair: TracePair, changed: Collection[str], *, loose: bool) -> Reads:
+        """What both traces read and the step has not ``changed``, by path. ``loose``: see :func:`_find_inspected`.
 
         Raises:
             HostScalarError: for what changes between two steps: each replay would have a stale value; and
                 for what is not compared before each replay (a long buffer, list or cache, weak dictionaries).
         """
-        found = cls({}, find_comparisons(first, second, walk, allow), {})
+        found = cls({}, find_comparisons(pair), {})
         values: dict[str, Any] = {}
         stale: dict[str, Scalar] = {}
-        for trace in (first, second):
+        for trace in pair.both:
             trace.reads.unfold(trace.entry_scalars.values())
-        appended = AppendedLists(first, second, walk)
-        for path, scalar in {**walk.scalars, **walk.objects}.items():
-            if path in changed or is_allowed(path, allow):
+        appended = AppendedLists(pair)
+        for path, scalar in {**pair.walk.scalars, **pair.walk.objects}.items():
+            if path in changed or pair.allows(path):
                 continue
             if path in appended.lengths:
-                _check_length(path, appended, allow)
+                _check_length(path, appended, pair)
                 continue
-            if appended.hides(path, scalar):
+            if appended.hides(path, scalar) or not all(path in trace.entry_scalars for trace in pair.both):
                 continue
-            reads = first.reads, second.reads
-            sure = any(read.covers(scalar) for read in reads)
+            sure = pair.reads(scalar)
             # What is assigned to what it was is as good as read: after other calls, it may be something else.
-            if not sure and not any(read.may_cover(scalar) or read.may_assign(scalar) for read in reads):
+            if not (sure or pair.may_read(scalar) or any(trace.reads.may_assign(scalar) for trace in pair.both)):
                 continue
-            if path not in first.entry_scalars or path not in second.entry_scalars:
-                continue
-            old, new = first.entry_scalars[path], second.entry_scalars[path]
+            old, new = (trace.entry_scalars[path] for trace in pair.both)
             if sure:
                 _check_comparable(path, new)
-            if (path in walk.objects or not sure) and not same_value(old, new):
+            if (path in pair.walk.objects or not sure) and not same_value(old, new):
                 # An object that is another one each time, or a container that grows, says nothing by itself; nor does a
                 # value that perhaps was neither read nor assigned.
                 continue
@@ -80,9 +78,9 @@ class Reads:
             else:
                 stale[path] = scalar
         if stale:
-            _refuse_stale(stale, first, second)
+            _refuse_stale(stale, pair)
         comparisons = {path: made for path, made in found.comparisons.items() if path in values}
-        metadata = find_inspected(first, second, walk, values, allow, appended, loose=loose)
+        metadata = _find_inspected(pair, values, appended, loose=loose)
         return cls(*map(MappingProxyType, (values, comparisons, metadata)))
 
     def allow(self, path: str, old: Any, new: Any) -> bool:
@@ -105,10 +103,10 @@ class Reads:
         return None
 
 
-def _check_length(path: str, appended: AppendedLists, allow: Iterable[str]) -> None:
+def _check_length(path: str, appended: AppendedLists, pair: TracePair) -> None:
     """Refuse the length of a list that the step makes longer, where the step's code asks for it."""
     look = appended.look(appended.lengths[path])
-    if look is not None and not is_allowed(appended.lengths[path], allow):
+    if look is not None and not pair.allows(appended.lengths[path]):
         raise HostScalarError(
             f"the step's code asks for {path}, which the step itself makes longer, or can tell it otherwise, "
             f"at {look}; a replay would keep one length. Count in a tensor, append after the step, or, "
@@ -140,19 +138,79 @@ def _check_comparable(path: str, value: Any) -> None:
         )
 
 
-def _refuse_stale(stale: Mapping[str, Scalar], first: Trace, second: Trace) -> NoReturn:
+def _refuse_stale(stale: Mapping[str, Scalar], pair: TracePair) -> NoReturn:
     """Refuse values that change between two steps, of which one may lead to another: ``allow`` takes all at once."""
     path, scalar = next(iter(stale.items()))
-    before, after = told_apart(first.entry_scalars[path], second.entry_scalars[path])
+    before, after = told_apart(*(trace.entry_scalars[path] for trace in pair.both))
+    name = (scalar.via or scalar.attribute).removeprefix(".").removesuffix("[:]")
+    found = find_load((code for code, _ in pair.second.reads.codes), name)
     raise HostScalarError(
-        f"the step's code reads {path}{_place(scalar, second)}, which is {before} before one step and {after} "
+        f"the step's code reads {path}{f' at {found}' if found else ''}, which is {before} before one step and {after} "
         "before the next; a replay would keep one value. Hold it in a tensor and update that in place, feed it, or, "
         f"{allowing(*stale)}"
     )
 
 
-def _place(scalar: Scalar, trace: Trace) -> str:
-    """Where the step's code loads ``scalar``, if the user's does."""
-    name = (scalar.via or scalar.attribute).removeprefix(".").removesuffix("[:]")
-    found = find_load((code for code, _ in trace.reads.codes), name)
-    return f" at {found}" if found is not None else ""
+def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedLists, *, loose: bool) -> dict[str, Any]:
+    """What tensors are like of which the step's code may have read no more than that, by path. ``reads`` are the paths
+    of Python values that are compared anyway. ``loose``: of a tensor that was another kind of one before each of the
+    steps, it only matters that it is there. Code also names what a branch uses that no step takes; if results depend on
+    it, the first check says so.
+
+    Raises:
+        HostScalarError: for what was another kind of thing before each of the steps.
+    """
+    lengths = (path for path in pair.walk.objects if path not in reads and names(path, Of.LENGTH))
+    # Their items come and go: their lengths are not compared.
+    lists = {id(pair.walk.objects[path].container.items) for path in lengths}
+    found = {}
+    for path, scalar in _untouched(pair):
+        if id(scalar.container) in lists or appended.hides(path, scalar):
+            continue
+        sure = pair.reads(scalar)
+        if not sure and (scalar.container is None or not pair.may_read(scalar)):
+            continue
+        old, new = pair.at_entry(path)
+        passes = _passes_through(scalar)
+        if is_there(old) and is_there(new) and (loose or passes or same_value(old, new)):
+            found[path] = THERE if passes or not same_value(old, new) else new
+        elif not same_value(old, new) and sure and old is not GONE and new is not GONE:
+            what, was, now = difference(path, old, new)
+            raise HostScalarError(
+                f"the step's code reads {what}, which is {was} before one step and {now} before the next; a replay "
+                "would keep one. Leave it what it is, look at it outside the step, or, "
+                f"{allowing(path)}",
+                path=path,
+            )
+    return found
+
+
+def changed_metadata(pair: TracePair) -> str | None:
+    """The first tensor that became another kind of thing between two traces, and the code may tell, described;
+    or None.
+    """
+    for path, scalar in _untouched(pair):
+        old, new = pair.at_entry(path)
+        differ = not same_value(old, new) and (is_there(old) != is_there(new) or not _passes_through(scalar))
+        if differ and old is not GONE and new is not GONE and pair.reads(scalar):
+            what, was, now = difference(path, old, new)
+            return f"{what} was {was} one step before and is {now}"
+    return None
+
+
+def _untouched(pair: TracePair) -> Iterator[tuple[str, Scalar]]:
+    """Places that hold tensors, or held some when the first trace began, with which neither step does anything."""
+    touched, walk = set[str](), pair.walk
+    for trace in pair.both:
+        touched.update(trace.changes.rebindings)
+        touched.update(slot.path for storage in trace.externals for slot in trace.entry_slots.get(storage, ()))
+    slots = {path: slot for path, slot in walk.slots.items() if slot.get() is not None}
+    held = {path: walk.scalars[path] for path in pair.first.entry_metadata.keys() & walk.scalars.keys()}
+    for path, place in {**slots, **held}.items():
+        if path not in touched and not pair.allows(path):
+            yield path, place
+
+
+def _passes_through(scalar: Scalar) -> bool:
+    """Whether it does not matter what a tensor is like: what lies in deques is of another size one day."""
+    return isinstance(scalar.container, deque)

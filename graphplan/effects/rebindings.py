@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from graphplan.effects.allowed import is_allowed
+from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import CarryError, HostEffectError
 from graphplan.specs.paths import Of, names
 from graphplan.specs.roles import Overlay
@@ -39,7 +39,7 @@ class Rebindings:
     together: tuple[AliasedSlots, ...]
 
     @classmethod
-    def find(cls, first: Trace, second: Trace, allow: Iterable[str]) -> Rebindings:
+    def find(cls, pair: TracePair) -> Rebindings:
         """Slots that both traces rebind alike.
 
         Raises:
@@ -47,12 +47,12 @@ class Rebindings:
             HostEffectError: if only one of the steps rebinds a slot, or shares memory that replays could not.
         """
         carries, fresh = [], []
+        first, second = pair.both
         used = _used(second)
-        for path in {**first.changes.rebindings, **second.changes.rebindings}:
+        for path, one, two in pair.changed("rebindings"):
             # A number in the place of a tensor, as of a device learning rate, is a flag that the step leaves.
-            if is_allowed(path, allow) or path in second.changes.flags:
+            if path in second.changes.flags:
                 continue
-            one, two = first.changes.rebindings.get(path), second.changes.rebindings.get(path)
             if two is None or (one is None and not names(path, Of.GRADIENT)):
                 raise HostEffectError(
                     f"the step rebinds {path} on one call and not on the next, which a replay cannot repeat: rebind it "
@@ -119,11 +119,8 @@ def _find_together(first: Trace, second: Trace, paths: Iterable[str]) -> tuple[A
     lies. A group that another step leaves otherwise is none.
     """
     before = {path: group for group in _groups(first, paths) for path in group}
-    found = []
-    for group in _groups(second, paths):
-        if all(before.get(path) == group for path in group):
-            found.append(tuple(group.items()))
-    return tuple(found)
+    groups = (group for group in _groups(second, paths) if all(before.get(path) == group for path in group))
+    return tuple(tuple(group.items()) for group in groups)
 
 
 def _groups(trace: Trace, paths: Iterable[str]) -> Iterator[dict[str, Overlay]]:

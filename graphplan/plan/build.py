@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from graphplan.backends.backend import TracedValues
-from graphplan.effects.appends import Append
-from graphplan.effects.assignments import Assignment
-from graphplan.effects.counters import Counter
+from graphplan.effects.appended_lists import Append
+from graphplan.effects.changed_values import Assignment, Counter, LeftFlag
 from graphplan.effects.held_numbers import HeldNumber
 from graphplan.effects.host import check_draws, check_gradients, check_made_state, check_threads
 from graphplan.effects.host_changes import joined_slots
-from graphplan.effects.left_flags import LeftFlag
 from graphplan.effects.reads import Reads
 from graphplan.effects.rebindings import Rebindings
+from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import OutputError
 from graphplan.feed.signature import Feed
 from graphplan.optimizers.rates import LearningRates
@@ -78,8 +77,11 @@ def build_plan(
     """
     _check(feed, first, second, allow)
     walk = walk or walk_owners(owners())
-    check_made_state(first, second, walk, allow)
-    effects = _effects(first, second, walk, allow)
+    pair = TracePair(first, second, walk, allow)
+    check_draws(pair)
+    check_gradients(pair)
+    check_made_state(pair)
+    effects = _effects(pair)
     rebindings = effects["rebindings"]
     changed = {effect.path for effect in (*effects["numbers"], *effects["counters"])}
     externals = classify(first, second, feed, walk, carries=rebindings.carries, shadows=rates.storages)
@@ -90,7 +92,7 @@ def build_plan(
         feed=feed.without_leaves(),
         externals=externals,
         **effects,
-        assignments=Assignment.find(first, second, walk, changed, allow),
+        assignments=Assignment.find(pair, changed),
         # What a result shows is told as such, not as a value that was read.
         outputs=tuple(_outputs(first, second, {*rebindings.paths} - rebindings.moved)),
         output_structure=second.output_structure,
@@ -99,7 +101,7 @@ def build_plan(
         footprint=first.footprint.merge(second.footprint),
         traced=_traced_values(second),
         device=second.device,
-        reads=Reads.find(first, second, walk, changed, allow, loose=loose),
+        reads=Reads.find(pair, changed, loose=loose),
         twins=_twins(second, externals, rates.storages),
         shared=_shared_with_owners(second, externals),
         joined=tuple(joined_slots(second, second.externals)),
@@ -113,18 +115,17 @@ def build_plan(
     )
 
 
-def _effects(first: Trace, second: Trace, walk: Walk, allow: Sequence[str]) -> dict[str, Any]:
+def _effects(pair: TracePair) -> dict[str, Any]:
     """What both traces changed alike, as a plan has it. A list that changes its length is told as such, not as the
     numbers that it holds.
     """
-    appends = Append.find(first, second, allow)
-    numbers = HeldNumber.find(first, second, walk, allow)
-    counters = Counter.find(first, second, walk, allow)
-    left = MappingProxyType({flag.path: flag.value for flag in LeftFlag.find(first, second, allow)})
-    rebindings = Rebindings.find(first, second, allow)
     return {
-        "appends": appends, "numbers": numbers, "counters": counters, "left": left, "rebindings": rebindings,
-    }  # fmt: skip
+        "appends": Append.find(pair),
+        "numbers": HeldNumber.find(*pair.both, pair.walk, pair.allow),
+        "counters": Counter.find(pair),
+        "left": MappingProxyType({flag.path: flag.value for flag in LeftFlag.find(pair)}),
+        "rebindings": Rebindings.find(pair),
+    }
 
 
 def _traced_values(trace: Trace) -> TracedValues:
@@ -145,8 +146,6 @@ def _check(feed: Feed, first: Trace, second: Trace, allow: Sequence[str]) -> Non
         check_threads(trace, allow)
     check_difference(first, second)
     check_marks(feed, first, second)
-    check_draws(first, second, allow)
-    check_gradients(first, second, allow)
 
 
 def _last_operators(trace: Trace) -> tuple[str, ...]:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from graphplan.backends.backend import TracedValues
-from graphplan.effects.appends import Append
-from graphplan.effects.assignments import Assignment
-from graphplan.effects.counters import Counter
+from graphplan.effects.appended_lists import Append
+from graphplan.effects.changed_values import Assignment, Counter
 from graphplan.effects.held_numbers import HeldNumber
 from graphplan.effects.host_changes import Holder
 from graphplan.effects.reads import Reads

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.compare.tensors import Addresses, geometry
-from graphplan.effects.appends import Append
+from graphplan.effects.appended_lists import Append
 from graphplan.errors import GradientError, GuardError
 from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan

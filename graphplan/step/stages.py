@@ -22,6 +22,7 @@ from graphplan.effects.allowed import is_allowed
 from graphplan.effects.compared_numbers import find_comparisons
 from graphplan.effects.host import check_threads
 from graphplan.effects.host_changes import host_changes
+from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import GraphPlanError, HostEffectError, LearningRateError, RefusalError, SkipReason
 from graphplan.feed.buffers import Buffers
 from graphplan.feed.call_arguments import CallArguments
@@ -374,7 +375,7 @@ class Stages:
     def _note_change(self, facts: Trace, walk: Walk) -> None:
         before, self._latest = self._latest, facts
         if before is not None:
-            changed = host_changes(before, facts, walk, self._options.allow)
+            changed = host_changes(TracePair(before, facts, walk, self._options.allow))
             path = "" if changed is None else changed.split(" was ")[0]
             self._changing = path, self._changing[1] + 1 if path and path == self._changing[0] else int(bool(path))
 
@@ -426,7 +427,7 @@ class Stages:
         """Whether the traces are for other outcomes of comparisons with owners' numbers, as calls are from now on."""
         compared = {
             path: (walk.scalars[path], comparisons)
-            for path, comparisons in find_comparisons(first, second, walk, self._options.allow).items()
+            for path, comparisons in find_comparisons(TracePair(first, second, walk, self._options.allow)).items()
             if not come_out_alike(comparisons, *(trace.entry_scalars.get(path) for trace in (first, second)))
         }
         if compared:
@@ -451,7 +452,7 @@ class Stages:
                 "traced anew: autograd's engine ran the same operators in another order one step before", "traces"
             )
             return True
-        changed = host_changes(first, second, walk, self._options.allow)
+        changed = host_changes(TracePair(first, second, walk, self._options.allow))
         line.straddling += changed is not None
         if changed is not None and line.straddling < _STRADDLING:
             # For example, an epoch ended: the second trace is the first of the next pair.

@@ -1,8 +1,8 @@
-"""Python numbers that a step counts up."""
+"""Python values that a step changes: counted up, assigned alike, or left otherwise than they were found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -10,12 +10,15 @@ from typing import Any
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from graphplan.effects.allowed import allowing, describe, is_allowed
+from graphplan.effects.allowed import allowing, describe
 from graphplan.effects.held_numbers import is_read_number
+from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.names import plain_steps
+from graphplan.owners.flags import is_assignable
 from graphplan.owners.slots import Scalar, Walk
-from graphplan.owners.views import GroupCounts
+from graphplan.owners.views import GroupCounts, Inherited, Numbers, Told
+from graphplan.trace.changes import ABSENT, same_value
 from graphplan.trace.records import Trace
 
 _DUPLICATES = ("COPY", "DUP_TOP_TWO")
@@ -29,7 +32,7 @@ class Counter:
     delta: int | float
 
     @classmethod
-    def find(cls, first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> tuple[Counter, ...]:
+    def find(cls, pair: TracePair) -> tuple[Counter, ...]:
         """Numbers that grew by the same amount in both traces.
 
         Raises:
@@ -37,16 +40,15 @@ class Counter:
             HostScalarError: for a counter that user code also reads.
         """
         counters = []
-        for path in {**first.changes.scalars, **second.changes.scalars}:
-            old, new = first.changes.scalars.get(path), second.changes.scalars.get(path)
-            if is_allowed(path, allow) or is_read_number(old) or is_read_number(new):
+        for path, old, new in pair.changed("scalars"):
+            if is_read_number(old) or is_read_number(new):
                 continue
             _check_stage(path, old, new)
             delta = _constant_delta(old, new)
-            scalar = walk.scalars.get(path)
+            scalar = pair.walk.scalars.get(path)
             component = "optimizer" if scalar and isinstance(scalar.owner, (Optimizer, GroupCounts)) else "step"
             is_item = scalar is not None and _is_item_of_optimizer(scalar)
-            if delta is not None and scalar is not None and _is_read(scalar, second):
+            if delta is not None and scalar is not None and _is_read(scalar, pair.second):
                 whose, fix = "the step's", "Count in a tensor, or count and decide outside the step"
                 if component == "optimizer":
                     whose, fix = "the optimizer's", "Step the optimizer outside (in a Trainer that is done for you)"
@@ -57,8 +59,8 @@ class Counter:
                     path=path,
                 )
             # Of an item, no name tells whether it is raised or set; two traces do.
-            is_item_set = first is not second and old == new
-            is_set = is_item_set if is_item else scalar is not None and scalar.key in second.reads.assigned
+            is_item_set = pair.first is not pair.second and old == new
+            is_set = is_item_set if is_item else scalar is not None and scalar.key in pair.second.reads.assigned
             if delta is None or is_set:
                 raise HostEffectError(
                     f"the step changes {path} in Python ({describe(old)}, then {describe(new)}), and a replay runs no "
@@ -139,3 +141,75 @@ def _uses_item(code: CodeType, key: str) -> bool:
             if not is_stored and following[1:] != ["CONTAINS_OP"]:
                 return True
     return False
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A Python value that the step's code assigns and that is the same after every step; replays assign it again."""
+
+    path: str
+    value: Any
+
+    @classmethod
+    def find(cls, pair: TracePair, changed: Collection[str]) -> tuple[Assignment, ...]:
+        """Values that methods of their object may have assigned without a change (a metric's ``_computed = None``).
+
+        The next eager step resets such a value if it was changed between two steps, so a replay resets it too.
+        """
+        found = []
+        for path, scalar in pair.walk.scalars.items():
+            is_read_only = isinstance(scalar.container, (Numbers, Inherited, Told, tuple))
+            if path in changed or pair.allows(path) or is_read_only:
+                continue
+            if all(trace.reads.may_store(scalar) for trace in pair.both):
+                found.append(cls(path, scalar.get()))
+        return tuple(found)
+
+    def repeating(self, walk: Walk) -> Callable[[], None] | None:
+        """What a replay does where the value lies in ``walk``; None where it is not there."""
+        place = walk.place(self.path)
+        if place is None:
+            return None
+        container, key, value = place.container, place.key, self.value
+
+        def assign() -> None:
+            container[key] = value
+
+        return assign
+
+
+@dataclass(frozen=True, slots=True)
+class LeftFlag:
+    """A mode, flag, value in a parameter group or switch of torch's that the step leaves otherwise than it finds it.
+
+    The calls that a program serves begin with the same ones, so that they end with the same ones: replays set them.
+    """
+
+    path: str
+    value: Any
+
+    @classmethod
+    def find(cls, pair: TracePair) -> tuple[LeftFlag, ...]:
+        """Those that both traces leave alike.
+
+        Raises:
+            HostEffectError: for one that two steps leave otherwise, or that cannot be set after a replay.
+        """
+        left = []
+        for path, one, two in pair.changed("flags"):
+            if one is None or two is None or not same_value(one[1], two[1]):
+                raise HostEffectError(
+                    f"the step leaves {path} otherwise on one call ({describe(one)}) than on the next "
+                    f"({describe(two)}), and a replay leaves one value. Set it outside the step, put it back within "
+                    f"the step, or, if replays may leave it alone, pass allow=({path!r},)",
+                    path=path,
+                )
+            if two[1] is ABSENT or not is_assignable(path, two[1]):
+                raise HostEffectError(
+                    f"the step leaves {path} changed ({describe(two)}), which cannot be set after a replay. Put it "
+                    "back within the step, as a with statement does, or, if replays may leave it alone, pass "
+                    f"allow=({path!r},)",
+                    path=path,
+                )
+            left.append(cls(path, two[1]))
+        return tuple(left)

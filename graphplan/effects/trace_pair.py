@@ -1,0 +1,51 @@
+"""Two traces of consecutive steps: what they changed and may have read, other than what replays may leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from graphplan.effects.allowed import is_allowed
+from graphplan.owners.slots import Scalar, Walk
+from graphplan.owners.tensor_metadata import GONE
+from graphplan.trace.records import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class TracePair:
+    """Two traces, a walk over the owners after the second one, and the paths that ``allow`` names."""
+
+    first: Trace
+    second: Trace
+    walk: Walk
+    allow: Iterable[str]
+
+    @property
+    def both(self) -> tuple[Trace, Trace]:
+        """The traces."""
+        return self.first, self.second
+
+    def allows(self, path: str) -> bool:
+        """Whether replays may leave what is at ``path`` out of account."""
+        return is_allowed(path, self.allow)
+
+    def changed(self, kind: str) -> Iterator[tuple[str, Any, Any]]:
+        """The paths of what either trace changed, of one ``kind`` of changes, and how each did; None if it did not."""
+        first, second = (getattr(trace.changes, kind) for trace in self.both)
+        for path in {**first, **second}:
+            if not self.allows(path):
+                yield path, first.get(path), second.get(path)
+
+    def reads(self, scalar: Scalar) -> bool:
+        """Whether the step's code may have read ``scalar`` by its name."""
+        return any(trace.reads.covers(scalar) for trace in self.both)
+
+    def may_read(self, scalar: Scalar) -> bool:
+        """Whether it may have read ``scalar`` by a name that it computes."""
+        return any(trace.reads.may_cover(scalar) for trace in self.both)
+
+    def at_entry(self, path: str) -> tuple[Any, Any]:
+        """What lay at ``path`` when each trace began: a tensor's metadata, or a Python value."""
+        old, new = (trace.entry_metadata.get(path, trace.entry_scalars.get(path, GONE)) for trace in self.both)
+        return old, new
