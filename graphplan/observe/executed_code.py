@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial, partialmethod
 from importlib.util import resolve_name
@@ -39,9 +39,10 @@ class ExecutedCode:
 
     def __init__(self) -> None:
         self._globals: dict[CodeType, dict[str, Any]] = {}
-        self._free: dict[CodeType, list[dict[str, int]]] = {}
+        self._free: dict[CodeType, set[frozenset[tuple[str, int]]]] = {}
+        """By code with a closure: the variables that it ran with, by name and identity, but for numbers and strings."""
         self._ways: dict[CodeType, set[frozenset[tuple[str, int]]]] = {}
-        """All variables that each code with a closure ran with, numbers included."""
+        """The same with numbers and strings."""
         self._objects: dict[int, weakref.ref[Any]] = {}
         self._classes: dict[type, None] = {}
         self.extensions: dict[str, str] = {}
@@ -72,16 +73,14 @@ class ExecutedCode:
         code = frame.f_code
         self._globals[code] = frame.f_globals
         if code.co_freevars and code.co_name not in _PASSING:
-            calls = self._free.setdefault(code, [])
             values = frame.f_locals
-            # Numbers and strings are rebound by the step itself, perhaps.
             held = {name: values[name] for name in code.co_freevars if name in values}
-            found = {name: id(value) for name, value in held.items() if not issubclass(type(value), SCALARS)}
-            if found not in calls and len(calls) < _MANY:
-                calls.append(found)
-            ways = self._ways.setdefault(code, set())
-            if len(ways) <= _MANY:
-                ways.add(frozenset((name, id(value)) for name, value in held.items()))
+            # Numbers and strings are rebound by the step itself, perhaps.
+            kept = {name: value for name, value in held.items() if not issubclass(type(value), SCALARS)}
+            for calls, variables in ((self._free, kept), (self._ways, held)):
+                known = calls.setdefault(code, set())
+                if len(known) <= _MANY:
+                    known.add(_identities(variables))
         if issubclass(type(owner), type):
             self._classes[owner] = None
         elif owner is not None:
@@ -140,8 +139,9 @@ class ExecutedCode:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
                 if name != "__class__":
                     yield name, Cell(cell), name
-                    if _is_set(cell):
-                        yield from self._within(name, cell.cell_contents, names_of(function.__code__))
+            for name, value in _variables_of(function).items():
+                if name != "__class__":
+                    yield from self._within(name, value, names_of(function.__code__))
         yield from self._members(has_met)
 
     def _within(self, name: str, thing: Any, found: Names) -> Iterator[tuple[str, Any, Any]]:
@@ -220,19 +220,26 @@ class ExecutedCode:
 
     def _are_explained(self, code: CodeType, functions: Iterable[FunctionType]) -> bool:
         """Whether those of ``functions`` that run ``code`` have all variables that it ran with."""
-        held = [frozenset(_variables_of(function).items()) for function in functions if function.__code__ is code]
+        held = [_identities(_variables_of(function)) for function in functions if function.__code__ is code]
         ways = self._ways[code]
         return len(ways) <= _MANY and all(any(way <= one for one in held) for way in ways)
 
     def _matches(self, function: FunctionType) -> bool:
-        held = _variables_of(function)
-        return any(call.items() <= held.items() for call in self._free.get(function.__code__, ()))
+        held = _identities(_variables_of(function))
+        return any(call <= held for call in self._free.get(function.__code__, ()))
 
 
-def _variables_of(function: FunctionType) -> dict[str, int]:
-    """The identities of what its closure holds."""
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-    return {name: id(Cell(cell)[name]) for name, cell in cells.items() if _is_set(cell)}
+def _variables_of(function: FunctionType) -> dict[str, Any]:
+    """What the variables of a function's closure hold, those that are set."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
+
+
+def _identities(values: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
+    return frozenset((name, id(value)) for name, value in values.items())
 
 
 def _function_of(member: Any) -> FunctionType | None:
@@ -244,14 +251,6 @@ def _function_of(member: Any) -> FunctionType | None:
     elif isinstance(member, property):
         member = member.fget
     return member if isinstance(member, FunctionType) else None
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _reachable(roots: Iterable[Any]) -> Iterable[FunctionType]:
@@ -268,7 +267,7 @@ def _reachable(roots: Iterable[Any]) -> Iterable[FunctionType]:
         if function is None or id(function) in found or not is_users_file(function.__code__.co_filename):
             continue
         found[id(function)] = function
-        left += [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]
+        left += _variables_of(function).values()
         left += [function.__globals__.get(name) for name in names_of(function.__code__).variables]
     return found.values()
 

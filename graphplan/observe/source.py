@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from traceback import walk_stack, walk_tb
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from graphplan.environment.origin import is_library, is_ours, is_users_file
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
 _SCHEDULERS = os.path.join(_OPTIM, "lr_scheduler.py")
+_OF_STEPS = tuple(os.path.join(_TORCH, *path) for path in (("nn",), ("autograd", "__init__"), ("_tensor.",)))
+"""torch's code that a step calls, and no optimizer's step."""
 _CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
 
 
@@ -63,12 +66,12 @@ def with_users_line(source: Source) -> Source:
     """``source``, or if that is a line of an installed package the line of the user's own that has led to it."""
     if source.by is not None or is_users_file(source.filename):
         return source
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not runs_steps(frame.f_code):
+    for frame, line in walk_stack(sys._getframe(1)):
         code = frame.f_code
+        if runs_steps(code):
+            break
         if is_users_file(code.co_filename):
-            return replace(source, filename=code.co_filename, line=frame.f_lineno, function=code.co_name, by=source)
-        frame = frame.f_back
+            return replace(source, filename=code.co_filename, line=line, function=code.co_name, by=source)
     return source
 
 
@@ -85,30 +88,19 @@ def is_raised_by_user(error: BaseException) -> bool:
 
 def find_raise(error: BaseException) -> Source | None:
     """The innermost line outside torch, Lightning and this package that ``error`` came through."""
-    found, trace = None, error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not is_library(code.co_filename):
-            found = Source(code.co_filename, trace.tb_lineno, code.co_name, "step")
-        trace = trace.tb_next
-    return found
+    lines = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+    found = [(code, line) for code, line in lines if not is_library(code.co_filename)]
+    return Source(found[-1][0].co_filename, found[-1][1], found[-1][0].co_name, "step") if found else None
 
 
 def is_recomputed() -> bool:
     """Whether activation checkpointing runs what calls this."""
-    return _is_run_by(_CHECKPOINT)
+    return any(frame.f_code.co_filename == _CHECKPOINT for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def is_scheduled() -> bool:
     """Whether a scheduler of learning rates runs what calls this."""
-    return _is_run_by(_SCHEDULERS)
-
-
-def _is_run_by(filename: str) -> bool:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename != filename:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code.co_filename == _SCHEDULERS for frame, _ in walk_stack(sys._getframe(1)))
 
 
 _Run = TypeVar("_Run", bound=Callable[..., Any])
@@ -161,7 +153,7 @@ def _place_of(code: CodeType) -> _Place:
         is_familiar = is_library(name) and is_familiar_file(name)
         is_step = code.co_name == "step" and "self" in (*code.co_varnames, *code.co_freevars)
         runs = runs_steps(code)
-        serves = is_ours(name) or _may_serve_optimizer(name)
+        serves = is_ours(name) or (name.startswith(_TORCH) and not name.startswith(_OF_STEPS))
         is_dull = is_library(name) and not (is_familiar or is_step or runs)
         place = _PLACES[id(code)] = _Place(code, is_library(name), is_familiar, is_step, runs, serves, is_dull)
     return place
@@ -172,8 +164,7 @@ def find_source(innermost: FrameType | None = None) -> Source:
     the step has none, but frames of Lightning's or torchmetrics', the innermost of those; where it has torch's alone,
     the step's caller is named.
     """
-    innermost = sys._getframe(1) if innermost is None else innermost
-    frame = innermost
+    frame = innermost = innermost or sys._getframe(1)
     found: FrameType | None = None
     familiar: FrameType | None = None
     component: _Component | None = None
@@ -261,48 +252,26 @@ def _component(frame: FrameType, innermost: FrameType) -> _Component | None:
     the optimizer's own, which is what tells them apart.
     """
     local = frame.f_locals
-    stepper = local.get("self")
+    stepper, closure = local.get("self"), local.get("closure", _STEP)
     if isinstance(stepper, GradScaler):
         # A scaler's step takes no closure: whatever runs in it serves the optimizer.
         return ("optimizer", type(local.get("optimizer")).__name__, True)
     if not isinstance(stepper, torch.optim.Optimizer):
         return None
-    is_own = _is_beside_closure(frame, innermost, local.get("closure", _STEP))
-    return ("optimizer", type(stepper).__name__, False) if is_own else _STEP
-
-
-def _is_beside_closure(frame: FrameType, innermost: FrameType, closure: Any) -> bool:
-    """Whether an optimizer's step in ``frame`` leads to ``innermost`` by itself, in its own file or what serves it, and
-    not through its closure.
-    """
     while isinstance(closure, partial):
         closure = closure.func
-    if closure is None:
-        return True
-    inner = getattr(getattr(closure, "__func__", closure), "__code__", None)
-    own = frame.f_code.co_filename
+    own, inner = frame.f_code.co_filename, getattr(getattr(closure, "__func__", closure), "__code__", None)
     leaves, passes = False, inner is None
-    around: FrameType | None = innermost
+    around = innermost if closure is not None else frame
     # Each operator of a trace asks: of all these frames the code is known.
-    while around is not None and around is not frame:
+    while around is not frame and around.f_back is not None:
         code = around.f_code
         passes = passes or code is inner
         leaves = leaves or not (_place_of(code).serves_optimizer or code.co_filename == own)
         if leaves and passes:
-            return False
+            return _STEP
         around = around.f_back
-    return True
-
-
-def _may_serve_optimizer(filename: str) -> bool:
-    if filename.startswith(_OPTIM):
-        return True
-    nested = (
-        os.path.join(_TORCH, "nn"),
-        os.path.join(_TORCH, "autograd", "__init__"),
-        os.path.join(_TORCH, "_tensor."),
-    )
-    return filename.startswith(_TORCH) and not filename.startswith(nested)
+    return ("optimizer", type(stepper).__name__, False)
 
 
 def optimizer_fix(source: Source) -> str:
