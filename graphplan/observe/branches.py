@@ -47,7 +47,6 @@ _TESTS = ("POP_JUMP_", "JUMP_IF_", "TO_BOOL", "COPY", "NOP", "CACHE", "EXTENDED_
 """Instructions that ask for the truth of what another one has left, and those that come in between."""
 _LEAVING = (ast.Return, ast.Break, ast.Continue)
 _PAUSING = (ast.Yield, ast.YieldFrom, ast.Await)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
 _TRIES: tuple[Any, ...] = (ast.Try, getattr(ast, "TryStar", ast.Try))
 _BRANCHES = (ast.Assert, ast.If, ast.While)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)
@@ -176,7 +175,7 @@ class Branches(SyntaxTree):
 
     def _loads_of(self, target: ast.AST, assignment: ast.AST) -> Iterator[ast.AST]:
         """What loads the variables that an assignment stores, but for what can only lead to an exception."""
-        around = list(self._around(assignment))
+        around = self.around(assignment)
         begin = getattr(assignment, "end_lineno", 0), getattr(assignment, "end_col_offset", 0)
         # A loop comes back to what lies before the assignment.
         begin = min([begin, *(_place(node) for node in around if isinstance(node, _LOOPS))])
@@ -188,13 +187,9 @@ class Branches(SyntaxTree):
                 raise _ComputedWith
             same = (node for node in ast.walk(around[-1]) if isinstance(node, ast.Name) and node.id == name.id)
             for load in same:
-                is_lost = any(self._only_raises(self._onwards(node)) for node in self._around(load))
-                if self._is_load(load) and _place(load) >= begin and not is_lost:
+                is_lost = any(self._only_raises(self._onwards(node)) for node in self.around(load))
+                if self.is_load(load) and _place(load) >= begin and not is_lost:
                     yield load
-
-    def _is_load(self, name: ast.Name) -> bool:
-        # ``a += 1`` may change in place what a value has selected.
-        return isinstance(name.ctx, ast.Load) or isinstance(self.parents[name], ast.AugAssign)
 
     def _raises_if(self, outcome: bool, node: ast.AST) -> bool:
         """Whether the code raises in every case where the truth of ``node`` comes to ``outcome``."""
@@ -247,7 +242,7 @@ class Branches(SyntaxTree):
 
     def _leaves(self, node: ast.AST) -> bool:
         """Whether any exception that comes out of ``node`` leaves the code."""
-        for inner, outer in pairwise(self._around(node)):
+        for inner, outer in pairwise(self.around(node)):
             if isinstance(outer, ast.With | ast.AsyncWith):
                 if not all(self._passes_manager(item.context_expr) for item in outer.items):
                     return False
@@ -284,16 +279,6 @@ class Branches(SyntaxTree):
         kind = made if isinstance(made, type) else type(made)
         leave = getattr(kind, "__exit__", None) or getattr(kind, "__aexit__", None)
         return _is_trusted(leave.__code__) if isinstance(leave, FunctionType) else is_librarys(kind)
-
-    def _around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """``node`` and what it is part of, up to the function that runs it."""
-        inner = None
-        while True:
-            yield node
-            body = getattr(node, "body", None)
-            if isinstance(node, _SCOPES) and (inner is body or (isinstance(body, list) and inner in body)):
-                return
-            inner, node = node, self.parents[node]
 
 
 _KNOWN: dict[int, Branches] = {}

@@ -9,6 +9,7 @@ from io import IOBase
 from multiprocessing.pool import Pool, ThreadPool
 from multiprocessing.process import BaseProcess
 from threading import Thread, Timer
+from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import Any
 
@@ -40,24 +41,16 @@ def name_of_start(frame: FrameType) -> str | None:
     None for other threads of torch's and Lightning's (compilers, loaders, writers), and where one only serves what
     starts it.
     """
-    name, thread = None, frame.f_locals.get("self")
-    around: FrameType | None = frame
-    while around is not None:
-        code = around.f_code
+    name = None
+    for around, _ in walk_stack(frame):
+        code, thing = around.f_code, around.f_locals.get("self")
         if id(code) in STARTERS:
-            name = _name_of(around.f_locals.get("self"), code.co_name)
+            kinds = (name for kind, (name, _) in _KINDS.items() if isinstance(thing, kind))
+            name = f"{next(kinds, type(thing).__name__)}.{code.co_name}"
         elif not is_standard(code.co_filename):
-            break
-        around = around.f_back
-    if around is None:
-        return None
-    file = around.f_code.co_filename
-    return None if (is_library(file) and not is_torchs(file)) or _serves(thread, file) else name
-
-
-def _name_of(thing: Any, method: str) -> str:
-    kind = next((name for kind, (name, _) in _KINDS.items() if isinstance(thing, kind)), type(thing).__name__)
-    return f"{kind}.{method}"
+            is_others = is_library(code.co_filename) and not is_torchs(code.co_filename)
+            return None if is_others or _serves(frame.f_locals.get("self"), code.co_filename) else name
+    return None
 
 
 def _serves(thing: Any, filename: str) -> bool:
@@ -80,8 +73,8 @@ _METHODS = {
     "dump": ("_pickle",),
 }
 """Names of functions and methods in C, and the modules that have them or their object's class."""
-
-
+WRITERS = frozenset(_METHODS)
+"""Those that :func:`name_of_write` has to look at."""
 _FUNCTIONS = {
     "save": ("torch.serialization",),
     "dump": ("json",),
@@ -101,10 +94,6 @@ _LOGGERS: dict[str, tuple[str, ...]] = {"logging.": ("_log",), "torch.utils.tens
 _LOGGERS |= {f"{lightning}.loggers.": _LOGS for lightning in _LIGHTNINGS}
 """Modules of loggers, and how the names of methods begin that write."""
 _LOGGING = tuple(start for starts in _LOGGERS.values() for start in starts)
-
-
-WRITERS = frozenset(_METHODS)
-"""Names of functions in C that :func:`name_of_write` has to look at."""
 
 
 def name_of_write(frame: FrameType, function: Any) -> str | None:

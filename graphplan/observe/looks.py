@@ -9,13 +9,12 @@ container that is not known here looks at it. Of code without source it is only 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType
 
 from graphplan.observe.names import names_of
-from graphplan.observe.syntax import nodes_of
+from graphplan.observe.syntax import SyntaxTree
 
 _DEEPEST = 8
 """Items within items are told apart so far; a loop may go on without end."""
@@ -56,40 +55,39 @@ _INTO = {"get": 1, "setdefault": 1, "pop": 1, "popleft": 1, "__getitem__": 1, "v
 """Methods that lead to items, and how deep."""
 _MEASURES = frozenset({"len", "bool"})
 _HARMLESS = frozenset({"isinstance", "issubclass", "type", "id", "callable", "hasattr"})
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 @lru_cache(512)
 def looks_of(code: CodeType) -> frozenset[Look]:
     """What ``code`` looks at."""
-    nodes = nodes_of(code)
-    if nodes:
-        return frozenset(look for node in nodes for look in _Follower(code, node).follow())
+    follower = _Follower(code)
+    if follower.nodes:
+        return frozenset(follower.follow())
     # Without source: what it loads for more than to append to it.
     found = names_of(code)
     attributes = [f".{name.removesuffix('[:]')}" for name in found.attributes if name.endswith("[:]")]
     return frozenset(Look(name, 0, True, False, code.co_firstlineno) for name in [*attributes, *found.read])
 
 
-class _Follower:
-    """Follows what is loaded in the function, lambda or comprehension ``root``, which ``code`` may come from."""
+class _Follower(SyntaxTree):
+    """Follows what the code loads."""
 
-    def __init__(self, code: CodeType, root: ast.AST) -> None:
-        self._code = code
-        self._parents = dict(_with_parents(root))
+    def __init__(self, code: CodeType) -> None:
+        super().__init__(code)
+        self.nodes = self.own_nodes()
         variables = {*code.co_varnames}.difference(code.co_cellvars)
-        inner = [node.target for node in self._parents if isinstance(node, ast.comprehension)]
+        inner = [node.target for node in self.nodes if isinstance(node, ast.comprehension)]
         # Variables of comprehensions, which may have the names of others.
         bound = {name.id for target in inner for name in ast.walk(target) if isinstance(name, ast.Name)}
         self._locals, self._own = variables, variables | bound
         self._looks: set[Look] = set()
         self._met: set[tuple[ast.AST, _Held]] = set()
-        self._misses = any(isinstance(node, ast.ExceptHandler) for node in self._parents) or "suppress" in code.co_names
+        self._misses = any(isinstance(node, ast.ExceptHandler) for node in self.nodes) or "suppress" in code.co_names
         """Whether an item that is not there may tell the code how many there are."""
 
     def follow(self) -> set[Look]:
         """What is looked at."""
-        for node in self._parents:
+        for node in self.nodes:
             held = self._loaded(node)
             if held is not None:
                 self._climb(node, held)
@@ -97,17 +95,13 @@ class _Follower:
 
     def _loaded(self, node: ast.AST) -> _Held | None:
         """What a node loads by a name, if it does. A string may be the name that ``getattr`` is given."""
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "getattr" in self._code.co_names:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "getattr" in self.code.co_names:
             self._look(node, _Held(f".{node.value}"))
-        if not isinstance(node, ast.Name | ast.Attribute) or not self._is_load(node):
+        if not isinstance(node, ast.Name | ast.Attribute) or not self.is_load(node):
             return None
         if isinstance(node, ast.Attribute):
             return _Held(self._name_of(node), _is_self(node.value))
         return None if node.id in self._locals or node.id == "self" else _Held(node.id)
-
-    def _is_load(self, node: ast.Name | ast.Attribute | ast.Subscript) -> bool:
-        # ``a += b`` stores and loads.
-        return isinstance(node.ctx, ast.Load) or isinstance(self._parents[node], ast.AugAssign)
 
     def _name_of(self, target: ast.AST) -> str:
         """The attribute, with a leading dot, or variable that an expression is of, or an item of."""
@@ -116,13 +110,13 @@ class _Follower:
         if not isinstance(target, ast.Attribute):
             return getattr(target, "id", "")
         # What the compiler makes of a private name within a class.
-        name, names = target.attr, self._code.co_names
+        name, names = target.attr, self.code.co_names
         is_private = name.startswith("__") and not name.endswith("__")
         mangled = (other for other in names if is_private and other[0] == "_" and other.endswith(name))
         return f".{next(mangled, name)}"
 
     def _look(self, node: ast.AST, held: _Held, *, whole: bool = True) -> None:
-        line = getattr(node, "lineno", self._code.co_firstlineno)
+        line = getattr(node, "lineno", self.code.co_firstlineno)
         self._looks.add(Look(held.name, held.depth, whole, held.own, line))
 
     def _look_within(self, node: ast.AST, held: _Held) -> None:
@@ -140,7 +134,7 @@ class _Follower:
         if (node, held) in self._met:
             return
         self._met.add((node, held))
-        parent = self._parents[node]
+        parent = self.parents[node]
         if isinstance(parent, ast.Attribute):
             self._take_attribute(parent, node, held)
         elif isinstance(parent, ast.Subscript):
@@ -170,7 +164,7 @@ class _Follower:
             self._look(node, held)
 
     def _take_attribute(self, parent: ast.Attribute, node: ast.AST, held: _Held) -> None:
-        call, name = self._parents[parent], parent.attr
+        call, name = self.parents[parent], parent.attr
         if not (isinstance(call, ast.Call) and call.func is parent):
             if name not in _GROWING:
                 self._look(node, held, whole=name.startswith("__"))
@@ -185,7 +179,7 @@ class _Follower:
         elif isinstance(parent.slice, ast.Slice):
             # What that leaves depends on how much there was, too.
             self._look(node, held)
-        elif self._is_load(parent):
+        elif self.is_load(parent):
             if self._misses:
                 self._look(node, held, whole=False)
             self._climb(parent, held.deeper())
@@ -213,25 +207,11 @@ class _Follower:
             for item in target.elts:
                 self._bind(item.value if isinstance(item, ast.Starred) else item, node, held.deeper())
         elif isinstance(target, ast.Name) and target.id in self._own:
-            for load in self._parents:
-                if isinstance(load, ast.Name) and load.id == target.id and self._is_load(load):
+            for load in self.nodes:
+                if isinstance(load, ast.Name) and load.id == target.id and self.is_load(load):
                     self._climb(load, held)
         elif self._name_of(target) != held.name:
             self._look(node, held)
-
-
-def _with_parents(root: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """The nodes within ``root`` that belong to its code, each with its parent."""
-    body = getattr(root, "body", [root])
-    left = [(node, root) for node in (body if isinstance(body, list) else [body])]
-    while left:
-        node, parent = left.pop()
-        yield node, parent
-        inner = ast.iter_child_nodes(node)
-        if isinstance(node, _FUNCTIONS):
-            # What is in the body has code of its own.
-            inner = iter([*getattr(node, "decorator_list", ()), *([node.args] if hasattr(node, "args") else [])])
-        left += [(part, node) for part in inner]
 
 
 def _is_self(node: ast.AST) -> bool:

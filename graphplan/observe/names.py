@@ -28,13 +28,14 @@ _SUMS = ("BINARY_OP", "INPLACE_ADD", "INPLACE_SUBTRACT")
 class Names:
     """Names in one code object.
 
-    ``attributes`` are loaded attributes but for those that only ``+=`` loads (``self.n += 1``, ``self.counts[k] += 1``)
-    and for methods that are called, which are in ``methods``; those that code does more with than to append to them are
-    there a second time, with ``[:]`` behind. ``stored`` are attributes that are stored, ``assigned``
-    those that are stored by other means than ``+=``, ``always`` those of them that are whenever the code runs.
-    ``variables`` are globals and closure variables that are loaded or stored, ``read`` those that something else than
-    ``+=`` loads. ``imports`` are the modules that are imported, each with its level (1 for ``from . import x``);
-    ``dynamic`` code takes attributes by names that it does not spell out (``vars(self)``, ``getattr(self, name)``).
+    Attributes:
+        dynamic: whether it takes attributes by names that it does not spell out (``vars(self)``, ``getattr(self, x)``).
+        imports: modules that it imports, each with its level (1 for ``from . import x``).
+        attributes: those that it loads for more than ``self.n += 1`` or ``self.counts[k] += 1``; with ``[:]`` behind,
+            a second time, those that it does more with than to append to them.
+        methods: attributes that it calls.
+        stored: attributes that it stores, ``assigned`` by other means than ``+=``, ``always`` whenever it runs.
+        variables: globals and closure variables that it loads or stores, ``read`` for more than ``+=``.
     """
 
     dynamic: bool
@@ -123,8 +124,14 @@ def _find_names(code: CodeType) -> Names:
     if not is_library(code.co_filename):
         attributes |= strings
     read = {name for name, count in reads.items() if count > counted[name]}
+    # What comes before the name of a module is its level and the names that are taken from it.
+    imports = {
+        (str(step.argval), int(steps[index - 2].argval or 0))
+        for index, step in enumerate(steps)
+        if step.opname == "IMPORT_NAME"
+    }
     groups = (attributes, methods, set(stores), assigned, assigned & certain, variables, read)
-    return Names(_is_dynamic(steps), _imported(steps), *map(frozenset, groups))
+    return Names(_is_dynamic(steps), frozenset(imports), *map(frozenset, groups))
 
 
 def _is_dynamic(steps: list[dis.Instruction]) -> bool:
@@ -135,15 +142,6 @@ def _is_dynamic(steps: list[dis.Instruction]) -> bool:
         if step.opname in _LOADS and step.argval in _BY_NAME and not _spells_second_argument(steps[index + 1 :]):
             return True
     return False
-
-
-def _imported(steps: list[dis.Instruction]) -> frozenset[tuple[str, int]]:
-    """The modules that are imported; what comes before each is its level and the names that are taken from it."""
-    return frozenset(
-        (str(step.argval), int(steps[index - 2].argval or 0))
-        for index, step in enumerate(steps)
-        if step.opname == "IMPORT_NAME"
-    )
 
 
 def _spells_second_argument(steps: list[dis.Instruction]) -> bool:

@@ -22,6 +22,8 @@ _KINDS: dict[str, type[ast.AST]] = {
     "<dictcomp>": ast.DictComp, "<module>": ast.Module,
 }  # fmt: skip
 _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_SCOPES = (*_NAMED, ast.Lambda, ast.Module)
+"""What has code of its own for its body."""
 _FUTURES: int = reduce(or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
 """Flags of code that was compiled under ``from __future__ import``."""
 _REWRITTEN = ("@py_", "@pytest_")
@@ -98,18 +100,6 @@ def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
     return [(None, None, None, None)] * (len(code.co_code) // 2) if find is None else list(find())
 
 
-def nodes_of(code: CodeType) -> list[ast.AST]:
-    """What ``code`` may come from: its function, or each lambda or comprehension that begins on its line."""
-    found: list[ast.AST] = []
-    for node in ast.walk(parse(code)):
-        decorators = getattr(node, "decorator_list", ())
-        line = min(getattr(part, "lineno", code.co_firstlineno) for part in (node, *decorators))
-        is_one = isinstance(node, _NAMED) and node.name == code.co_name
-        if line == code.co_firstlineno and (is_one or isinstance(node, _KINDS.get(code.co_name, ()))):
-            found.append(node)
-    return found
-
-
 def has(nodes: Sequence[ast.AST], kinds: tuple[type[ast.AST], ...]) -> bool:
     """Whether one of the kinds is in the syntax trees."""
     return any(isinstance(inner, kinds) for node in nodes for inner in ast.walk(node))
@@ -118,12 +108,39 @@ def has(nodes: Sequence[ast.AST], kinds: tuple[type[ast.AST], ...]) -> bool:
 class SyntaxTree:
     """The syntax tree of one code object, empty where there is none. ``space`` has the code's globals."""
 
-    def __init__(self, code: CodeType, space: Mapping[str, Any]) -> None:
+    def __init__(self, code: CodeType, space: Mapping[str, Any] | None = None) -> None:
         self.code = code
         self.parents: dict[ast.AST, ast.AST] = {}
-        self._space = space
-        for parent in ast.walk(parse(code, space)):
+        self._space = space or {}
+        self._tree = parse(code, space)
+        for parent in ast.walk(self._tree):
             self.parents.update(dict.fromkeys(ast.iter_child_nodes(parent), parent))
+
+    def own_nodes(self) -> list[ast.AST]:
+        """The nodes of the code itself, which may be each lambda or comprehension that begins on its line."""
+        found: list[ast.AST] = []
+        for root in filter(self._may_be_root, ast.walk(self._tree)):
+            scope = root if isinstance(root, _SCOPES) else self.around(root)[-1]
+            found += [node for node in ast.walk(root) if node in self.parents and self.around(node)[-1] is scope]
+        return found
+
+    def _may_be_root(self, node: ast.AST) -> bool:
+        name, first = self.code.co_name, self.code.co_firstlineno
+        line = min(getattr(part, "lineno", first) for part in (node, *getattr(node, "decorator_list", ())))
+        is_one = isinstance(node, _NAMED) and node.name == name
+        return line == first and (is_one or isinstance(node, _KINDS.get(name, ())))
+
+    def around(self, node: ast.AST) -> list[ast.AST]:
+        """``node`` and what it is part of, up to the function that runs it."""
+        found = [node]
+        while len(found) == 1 or not _runs(node, found[-2]):
+            node = self.parents[node]
+            found.append(node)
+        return found
+
+    def is_load(self, node: ast.Name | ast.Attribute | ast.Subscript) -> bool:
+        """Whether it is loaded: ``a += b`` loads and stores, perhaps by a change in place."""
+        return isinstance(node.ctx, ast.Load) or isinstance(self.parents[node], ast.AugAssign)
 
     def at(self, offset: int) -> ast.expr | ast.stmt | None:
         """What an instruction belongs to: the smallest thing around it that ends where it ends. None before Python
@@ -148,3 +165,9 @@ class SyntaxTree:
         if not isinstance(node, ast.Name) or node.id in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
             return None
         return self._space.get(node.id, getattr(builtins, node.id, None))
+
+
+def _runs(node: ast.AST, inner: ast.AST) -> bool:
+    """Whether ``inner`` is in the body of a function, class or module."""
+    body = getattr(node, "body", None)
+    return isinstance(node, _SCOPES) and (inner is body or (isinstance(body, list) and inner in body))

@@ -95,17 +95,15 @@ class Watcher:
         self,
         on_call: OnCall,
         on_c_call: OnCCall,
-        names: Container[str] = (),
-        codes: Container[int] = (),
-        faults: Faults | None = None,
+        names: Container[str],
+        codes: Container[int],
+        faults: Faults,
     ) -> None:
-        self._on_call = on_call
-        self._on_c_call = on_c_call
-        self._names = names
-        self._codes = codes
+        self._on_call, self._on_c_call = on_call, on_c_call
+        self._names, self._codes = names, codes
         self._outer: Watcher | None = None
         self.is_paused = False
-        self.faults = Faults() if faults is None else faults
+        self.faults = faults
 
     def start(self) -> None:
         """Watch what this thread runs."""
