@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_NN = os.path.join(_TORCH, "nn") + os.sep
-_OPTIM = os.path.join(_TORCH, "optim") + os.sep
+TORCH = os.path.dirname(torch.__file__) + os.sep
+OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+"""The folders of torch and of this package."""
+_NN = os.path.join(TORCH, "nn") + os.sep
+_OPTIM = os.path.join(TORCH, "optim") + os.sep
 _PARTS = (
     *(_NN, _OPTIM),
-    *(os.path.join(_TORCH, name) + os.sep for name in ("amp", "autograd", "distributions")),
-    *(os.path.join(_TORCH, name) for name in ("_tensor.py", "functional.py")),
-    *(os.path.join(_TORCH, "utils", name) for name in ("_foreach_utils.py", "checkpoint.py")),
+    *(os.path.join(TORCH, name) + os.sep for name in ("amp", "autograd", "distributions")),
+    *(os.path.join(TORCH, name) for name in ("_tensor.py", "functional.py")),
+    *(os.path.join(TORCH, "utils", name) for name in ("_foreach_utils.py", "checkpoint.py")),
 )
 """Not those that watch or compile: what they call changes without changing what a step computes."""
 _FAMILIAR = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics")
@@ -41,8 +42,8 @@ _SITES = tuple(
 )
 _BETWEEN = (
     contextlib.__file__,
-    *(os.path.join(_TORCH, name) for name in ("_ops.py", "_compile.py")),
-    *(os.path.join(_TORCH, "utils", name) for name in ("_contextlib.py", "_python_dispatch.py")),
+    *(os.path.join(TORCH, name) for name in ("_ops.py", "_compile.py")),
+    *(os.path.join(TORCH, "utils", name) for name in ("_contextlib.py", "_python_dispatch.py")),
 )
 """What calls this package's code in the middle of a step, or is called by it."""
 _passing: set[CodeType] = set()
@@ -73,7 +74,7 @@ def is_familiar(filename: str) -> bool:
 @cache
 def is_library(filename: str) -> bool:
     """Return True if the file belongs to torch, Lightning, this package, or Python's standard library."""
-    return filename.startswith((_TORCH, _HERE)) or is_standard(filename) or is_familiar(filename)
+    return filename.startswith((TORCH, OURS)) or is_standard(filename) or is_familiar(filename)
 
 
 @cache
@@ -99,7 +100,7 @@ def is_standard(filename: str) -> bool:
 @cache
 def is_ours(filename: str) -> bool:
     """Return True if the file belongs to this package."""
-    return filename.startswith(_HERE)
+    return filename.startswith(OURS)
 
 
 @cache

@@ -16,19 +16,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import wraps
 from types import FrameType
 from typing import Any
 
 import torch
 
+from graphplan.environment.origin import TORCH, is_ours
 from graphplan.observe.branches import Use, branches_of
 from graphplan.observe.replacements import Replacements
 
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_LAYERS = os.path.join(_TORCH, "nn") + os.sep
-_ASKERS = tuple(os.path.join(_TORCH, kind, "graphs.py") for kind in ("cuda", "xpu"))
+_LAYERS = os.path.join(TORCH, "nn") + os.sep
+_ASKERS = tuple(os.path.join(TORCH, kind, "graphs.py") for kind in ("cuda", "xpu"))
 """The modules whose functions pass the question on."""
 _QUESTIONS = ("_cuda_isCurrentStreamCapturing", "_xpu_isCurrentStreamCapturing")
 _KEY = "graphplan_presents_capture"
@@ -74,7 +73,10 @@ def _is_of_step(frame: FrameType | None) -> bool:
     """Return True if the code that asks, from ``frame``, is part of what a step computes."""
     while frame is not None and frame.f_code.co_filename in _ASKERS:
         frame = frame.f_back
-    if frame is None or _manages(frame.f_code.co_filename) or _is_optimizers(frame):
+    if frame is None or _is_optimizers(frame):
+        return False
+    file = frame.f_code.co_filename
+    if is_ours(file) or (file.startswith(TORCH) and not file.startswith(_LAYERS)):
         return False
     use = branches_of(frame).use_at(frame.f_lasti)
     while use is Use.RETURNED and frame.f_back is not None:
@@ -91,8 +93,3 @@ def _is_optimizers(frame: FrameType) -> bool:
             return True
         around = around.f_back
     return False
-
-
-@cache
-def _manages(filename: str) -> bool:
-    return filename.startswith((_TORCH, _HERE)) and not filename.startswith(_LAYERS)

@@ -16,15 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from graphplan.environment.origin import TORCH, is_library, is_ours, is_users_file
 from graphplan.environment.origin import is_familiar as is_familiar_file
-from graphplan.environment.origin import is_library, is_ours, is_users_file
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OPTIM = os.path.join(_TORCH, "optim") + os.sep
+_OPTIM = os.path.join(TORCH, "optim") + os.sep
 _SCHEDULERS = os.path.join(_OPTIM, "lr_scheduler.py")
-_OF_STEPS = tuple(os.path.join(_TORCH, *path) for path in (("nn",), ("autograd", "__init__"), ("_tensor.",)))
+_OF_STEPS = tuple(os.path.join(TORCH, *path) for path in (("nn",), ("autograd", "__init__"), ("_tensor.",)))
 """torch's code that a step calls, and no optimizer's step."""
-_CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
+_CHECKPOINT = os.path.join(TORCH, "utils", "checkpoint.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ def _place_of(code: CodeType) -> _Place:
         is_familiar = is_library(name) and is_familiar_file(name)
         is_step = code.co_name == "step" and "self" in (*code.co_varnames, *code.co_freevars)
         runs = runs_steps(code)
-        serves = is_ours(name) or (name.startswith(_TORCH) and not name.startswith(_OF_STEPS))
+        serves = is_ours(name) or (name.startswith(TORCH) and not name.startswith(_OF_STEPS))
         is_dull = is_library(name) and not (is_familiar or is_step or runs)
         place = _PLACES[id(code)] = _Place(code, is_library(name), is_familiar, is_step, runs, serves, is_dull)
     return place

@@ -13,22 +13,19 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
-from pathlib import Path
 from threading import Lock
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any, ClassVar
 
 import torch
 
-from graphplan.environment.origin import pass_errors_on
+from graphplan.environment.origin import OURS, TORCH, pass_errors_on
 from graphplan.errors import Faults
 from graphplan.observe.replacements import held_shortly
 
 OnCall = Callable[[FrameType], bool]
 OnCCall = Callable[[FrameType, Any], None]
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_SILENT = (_OURS, os.path.join(_TORCH, "_ops.py"), os.path.join(_TORCH, "_library") + os.sep)
+_SILENT = (OURS, os.path.join(TORCH, "_ops.py"), os.path.join(TORCH, "_library") + os.sep)
 """Code that looks at steps, and torch's that leads to operators: what these call themselves is no part of a step."""
 _RUN = "run"
 """But for what ``Aside.run`` is given to call."""

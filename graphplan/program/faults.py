@@ -12,10 +12,10 @@ from traceback import walk_tb
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from graphplan.backends.backend import first_line, is_out_of_memory
+from graphplan.environment.origin import OURS
 from graphplan.errors import EffectError, FaultError, GraphPlanError
 from graphplan.feed.call_arguments import is_callers
 
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _COMPARED = "while the step was compared with its recordings"
 _DOING = {
     "owners": "while the owners were read",
@@ -77,8 +77,8 @@ def lost(error: Exception, name: str) -> EffectError:
 def describe(error: Exception) -> str:
     """Say what ``error`` is, what graphplan did, where it was raised, and at which path."""
     frames = list(walk_tb(error.__traceback__))
-    ours = [frame for frame, _ in frames if frame.f_code.co_filename.startswith(_HERE)]
-    files = [frame.f_code.co_filename.removeprefix(_HERE).replace(os.sep, "/") for frame in reversed(ours)]
+    ours = [frame for frame, _ in frames if frame.f_code.co_filename.startswith(OURS)]
+    files = [frame.f_code.co_filename.removeprefix(OURS).replace(os.sep, "/") for frame in reversed(ours)]
     known = [_DOING[part] for file in files for part in (file, file.split("/")[0]) if part in _DOING]
     doing = known[0] if known else "in graphplan"
     last, line = frames[-1]

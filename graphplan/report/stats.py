@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
-from graphplan.environment.logs import log_eager, log_event
 from graphplan.errors import SkipReason
 
 KINDS = ("eager", "replayed")
@@ -113,12 +113,12 @@ class Stats:
         """Count eager calls under ``reason``, and ``detail`` as its wording in reports."""
         self.skipped[reason] += count
         _tally(self.reasons, detail or reason.value, count)
-        log_eager(detail or reason.value)
+        logging.getLogger("graphplan.eager").debug("%s", detail or reason.value)
 
     def note(self, text: str, kind: str = "captures") -> None:
         """Count an event that is worth a line in reports; ``kind`` is the logger that hears of it."""
         _tally(self.events, text)
-        log_event(kind, text)
+        logging.getLogger(f"graphplan.{kind}").info("%s", text)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

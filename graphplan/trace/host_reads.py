@@ -19,15 +19,12 @@ from itertools import islice
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
-
-from graphplan.environment.origin import is_ours
+from graphplan.environment.origin import TORCH, is_ours
 from graphplan.observe.branches import Use, branches_of
 from graphplan.observe.source import runs_steps
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _MACHINERY = tuple(
-    os.path.join(_TORCH, name) for name in ("_compile.py", "_ops.py", "_dynamo", "utils/_python_dispatch.py")
+    os.path.join(TORCH, name) for name in ("_compile.py", "_ops.py", "_dynamo", "utils/_python_dispatch.py")
 )
 """What calls a dispatch mode."""
 
@@ -78,7 +75,7 @@ def is_machinery(frame: FrameType) -> bool:
 def is_torchs() -> bool:
     """Return True if it is torch's own code that reads a tensor."""
     frame = _asking(sys._getframe(1))
-    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+    return frame is not None and frame.f_code.co_filename.startswith(TORCH)
 
 
 ENGINE = Place("", 0, "autograd's engine", ())
