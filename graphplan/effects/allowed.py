@@ -14,9 +14,7 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 
 def is_allowed(path: str, allow: Iterable[str]) -> bool:
-    """Whether ``path`` was declared harmless, by its name or by a pattern such as ``model.stats.*``; what lies
-    within an allowed path is allowed too.
-    """
+    """Whether ``path`` lies at or within what ``allow`` names, by patterns such as ``model.stats.*`` too."""
     patterns = tuple(allow)
     return bool(patterns) and _expression(patterns).match(path) is not None
 

@@ -82,9 +82,7 @@ _ANY_DEPTH = 99
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """What code calls a list, or what it lies in, ``depth`` items deep. ``owner`` is the id of the object that has the
-    attribute; 0 if it is no object's own.
-    """
+    """What code calls a list, or what it lies in ``depth`` items deep; ``owner``: id of the attribute's owner, or 0."""
 
     name: str
     depth: int

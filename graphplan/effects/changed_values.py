@@ -87,11 +87,7 @@ class Counter:
 
 
 def _check_stage(path: str, old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) -> None:
-    """Refuse a step that has one half of a gradient scaler's work.
-
-    Raises:
-        HostEffectError: naming the calls that belong together.
-    """
+    """Refuse a step that has one half of a gradient scaler's work."""
     if any(isinstance(value, OptState) for value in (*(old or ()), *(new or ()))):
         raise HostEffectError(
             f"the step changes {path} ({describe(new)}): part of the gradient scaler's work lies outside the step, and "
@@ -128,9 +124,7 @@ def _is_read(scalar: Scalar, trace: Trace) -> bool:
 
 
 def _uses_item(code: CodeType, key: str) -> bool:
-    """Whether ``code`` has the literal ``key`` for anything but ``items[key] += 1``, ``items[key] = 0``, and ``key in
-    items``.
-    """
+    """Whether ``code`` has the literal ``key`` for more than ``x[key] += 1``, ``x[key] = 0`` and ``key in x``."""
     if key not in code.co_consts:
         return False
     steps = plain_steps(code)

@@ -14,33 +14,32 @@ from graphplan.owners.slots import Namespace, Scalar
 from graphplan.owners.views import Numbers, attributes_of
 from graphplan.trace.changes import same_value
 
-_Codes = dict[tuple[int, int], tuple[CodeType, int]]
-_Found = list[tuple[Comparison, int]]
-
 
 def find_comparisons(pair: TracePair) -> dict[str, tuple[Comparison, ...]]:
     """By path, the comparisons with each number among the owners' values with which code does nothing else."""
     if any(trace.reads.dynamic for trace in pair.both):
         return {}
-    found = {}
     before, now = (trace.entry_scalars for trace in pair.both)
-    codes: _Codes = {(id(c), owner): (c, owner) for trace in pair.both for c, owner in trace.reads.codes}
-    of_all = cache(partial(_comparisons_of_all, codes=list(codes.values())))
     attributes = {path: scalar for path, scalar in pair.walk.scalars.items() if _is_attribute(scalar)}
-    for path, scalar in attributes.items():
-        if type(before.get(path)) not in NUMBERS:
-            continue
-        methods = [code for trace in pair.both for code in trace.reads.methods_on.get(id(scalar.owner), ())]
-        comparisons = _comparisons_with(scalar, of_all(scalar.attribute), methods)
-        if comparisons is not None:
-            found[path] = comparisons
-    others = {
+    known = {
         (id(scalar.owner), scalar.attribute): now[path]
         for path, scalar in attributes.items()
         if path in now and not pair.allows(path) and same_value(before.get(path), now[path])
     }
-    resolved = {path: _with_numbers(comparisons, others) for path, comparisons in found.items()}
-    return {path: comparisons for path, comparisons in resolved.items() if comparisons is not None}
+    codes = {(id(code), owner): (code, owner) for trace in pair.both for code, owner in trace.reads.codes}
+    of_all = cache(partial(_comparisons_in, codes.values()))
+    found = {}
+    for path, scalar in attributes.items():
+        # What no code of the user's or of packages names is no number that is only compared.
+        made = of_all(scalar.attribute) if type(before.get(path)) in NUMBERS else None
+        if made is not None:
+            own = {id(code): code for trace in pair.both for code in trace.reads.methods_on.get(id(scalar.owner), ())}
+            methods = [(code, id(scalar.owner)) for code in own.values() if scalar.attribute in code.co_names]
+            more = _comparisons_in(methods, scalar.attribute, of_self=True) if methods else []
+            comparisons = None if more is None else _with_numbers([*made, *more], known)
+            if comparisons is not None:
+                found[path] = comparisons
+    return found
 
 
 def _is_attribute(scalar: Scalar) -> bool:
@@ -53,31 +52,20 @@ def _is_attribute(scalar: Scalar) -> bool:
     return inner is not None and inner.get(scalar.attribute) is scalar.get()
 
 
-def _comparisons_of_all(name: str, codes: Iterable[tuple[CodeType, int]]) -> _Found | None:
-    """The comparisons that code of the user and of packages makes with any object's attribute of that name, each with
-    the id of the object whose method makes it; None if there is none such, or it does more.
+def _comparisons_in(
+    codes: Iterable[tuple[CodeType, int]], name: str, *, of_self: bool = False
+) -> list[tuple[Comparison, int]] | None:
+    """The comparisons with any object's attribute ``name``, or that of ``self``, each with the id of the object whose
+    method makes it. None if one of the codes does more, or none of them names it.
     """
-    found: list[tuple[Comparison, int]] | None = None
-    for code, owner in codes:
-        if name in code.co_names or name in code.co_consts:
-            comparisons = comparisons_in(code, name)
-            if comparisons is None:
-                return None
-            found = [*(found or ()), *((comparison, owner) for comparison in comparisons)]
-    return found
-
-
-def _comparisons_with(scalar: Scalar, of_all: _Found | None, methods: Iterable[CodeType]) -> _Found | None:
-    """The comparisons of all code, methods of libraries with their own attributes; None if some code does more."""
-    if of_all is None:
-        return None
-    found, name = list(of_all), scalar.attribute
-    for code in {id(code): code for code in methods if name in code.co_names}.values():
-        comparisons = comparisons_in(code, name, of_self=True)
+    naming = [(code, owner) for code, owner in codes if name in code.co_names or name in code.co_consts]
+    found: list[tuple[Comparison, int]] = []
+    for code, owner in naming:
+        comparisons = comparisons_in(code, name, of_self=of_self)
         if comparisons is None:
             return None
-        found += [(comparison, id(scalar.owner)) for comparison in comparisons]
-    return found
+        found += [(comparison, owner) for comparison in comparisons]
+    return found if naming else None
 
 
 def _with_numbers(

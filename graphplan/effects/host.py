@@ -12,11 +12,7 @@ from graphplan.trace.records import Trace
 
 
 def check_draws(pair: TracePair) -> None:
-    """Refuse a step that draws from a generator of Python or NumPy, even if no operator gets what it drew.
-
-    Raises:
-        HostScalarError: naming the generator.
-    """
+    """Refuse a step that draws from a generator of Python or NumPy, even if no operator gets what it drew."""
     for name in (name for trace in pair.both for name in trace.draws):
         if not pair.allows(name):
             source = find_load((code for code, _ in pair.second.reads.codes), "random")
@@ -30,11 +26,7 @@ def check_draws(pair: TracePair) -> None:
 
 
 def check_threads(trace: Trace, allow: Iterable[str]) -> None:
-    """Refuse a step that has something run in another thread or process.
-
-    Raises:
-        HostEffectError: naming the call.
-    """
+    """Refuse a step that has something run in another thread or process."""
     for name, source in trace.executed.threads.items():
         if not is_allowed(name, allow):
             raise HostEffectError(
@@ -47,11 +39,7 @@ def check_threads(trace: Trace, allow: Iterable[str]) -> None:
 
 
 def check_gradients(pair: TracePair) -> None:
-    """Refuse a step that leaves a tensor with a new ``.grad``, where that is no parameter and was not fed.
-
-    Raises:
-        HostEffectError: naming the tensor.
-    """
+    """Refuse a step that leaves a tensor with a new ``.grad``, where that is no parameter and was not fed."""
     for path in (path for trace in pair.both for path in trace.gradients):
         if not pair.allows(path):
             raise HostEffectError(

@@ -16,9 +16,7 @@ Holder = tuple[str, int]
 
 
 def host_changes(pair: TracePair) -> str | None:
-    """What the step may depend on and was something else when the first trace began, not by the first step's doing;
-    described, or None.
-    """
+    """What the step may depend on and host code changed between the traces, described; or None."""
     return _changed_value(pair) or changed_metadata(pair) or _changed_sharing(*pair.both)
 
 

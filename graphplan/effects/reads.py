@@ -116,12 +116,7 @@ def _check_length(path: str, appended: AppendedLists, pair: TracePair) -> None:
 
 
 def _check_comparable(path: str, value: Any) -> None:
-    """Refuse what the step reads and no comparison before a replay would show changes of.
-
-    Raises:
-        HostEffectError: for an iterator.
-        HostScalarError: for what is too long to be compared, or cannot be.
-    """
+    """Refuse what the step reads and no comparison before a replay would show changes of."""
     if isinstance(value, Iterator) and not isinstance(value, IOBase) and not is_proxy(value):
         raise HostEffectError(
             f"the step's code reads {path}, a {type(value).__name__}: each eager step may take its next item, and a "
@@ -186,9 +181,7 @@ def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedL
 
 
 def changed_metadata(pair: TracePair) -> str | None:
-    """The first tensor that became another kind of thing between two traces, and the code may tell, described;
-    or None.
-    """
+    """The first tensor that became another kind of thing between two traces, if code may tell; described, or None."""
     for path, scalar in _untouched(pair):
         old, new = pair.at_entry(path)
         differ = not same_value(old, new) and (is_there(old) != is_there(new) or not _passes_through(scalar))

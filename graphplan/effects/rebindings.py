@@ -115,9 +115,7 @@ def _shapes(specs: list[tuple[Any, Any]]) -> str:
 
 
 def _find_together(first: Trace, second: Trace, paths: Iterable[str]) -> tuple[AliasedSlots, ...]:
-    """Those of the rebound ``paths`` that overlap in memory after the step, in groups, and where in that memory each
-    lies. A group that another step leaves otherwise is none.
-    """
+    """Groups of rebound ``paths`` that overlap in memory after both steps alike, and where in that memory each lies."""
     before = {path: group for group in _groups(first, paths) for path in group}
     groups = (group for group in _groups(second, paths) if all(before.get(path) == group for path in group))
     return tuple(tuple(group.items()) for group in groups)

@@ -25,9 +25,7 @@ _WHOLE = "lightning"
 
 
 def name_of(thing: Any) -> str:
-    """The one of :data:`NAMES` that a class or an object of Lightning belongs to, by its first base that has one; the
-    first if none has.
-    """
+    """The one of :data:`NAMES` that a class or object belongs to, by its first base that has one; else the first."""
     roots = [f"{kind.__module__}." for kind in (thing if isinstance(thing, type) else type(thing)).__mro__]
     return next((name for root in roots for name in NAMES if root.startswith(f"{name}.")), NAMES[0])
 

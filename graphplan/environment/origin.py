@@ -62,9 +62,7 @@ def watch(packages: Iterable[str]) -> None:
 
 @cache
 def is_familiar(filename: str) -> bool:
-    """Return True if the file belongs to Lightning or torchmetrics. Only files whose code runs are asked about: their
-    packages are loaded.
-    """
+    """Return True if the file, whose code runs, belongs to Lightning or torchmetrics."""
     packages = map(sys.modules.get, _FAMILIAR)
     known = (package for package in packages if str(getattr(package, "__homepage__", "")).startswith(_HOMEPAGE))
     files = (getattr(package, "__file__", None) for package in known)
@@ -79,9 +77,7 @@ def is_library(filename: str) -> bool:
 
 @cache
 def is_installed(filename: str) -> bool:
-    """Return True if the file belongs to an installed package that is not watched. An editable installation lies
-    elsewhere, and is the user's own code.
-    """
+    """Return True if the file belongs to an installed package that is not watched; editable ones are the user's own."""
     where = next((place for place in _SITES if filename.startswith(place)), None)
     if where is None:
         mark = next((mark for mark in _INSTALLED if mark in filename), None)
@@ -166,9 +162,7 @@ def is_librarys(kind: type) -> bool:
 
 
 def is_users_module(module: ModuleType | None, name: str) -> bool:
-    """Return True if a module is the user's own. One without a file, as in an interactive session, is, unless Python
-    brings it along.
-    """
+    """Return True if a module is the user's own; one without a file (an interactive session's) unless Python's."""
     file = getattr(module, "__file__", None)
     if isinstance(file, str):
         return is_users_file(file)

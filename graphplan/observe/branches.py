@@ -94,9 +94,7 @@ class Branches(SyntaxTree):
         return self._uses[offset]
 
     def lets_out(self, offset: int) -> bool:
-        """Whether an exception that comes out of the instruction at ``offset`` leaves the code, and is not ended by
-        Python itself.
-        """
+        """Whether an exception of the instruction at ``offset`` leaves the code, and Python itself does not end it."""
         if self.code.co_name in _ENDED_IN:
             return False
         if not getattr(self.code, "co_exceptiontable", True):

@@ -104,10 +104,7 @@ class ExecutedCode:
             self.writers[label] = str(find_source())
 
     def name_all(self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]) -> bool:
-        """Add every name to ``names``; whether any is new. ``fn`` is the step.
-
-        ``has_met`` says whether a function or class turned up in an earlier call: others the step makes itself.
-        """
+        """Add the names of the step ``fn``; whether any is new. What no earlier call ``has_met`` it makes itself."""
         new = [names.add(label, space, key) for label, space, key in self._places(fn, names, has_met)]
         for code in self._globals:
             names.attributes |= names_of(code).attributes
@@ -168,9 +165,7 @@ class ExecutedCode:
         return [kind for kind in own if "<locals>" not in kind.__qualname__ or has_met(kind)]
 
     def _members(self, has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
-        """Methods of the user's classes that ran, which may be replaced in the class, and values that the classes
-        hold under names that the code uses.
-        """
+        """Methods of the user's classes that ran, and values of these classes under names that the code uses."""
         found = [names_of(code) for code in self._globals]
         used = frozenset[str]().union(*(names.attributes | names.stored for names in found))
         for kind in self._kinds(has_met):

@@ -54,9 +54,7 @@ def name_of_start(frame: FrameType) -> str | None:
 
 
 def _serves(thing: Any, filename: str) -> bool:
-    """Whether a thread does what the standard library itself has to do, such as to feed a queue of another process, or
-    is a daemon of an installed package's, such as a progress bar's monitor.
-    """
+    """Whether a thread works for the standard library, or is a daemon of an installed package's (a progress bar's)."""
     if not isinstance(thing, Thread) or isinstance(thing, Timer):
         return False
     code = getattr(getattr(thing, "_target", None), "__code__", None)
@@ -113,9 +111,7 @@ def name_of_write(frame: FrameType, function: Any) -> str | None:
 
 
 def name_of_saving(frame: FrameType, owner: Any) -> str | None:
-    """What to call the library's function that runs in ``frame``, if it writes: a method of ``owner``, which is a
-    logger, or one of :data:`_FUNCTIONS` that the user's code called.
-    """
+    """What to call a library's function that writes: one of ``owner``, a logger, or one that the user's code called."""
     name = frame.f_code.co_name
     if name not in _FUNCTIONS and not name.startswith(_LOGGING):
         return None

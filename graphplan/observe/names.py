@@ -65,9 +65,7 @@ def names_of(code: CodeType) -> Names:
 
 
 def plain_steps(code: CodeType) -> list[dis.Instruction]:
-    """The instructions of ``code`` that do something, in one form for all versions: those with two variables, which
-    Python 3.13 has, are taken apart, and no load of a variable has more of a name.
-    """
+    """The instructions of ``code`` that do something, in one form for all versions: one variable in each."""
     found = []
     for step in dis.get_instructions(code):
         if "_FAST" in step.opname and isinstance(step.argval, tuple):
@@ -155,9 +153,7 @@ def _spells_second_argument(steps: list[dis.Instruction]) -> bool:
 
 
 def _counted(steps: list[dis.Instruction]) -> tuple[Counter[str], Counter[str]]:
-    """How often a ``+=`` loads each variable, or as the container of an item each attribute (with a leading dot); and
-    how often it raises each attribute.
-    """
+    """How often ``+=`` loads each variable, or attribute (with a dot) for an item; and raises each attribute."""
     counted: Counter[str] = Counter()
     raised: Counter[str] = Counter()
     for index, step in enumerate(steps):

@@ -41,9 +41,7 @@ def given_to_script() -> set[int | None] | None:
 
 
 def watched_calls(tell: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
-    """What has calls of scripted code noted, and ``tell`` called before those that read tensors unseen, in the place
-    of what it names.
-    """
+    """Replacements that note calls of scripted code, and ``tell`` of those that read tensors unseen."""
     return [(kind, "__call__", _calling(kind.__call__, tell)) for kind in _KINDS]
 
 

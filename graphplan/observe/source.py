@@ -120,9 +120,7 @@ def runs_steps(code: CodeType) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What a frame's code tells by where it comes from. Asked for each operator of a trace, for each frame around it.
-    Holds ``code``, whose identity is then its own.
-    """
+    """What a frame's code tells by where it comes from: each operator of a trace asks for each frame around it."""
 
     code: CodeType
     is_library: bool

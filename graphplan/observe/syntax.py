@@ -143,9 +143,7 @@ class SyntaxTree:
         return isinstance(node.ctx, ast.Load) or isinstance(self.parents[node], ast.AugAssign)
 
     def at(self, offset: int) -> ast.expr | ast.stmt | None:
-        """What an instruction belongs to: the smallest thing around it that ends where it ends. None before Python
-        3.11, which does not tell.
-        """
+        """The smallest node around an instruction that ends where it does; None before Python 3.11."""
         line, last, column, end = _positions(self.code)[offset // 2]
         if line is None or column is None:
             return None

@@ -51,9 +51,7 @@ _LOCK = Lock()
 
 
 def is_kept_from_compiler(code: CodeType) -> bool:
-    """Tell torch's compiler once and for all to look neither at ``code`` nor at what that calls. False where it cannot
-    be told: then torch has to guard every call of it, which takes a sixth of a trace.
-    """
+    """Have torch's compiler look neither at ``code`` nor at what it calls: to guard each takes a sixth of a trace."""
     compiler: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     try:
         skip = compiler._FrameAction.SKIP
@@ -299,9 +297,7 @@ def new_watcher(
 
 
 class Aside:
-    """Keeps graphplan's own work in the middle of a step from who watches it, which would take as long as that work
-    itself. :meth:`run` runs what belongs to the step.
-    """
+    """Hides graphplan's own work in a step from who watches: that takes long. :meth:`run` runs what is the step's."""
 
     __slots__ = ("_is_running", "_outcome", "_watcher")
     _outcome: tuple[Any] | None
@@ -335,9 +331,7 @@ class Aside:
     def carry_on(
         self, error: Exception, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What the step gets of ``func``, though graphplan's own work around it has failed. What ``func`` itself has
-        raised comes out.
-        """
+        """What the step gets of ``func`` though graphplan's own work has failed; what ``func`` has raised comes out."""
         if self._is_running:
             raise error
         return self.run(func, args, kwargs) if self._outcome is None else self._outcome[0]

@@ -74,9 +74,7 @@ class Shadow:
 
 
 class LearningRates:
-    """Shadows of every managed optimizer's groups, entered around each traced step, and around the optimizers' own
-    steps in others; with them the flags of prepared optimizers, and ``scaled``.
-    """
+    """Shadows of optimizers' groups, flags of prepared ones, and ``scaled``: entered around each managed step."""
 
     def __init__(self, scaled: ScaledSteps) -> None:
         self._scaled = scaled

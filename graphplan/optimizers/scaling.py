@@ -50,9 +50,7 @@ def _has_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class ScaledSteps:
-    """The steps of some scalers while a managed step runs. ``unborn``: the last one left an optimizer without state,
-    because its scaler skipped it.
-    """
+    """Steps of scalers while a managed step runs. ``unborn``: a skipped one left an optimizer without state."""
 
     def __init__(self, scalers: Iterable[GradScaler] = ()) -> None:
         # A scaler with a decision of its own is left alone.
