@@ -66,14 +66,6 @@ def _of_library(name: str, getter: str = "", setter: str = "") -> list[Switch]:
     return _of_torch(f"torch.backends.{name}", f"_get_{getter}", f"_set_{setter or getter}")
 
 
-def _set_anomaly(value: bool) -> None:
-    torch.set_anomaly_enabled(value, torch.is_anomaly_check_nan_enabled())
-
-
-def _set_check_nan(value: bool) -> None:
-    torch.set_anomaly_enabled(torch.is_anomaly_enabled(), value)
-
-
 def _autocast(device: str, alias: str) -> list[Switch]:
     enabled = partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)
     dtype = partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)
@@ -87,14 +79,6 @@ def _autocast(device: str, alias: str) -> list[Switch]:
 def default_device() -> torch.device | None:
     """The default device; None if none was set."""
     return torch.get_default_device() if count_of_modes() else None
-
-
-def _set_deterministic(value: bool) -> None:
-    torch.use_deterministic_algorithms(value, warn_only=_C._get_deterministic_algorithms_warn_only())
-
-
-def _set_warn_only(value: bool) -> None:
-    _C._set_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=value)
 
 
 def _fp32() -> list[Switch]:
@@ -121,21 +105,20 @@ def _precision(name: str, kind: str) -> Switch:
 
 def _reduction(kind: str) -> Switch:
     full = f"allow_{kind}_reduced_precision_reduction"
-    get, put = getattr(_C, f"_get_cublas_{full}"), partial(_set_reduction, getattr(_C, f"_set_cublas_{full}"))
-    return Switch(f"torch.backends.cuda.matmul.{full}", get, put, Seen.BY_OTHERS)
-
-
-def _set_reduction(setter: Callable[..., None], value: Any) -> None:
+    get, put = getattr(_C, f"_get_cublas_{full}"), getattr(_C, f"_set_cublas_{full}")
+    name = f"torch.backends.cuda.matmul.{full}"
     # A pair, where there is one more choice.
-    setter(*(value if isinstance(value, tuple) else (value,)))
+    return Switch(name, get, lambda value: put(*(value if type(value) is tuple else (value,))), Seen.BY_OTHERS)
 
 
 # fmt: off
 SWITCHES: tuple[Switch, ...] = (
     Switch("torch.is_grad_enabled()", torch.is_grad_enabled, _C._set_grad_enabled, Seen.BY_OTHERS),
     Switch("torch.is_inference_mode_enabled()", torch.is_inference_mode_enabled, None),
-    Switch("torch.is_anomaly_enabled()", torch.is_anomaly_enabled, _set_anomaly),
-    Switch("torch.is_anomaly_check_nan_enabled()", torch.is_anomaly_check_nan_enabled, _set_check_nan, Seen.BY_USE,
+    Switch("torch.is_anomaly_enabled()", torch.is_anomaly_enabled,
+           lambda value: torch.set_anomaly_enabled(value, torch.is_anomaly_check_nan_enabled())),
+    Switch("torch.is_anomaly_check_nan_enabled()", torch.is_anomaly_check_nan_enabled,
+           lambda value: torch.set_anomaly_enabled(torch.is_anomaly_enabled(), value), Seen.BY_USE,
            ("is_anomaly_check_nan_enabled", "set_anomaly_enabled")),
     *_of_torch("torch.autograd.set_multithreading_enabled", "_is_multithreading_enabled", "_set_multithreading_enabled",
                Seen.BY_USE),
@@ -147,10 +130,12 @@ SWITCHES: tuple[Switch, ...] = (
            Seen.BY_OTHERS),
     Switch("torch.get_default_dtype()", torch.get_default_dtype, torch.set_default_dtype, Seen.BY_OTHERS),
     Switch("torch.get_default_device()", default_device, torch.set_default_device, Seen.BY_OTHERS),
-    Switch("torch.are_deterministic_algorithms_enabled()", _C._get_deterministic_algorithms, _set_deterministic,
-           Seen.BY_OTHERS),
+    Switch("torch.are_deterministic_algorithms_enabled()", _C._get_deterministic_algorithms,
+           lambda value: torch.use_deterministic_algorithms(
+               value, warn_only=_C._get_deterministic_algorithms_warn_only()), Seen.BY_OTHERS),
     Switch("torch.is_deterministic_algorithms_warn_only_enabled()", _C._get_deterministic_algorithms_warn_only,
-           _set_warn_only, Seen.BY_OTHERS),
+           lambda value: _C._set_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=value),
+           Seen.BY_OTHERS),
     *_of_torch("torch.utils.deterministic.fill_uninitialized_memory", "_get_deterministic_fill_uninitialized_memory",
                "_set_deterministic_fill_uninitialized_memory", Seen.BY_USE),
     *_of_torch("torch function", "_is_torch_function_enabled", "", Seen.BY_OTHERS),

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from itertools import takewhile
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -87,9 +89,6 @@ def _is_of_step(frame: FrameType | None) -> bool:
 
 def _is_optimizers(frame: FrameType) -> bool:
     """Return True if a method of an optimizer leads to ``frame`` through code of its own file alone."""
-    around: FrameType | None = frame
-    while around is not None and around.f_code.co_filename == frame.f_code.co_filename:
-        if isinstance(around.f_locals.get("self"), torch.optim.Optimizer):
-            return True
-        around = around.f_back
-    return False
+    around = (outer for outer, _ in walk_stack(frame))
+    own = takewhile(lambda outer: outer.f_code.co_filename == frame.f_code.co_filename, around)
+    return any(isinstance(outer.f_locals.get("self"), torch.optim.Optimizer) for outer in own)
