@@ -4,7 +4,7 @@ operators that wait for a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -15,6 +15,7 @@ from torch.utils import _device
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.errors import HostSyncError, TemporaryCopyError
+from graphplan.observe.conversions import Conversions
 from graphplan.observe.source import find_source
 from graphplan.trace.mode import refuse_trace
 from graphplan.trace.operator_schemas import AS_ON_DEVICE
@@ -41,7 +42,7 @@ def cuda_rules() -> Iterator[None]:
         setattr(torch, name, _noting(function, on_host))
     for name in _COPIES:
         # Tensor inherits these from its class in C.
-        setattr(Tensor, name, _preceded(getattr(Tensor, name), partial(_check_copy, name, on_host)))
+        setattr(Tensor, name, _copier(name, partial(_check_copy, name, on_host)))
     token = AS_ON_DEVICE.set(True)
     try:
         yield
@@ -53,13 +54,25 @@ def cuda_rules() -> Iterator[None]:
             setattr(torch, name, function)
 
 
-def _preceded(original: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+def _copier(name: str, check: Callable[..., None]) -> Callable[..., Any]:
+    original = getattr(Tensor, name)
+
     @wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        check(args, kwargs)
-        return original(*args, **kwargs)
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _names_host(name, (*args, *kwargs.values())):
+            # What only keeps the copy can wait for it.
+            copy = Conversions.copy_of(self, args, kwargs)
+            if copy is not None:
+                return copy
+        check((self, *args), kwargs)
+        return original(self, *args, **kwargs)
 
     return method
+
+
+def _names_host(name: str, targets: Sequence[Any]) -> bool:
+    """Whether a copy is one to the host wherever the step runs: a device by name; ``self.device`` is not."""
+    return name == "cpu" or any(isinstance(target, str) and target == "cpu" for target in targets)
 
 
 def _noting(original: Callable[..., Any], on_host: WeakIdKeyDictionary) -> Callable[..., Any]:
@@ -77,13 +90,12 @@ def _noting(original: Callable[..., Any], on_host: WeakIdKeyDictionary) -> Calla
 
 def _check_copy(name: str, on_host: WeakIdKeyDictionary, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     targets = (*args[1:], *kwargs.values())
-    # A device by name is the host's wherever the step runs; ``self.device`` is not.
-    if name == "cpu" or any(isinstance(target, str) and target == "cpu" for target in targets):
+    if _names_host(name, targets):
         refuse_trace(
             HostSyncError,
-            f"the step copies a tensor to the host with .{name}() at {find_source()}: on a CUDA device that waits "
-            "for all work before it, and a replay runs no Python that could use the copy. Return the tensor and "
-            "copy it after the step",
+            f"the step copies a tensor to the host (.cpu(), .to()), and needs its values at {find_source()}: on a CUDA "
+            "device that waits for all work before it, and a replay runs no Python that could use the copy. Return "
+            "the tensor and copy it after the step; a copy that the step only returns or appends is made then",
         )
     elif args[0] in on_host and any(isinstance(target, Tensor | torch.device | str) for target in targets):
         refuse_trace(

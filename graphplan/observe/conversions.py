@@ -4,7 +4,8 @@ asks each tensor in the list for a number as Python does, by ``t.__float__()`` a
 
 A profile function does not hear of the first either, and in the second not of the arguments. So these methods are
 others while a watcher is there. So is ``torch.nn.functional.one_hot``, which on the host reads classes only to see
-whether they are in range, where it is told how many there are. And so are ``Tensor.tolist`` and the like: a recording
+whether they are in range, where it is told how many there are. So are ``Tensor.cpu`` and ``Tensor.to``, whose copies
+may wait, as numbers may. And so are ``Tensor.tolist`` and the like: a recording
 of a step whose traces had a profile function is spared that. Calls of scripted code are watched as well
 (:mod:`graphplan.observe.scripts`).
 """
@@ -12,9 +13,10 @@ of a step whose traces had a profile function is spared that. Calls of scripted 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from threading import get_ident, local
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 from graphplan.observe.replacements import Replacements
 from graphplan.observe.scripts import watched_calls
 from graphplan.observe.watching import is_silent
+from graphplan.tensors.deferred import HostCopy
 
 _IN_PYTHON = ("tolist", "numpy", "apply_", "map_", "map2_")
 """Methods that give Python what a tensor holds, the last ones element by element to a function."""
@@ -32,20 +35,22 @@ READERS |= dict.fromkeys(("_to_dlpack", "_to_dlpack_versioned"), "Tensor.__dlpac
 _NUMBERS = ("__float__", "__index__", "__int__", "__bool__", "__complex__")
 _OF_LIST = "torch.tensor, as_tensor, new_tensor or the like of a list with tensors in it (torch.stack does without)"
 _OF_INDICES = "torch.tensor_split with indices in a tensor (a list of numbers does without)"
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Conversions:
     """While it is entered, ``on_read(what, tensor)`` is called for each such read by the thread that entered it, with
-    None where the tensor is not known. ``on_item(tensor)`` gives what ``tensor.item()`` gives. Of several, the
-    innermost that has such a function is asked.
+    None where the tensor is not known. ``on_item(tensor)`` gives what ``tensor.item()`` gives, and ``on_copy(tensor)``
+    a copy of it in host memory, or None for the usual one. Of several, the innermost that has such a function is asked.
     """
 
     def __init__(
         self,
         on_read: Callable[[str, Tensor | None], None] | None = None,
         on_item: Callable[[Tensor], Any] | None = None,
+        on_copy: Callable[[Tensor], Tensor | None] | None = None,
     ) -> None:
-        self._on_read, self._on_item = on_read, on_item
+        self._on_read, self._on_item, self._on_copy = on_read, on_item, on_copy
         self._thread = 0
 
     def __enter__(self) -> Conversions:
@@ -73,6 +78,30 @@ class Conversions:
     def item_of(cls, tensor: Tensor) -> Any:
         """What ``tensor.item()`` gives in this thread."""
         return (cls._innermost("_on_item") or torch._C.TensorBase.item)(tensor)
+
+    @classmethod
+    def copy_of(cls, tensor: Tensor, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> Tensor | None:
+        """What this thread has for ``tensor.to(*args, **kwargs)``, or for ``tensor.cpu()``, in place of a copy on the
+        host; None for the usual one.
+        """
+        on_copy = cls._innermost("_on_copy")
+        return on_copy(tensor) if on_copy is not None and _is_to_host(tensor, args, kwargs) else None
+
+
+def _is_to_host(tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether all that ``tensor.to(*args, **kwargs)`` does is to copy to the host."""
+    if not args and not kwargs:
+        return True
+    if type(tensor) is HostCopy and len(args) + len(kwargs) > 1:
+        # It may be asked for another copy.
+        return False
+    try:
+        others = {name: value for name, value in kwargs.items() if name != "copy"}
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **others)
+    except (TypeError, RuntimeError):
+        return False
+    is_alike = dtype in (None, tensor.dtype) and layout in (None, torch.preserve_format)
+    return is_alike and device is not None and device.type == "cpu"
 
 
 def _number(name: str) -> Callable[..., Any]:
@@ -103,6 +132,17 @@ def _reader(name: str, home: Any) -> Callable[..., Any]:
 @wraps(torch._C.TensorBase.item)
 def _item(self: Tensor) -> Any:
     return Conversions.item_of(self)
+
+
+def _copier(name: str) -> Callable[..., Any]:
+    plain = getattr(torch._C.TensorBase, name)
+
+    @wraps(plain)
+    def copying(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copy = Conversions.copy_of(self, args, kwargs) if args or kwargs or name == "cpu" else None
+        return plain(self, *args, **kwargs) if copy is None else copy
+
+    return copying
 
 
 def _split(split: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,6 +184,7 @@ def _validating(one_hot: Callable[..., Any]) -> Callable[..., Any]:
 
 _METHODS = {name: _number(name) for name in _NUMBERS} | {"tensor_split": _split(torch._C.TensorBase.tensor_split)}
 _METHODS |= {name: _reader(name, torch._C.TensorBase) for name in _IN_PYTHON} | {"item": _item}
+_METHODS |= {name: _copier(name) for name in ("cpu", "to")}
 
 
 def _find_readers() -> list[tuple[Any, str, Any]]:

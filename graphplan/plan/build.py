@@ -165,7 +165,7 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
         if isinstance(new, OutputTensor):
             # What a slot is rebound to is a new tensor in each eager step, so the caller gets a copy of it.
             owned = new.path is not None and new.path not in rebound
-            kind = "input" if new.leaf is not None else "owned" if owned else "tensor"
+            kind = "read" if new.is_copied else "input" if new.leaf is not None else "owned" if owned else "tensor"
             path = new.path if owned else None
             marks = _marks(old, new, second.output_names[number])
             outputs.append(Output(kind, index=new.leaf, path=path, spec=new.spec, marks=marks))
@@ -187,7 +187,7 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
                 "next; a replay would return the first for ever. Return a tensor, or compute it outside the step"
             )
         else:
-            outputs.append(Output("number" if isinstance(new, NumberForm) else "literal", value=new))
+            outputs.append(Output("read" if isinstance(new, NumberForm) else "literal", value=new))
     return outputs
 
 

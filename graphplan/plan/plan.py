@@ -34,8 +34,8 @@ DRAWS = "draws random numbers "
 class Output:
     """One leaf of what the step returns. By ``kind``: a ``"tensor"`` that it makes, of geometry ``spec`` and with the
     attributes ``marks``, ``"input"``: leaf ``index`` of the feed, ``"owned"``: the tensor in the slot ``path``,
-    ``"number"``: a Python number that is read from the device and computed by ``value``, or ``"literal"``: the Python
-    ``value``.
+    ``"read"``: a Python number that is read from the device and computed by ``value``, or a copy in host memory of
+    geometry ``spec``, or ``"literal"``: the Python ``value``.
     """
 
     kind: str

@@ -148,7 +148,7 @@ class Bindings:
                 slot = after.slots.get(path)
                 self._fresh[path] = _own(slot.get(), outside, asks=True) if slot else None
         for append in self._plan.appends:
-            self._appended[append] = numbers.take(append.record(after, lambda item: _own(item, outside)))
+            self._appended[append] = append.record(after, lambda item: _own(numbers.take(item), outside))
         for path, own in self._before.items():
             scalar = after.scalars[path]
             self._numbers[path] = numbers.take(scalar.get(), own)

@@ -124,8 +124,9 @@ def _record(
     def body() -> None:
         token = _IS_RECORDED.set(True)
         try:
-            with DeferredReads() if plan.defers else nullcontext():
+            with DeferredReads(fills=False) if plan.defers else nullcontext() as deferred:
                 result = call_step(plan.handles.function(), fed.args, fed.kwargs)
+            numbers.copies = {} if deferred is None else deferred.copies
         finally:
             _IS_RECORDED.reset(token)
         sharding.settle()

@@ -13,7 +13,7 @@ from graphplan.errors import CaptureError
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Output, Plan
 from graphplan.program.leases import Lease, StaticOutput
-from graphplan.program.static_numbers import StaticNumber, StaticNumbers
+from graphplan.program.static_numbers import StaticCopy, StaticNumber, StaticNumbers
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
@@ -43,13 +43,13 @@ class Outputs:
         self._static: dict[int, Tensor] = {}
         self._packs: list[tuple[Tensor, list[int]]] = []
         self._shared: list[tuple[int, int]] = []
-        self._numbers: list[tuple[int, StaticNumber]] = []
+        self._read: list[tuple[int, StaticNumber | StaticCopy]] = []
         self._marks = [(number, dict(output.marks)) for number, output in enumerate(plan.outputs) if output.marks]
         places: dict[Any, int] = {}
         scalars: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, (output, leaf) in enumerate(zip(plan.outputs, leaves, strict=True)):
-            if output.kind == "number":
-                self._numbers.append((number, read.take(leaf)))
+            if output.kind == "read":
+                self._read.append((number, read.take(leaf)))
             if output.kind != "tensor":
                 continue
             first = places.setdefault(id(leaf) if is_sharded(leaf) else place_of(leaf), number)
@@ -107,8 +107,8 @@ class Outputs:
                 built[number] = part
         for number, first in self._shared:
             built[number] = built[first]
-        for number, static_number in self._numbers:
-            built[number] = static_number.value()
+        for number, static_read in self._read:
+            built[number] = static_read.value()
         for number, marks in self._marks:
             vars(built[number]).update(marks)
         for number, output in self._given:

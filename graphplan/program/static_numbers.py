@@ -1,8 +1,11 @@
-"""Numbers that a step reads from the device to keep or return them: read together after each replay."""
+"""Numbers that a step reads from the device to keep or return them, read together after each replay; and copies that
+it makes in host memory for that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,20 +28,39 @@ class StaticNumber:
         return self._form.compute([self._numbers.read[place] for place in self._places], own)
 
 
+class StaticCopy:
+    """A copy in host memory of what a recorded step makes."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self, source: Tensor) -> None:
+        self._source = source
+
+    def value(self) -> Tensor:
+        """A copy after the latest replay, for which the host waits."""
+        return self._source.to("cpu", copy=True)
+
+
 class StaticNumbers:
     """What a recorded step reads for all its numbers. ``read`` has the values of the latest replay."""
 
     def __init__(self) -> None:
         self.read: list[Any] = []
+        self.copies: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({})
+        """Of what the step has copied to the host, see :class:`graphplan.trace.deferred_reads.DeferredReads`."""
         self._tensors: list[Tensor] = []
         self._places: dict[int, int] = {}
         """By the identity of those tensors."""
         self._packs: list[tuple[list[int], Tensor]] = []
 
     def take(self, tree: Any, own: Any = None) -> Any:
-        """``tree`` with static numbers for deferred ones. Their tensors are the recording's own copies."""
+        """``tree`` with static numbers and copies for deferred ones. Their tensors are the recording's own copies."""
 
-        def static(number: DeferredNumber) -> StaticNumber:
+        def static(number: Any) -> Any:
+            if id(number) in self.copies:
+                return StaticCopy(self.copies[id(number)][1])
+            if isinstance(number, Tensor):
+                return number
             form, tensors = form_of(number, own)
             for tensor in tensors:
                 self._places.setdefault(id(tensor), len(self._tensors))
@@ -46,7 +68,7 @@ class StaticNumbers:
                     self._tensors.append(tensor)
             return StaticNumber(form, [self._places[id(tensor)] for tensor in tensors], self)
 
-        return pytree.tree_map_only(DeferredNumber, static, tree)
+        return pytree.tree_map_only((DeferredNumber, Tensor), static, tree)
 
     def close(self) -> None:
         """Within the recording, once all are taken: lay those of one dtype side by side."""
@@ -55,7 +77,7 @@ class StaticNumbers:
             groups.setdefault((tensor.dtype, tensor.device), []).append(place)
         self._packs = [(places, torch.stack([self._tensors[place] for place in places])) for places in groups.values()]
         self.read = [None] * len(self._tensors)
-        self._tensors, self._places = [], {}
+        self._tensors, self._places, self.copies = [], {}, {}
 
     def fetch(self) -> None:
         """After a replay: wait for it, and read."""
@@ -65,9 +87,15 @@ class StaticNumbers:
 
 
 def copied(value: Any, copy: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with copies of its tensors, and the values of its static numbers."""
+    """``value`` with copies of its tensors, and the values of its static numbers and copies."""
 
     def of_leaf(leaf: Any) -> Any:
-        return copy(leaf) if isinstance(leaf, Tensor) else leaf.value() if type(leaf) is StaticNumber else leaf
+        return (
+            copy(leaf)
+            if isinstance(leaf, Tensor)
+            else leaf.value()
+            if type(leaf) in (StaticNumber, StaticCopy)
+            else leaf
+        )
 
     return pytree.tree_map(of_leaf, value)

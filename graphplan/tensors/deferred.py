@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 _PLAIN = (bool, int, float)
 _BINARY: tuple[Any, ...] = (
@@ -64,6 +65,12 @@ class Reader(Protocol):
         """A tensor's only element. It is asked each time that a value is needed: what may be read for one purpose may
         not be for another.
         """
+
+    def move(self, copy: HostCopy, function: Callable[[Tensor], Tensor], *, detaches: bool) -> Tensor:
+        """What ``function``, which only moves values, makes of ``copy``; it may detach them from autograd's graph."""
+
+    def need(self, copy: HostCopy) -> None:
+        """Code is about to look at what ``copy`` holds: from now on it is a tensor like any other."""
 
     def may_fail(self) -> bool:
         """Whether a computation may wait that raises an exception for some values: no code catches that."""
@@ -116,6 +123,67 @@ class DeferredNumber:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return value_of(self).__reduce_ex__(protocol)
+
+
+_FACTS: tuple[Any, ...] = tuple(
+    getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda")
+)
+_FACTS += (
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.stride,
+    Tensor.__len__,
+    Tensor.is_floating_point,
+    Tensor.__hash__,
+)
+"""What code may ask of a copy without a need of its values."""
+_MOVES: tuple[Any, ...] = (
+    Tensor.detach, Tensor.clone, Tensor.contiguous, Tensor.flatten, Tensor.reshape, Tensor.view, Tensor.squeeze,
+    Tensor.unsqueeze, Tensor.permute, Tensor.transpose,
+)  # fmt: skip
+"""What gives the same values at other places."""
+
+
+class HostCopy(Tensor):
+    """A copy of ``source`` in host memory that nobody has looked at. Its own memory need not hold anything yet.
+
+    What only moves it gives another one. Whatever else it is given to needs its values: it becomes an ordinary tensor.
+    """
+
+    source: Tensor
+    _reader: Reader
+
+    @classmethod
+    def of(cls, source: Tensor, memory: Tensor, reader: Reader) -> HostCopy:
+        """The copy that will lie in ``memory``."""
+        copy: HostCopy = Tensor._make_subclass(cls, memory)
+        copy.source, copy._reader = source, reader
+        return copy
+
+    def settle(self) -> Tensor:
+        """Become a tensor like any other."""
+        for name in ("source", "_reader"):
+            del vars(self)[name]
+        self.__class__ = Tensor  # type: ignore[assignment]
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what is no question about values."""
+        first = args[0] if args else None
+        if func in _FACTS:
+            pass
+        elif func in _MOVES and type(first) is HostCopy:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                function = lambda tensor: func(tensor, *args[1:], **(kwargs or {}))  # noqa: E731
+                return first._reader.move(first, function, detaches=func is Tensor.detach)
+        else:
+            for copy in pytree.tree_leaves((args, kwargs)):
+                if type(copy) is HostCopy:
+                    copy._reader.need(copy)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def _with_values(tree: Any) -> Any:

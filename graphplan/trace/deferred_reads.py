@@ -1,9 +1,10 @@
-"""Reads of numbers that wait until a value is needed, in a step that is traced or captured.
+"""Reads of numbers and copies to the host that wait until a value is needed, in a step that is traced or captured.
 
-While :class:`DeferredReads` is entered, ``tensor.item()`` gives a :class:`graphplan.tensors.deferred.DeferredNumber`.
-When the step is over, such numbers are in what it returns, in lists that it has appended to, or in its owners'
-attributes. There the real numbers are put, and the trace notes how they were computed. A number that is kept elsewhere
-cannot be followed: the step is undone, and run again with each number read at once.
+While :class:`DeferredReads` is entered, ``tensor.item()`` gives a :class:`graphplan.tensors.deferred.DeferredNumber`,
+and ``tensor.cpu()`` a :class:`graphplan.tensors.deferred.HostCopy`. When the step is over, they are in what it returns,
+in lists that it has appended to, or, numbers only, in its owners' attributes. There real ones are put, and the trace
+notes how numbers were computed. What is kept elsewhere cannot be followed: the step is undone, and run again with
+each read at once.
 """
 
 from __future__ import annotations
@@ -11,36 +12,49 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphplan.observe.conversions import Conversions
 from graphplan.owners.slots import Walk
 from graphplan.tensors.attributes import PLAIN_KINDS
-from graphplan.tensors.deferred import DeferredNumber, form_of, value_of
+from graphplan.tensors.deferred import DeferredNumber, HostCopy, form_of, value_of
 from graphplan.tensors.trees import flatten_result, rebuild
 from graphplan.trace.changes import Changes
 from graphplan.trace.host_reads import ends_step, is_operator, is_torchs
+from graphplan.trace.operator_schemas import AS_ON_DEVICE
 
 _SUMS_DIFFER = sys.version_info >= (3, 12)
 """From then on ``sum()`` makes up for what additions round off."""
-_item = torch._C.TensorBase.item
+_item, _to = torch._C.TensorBase.item, torch._C.TensorBase.to
 _NO_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
 """Code may ask whether a truth value *is* ``True``."""
 
 
 class DeferredReads:
-    """Defers the reads of the code that runs in the thread which enters it."""
+    """Defers the reads of the code that runs in the thread which enters it. Copies hold what they are copies of if it
+    ``fills`` them: a capture cannot.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fills: bool = True) -> None:
         self._thread = 0
-        self._made: list[weakref.ref[DeferredNumber]] = []
+        self._fills = fills
+        self._made: list[weakref.ref[Any]] = []
         self._is_lost = False
-        self._conversions = Conversions(on_item=self._defer)
+        self._reads = False
+        self.copies: dict[int, tuple[HostCopy, Tensor]] = {}
+        """Copies whose values were not needed and what they are copies of, by the identity of the copy."""
+        self._moved: set[int] = set()
+        self._derived: set[int] = set()
+        """Those from which autograd would lead back."""
+        self._real_copies: dict[int, Tensor] = {}
+        self._conversions = Conversions(on_item=self._defer, on_copy=self._copy)
 
     def __enter__(self) -> DeferredReads:
         self._thread = get_ident()
@@ -49,14 +63,56 @@ class DeferredReads:
 
     def __exit__(self, *exc: object) -> None:
         self._conversions.__exit__(*exc)
+        for copy, _ in self.copies.values():
+            copy.settle()
 
     def __bool__(self) -> bool:
-        return bool(self._made)
+        return bool(self._made or self.copies)
+
+    def _copy(self, tensor: Tensor) -> Tensor | None:
+        if type(tensor) is HostCopy:
+            return tensor
+        is_on_device = tensor.device.type != "cpu" or AS_ON_DEVICE.get()
+        if self._reads or not is_on_device or not _is_plain(tensor) or is_torchs():
+            return None
+        with torch.no_grad():
+            copy = self._copy_of(tensor.detach().clone())
+        if tensor.requires_grad and torch.is_grad_enabled():
+            self._derived.add(id(copy))
+        return copy
+
+    def _copy_of(self, source: Tensor) -> Tensor:
+        with _disable_current_modes():
+            memory = _to(source, "cpu", copy=True) if self._fills else torch.empty_like(source, device="cpu")
+            copy = HostCopy.of(source, memory, self)
+        self.copies[id(copy)] = copy, source
+        return copy
+
+    def move(self, copy: HostCopy, function: Callable[[Tensor], Tensor], *, detaches: bool) -> Tensor:
+        """See :class:`graphplan.tensors.deferred.Reader`."""
+        moved = self._copy_of(function(copy.source))
+        self._moved |= {id(copy), id(moved)}
+        if id(copy) in self._derived and not detaches:
+            self._derived.add(id(moved))
+        return moved
+
+    def need(self, copy: HostCopy) -> None:
+        """See :class:`graphplan.tensors.deferred.Reader`."""
+        # Others that lie in its memory would not see what is written to it.
+        self._is_lost |= id(copy) in self._moved or id(copy) in self._derived or get_ident() != self._thread
+        _, source = self.copies.pop(id(copy))
+        copy.settle()
+        self._reads = True
+        try:
+            copy.data = source.cpu()
+        finally:
+            self._reads = False
 
     def _defer(self, tensor: Tensor) -> Any:
-        is_plain = type(tensor) in PLAIN_KINDS and tensor.layout is torch.strided and tensor.device.type != "meta"
+        if type(tensor) is HostCopy:
+            tensor = tensor.source
         is_number = tensor.numel() == 1 and tensor.dtype not in _NO_NUMBERS and not tensor.is_quantized
-        if not (is_plain and is_number) or torch._C._functorch.peek_interpreter_stack() is not None or is_torchs():
+        if not (_is_plain(tensor) and is_number) or is_torchs():
             return _item(tensor)
         with torch.no_grad():
             copy = tensor.clone() if tensor.dim() == 0 else tensor.reshape(()).clone()
@@ -93,14 +149,28 @@ class DeferredReads:
                 else:
                     scalar.container[scalar.key] = value_of(new)
         for path, items in changes.appended.items():
-            for number, item in enumerate(items, -len(items)):
-                if has_numbers(item):
-                    after.lists[path][number] = pytree.tree_map_only(DeferredNumber, value_of, item)
+            held = after.lists[path]
+            for number in range(-len(items), 0):
+                if self._is_among(held[number]):
+                    held[number] = pytree.tree_map_only((DeferredNumber, Tensor), self._real, held[number])
             changes.appended[path] = pytree.tree_map_only(DeferredNumber, lambda it: form_of(it)[0], items)
-        if has_numbers(result):
+        if self._is_among(result):
             leaves, structure = flatten_result(result)
-            result = rebuild(structure, list(map(value_of, leaves)))
+            result = rebuild(structure, list(map(self._real, leaves)))
+        self._made += [weakref.ref(copy) for copy, _ in self.copies.values()]
+        self.copies, self._real_copies = {}, {}
         return result
+
+    def _is_among(self, tree: Any) -> bool:
+        """Whether what was deferred is among the leaves."""
+        return any(type(leaf) is DeferredNumber or id(leaf) in self.copies for leaf in flatten_result(tree)[0])
+
+    def _real(self, leaf: Any) -> Any:
+        """The number or the tensor for what was deferred; others as they are."""
+        if id(leaf) not in self.copies:
+            return value_of(leaf)
+        # One for all places that have it.
+        return self._real_copies.setdefault(id(leaf), leaf.detach())
 
     def are_over(self) -> bool:
         """Whether no number is anywhere, nor was one where this could not follow it."""
@@ -110,6 +180,6 @@ class DeferredReads:
         return not self._is_lost and all(number() is None for number in self._made)
 
 
-def has_numbers(tree: Any) -> bool:
-    """Return True if deferred numbers are among the leaves."""
-    return any(type(leaf) is DeferredNumber for leaf in flatten_result(tree)[0])
+def _is_plain(tensor: Tensor) -> bool:
+    is_dense = type(tensor) in PLAIN_KINDS and tensor.layout is torch.strided and tensor.device.type != "meta"
+    return is_dense and torch._C._functorch.peek_interpreter_stack() is None

@@ -53,8 +53,8 @@ from graphplan.trace.uniform import UNIFORM, Operand, UniformDraws
 
 _SYNC_FIX = (
     "Keep it on the device (torch.where, a mask of fixed shape), or read it after the step from what the step returns "
-    "(a number of .item() that is only logged, appended, kept or returned is read then); where only some calls do it, "
-    "eager_if= names those"
+    "(a number of .item() or a copy of .cpu() that is only logged, appended or returned is read then); where only some "
+    "calls do it, eager_if= names those"
 )
 _METRIC_FIX = "With torch.use_deterministic_algorithms(True), torchmetrics compares where it would count with bincount."
 _OWN_STATE_FIX = (

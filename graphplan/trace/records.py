@@ -221,9 +221,12 @@ def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor that the step returned: ``leaf`` or ``path`` if it went in, else internal with attributes."""
+    """A tensor that the step returned: ``leaf`` or ``path`` if it went in, else internal with attributes. One that
+    ``is_copied`` was copied to the host, where no code needed it.
+    """
 
     leaf: int | None = None
     path: str | None = None
     spec: TensorSpec | None = None
     marks: tuple[tuple[str, Any], ...] = ()
+    is_copied: bool = False

@@ -88,7 +88,8 @@ def trace(
     for path, items in changes.appended.items():
         changes.appended[path] = pytree.tree_map_only(Tensor, lambda tensor: OutputTensor(), items)
     watch.finish(after, leaves)
-    record.output_leaves = [_describe_output(leaf, feed, paths) for leaf in leaves]
+    copies = record.deferred.copies if record.deferred is not None else {}
+    record.output_leaves = [_describe_output(leaf, feed, paths, copies) for leaf in leaves]
     record.output_names = [name for name, _ in named]
     if record.deferred:
         result = record.deferred.settle(result, changes, after, record.reads.assigned)
@@ -177,14 +178,18 @@ def _lasting_paths(after: Walk, changes: Changes) -> dict[int, str]:
     return {id(tensor): path for path, slot in slots.items() for tensor in (*slot.tensors(), slot.get())}
 
 
-def _describe_output(value: Any, feed: Feed, paths: Mapping[int, str]) -> Any:
-    """``value``, or what stands for it if it is a tensor: a trace must not keep the step's results alive."""
+def _describe_output(value: Any, feed: Feed, paths: Mapping[int, str], copies: Collection[int]) -> Any:
+    """``value``, or what stands for it if it is a tensor: a trace must not keep the step's results alive. ``copies``
+    are identities.
+    """
     if type(value) is DeferredNumber:
         return form_of(value)[0]
     if not isinstance(value, Tensor):
         return value
     leaf = next((index for index, fed in feed.tensors() if fed is value), None)
     spec = None if is_sharded(value) or not is_dense(value) else TensorSpec.of(value)
+    if id(value) in copies:
+        return OutputTensor(spec=spec, is_copied=True)
     if leaf is not None or id(value) in paths:
         return OutputTensor(leaf=leaf, path=None if leaf is not None else paths[id(value)], spec=spec)
     held = attributes_on(value).items() if type(value) is Tensor else ()

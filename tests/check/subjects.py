@@ -26,7 +26,7 @@ class Good(pl.LightningModule):
 
 
 class Bad(Good):
-    """Four blockers in four lines, of which the last two are one another's consequence on a CPU."""
+    """Four blockers in four lines."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.net(batch[0]).square().mean()
@@ -34,9 +34,9 @@ class Bad(Good):
             loss = loss * 2
         if loss > 5:  # line of the second
             loss = loss * 2
-        kept = loss.detach().cpu()  # line of the third
+        kept = loss.detach().cpu()
         self.seen = torch.rand(()).tolist()  # line of the fourth, and of a changed attribute
-        return loss + 0 * kept
+        return loss + 0 * kept  # line of the third
 
 
 class Own(Good):

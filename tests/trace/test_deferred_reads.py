@@ -391,7 +391,7 @@ def test_inference_returns_numbers() -> None:
 def test_a_plan_of_one_function_has_number_outputs() -> None:
     """``compile_plan`` says what is read."""
     plan = compile_plan(lambda x: x.sum().item(), torch.ones(3))
-    assert [output.kind for output in plan.outputs] == ["number"]
+    assert [output.kind for output in plan.outputs] == ["read"]
 
 
 def logs(self: Any, batch: Any, batch_idx: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from graphplan.callback.lightning_code import is_known
 from graphplan.program.capture import is_recorded
-from graphplan.tensors.deferred import DeferredNumber, on_device
+from graphplan.tensors.deferred import DeferredNumber, HostCopy, on_device
 from graphplan.trace.memory_watch import MemoryWatch
 from graphplan.trace.mode import watch_memory
 
@@ -73,6 +73,7 @@ class LateCopies:
             if type(value) is DeferredNumber:
                 # In the dtype that Lightning gives numbers.
                 return on_device(value, plain(0.0, name).dtype)
+            value = value.source if type(value) is HostCopy else value
             key = f"{module._current_fx_name}.{name}"
             if not isinstance(value, Tensor) or not is_late(key):
                 return plain(value, name)

@@ -1,0 +1,250 @@
+"""Copies to the host, ``tensor.cpu()``, that a step only keeps, logs or returns: made after each replay.
+
+On the CPU, where they would copy nothing, the rules of a CUDA device apply to the traced code.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphplan import HostSyncError, compile_plan, graphed
+from graphplan.check.cuda_rules import cuda_rules
+from graphplan.tensors.deferred import HostCopy
+from tests.lightning.parts import assert_fit_equals_eager, with_step
+from tests.twins import Rig, assert_refused, build, drive, line_of, managed
+
+CALLS = 14
+Body = Callable[[Any, Tensor, Tensor], Any]
+HIDDEN: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def cuda(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have copies by name be copies between devices."""
+    HIDDEN.clear()
+    if request.config.getoption("--device") == "cuda":
+        yield
+        return
+    with cuda_rules():
+        yield
+
+
+class Model(nn.Module):
+    """A classifier, and attributes that steps keep copies in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        self.history: list[Any] = []
+        self.recent: deque[Any] = deque(maxlen=3)
+        self.by_name: dict[str, list[Any]] = {"scores": []}
+        self.last: Any = torch.zeros(6, 3)
+
+
+def rig_of(body: Body) -> Rig:
+    """A training step that returns what ``body(model, loss, scores)`` does."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, fused=True)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        optimizer.zero_grad()
+        scores = model.layer(x)
+        loss = F.cross_entropy(scores, y)
+        loss.backward()
+        optimizer.step()
+        return body(model, loss, scores)
+
+    calls = [(torch.randn(6, 8), torch.randint(3, (6,))) for _ in range(CALLS)]
+    return Rig(step, {"model": model, "optimizer": optimizer}, calls, extra={"kept": model.__dict__})
+
+
+def returns(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    return loss.detach().cpu()
+
+
+def returns_several(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    guess = scores.argmax(1)
+    return {"loss": loss.detach(), "n": loss.item(), "all": (guess.cpu(), [guess.to("cpu"), scores.detach().cpu()])}
+
+
+def moves(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    kept = scores.detach().to(device="cpu", non_blocking=True)
+    return (
+        kept.flatten(),
+        kept.view(3, 6),
+        kept.unsqueeze(0).squeeze(),
+        kept.permute(1, 0),
+        len(kept),
+        kept.cpu().clone(),
+    )
+
+
+def asks(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    kept = scores.detach().cpu()
+    return kept if kept.shape[0] == 6 and kept.device.type == "cpu" and kept.is_floating_point() else None
+
+
+def detaches_last(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    model.history.append(scores.cpu().detach())
+    return loss.cpu().detach().item()
+
+
+def appends(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    model.history.append((loss.detach().cpu(), {"scores": scores.detach().cpu()}, 1))
+    model.recent.append(scores.detach().argmax(1).cpu())
+    model.by_name["scores"].append(scores.detach().cpu())
+
+
+def appends_what_it_returns(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    kept = scores.detach().cpu()
+    model.history.append(kept)
+    return kept
+
+
+def writes_later(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    total = scores.detach().clone()
+    before = total.to("cpu", copy=True)
+    total += 1
+    return before, total.cpu()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [returns, returns_several, moves, asks, detaches_last, appends, appends_what_it_returns, writes_later],
+)
+def test_copies_that_are_only_kept_are_made_after_replays(body: Body, equals_eager: Callable[..., Any]) -> None:
+    """Everything that eager steps return and leave, of the same kinds."""
+    step = equals_eager(partial(rig_of, body))
+    assert step.plan.defers
+
+
+def test_copies_lie_on_the_host(device: torch.device, backend: str) -> None:
+    """As plain tensors, each call with memory of its own."""
+    rig = build(partial(rig_of, appends_what_it_returns))
+    rig.owners["model"].to(device)
+    rig.calls = [tuple(leaf.to(device) for leaf in call) for call in rig.calls]
+    step = managed(rig, backend=backend, min_speedup=0.0)
+    found = [step(*call) for call in rig.calls]
+    kept = rig.owners["model"].history
+    assert step.stats.replayed == CALLS - 6
+    assert {(type(each), each.device.type) for each in (*found, *kept)} == {(Tensor, "cpu")}
+    assert len({each.data_ptr() for each in found}) == CALLS
+    assert all(map(torch.equal, found, kept))
+
+
+def test_predictions_are_copied_to_the_host(device: torch.device, backend: str) -> None:
+    """``graphed``, with results of its own and with lent ones."""
+    layer = nn.Linear(8, 3).to(device)
+    for outputs in ("clone", "static"):
+        fast = graphed(lambda x: (layer(x), layer(x).argmax(1).cpu()), backend=backend, outputs=outputs)
+        for _ in range(8):
+            x = torch.randn(6, 8, device=device)
+            with torch.no_grad():
+                (scores, guess), expected = fast(x), layer(x)
+            assert guess.device.type == "cpu"
+            assert torch.equal(guess, expected.argmax(1).cpu())
+            assert torch.allclose(scores.clone(), expected)
+        assert fast.stats.replayed > 0
+
+
+def computes(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    return scores.detach().cpu().sum()  # culprit
+
+
+def decides(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    kept = loss.detach().cpu()
+    return kept if kept > 0 else loss  # culprit
+
+
+def needs_a_gradient(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    return scores.cpu().mean().detach()  # culprit
+
+
+def makes_an_array(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    return torch.from_numpy(scores.detach().cpu().numpy())  # culprit
+
+
+def gives_it_to_numpy(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    return float(np.asarray(scores.detach().cpu()).sum())  # culprit
+
+
+def writes_to_a_view(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    kept = scores.detach().cpu()
+    flat = kept.view(-1)
+    kept.add_(1)  # culprit
+    return flat
+
+
+def sets_an_attribute(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    model.last = scores.detach().cpu()  # culprit
+
+
+def hides_it(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    holder = type("Holder", (), {"__slots__": ("value",)})()
+    holder.value = scores.detach().cpu()  # culprit
+    HIDDEN[:] = [holder]
+
+
+NEEDS = [computes, decides, needs_a_gradient, makes_an_array, gives_it_to_numpy, writes_to_a_view, sets_an_attribute]
+
+
+@pytest.mark.parametrize("body", NEEDS)
+def test_values_that_code_needs_are_refused(body: Body) -> None:
+    """The step is refused where the value is needed, and its eager calls go on as they would."""
+    # What is still there after a trace is looked for only then, and the call undone.
+    done = 5 if body is sets_an_attribute else 3
+    assert_refused(partial(rig_of, body), HostSyncError, "host", line_of(body), done=done)
+
+
+@pytest.mark.parametrize("body", [*NEEDS, hides_it])
+def test_refused_calls_are_eager_ones(body: Body) -> None:
+    """What a traced call has deferred is made good before anyone sees it."""
+    rig = build(partial(rig_of, body))
+    expected = drive(rig, rig.step)
+    rig = build(partial(rig_of, body))
+    step = managed(rig, on_failure="eager")
+    with pytest.warns(UserWarning, match="host"):
+        found = drive(rig, step)
+    for old, new in zip(expected.outputs, found.outputs, strict=True):
+        assert old is new is None or torch.equal(torch.as_tensor(old), torch.as_tensor(new))
+    assert step.stats.replayed == 0
+    kept = HIDDEN[0].value if HIDDEN else rig.owners["model"].last
+    assert type(kept) is not HostCopy
+
+
+def test_a_plan_of_one_function_has_copies() -> None:
+    """``compile_plan`` says what is read."""
+    plan = compile_plan(lambda x: (x + 1).cpu(), torch.ones(3))
+    assert [output.kind for output in plan.outputs] == ["read"]
+
+
+def logs(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss = self.loss_of(batch)
+    self.log("loss", loss.detach().cpu(), on_step=True, on_epoch=True)
+    self.kept.append(self.net(batch[0]).argmax(1).detach().cpu())
+    return {"loss": loss, "guess": loss.detach().cpu()}
+
+
+def test_a_fit_keeps_and_logs_copies(tmp_path: Path) -> None:
+    """``self.log`` of a copy, a list of predictions, and what a step returns beside its loss."""
+
+    def starts(self: Any) -> None:
+        self.kept = []
+
+    def ends(self: Any) -> None:
+        self.log("guesses", torch.cat(self.kept).float().mean())
+        self.kept.clear()
+
+    kind = with_step(logs, on_train_epoch_start=starts, on_train_epoch_end=ends)
+    found = assert_fit_equals_eager(kind, tmp_path, replayed=4)
+    assert found.callback.stats.captured == 1
