@@ -29,16 +29,17 @@ class StaticNumber:
 
 
 class StaticCopy:
-    """A copy in host memory of what a recorded step makes."""
+    """A copy in host memory of what a recorded step makes, as a tensor or as an array."""
 
-    __slots__ = ("_source",)
+    __slots__ = ("_is_array", "_source")
 
-    def __init__(self, source: Tensor) -> None:
-        self._source = source
+    def __init__(self, source: Tensor, *, is_array: bool = False) -> None:
+        self._source, self._is_array = source, is_array
 
-    def value(self) -> Tensor:
+    def value(self) -> Any:
         """A copy after the latest replay, for which the host waits."""
-        return self._source.to("cpu", copy=True)
+        copy = self._source.to("cpu", copy=True)
+        return copy.numpy() if self._is_array else copy
 
 
 class StaticNumbers:
@@ -62,6 +63,8 @@ class StaticNumbers:
             if isinstance(number, Tensor):
                 return number
             form, tensors = form_of(number, own)
+            if number.is_array:
+                return StaticCopy(tensors[0], is_array=True)
             for tensor in tensors:
                 self._places.setdefault(id(tensor), len(self._tensors))
                 if self._places[id(tensor)] == len(self._tensors):

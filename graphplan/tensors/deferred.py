@@ -61,10 +61,13 @@ class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
 class Reader(Protocol):
     """What reads deferred numbers."""
 
-    def read(self, tensor: Tensor) -> Any:
-        """A tensor's only element. It is asked each time that a value is needed: what may be read for one purpose may
-        not be for another.
+    def read(self, tensor: Tensor, kind: type) -> Any:
+        """A tensor's only element, or all as an array if that is the ``kind``. It is asked each time that a value is
+        needed: what may be read for one purpose may not be for another.
         """
+
+    def array_of(self, copy: HostCopy) -> Any:
+        """What ``copy.numpy()`` gives."""
 
     def move(self, copy: HostCopy, function: Callable[[Tensor], Tensor], *, detaches: bool) -> Tensor:
         """What ``function``, which only moves values, makes of ``copy``; it may detach them from autograd's graph."""
@@ -80,7 +83,8 @@ class Reader(Protocol):
 
 
 class DeferredNumber:
-    """A number of class ``kind``: the only element of ``tensor``, or what ``function`` gives for ``operands``.
+    """A number of class ``kind``: the only element of ``tensor``, or what ``function`` gives for ``operands``; or an
+    array with all of ``tensor``.
 
     ``isinstance`` says of it what it says of the value.
     """
@@ -98,6 +102,11 @@ class DeferredNumber:
         self._kind, self._reader, self._tensor = kind, reader, tensor
         self._function, self._operands = function, operands
 
+    @property
+    def is_array(self) -> bool:
+        """Whether it is no number."""
+        return self._kind not in _PLAIN
+
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return self._kind
@@ -112,7 +121,7 @@ class DeferredNumber:
 
     def __round__(self, digits: int | None = None) -> Any:
         given = () if digits is None else (digits,)
-        if not self._reader.may_fail():
+        if self.is_array or not self._reader.may_fail():
             return round(value_of(self), *given)
         return _computed(round, self, *given, kind=int if digits is None else self._kind)
 
@@ -168,6 +177,10 @@ class HostCopy(Tensor):
         self.__class__ = Tensor  # type: ignore[assignment]
         return self
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """An array that waits as well, ``force`` or not: this one lies on the host."""
+        return self._reader.array_of(self)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what is no question about values."""
@@ -207,7 +220,11 @@ def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any]
         second: Any = operands[1]
         is_power = function is operator.pow
         # Other powers may be of another class.
-        is_known = kind in _PLAIN and not (is_power and not (type(second) in (int, float) and second >= 0))
+        is_known = (
+            kind in _PLAIN
+            and not self.is_array
+            and not (is_power and not (type(second) in (int, float) and second >= 0))
+        )
         fails = is_power or (function in _DIVISIONS and (type(second) is DeferredNumber or second == 0))
         is_summed = function is operator.add and self._reader.is_summed()
         if not is_known or is_summed or (fails and not self._reader.may_fail()):
@@ -219,7 +236,10 @@ def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any]
 
 
 def _unary(function: Any) -> Callable[[DeferredNumber], Any]:
-    return lambda self: _computed(function, self, kind=int if self._kind is bool else self._kind)
+    def method(self: DeferredNumber) -> Any:
+        return function(value_of(self)) if self.is_array else _computed(function, self, kind=self._kind)
+
+    return method
 
 
 def _needing(function: Any) -> Callable[..., Any]:
@@ -287,7 +307,7 @@ def value_of(number: Any) -> Any:
     known: dict[int, Any] = {}
     for node in _in_order(number):
         if node._tensor is not None:
-            known[id(node)] = node._reader.read(node._tensor)
+            known[id(node)] = node._reader.read(node._tensor, node._kind)
         else:
             operands = (known[id(o)] if type(o) is DeferredNumber else o for o in node._operands)
             known[id(node)] = node._function(*operands)

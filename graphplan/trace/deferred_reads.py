@@ -32,7 +32,7 @@ from graphplan.trace.operator_schemas import AS_ON_DEVICE
 
 _SUMS_DIFFER = sys.version_info >= (3, 12)
 """From then on ``sum()`` makes up for what additions round off."""
-_item, _to = torch._C.TensorBase.item, torch._C.TensorBase.to
+_item, _to, _numpy = torch._C.TensorBase.item, torch._C.TensorBase.to, torch._C.TensorBase.numpy
 _NO_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
 """Code may ask whether a truth value *is* ``True``."""
 
@@ -48,6 +48,7 @@ class DeferredReads:
         self._made: list[weakref.ref[Any]] = []
         self._is_lost = False
         self._reads = False
+        self._is_over = False
         self.copies: dict[int, tuple[HostCopy, Tensor]] = {}
         """Copies whose values were not needed and what they are copies of, by the identity of the copy."""
         self._moved: set[int] = set()
@@ -120,8 +121,25 @@ class DeferredReads:
         self._made.append(weakref.ref(number))
         return number
 
-    def read(self, tensor: Tensor) -> Any:
+    def array_of(self, copy: HostCopy) -> Any:
         """See :class:`graphplan.tensors.deferred.Reader`."""
+        if id(copy) in self._derived:
+            self.need(copy)
+            return copy.numpy()
+        with _disable_current_modes():
+            # There are none of some dtypes.
+            kind = type(_numpy(torch.empty(0, dtype=copy.dtype, device="cpu")))
+        self._moved.add(id(copy))
+        array = DeferredNumber(kind, self, copy.source)
+        self._made.append(weakref.ref(array))
+        return array
+
+    def read(self, tensor: Tensor, kind: type) -> Any:
+        """See :class:`graphplan.tensors.deferred.Reader`."""
+        if kind not in (bool, int, float):
+            # Code may write to what it is given.
+            self._is_lost |= not self._is_over
+            return _numpy(_to(tensor, "cpu", copy=True))
         # No trace hears of what other threads do.
         self._is_lost |= get_ident() != self._thread
         return _item(tensor)
@@ -140,8 +158,10 @@ class DeferredReads:
         """Put real numbers in the places of those in ``changes``, whose walk is ``after``, and in ``result``, which is
         returned. Attributes that are ``assigned`` do not have their own value among the operands.
         """
+        self._is_over = True
         for path, (old, new) in changes.scalars.items():
             if type(new) is DeferredNumber:
+                self._is_lost |= new.is_array
                 scalar = after.scalars[path]
                 changes.scalars[path] = old, form_of(new, None if scalar.key in assigned else old)[0]
                 if isinstance(scalar.container, tuple):

@@ -252,7 +252,9 @@ class Check:
         return State(plain | self._take_numbers(values), values)
 
     def _take_numbers(self, values: dict[str, Any]) -> dict[str, Tensor]:
-        """Take numbers that were read from the device out of ``values``: they are as noisy as what is there."""
+        """Take numbers and arrays that were read from the device out of ``values``: they are as noisy as what is
+        there.
+        """
         plan = self._program.plan
         if not plan.defers:
             return {}
@@ -261,9 +263,14 @@ class Check:
         found = [
             path
             for path, value in values.items()
-            if type(value) is float and (path in paths or path.startswith(("result", *within)))
+            if (type(value) is float or hasattr(value, "__array_interface__"))
+            and (path in paths or path.startswith(("result", *within)))
         ]
-        return {path: torch.tensor(values.pop(path), dtype=torch.float64, device="cpu") for path in found}
+        dtypes = {float: torch.float64}
+        return {
+            path: torch.as_tensor(value, dtype=dtypes.get(type(value)), device="cpu")
+            for path, value in ((path, values.pop(path)) for path in found)
+        }
 
     def _overwritten(self, tensors: Mapping[str, list[Tensor]]) -> set[str]:
         """Paths of what lies where the program lends its results, which a replay overwrites."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphplan import HostEffectError, HostScalarError, HostSyncError, OutputError, SkipReason, compile_plan, graphed
-from graphplan.tensors.deferred import DeferredNumber, form_of, on_device, value_of
+from graphplan.tensors.deferred import DeferredNumber, HostCopy, form_of, on_device, value_of
 from tests.lightning.parts import assert_fit_equals_eager, with_step
 from tests.twins import Rig, assert_falls_back, assert_refused, assert_same_as_eager, build, drive, line_of, managed
 
@@ -440,8 +440,17 @@ class Reading:
     def __init__(self, *, may_fail: bool = True) -> None:
         self.fails = may_fail
 
-    def read(self, tensor: Tensor) -> Any:
+    def read(self, tensor: Tensor, kind: type) -> Any:
         return tensor.item()
+
+    def array_of(self, copy: HostCopy) -> Any:
+        raise AssertionError
+
+    def move(self, copy: HostCopy, function: Callable[[Tensor], Tensor], *, detaches: bool) -> Tensor:
+        raise AssertionError
+
+    def need(self, copy: HostCopy) -> None:
+        raise AssertionError
 
     def may_fail(self) -> bool:
         return self.fails
