@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,10 @@ from graphplan.trace.operator_schemas import (
 
 _LARGEST = 4096
 """Elements of a tensor that the host may read as a whole: each content of it needs a program of its own."""
+_OF_GEOMETRY = frozenset(
+    f"aten.{name}.default" for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+)
+"""Operators that only look at what their first argument is like."""
 _SHARE, _FEW = 4, 32
 """The operators that lead to a read may be a quarter of the step's, or that many."""
 
@@ -125,6 +130,9 @@ class BatchRecorder:
     def note(self, schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Take in an operator that is no read, after it has run."""
         self._operators += 1
+        if schema.name in _OF_GEOMETRY and not self._has(args[0]) and _is_plain(args[0]):
+            self._note_filled(schema, args, kwargs, out)
+            return
         follows = schema.is_certain and all(map(self._has, tensors_in([*args, *kwargs.values()])))
         if not (follows or schema.may_write):
             return
@@ -138,6 +146,14 @@ class BatchRecorder:
             self._known -= written.keys()
         elif made or written:
             self._add(schema.call, schema.name, args, kwargs, made, set(written))
+
+    def _note_filled(self, schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensor) -> None:
+        """Take in a tensor of equal numbers that is like another one, which need not be there: ``zeros_like(p)``."""
+        given, *others = args
+        like = torch.empty_strided(given.size(), given.stride(), dtype=given.dtype, device="meta")
+        named = {**kwargs, "device": made.device}
+        name = f"{schema.name} {like.dtype} {tuple(like.size())} {like.stride()} {others} {named}"
+        self._add(partial(schema.call, like, *others, **named), name, (), {}, [made])
 
     def note_constant(self, made: Tensor, value: Tensor) -> None:
         """Take in a tensor that was made of Python's numbers."""

@@ -147,8 +147,17 @@ def by_matrix(model: Any, x: Tensor, mask: Tensor) -> Tensor:
     return model(x)[(mask[:, None] & torch.ones(4, dtype=torch.bool))]
 
 
+def by_targets(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    out = model(x)
+    target = torch.zeros_like(out)
+    target[torch.arange(ROWS), 0] = mask.float()
+    target[:, 1] = mask * torch.full_like(out[:, 1], 2.0)
+    weight = out.new_ones(ROWS).masked_fill(mask, 3.0)
+    return out[target[:, 0] == 1] * target[:, 1][weight == 3][:, None]
+
+
 FORWARDS = [in_loss, by_branch, by_nonzero, by_where, by_select, by_put, by_put_of_parts, by_unique, by_repeats]
-FORWARDS += [by_two_that_follow, by_slice, by_index_and_mask, by_matrix]
+FORWARDS += [by_two_that_follow, by_slice, by_index_and_mask, by_matrix, by_targets]
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
