@@ -117,6 +117,7 @@ class Preparation:
         changes: what was changed, one line per flag.
         counted: integers in parameter groups that the optimizer's own step changes. A hyper-parameter, which the step's
             code may set, is one only if it went on from where the step before had left it.
+        stepped_newcomers: whether stock kernels have taken a group because of parameters that no step took before.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, fused: bool = False, steps: bool = True) -> None:
@@ -131,6 +132,7 @@ class Preparation:
         self._originals: dict[int, dict[str, Any]] = {}
         self._entered = False
         self._unfit: set[int] = set()
+        self.stepped_newcomers = False
         self.faults = Faults()
         self._had_warned = vars(optimizer).get(_WARNED)
         try:
@@ -149,6 +151,7 @@ class Preparation:
         if not self._entered:
             self._originals = {}
             self._counts = {}
+            self.stepped_newcomers = False
             self._before = register_own(self.optimizer.register_step_pre_hook, self._before_step)
         self._entered = True
         for index, group in enumerate(self.optimizer.param_groups):
@@ -208,7 +211,9 @@ class Preparation:
                 is_sparse = any(param.grad.layout is not torch.strided for param in stepped)
                 if is_sparse:
                     self._unfit.add(index)
-                if is_sparse or self._has_newcomers(group, stepped):
+                has_newcomers = not is_sparse and self._has_newcomers(group, stepped)
+                self.stepped_newcomers |= has_newcomers
+                if is_sparse or has_newcomers:
                     group.update(self._originals.get(index, {}))
 
     def _has_newcomers(self, group: Mapping[str, Any], stepped: Sequence[Any]) -> bool:

@@ -184,6 +184,11 @@ class LearningRates:
                 yield preparation.optimizer, index, key
 
     @property
+    def stepped_newcomers(self) -> bool:
+        """Whether the managed step that ran last had stock kernels take parameters that no step took before."""
+        return any(preparation.stepped_newcomers for preparation in self._preparations)
+
+    @property
     def storages(self) -> frozenset[int]:
         """Storages of the shadows."""
         return frozenset(shadow.tensor.untyped_storage()._cdata for shadow in self._shadows.values())

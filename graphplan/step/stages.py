@@ -320,6 +320,10 @@ class Stages:
         """Keep a trace, and plan if there are enough. ``at_end`` is its last walk, if still valid."""
         entry, line = call.entry, call.line
         check_threads(facts, self._options.allow)
+        if self._managed.rates.stepped_newcomers:
+            # Later steps run other kernels.
+            line.traces = []
+            return
         if facts.violation is not None:
             raise facts.violation
         self._managed.check_kept()

@@ -198,3 +198,34 @@ def test_parameters_that_are_unfrozen_have_no_momentum_yet(dampening: float) -> 
     for path, value in expected.items():
         if isinstance(value, torch.Tensor):
             torch.testing.assert_close(found[path], value, msg=path)
+
+
+def test_parameters_that_a_later_path_takes_have_no_momentum_yet() -> None:
+    """The trace of their first step, which stock kernels take, is not counted."""
+
+    def run(backend: str) -> tuple[Any, dict[str, Any]]:
+        torch.manual_seed(0)
+        model: Any = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+        optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model[0](x).square().mean()
+            if model.stage >= 1:
+                loss = loss + model[1](x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        graph = graph_step(step, owners={"model": model, "optimizer": optimizer}, backend=backend)
+        losses = []
+        for number in range(30):
+            model.stage = number // 10
+            losses.append(graph(torch.full((2, 4), 1.0 + number % 3)))
+        return graph, flatten(losses=losses, model=model)
+
+    (_, expected), (step, found) = run("eager"), run("tape")
+    assert (step.stats.captured, step.stats.traced, step.stats.replayed) == (2, 5, 30 - 3 - 5 - 2)
+    for path, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(found[path], value, msg=path)
