@@ -1,7 +1,8 @@
 """The state machine of a graphed step: eager warm-up, two traces, one capture, then replays; per key.
 
 Each of these is a real step on the batch it is given. A refusal before the first good replay raises and undoes its
-call; after it, the step goes on eagerly with one warning. :data:`_REASONS` has all reasons for which a call is eager.
+call; after it, the step goes on eagerly with one warning. :meth:`StateMachine._why_eager` has all reasons for which a
+call is eager.
 """
 
 from __future__ import annotations
@@ -159,94 +160,62 @@ class StateMachine:
         What is found out of the call on the way is kept in it. An error refuses all calls of the step.
         """
         try:
-            for reasons in (_REASONS, _REASONS_WITHOUT_PROGRAM):
-                for find in reasons:
-                    skip = find(self, call)
-                    if skip is not None:
-                        return skip
-                if call.program is not None:
-                    break
-            return None
+            skip = self._before_lookup(call) or self._by_entry(call)
+            return skip if skip is not None or call.program is not None else self._without_program(call)
         except RefusalError as error:
             self.demote(error)
             return self._refused(error)
 
-    def _surrounded(self, call: Call) -> Skip | None:
-        """A mode, a transform or forward-mode AD is active around it."""
-        if call.around is None:
-            return None
-        # Gradients may flow through calls for results; others are as their neighbours are.
-        return Skip(SkipReason.SURROUNDINGS, call.around, self._plainly if self.options.autograd else self._as_traced)
-
-    def _without_backend(self, call: Call) -> Skip | None:
-        """The step has no backend."""
-        return Skip(SkipReason.BACKEND_EAGER, "", self._untouched) if self.options.backend == "eager" else None
-
-    def _fed_gradients(self, call: Call) -> Skip | None:
-        """Gradients may flow to what is fed."""
+    def _before_lookup(self, call: Call) -> Skip | None:
+        """Reasons for which no entry is looked for."""
+        options = self.options
+        if call.around is not None:
+            # Gradients may flow through calls for results; others are as their neighbours are.
+            return Skip(SkipReason.SURROUNDINGS, call.around, self._plainly if options.autograd else self._as_traced)
+        if options.backend == "eager":
+            return Skip(SkipReason.BACKEND_EAGER, "", self._untouched)
         settle_companions()
         call.feed, call.is_flat = flatten(call.args, call.kwargs, self.unread.keys), True
-        asks = self.options.autograd and any(map(asks_for_gradients, call.feed.leaves))
-        return Skip(SkipReason.GRADIENT, "", self._plainly) if asks else None
-
-    def _asked_for(self, call: Call) -> Skip | None:
-        """``eager_if=`` says so."""
-        asks = self.options.asks_eager(self.calls, call.args, call.kwargs)
-        return Skip(SkipReason.EAGER_IF, "", self._as_traced) if asks else None
-
-    def _timed_as_stock(self, call: Call) -> Skip | None:
-        """The step is timed as it is without graphplan."""
-        return Skip(None, "", self._as_stock) if self.timing.begins(call.feed) else None
-
-    def _of_refused_step(self, call: Call) -> Skip | None:
-        """The step is refused, which raises."""
-        if self.managed.refusal is not None:
-            raise self.managed.refusal
-        return None
-
-    def _turned_away(self, call: Call) -> Skip | None:
-        """Calls of its signature are not looked up any more."""
+        if options.autograd and any(map(asks_for_gradients, call.feed.leaves)):
+            return Skip(SkipReason.GRADIENT, "", self._plainly)
+        if options.asks_eager(self.calls, call.args, call.kwargs):
+            return Skip(SkipReason.EAGER_IF, "", self._as_traced)
+        if self.timing.begins(call.feed):
+            return Skip(None, "", self._as_stock)
+        self.managed.check_refusal()
         turned_away = self.programs.turns_away(self.lookup.geometry(call.feed))
         return None if turned_away is None else Skip(*turned_away, self._plainly)
 
-    def _unlike_traced_batches(self, call: Call) -> Skip | None:
-        """What the step reads of its batch takes no known way through it, and no other one is traced. Finds the entry,
-        and perhaps a program.
-        """
-        base, call.program = self.lookup.find(call.feed)
-        call.entry = base
-        if base.batch is None or base.refusal is not None:
-            return None
-        feed = base.batch.extend(self.lookup.moved(call.feed))
-        if feed is not None:
-            entry, program = self.lookup.find(feed, base)
-            if base.batch is not None:
-                call.feed, call.entry, call.program = feed, entry, program
-        elif base.batch.is_over:
-            base.refusal = base.batch.refusal
-            self.refusals.refuse(base.refusal)
-        elif base.batch.is_full:
+    def _by_entry(self, call: Call) -> Skip | None:
+        """Reasons for calls of the same key. Finds the entry, and perhaps a program."""
+        if not self._find(call):
             return Skip(SkipReason.SHAPE, "", self._as_traced)
-        return None
-
-    def _with_gradients_outside(self, call: Call) -> Skip | None:
-        """Gradients flow through its results."""
-        return Skip(SkipReason.GRADIENT, "", self._plainly) if call.entry.outside else None
-
-    def _of_refused_key(self, call: Call) -> Skip | None:
-        """Calls of its key are refused."""
-        entry = call.entry
+        # To look for an entry may refuse the step.
+        self.managed.check_refusal()
+        entry, program = call.entry, call.program
+        if entry.outside:
+            return Skip(SkipReason.GRADIENT, "", self._plainly)
         if entry.refusal is not None:
             self.programs.close(entry)
             return self._refused(entry.refusal)
-        refusal = entry.refused.get(entry.answers)
-        return None if refusal is None else self._refused(refusal)
-
-    def _computing_with_number(self, call: Call) -> Skip | None:
-        """As comparisons with an owner's number come out now, its code computes with that number."""
-        path = call.entry.computes_with
-        if path is None:
+        if entry.answers in entry.refused:
+            return self._refused(entry.refused[entry.answers])
+        if entry.computes_with is not None:
+            return self._computing_with(entry.computes_with)
+        if self.timing.opens and not entry.is_decided and entry.gate is None:
+            entry.gate = self.timing.gate_of_calls(self.lookup.moved(call.feed))
+            entry.is_decided = entry.gate is None
+        if entry.gate is not None and entry.gate.eager is None:
+            return Skip(None, "", partial(self._timed, entry.gate))
+        misfit = None if program is None else program.misfit(call.feed)
+        if program is None or misfit is None:
             return None
+        if program.inputs.adopted:
+            self.refusals.warn(f"graphplan runs calls eagerly: {misfit}")
+        return Skip(SkipReason.FEED, misfit, self._as_traced)
+
+    def _computing_with(self, path: str) -> Skip:
+        """As comparisons with an owner's number come out now, the step's code computes with that number."""
         detail = f"the step's code computes with {path}, as its comparisons with it come out in these calls"
         if not self.programs.all():
             self.refusals.warn(
@@ -254,86 +223,74 @@ class StateMachine:
             )
         return Skip(SkipReason.HOST_SCALAR, detail, self._as_traced)
 
-    def _timed_eagerly(self, call: Call) -> Skip | None:
-        """Eager calls of its key are timed, to compare replays with."""
-        entry = call.entry
-        if self.timing.opens and not entry.is_decided and entry.gate is None:
-            entry.gate = self.timing.gate_of_calls(self.lookup.moved(call.feed))
-            entry.is_decided = entry.gate is None
-        if entry.gate is None or entry.gate.eager is not None:
-            return None
-        return Skip(None, "", partial(self._timed, entry.gate))
+    def _find(self, call: Call) -> bool:
+        """Find a call's entry, and perhaps a program. Return False if what the step reads of its batch takes no known
+        way through it, and no other one is traced.
+        """
+        base, call.program = self.lookup.find(call.feed)
+        call.entry = base
+        if base.batch is None or base.refusal is not None:
+            return True
+        feed = base.batch.extend(self.lookup.moved(call.feed))
+        if feed is None and base.batch.is_over:
+            base.refusal = base.batch.refusal
+            self.refusals.refuse(base.refusal)
+        elif feed is None:
+            return not base.batch.is_full
+        else:
+            entry, program = self.lookup.find(feed, base)
+            if base.batch is not None:
+                call.feed, call.entry, call.program = feed, entry, program
+        return True
 
-    def _fed_elsewhere(self, call: Call) -> Skip | None:
-        """What is fed lies where its program cannot take it from."""
-        misfit = None if call.program is None else call.program.misfit(call.feed)
-        if call.program is None or misfit is None:
-            return None
-        if call.program.inputs.adopted:
-            self.refusals.warn(f"graphplan runs calls eagerly: {misfit}")
-        return Skip(SkipReason.FEED, misfit, self._as_traced)
-
-    def _overdue(self, call: Call) -> Skip | None:
-        """No call has come to a program in time."""
-        call.feed = self.lookup.moved(call.feed)
+    def _without_program(self, call: Call) -> Skip | None:
+        """Reasons for which a call without a program is neither traced nor captured."""
+        entry, call.feed = call.entry, self.lookup.moved(call.feed)
         overdue = self.programs.check_due(call.feed)
-        if overdue is None:
-            return None
-        if self.options.on_failure == "raise":
-            raise NotCapturedError(f"{overdue}. Or pass on_failure='eager' to go on without replays")
-        self.refusals.warn(f"graphplan runs this step eagerly: {overdue}")
-        self.stand_down(SkipReason.SHAPE, str(overdue))
-        return Skip(SkipReason.SHAPE, str(overdue), self._plainly)
-
-    def _without_room(self, call: Call) -> Skip | None:
-        """All programs are in use."""
-        return None if self.programs.has_room(call.entry) else Skip(SkipReason.MAX_GRAPHS, "", self._plainly)
-
-    def _of_changing_step(self, call: Call) -> Skip | None:
-        """The step keeps changing what its programs rest on, which raises."""
+        if overdue is not None:
+            if self.options.on_failure == "raise":
+                raise NotCapturedError(f"{overdue}. Or pass on_failure='eager' to go on without replays")
+            self.refusals.warn(f"graphplan runs this step eagerly: {overdue}")
+            self.stand_down(SkipReason.SHAPE, str(overdue))
+            return Skip(SkipReason.SHAPE, str(overdue), self._plainly)
+        if not self.programs.has_room(entry):
+            return Skip(SkipReason.MAX_GRAPHS, "", self._plainly)
         self.programs.check_churn()
-        self.stages.check_changes(call.entry)
-        return None
-
-    def _before_other_ranks(self, call: Call) -> Skip | None:
-        """Other ranks are not as far."""
-        waits = self.peers is not None and not self.peers.may_advance(is_planned=bool(call.entry.plans))
-        return Skip(SkipReason.PEERS, "", self._as_traced) if waits else None
-
-    def _cold(self, call: Call) -> Skip | None:
-        """It is one of the first of its key."""
-        entry, call.is_on_way = call.entry, True
+        self.stages.check_changes(entry)
+        if self.peers is not None and not self.peers.may_advance(is_planned=bool(entry.plans)):
+            return Skip(SkipReason.PEERS, "", self._as_traced)
+        call.is_on_way = True
         if not entry.eager_calls:
             self.programs.count_new()
-        if not self.stages.is_ready(entry):
+        if self._is_cold(call):
             return Skip(None, "", self._warm_up)
-        variant = self.managed.grad_presence()
-        line = call.line = entry.lines.setdefault(variant, Line())
-        with no_collections():
-            walk = call.walk = self.managed.walk_of_call()
-        gone = next((path for path in line.state if path not in walk.slots), None)
-        if gone is None:
+        plan = call.line.plan
+        if plan is None:
             return None
-        # A recording would make it anew in every replay.
-        self.stats.note(f"traced anew: {gone} is gone, which only an eager step can make", "traces")
-        del entry.lines[variant]
-        return Skip(None, "", self._warm_up)
-
-    def _fed_owners_memory(self, call: Call) -> Skip | None:
-        """What is fed shares memory with what the step changes, and did not in the traces."""
-        plan = call.line.plan
-        shares = plan is not None and plan.shared_leaves(call.feed, call.walk) != plan.shared
-        return Skip(SkipReason.FEED, MEMORY_IS_FED, self._as_traced) if shares else None
-
-    def _without_memory(self, call: Call) -> Skip | None:
-        """A capture would take too much memory."""
-        plan = call.line.plan
-        cramped = None if plan is None else self.memory.make(call.entry, plan, self.runner.backend)
+        if plan.shared_leaves(call.feed, call.walk) != plan.shared:
+            return Skip(SkipReason.FEED, MEMORY_IS_FED, self._as_traced)
+        cramped = self.memory.make(entry, plan, self.runner.backend)
         if cramped is None:
             return None
         # No fault of the step's: nothing to raise.
         self.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
         return Skip(cramped.reason, str(cramped), self._plainly)
+
+    def _is_cold(self, call: Call) -> bool:
+        """Whether the call is one of the first of its key, which are eager. Finds the line of one that is not."""
+        entry = call.entry
+        if not self.stages.is_ready(entry):
+            return True
+        variant = self.managed.grad_presence()
+        line = call.line = entry.lines.setdefault(variant, Line())
+        with no_collections():
+            walk = call.walk = self.managed.walk_of_call()
+        gone = next((path for path in line.state if path not in walk.slots), None)
+        if gone is not None:
+            # A recording would make it anew in every replay.
+            self.stats.note(f"traced anew: {gone} is gone, which only an eager step can make", "traces")
+            del entry.lines[variant]
+        return gone is not None
 
     def _plainly(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """With no program to come, so learning rates are numbers."""
@@ -547,34 +504,3 @@ class StateMachine:
         self.compiled.undo()
         self.timing.close()
         self.is_closed = True
-
-
-_REASONS: tuple[Callable[[StateMachine, Call], Skip | None], ...] = (
-    StateMachine._surrounded,
-    StateMachine._without_backend,
-    StateMachine._fed_gradients,
-    StateMachine._asked_for,
-    StateMachine._timed_as_stock,
-    StateMachine._of_refused_step,
-    StateMachine._turned_away,
-    StateMachine._unlike_traced_batches,
-    StateMachine._of_refused_step,
-    StateMachine._with_gradients_outside,
-    StateMachine._of_refused_key,
-    StateMachine._computing_with_number,
-    StateMachine._timed_eagerly,
-    StateMachine._fed_elsewhere,
-)
-"""The reasons for which a call is eager that has a program or none, in their order. The search for an entry may refuse
-the step.
-"""
-_REASONS_WITHOUT_PROGRAM: tuple[Callable[[StateMachine, Call], Skip | None], ...] = (
-    StateMachine._overdue,
-    StateMachine._without_room,
-    StateMachine._of_changing_step,
-    StateMachine._before_other_ranks,
-    StateMachine._cold,
-    StateMachine._fed_owners_memory,
-    StateMachine._without_memory,
-)
-"""Those for which a call without a program is neither traced nor captured."""
