@@ -303,7 +303,7 @@ class FastPath:
         modes, owners = self._modes.rows(), self._managed.rows(program.adopted.guards.compared)
         if modes is None or owners is None:
             return
-        variant = None if entry.any_program is program else self._managed.grad_presence()
+        variant = self._managed.grad_presence() if program.plan.tells_gradients else None
         checks = Checks(
             [entry.row(), self._managed.row(), program.row(), *modes, *owners, *program.adopted.guards.rows]
         )

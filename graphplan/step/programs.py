@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,8 @@ _GEOMETRIES = 256
 """Geometries of feeds whose latest program is remembered."""
 _PAYS = 16
 """Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``."""
-_ASLEEP = 15
-"""Answers for which programs of one key are kept, beside those of now."""
+_OUTCOMES = 16
+"""Answers for which programs of one key are kept."""
 _REASONS = 8
 """Reasons of recaptures that an error lists."""
 Key = tuple[Any, ...]
@@ -40,7 +40,7 @@ Key = tuple[Any, ...]
 Compared = tuple[Scalar, tuple[Comparison, ...]]
 """A number among the owners' values, and comparisons with it."""
 Answers = tuple[bool | Computed, ...]
-"""What comparisons come to."""
+"""What comparisons with owners' numbers come to."""
 Variant = tuple[bool, ...]
 """Which parameters have a gradient on entry: a step that accumulates has one program per answer."""
 
@@ -51,7 +51,8 @@ class Line:
 
     ``state`` are the paths of the optimizer state that the latest trace found. ``traced_anew``: whether a first pair of
     traces was dropped; ``reordered``: how many pairs were because of autograd's engine, ``straddling``: in a row
-    because of what happened between them. ``is_like_others``: whether the plan comes from one trace.
+    because of what happened between them. ``is_like_others``: whether the plan comes from one trace. ``is_for_any``:
+    whether the program serves whatever gradients there are, since the step drops them unread.
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -62,11 +63,12 @@ class Line:
     plan: Plan | None = None
     is_like_others: bool = False
     program: Program | None = None
+    is_for_any: bool = False
 
 
 @dataclass(slots=True)
 class Entry:
-    """One key. ``any_program`` serves whatever gradients there are, since its step drops them unread.
+    """One key: what is known of its calls, and a line for each variant and outcome of comparisons.
 
     ``since`` is the number of the lookup that made it, ``used`` that of the latest one that found it, ``called`` that
     of the latest call on its way to a program, ``waited`` how many such calls were eager since another key was further.
@@ -74,8 +76,8 @@ class Entry:
     shown. ``gate``: while it is open whether its replays pay, until ``is_decided``. ``settled``: the names in the code
     of its warm-up steps are known. ``outside``: gradients flow through the results of its calls, which are eager.
     ``batch``: what is read of the batch before the step, and chooses one of other entries. ``compared`` are numbers of
-    owners with the comparisons that the step's code makes with them, ``answers`` what these came to for its ``lines``;
-    lines for other answers are ``asleep``. Calls for answers that are ``refused`` are eager.
+    owners with the comparisons that the step's code makes with them, ``answers`` what these come to now. ``groups`` has
+    the lines for these and for other answers, the latest ones last. Calls for answers that are ``refused`` are eager.
     """
 
     warm: int = 0
@@ -86,8 +88,6 @@ class Entry:
     waited: int = 0
     takes_two: bool = False
     settled: bool = False
-    lines: dict[Variant, Line] = field(default_factory=dict)
-    any_program: Program | None = None
     refusal: RefusalError | None = None
     captured: bool = False
     wants_grad: bool = False
@@ -95,10 +95,15 @@ class Entry:
     batch: BatchVariants | None = None
     compared: dict[str, Compared] = field(default_factory=dict)
     answers: Answers = ()
-    asleep: dict[Answers, tuple[dict[Variant, Line], Program | None]] = field(default_factory=dict)
+    groups: dict[Answers, dict[Variant, Line]] = field(default_factory=lambda: {(): {}})
     refused: dict[Answers, RefusalError] = field(default_factory=dict)
     gate: Gate | None = None
     is_decided: bool = False
+
+    @property
+    def lines(self) -> dict[Variant, Line]:
+        """The lines for the answers of now."""
+        return self.groups[self.answers]
 
     @property
     def is_new(self) -> bool:
@@ -115,21 +120,22 @@ class Entry:
         return any(line.program is program and line.is_like_others for line in self.lines.values())
 
     def row(self) -> Row:
-        """A guard row that holds while the entry leads to the same program."""
-        return ("same_attributes", [self, self], ["refusal", "any_program"], [self.refusal, self.any_program])
+        """A guard row that holds while the entry is refused as it is now."""
+        return ("same_attributes", [self], ["refusal"], [self.refusal])
 
     def select(self, variant: Callable[[], Variant]) -> Program | None:
         """The program for the gradients that there are now, and for what comparisons come to, if it is ready."""
         if self.compared:
             self._turn(answers_of(self.compared))
-        if self.any_program is not None or not self.lines:
-            return self.any_program
+        ready = _ready(self.lines)
+        for_any = next((line.program for line in self.lines.values() if line.is_for_any), None)
+        if for_any is not None or not ready:
+            return for_any
         line = self.lines.get(variant())
         if line is not None and line.program is not None:
             return line.program
         # Gradients that the step drops unread may differ from those of the traced calls (validation clears them).
-        awake = _ready(self.lines, self.any_program)
-        return next((program for program in awake if program.adopted.guards.gradients_fit()), None)
+        return next((program for program in ready if program.adopted.guards.gradients_fit()), None)
 
     def compare(self, compared: Mapping[str, Compared], values: Mapping[str, Any]) -> None:
         """Take in what a new program compares, for the ``values`` that its call began with. Others that were not told
@@ -139,20 +145,22 @@ class Entry:
         self.compared = {**self.compared, **compared}
         if all(before.get(path) == comparisons for path, (_, comparisons) in compared.items()):
             return
-        for lines, program in self.asleep.values():
-            _close(_ready(lines, program))
-        self.asleep, self.refused = {}, {}
+        lines = self.groups.pop(self.answers)
+        for program in self.programs():
+            program.close()
+        self.refused = {}
         self.answers = answers_of(self.compared, values)
+        self.groups = {self.answers: lines}
 
     def _turn(self, answers: Answers) -> None:
         """Have the lines for these answers."""
         if answers == self.answers:
             return
-        if self.lines or self.any_program is not None:
-            self.asleep[self.answers] = self.lines, self.any_program
-        self.lines, self.any_program = self.asleep.pop(answers, ({}, None))
+        if not self.lines:
+            del self.groups[self.answers]
+        self.groups[answers] = self.groups.pop(answers, {})
         self.answers = answers
-        if len(self.asleep) > _ASLEEP:
+        if len(self.groups) > _OUTCOMES:
             self.forget_oldest()
 
     @property
@@ -164,24 +172,22 @@ class Entry:
     @property
     def serves_others(self) -> bool:
         """Whether there are programs for other answers than those of now."""
-        return any(_ready(lines, program) for lines, program in self.asleep.values())
+        return len(self.programs()) > len(_ready(self.lines))
 
     def forget_oldest(self) -> None:
         """Close the programs for the answers that have not been there for longest."""
-        _close(_ready(*self.asleep.pop(next(iter(self.asleep)))))
+        for program in _ready(self.groups.pop(next(iter(self.groups)))):
+            program.close()
 
     def programs(self) -> list[Program]:
-        """Programs that are ready, each once, those for the answers of now last."""
-        groups = [*self.asleep.values(), (self.lines, self.any_program)]
-        return [program for lines, any_program in groups for program in _ready(lines, any_program)]
+        """Programs that are ready, those for the answers of now last."""
+        return [program for lines in self.groups.values() for program in _ready(lines)]
 
     def drop(self) -> None:
         """Close the programs and start again from one warm step."""
-        _close(self.programs())
-        self.asleep.clear()
-        self.refused.clear()
-        self.lines.clear()
-        self.any_program = None
+        for program in self.programs():
+            program.close()
+        self.groups, self.refused = {self.answers: {}}, {}
         self.settled = False
 
 
@@ -197,14 +203,8 @@ def answers_of(compared: Mapping[str, Compared], values: Mapping[str, Any] = Map
         return ()
 
 
-def _ready(lines: Mapping[Variant, Line], any_program: Program | None) -> list[Program]:
-    ready = [line.program for line in lines.values() if line.program is not None]
-    return ready if any_program is None or any_program in ready else [*ready, any_program]
-
-
-def _close(programs: Iterable[Program]) -> None:
-    for program in programs:
-        program.close()
+def _ready(lines: Mapping[Variant, Line]) -> list[Program]:
+    return [line.program for line in lines.values() if line.program is not None]
 
 
 class Programs:
@@ -358,7 +358,7 @@ class Programs:
             others = [other for other in self._entries.values() if other.programs() and other is not entry]
             if others:
                 min(others, key=lambda other: other.used).drop()
-            elif entry.asleep:
+            elif len(entry.groups) > 1:
                 entry.forget_oldest()
             else:
                 break

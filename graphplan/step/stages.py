@@ -506,9 +506,7 @@ class Stages:
     def _keep(self, call: Call, program: Program) -> None:
         """Count a capture, and have its entry serve calls with it."""
         self._stats.captured += 1
-        call.line.program = program
-        if not program.plan.tells_gradients:
-            call.entry.any_program = program
+        call.line.program, call.line.is_for_any = program, not program.plan.tells_gradients
         guards = program.adopted.guards
         call.entry.compare(guards.compares, guards.compared_values)
         self._managed.refresh()
