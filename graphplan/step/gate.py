@@ -3,8 +3,8 @@
 - Eager time comes first: calls of the function alone, of which those after the first two are timed. A device that is
   busy for nearly all of that time leaves replays next to nothing to save.
 - Replays are timed once there are enough in a row that are not checked.
-- A training step is timed from the end of one step to the end of the next (:class:`Laps`), with all that the host does
-  in between; an inference call by itself (:class:`Calls`).
+- A training step is timed from the end of one step to the end of the next, with all that the host does in between; an
+  inference call by itself.
 - The device is waited for at both ends of what is timed, and nowhere else.
 """
 
@@ -72,71 +72,6 @@ class Clock:
         return Idleness([current_stream(self._device)]).end if is_accelerator(self._device) else lambda: 1.0
 
 
-class Laps:
-    """Seconds per step of a loop: ``count`` steps in a row, from end to end; measured again, ``retries`` times at most,
-    if one of the steps took longer than all others together.
-    """
-
-    def __init__(self, clock: Clock, count: int, retries: int) -> None:
-        self._clock, self._count, self._retries = clock, count, retries
-        self._tries = 0
-        self._ends: list[float] = []
-
-    def begin(self) -> float:
-        """A step begins."""
-        return 0.0
-
-    def end(self, start: float) -> float | None:
-        """A step has ended: seconds per step, once there were enough."""
-        if not self._ends:
-            self._ends = [self._clock.rest()]
-            return None
-        self._ends.append(self._clock.now())
-        if len(self._ends) <= self._count:
-            return None
-        ends, self._ends = self._ends, []
-        longest = max(end - start for start, end in pairwise(ends))
-        if self._tries < self._retries and longest > _UNEVEN * (ends[-1] - ends[0]):
-            self._tries += 1
-            return None
-        self._tries = 0
-        return (self._clock.rest() - ends[0]) / self._count
-
-    @property
-    def is_running(self) -> bool:
-        """Whether steps are being timed."""
-        return bool(self._ends)
-
-    def cancel(self) -> None:
-        """Something else ran: begin again."""
-        self._ends = []
-
-
-class Calls:
-    """Seconds per call: the median of ``count`` calls, each with the device at rest before it and after it."""
-
-    is_running = False
-
-    def __init__(self, clock: Clock, count: int) -> None:
-        self._clock, self._count = clock, count
-        self._taken: list[float] = []
-
-    def begin(self) -> float:
-        """A call begins: the time."""
-        return self._clock.rest()
-
-    def end(self, start: float) -> float | None:
-        """A call has ended that began at ``start``: seconds per call, once there were enough."""
-        self._taken.append(self._clock.rest() - start)
-        if len(self._taken) < self._count:
-            return None
-        taken, self._taken = self._taken, []
-        return median(taken)
-
-    def cancel(self) -> None:
-        """That call is not to be counted."""
-
-
 class Gate:
     """Compares one step's time with replays to its time without graphplan.
 
@@ -165,11 +100,10 @@ class Gate:
         self._loops, self._peers = loops, peers
         self._family = family or count()
         self._number = next(self._family)
-        # Ranks have to come to their votes in the same steps.
-        retries = _WINDOWS - 1 if peers is None else 0
-        laps = ceil(STEPS / period) * period
-        self._timer: Laps | Calls = Laps(clock, laps, retries) if loops else Calls(clock, STEPS)
         self._skips = SKIPPED
+        self._times: list[float] = []
+        """The ends of the steps that are timed, or the seconds of the calls."""
+        self._retries = 0
         self._watch: Callable[[], float] | None = None
         self._windows: list[float] = []
         self.eager = eager
@@ -199,24 +133,53 @@ class Gate:
 
     def begin(self) -> float:
         """A step or call begins; the result is passed to ``end_eager`` or ``end_replay``."""
-        return self._timer.begin()
+        return 0.0 if self._loops else self._clock.rest()
+
+    def _end(self, start: float) -> float | None:
+        """A step or call has ended: seconds of one, once there were enough."""
+        if self._loops:
+            return self._end_lap()
+        self._times.append(self._clock.rest() - start)
+        if len(self._times) < STEPS:
+            return None
+        times, self._times = self._times, []
+        return median(times)
+
+    def _end_lap(self) -> float | None:
+        """A step of a loop has ended. Steps in a row are timed again if one took longer than all others together."""
+        if not self._times:
+            self._times = [self._clock.rest()]
+            return None
+        self._times.append(self._clock.now())
+        steps = ceil(STEPS / self._period) * self._period
+        if len(self._times) <= steps:
+            return None
+        ends, self._times = self._times, []
+        longest = max(end - start for start, end in pairwise(ends))
+        # Ranks have to come to their votes in the same steps.
+        if self._peers is None and self._retries < _WINDOWS - 1 and longest > _UNEVEN * (ends[-1] - ends[0]):
+            self._retries += 1
+            return None
+        self._retries = 0
+        return (self._clock.rest() - ends[0]) / steps
 
     def end_eager(self, start: float = 0.0) -> bool:
         """A step without graphplan has ended; whether its time is known now."""
         if self._skips > 1 or (self._skips and not self._loops):
             self._skips -= 1
             return False
-        self.eager = self._timer.end(start)
-        if self._watch is not None and not self._timer.is_running:
-            self.idle, self._watch = self._watch(), None
-        elif self._watch is None and self._timer.is_running:
+        self.eager = self._end(start)
+        is_running = self._loops and bool(self._times)
+        if self._watch is None and is_running:
             self._watch = self._clock.watch()
+        elif self._watch is not None and not is_running:
+            self.idle, self._watch = self._watch(), None
         return self.eager is not None
 
     def end_replay(self, start: float = 0.0) -> bool | None:
         """A replay has ended. True: replays pay; False: they do not; None: that is not known yet."""
         assert self.eager is not None
-        seconds = self._timer.end(start)
+        seconds = self._end(start)
         if seconds is None:
             return None
         self._windows.append(seconds)
@@ -232,7 +195,7 @@ class Gate:
 
     def cancel(self) -> None:
         """Begin to measure anew: something else has run."""
-        self._timer.cancel()
+        self._times = []
         if self._watch is not None:
             self._watch()
             self._watch = None

@@ -19,7 +19,7 @@ from torch.optim import AdamW, optimizer
 from graphplan import GraphedStep, SkipReason, graph_step, graphed
 from graphplan.backends import idleness
 from graphplan.backends.idleness import Idleness
-from graphplan.step.gate import AGAIN, SKIPPED, STEPS, Calls, Gate, Laps
+from graphplan.step.gate import AGAIN, SKIPPED, STEPS, Gate
 from tests.clocks import Clock, set_clock
 from tests.facts import assert_same, flatten
 from tests.models import descent
@@ -28,13 +28,14 @@ from tests.step.test_peers import Ranks
 TIMED = SKIPPED + STEPS
 
 
-def laps(clock: Clock, *steps: float, count: int = 5, retries: int = 2) -> list[float | None]:
-    """What is found at the ends of such steps."""
-    timer = Laps(clock, count, retries)  # type: ignore[arg-type]
-    found = [timer.end(timer.begin())]
+def laps(clock: Clock, *steps: float, **options: Any) -> list[float | None]:
+    """What is found at the ends of such eager steps, after the first two."""
+    gate = gate_of(clock, **options)
+    gate.end_eager()
+    found = [gate.eager if gate.end_eager() else None]
     for seconds in steps:
         clock.time += seconds
-        found.append(timer.end(timer.begin()))
+        found.append(gate.eager if gate.end_eager() else None)
     return found
 
 
@@ -48,20 +49,20 @@ def test_a_window_with_a_validation_in_it_is_timed_again() -> None:
     """But not for ever: a loop may do that every few steps."""
     found = laps(Clock(), 1, 1, 9, 1, 1, 1, 1, 1, 1, 1, 1)
     assert found == [None] * 11 + [1.0]
-    assert laps(Clock(), 1, 1, 9, 1, 1, retries=0)[-1] == 13 / 5
+    assert laps(Clock(), 1, 1, 9, 1, 1, peers=object())[-1] == 13 / 5
     assert laps(Clock(), *[1, 1, 9, 1, 1, 1] * 3)[-2] == 13 / 5
 
 
 def test_calls_are_timed_one_by_one() -> None:
     """Whatever comes between them; one that took long does not count for much."""
     clock, found = Clock(), []
-    timer = Calls(clock, 5)  # type: ignore[arg-type]
-    for seconds in (1.0, 1.0, 30.0, 2.0, 1.0):
-        start = timer.begin()
+    gate = gate_of(clock, loops=False)
+    for seconds in (9.0, 9.0, 1.0, 1.0, 30.0, 2.0, 1.0):
+        start = gate.begin()
         clock.time += seconds
-        found.append(timer.end(start))
+        found.append(gate.end_eager(start))
         clock.time += 100
-    assert found == [None] * 4 + [1.0]
+    assert (found, gate.eager) == ([False] * 6 + [True], 1.0)
 
 
 def gate_of(clock: Clock, eager: float = 1.0, least: float = 1.0, **options: Any) -> Gate:
