@@ -33,9 +33,9 @@ class GraphedStep(Method, CallLock, Reports):
     """A step that replays itself. Made by :func:`graph_step`.
 
     In a class it is a method: each instance has a step, and programs, of its own. Steps that are given the same
-    ``backends`` share memory; ``peers`` are other ranks that capture if this one does. Without ``compiles``,
-    ``options.compile`` is the caller's business. A ``gate`` that knows the eager time decides whether replays pay;
-    without one, the step times its first calls if its options ask for that, unless ``opens_gate`` is false.
+    ``backends`` share memory; ``peers`` are other ranks that capture if this one does. A ``gate`` that knows the eager
+    time decides whether replays pay. Without one, a step that ``is_alone`` times its first calls if its options ask for
+    that, and compiles its modules; otherwise both are the caller's business.
 
     Examples:
         >>> import torch
@@ -70,9 +70,8 @@ class GraphedStep(Method, CallLock, Reports):
         backends: Backends | None = None,
         peers: Peers | None = None,
         *,
-        compiles: bool = True,
         gate: Gate | None = None,
-        opens_gate: bool = True,
+        is_alone: bool = True,
     ) -> None:
         super().__init__()
         if not callable(fn):
@@ -81,9 +80,8 @@ class GraphedStep(Method, CallLock, Reports):
         self._be_method(fn)
         self._options, self._owners = options, owners
         self.machine = StateMachine(
-            fn, owners, options, backends, peers,
-            compiles=compiles, gate=gate, opens_gate=opens_gate, serve=self._call,
-        )  # fmt: skip
+            fn, owners, options, backends, peers, gate=gate, is_alone=is_alone, serve=self._call
+        )
         self.shapes = ShapeStats()
         self._padded = PaddedBatches(self.machine, self.shapes) if options.shapes == "bucket" else None
         self._serve = self.machine.serve if self._padded is None else self._padded.serve

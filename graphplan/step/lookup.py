@@ -10,7 +10,6 @@ from operator import is_not
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from graphplan.compare.comparing import Checks, facts_of, lie
@@ -54,8 +53,8 @@ class Lookup:
         self._managed.sharding.settle()
         while True:
             entry = self._entry(feed, base)
-            if entry.batch is not None:
-                # Others have its programs.
+            if entry.batch is not None or entry.refusal is not None:
+                # Others have its programs, or it has none.
                 return entry, None
             program = entry.select(self._managed.grad_presence)
             if program is None and entry.answers in entry.refused:
@@ -78,21 +77,22 @@ class Lookup:
     def _entry(self, feed: Feed, base: Entry | None) -> Entry:
         key = self._key(feed, self._managed.next_fingerprint())
         entry = self._programs.get(key)
-        if entry is None:
-            check_feed(feed, self._home())
-            if self._programs.knows(self.geometry(feed)):
-                self._stats.note(f"another program: {self._managed.why_changed()}", "guards")
-            wants_grad = any(leaf.requires_grad for _, leaf in feed.tensors())
-            made = Entry(wants_grad=wants_grad, warm=self._warmth(key))
-            if base is not None:
-                # It has warmed up for all ways that its batches may take.
-                made = Entry(wants_grad=wants_grad, warm=base.warm, settled=base.settled, takes_two=base.takes_two)
-                made.gate, made.is_decided = base.gate, base.is_decided
-            entry = self._programs.add(key, made)
-        elif entry.wants_grad:
+        if entry is None or entry.wants_grad:
             # Leaves of one key that ask for gradients may still differ in whether they have a grad_fn.
-            check_feed(feed, self._home())
-        return entry
+            check_feed(feed, self._runner.device if self._feed_device is None else None)
+        if entry is not None:
+            return entry
+        if self._programs.knows(self.geometry(feed)):
+            self._stats.note(f"another program: {self._managed.why_changed()}", "guards")
+        entry = Entry(wants_grad=any(leaf.requires_grad for _, leaf in feed.tensors()))
+        if base is None:
+            # Lightning moves a fit's first batch itself, and leaves the others: their first steps count for both.
+            entry.warm = min(self._programs.warmed.get(_anywhere(key), 0), self._warmup_steps - 1)
+        else:
+            # It has warmed up for all ways that its batches may take.
+            entry.warm, entry.settled, entry.takes_two = base.warm, base.settled, base.takes_two
+            entry.gate, entry.is_decided = base.gate, base.is_decided
+        return self._programs.add(key, entry)
 
     def _key(self, feed: Feed, fingerprint: int) -> Key:
         return (self.geometry(feed), self._modes.now(), fingerprint)
@@ -100,15 +100,6 @@ class Lookup:
     def geometry(self, feed: Feed) -> tuple[Any, ...]:
         """The feed's key and alignments; where tensors are moved to the step's device, that gives them new ones."""
         return (feed.key, () if self.is_moved else feed.alignments())
-
-    def _warmth(self, key: Key) -> int:
-        """Eager steps that count for a new key: those of the same feed on another device. Lightning moves a fit's first
-        batch itself, and leaves the others.
-        """
-        return min(self._programs.warmed.get(_anywhere(key), 0), self._warmup_steps - 1)
-
-    def _home(self) -> torch.device | None:
-        return None if self._feed_device is not None else self._runner.device
 
     def moved(self, feed: Feed) -> Feed:
         """The feed with its tensors on the step's device, if ``device=`` asks for that."""

@@ -13,29 +13,20 @@ from graphplan.environment.origin import watch
 from graphplan.errors import OptionError, PolicyError
 from graphplan.feed.call_arguments import hands_over
 from graphplan.specs.policy import Policy, check_mode
-from graphplan.step.buckets import Buckets, Ladders, check_shapes
+from graphplan.step.buckets import Buckets, Ladders, PadValue, check_shapes
 from graphplan.step.dimensions import Dims
-from graphplan.step.padding import PadValue
 from graphplan.verify.schedule import Schedule
 
 EagerIf = Callable[..., bool] | int | None
 _FLAGS = ("prepare_optimizers", "fuse_optimizer", "debug", "prefetch")
 
 
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_count(value: Any, least: int, kind: Any = int) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and value >= least
 
 
 def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
-
-
-def _names_arguments(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-
-
-def _is_speedup(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value >= 0)
 
 
 _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -46,9 +37,11 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("outputs", lambda value: value in ("clone", "static"), "'clone' or 'static'"),
     ("memory_budget", lambda value: value is None or _is_count(value, 1), "bytes, an int >= 1, or None"),
     ("on_failure", lambda value: value in ("raise", "eager"), "'raise' or 'eager'"),
-    ("compile", lambda value: _is_bool(value) or _names_arguments(value),
+    ("compile",
+     lambda value: _is_bool(value) or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value)),
      "True, False, or arguments of torch.compile by name, such as {'dynamic': False}"),
-    ("min_speedup", _is_speedup, "a number >= 0, or None for the backend's own"),
+    ("min_speedup", lambda value: value is None or _is_count(value, 0, int | float),
+     "a number >= 0, or None for the backend's own"),
     ("eager_if", lambda value: value is None or callable(value) or _is_count(value, 1),
      "a predicate, or n >= 1 for every n-th call"),
 )  # fmt: skip
@@ -257,11 +250,6 @@ class Options(StepOptions):
     def pads_rows(self) -> bool:
         """Whether a batch may have fewer rows than the step is given."""
         return self.buckets is not None and 0 in Ladders(self.buckets).dims
-
-    @property
-    def roles(self) -> Policy:
-        """The policy that holds."""
-        return self.policy or Policy.of_mode(self.mode)
 
     @property
     def feed_device(self) -> torch.device | None:

@@ -38,8 +38,6 @@ class PaddedBatches:
     """Serves the calls of one step at capture sizes. Raises OptionError if ranks train together."""
 
     def __init__(self, machine: StateMachine, shapes: ShapeStats) -> None:
-        options = machine.options
-        assert options.buckets is not None
         if machine.peers is not None:
             raise OptionError(
                 "shapes='bucket' is given where several ranks train together: a batch that is compared takes its step "
@@ -48,12 +46,9 @@ class PaddedBatches:
         self.shapes = shapes
         self._machine = machine
         self._runner = machine.runner
-        self._options = options
-        self._trains = options.mode == "train"
-        self.padding = Padding(
-            self._runner.fn, options.buckets, options.dynamic, options.pad, options.mask, options.feed_device,
-            self.shapes,
-        )  # fmt: skip
+        self._options = machine.options
+        self._trains = self._options.mode == "train"
+        self.padding = Padding(self._runner.fn, self._options, shapes)
         self._host_values = UnreadValues()
         self._calls = 0
         self._stopped_by: RefusalError | None = None

@@ -15,13 +15,13 @@ from graphplan.feed.buffers import Buffers
 from graphplan.feed.signature import Feed
 from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.program import Program
-from graphplan.step.buckets import Buckets, Ladders
+from graphplan.step.buckets import Ladders, PadValue
 from graphplan.step.capture_sizes import CaptureSize, ShapeStats
-from graphplan.step.dimensions import Dims, Dynamic, Place, outer_first
+from graphplan.step.dimensions import Dynamic, Place, outer_first
+from graphplan.step.options import Options
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result
 
-PadValue = float | int | bool
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _MOST_SHAPES = 65536
 _MOST_SIZES = 1024
@@ -65,33 +65,23 @@ class Kind:
 
 
 class Padding:
-    """Pads the calls of one function, on ``device`` if given, and remembers their kinds and capture sizes. Raises
-    OptionError for the name of an unknown argument.
+    """Pads the calls of one function, and remembers their kinds and capture sizes. Raises OptionError for the name of
+    an unknown argument.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        buckets: Buckets,
-        dynamic: Mapping[str, Dims] | None,
-        pad: PadValue | Mapping[str, PadValue],
-        mask: str | None,
-        device: torch.device | None,
-        stats: ShapeStats,
-    ) -> None:
-        self.ladders = Ladders(buckets)
-        self._dynamic = Dynamic(fn, dynamic)
+    def __init__(self, fn: Callable[..., Any], options: Options, stats: ShapeStats) -> None:
+        assert options.buckets is not None
+        self.ladders = Ladders(options.buckets)
+        self._dynamic = Dynamic(fn, options.dynamic)
         self._names = self._dynamic.names
-        self._pads: Mapping[str, PadValue] = pad if isinstance(pad, Mapping) else {}
-        self._default: PadValue = 0 if isinstance(pad, Mapping) else pad
+        self._mask, self._device, self._stats = options.mask, options.feed_device, stats
+        self._pads: Mapping[str, PadValue] = options.pad if isinstance(options.pad, Mapping) else {}
+        self._default: PadValue = 0 if isinstance(options.pad, Mapping) else options.pad
         for value in (*self._pads.values(), self._default):
             if not isinstance(value, bool | int | float):
                 raise OptionError(f"pad is {value!r}; expected a number, or numbers by name")
-        if mask is not None:
-            self._names.check([mask], "mask")
-        self._mask = mask
-        self._device = device
-        self._stats = stats
+        if self._mask is not None:
+            self._names.check([self._mask], "mask")
         self._buffers = Buffers()
         self._leases: dict[Any, Lease] = {}
         self._sizes: dict[Hashable, CaptureSize] = {}
@@ -102,9 +92,9 @@ class Padding:
         """Bytes of the memory that padded inputs lie in."""
         return self._buffers.nbytes
 
-    def kind(self, feed: Feed, next_check: int = 1, *, are_expected: bool = False) -> Kind | str:
-        """How calls like this one are padded, or why they fit no capture size. The padded call ``next_check`` of a new
-        capture size is checked; ``are_expected``: the call has to have all dimensions that have a ladder.
+    def kind(self, feed: Feed, *, are_expected: bool) -> Kind | str:
+        """How calls like this one are padded, or why they fit no capture size. ``are_expected``: the call has to have
+        all dimensions that have a ladder.
 
         Raises:
             OptionError: for a ladder that is of no use.
@@ -113,7 +103,7 @@ class Padding:
         if kind is not None:
             return kind
         places = self._places(feed, are_expected=are_expected)
-        return self._misfit(feed, places) or self._learn(feed, places, next_check)
+        return self._misfit(feed, places) or self._learn(feed, places)
 
     def _places(self, feed: Feed, *, are_expected: bool = False) -> list[Place]:
         """The dynamic dimensions with a ladder."""
@@ -141,7 +131,7 @@ class Padding:
         return None
 
     @torch.inference_mode(False)
-    def _learn(self, feed: Feed, places: Sequence[Place], next_check: int) -> Kind:
+    def _learn(self, feed: Feed, places: Sequence[Place]) -> Kind:
         """Allocate the memory for a new kind of calls."""
         roots, pads = self._names.roots(feed), self._names.values(feed, self._pads, "pad")
         true = {place: feed.leaves[place[0]].shape[place[1]] for place in places}
@@ -165,13 +155,13 @@ class Padding:
             make = lambda: torch.zeros(shape, dtype=torch.bool, device=where)  # noqa: E731
             whole = self._lease(("mask", shape, where), "the mask", make)
             mask = whole, whole[tuple(slice(true[index, dim]) for dim in masked)]
-        capture_size = self._size(feed, staged, next_check)
+        capture_size = self._size(feed, staged)
         if len(self._kinds) >= _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
         kind = self._kinds[feed.key] = Kind(capture_size, places, true, sizes, staged, own, rests, mask)
         return kind
 
-    def _size(self, feed: Feed, staged: Mapping[int, Tensor], next_check: int) -> CaptureSize:
+    def _size(self, feed: Feed, staged: Mapping[int, Tensor]) -> CaptureSize:
         """The capture size of calls that are padded to what is ``staged``."""
         others = [key for index, key in enumerate(feed.key[1:]) if index not in staged]
         key = (feed.key[0], *others, *((memory.shape, memory.dtype) for memory in staged.values()))
@@ -181,7 +171,7 @@ class Padding:
         if key not in self._sizes:
             if len(self._sizes) >= _MOST_SIZES:
                 del self._sizes[next(iter(self._sizes))]
-            self._sizes[key] = CaptureSize(next_check=next_check)
+            self._sizes[key] = CaptureSize()
         return self._sizes[key]
 
     def _memory(self, position: int, leaf: Tensor, dims: Mapping[int, int]) -> Tensor:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from graphplan.compare.comparing import Row
-from graphplan.errors import NotCapturedError, RecaptureError, RefusalError, SkipReason
+from graphplan.errors import NotCapturedError, RecaptureError, RefusalError
 from graphplan.feed.signature import Feed, first_difference, without_shapes
 from graphplan.observe.comparisons import Comparison, Computed
 from graphplan.owners.slots import Scalar
@@ -68,7 +68,7 @@ class Line:
 
 @dataclass(slots=True)
 class Entry:
-    """One key: what is known of its calls, and a line for each variant and outcome of comparisons.
+    """One ``key``: what is known of its calls, and a line for each variant and outcome of comparisons.
 
     ``since`` is the number of the lookup that made it, ``used`` that of the latest one that found it, ``called`` that
     of the latest call on its way to a program, ``waited`` how many such calls were eager since another key was further.
@@ -80,6 +80,7 @@ class Entry:
     the lines for these and for other answers, the latest ones last. Calls for answers that are ``refused`` are eager.
     """
 
+    key: Key = ()
     warm: int = 0
     since: int = 0
     used: int = 0
@@ -224,7 +225,6 @@ class Programs:
         self.attempts = 0
         """Calls on the way to a program that have returned."""
         self._served: set[Hashable] | None = None
-        self._refused: dict[Hashable, tuple[SkipReason, str]] = {}
         self._misses = self._paid = 0
         self._said = False
 
@@ -243,23 +243,24 @@ class Programs:
     def add(self, key: Key, entry: Entry) -> Entry:
         """Keep ``entry`` under ``key``, and under no other."""
         entry.since = entry.since or self._lookups + 1
-        for old in [old for old, known in self._entries.items() if known is entry]:
-            del self._entries[old]
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
         self._entries[key] = entry
+        entry.key = key
         self.touch(entry)
         if len(self._entries) > _KEYS_PER_GRAPH * self._options.max_graphs:
-            self._entries.pop(min(self._entries, key=lambda key: self._entries[key].used)).drop()
+            oldest = min(self._entries.values(), key=lambda entry: entry.used)
+            self._entries.pop(oldest.key).drop()
         self._let_go()
         return entry
 
     def _others(self, entry: Entry, *, of_shape: bool = False) -> list[Entry]:
         """Other entries of the same modes and fingerprint; ``of_shape``: that differ by shapes alone."""
-        own = next((key for key, known in self._entries.items() if known is entry), None)
-        if own is None:
-            return []
-        found = [(key, known) for key, known in self._entries.items() if key[1:] == own[1:] and known is not entry]
-        form = without_shapes(own[0][0])
-        return [known for key, known in found if not of_shape or without_shapes(key[0][0]) == form]
+        others = [other for other in self._entries.values() if other.key[1:] == entry.key[1:] and other is not entry]
+        if not of_shape:
+            return others
+        form = without_shapes(entry.key[0][0])
+        return [other for other in others if without_shapes(other.key[0][0]) == form]
 
     def other_shapes(self, entry: Entry) -> list[Entry]:
         """Entries of the same step that was fed tensors of other shapes, and nothing else that differs."""
@@ -320,7 +321,6 @@ class Programs:
         for entry in self._entries.values():
             entry.refusal = None
         self._served = None
-        self._refused.clear()
 
     def evict_for_memory(self, kept: Entry) -> int:
         """Drop the oldest generation of programs, unless it is ``kept``'s; how many entries lost theirs."""
@@ -345,7 +345,7 @@ class Programs:
         program = next(program for program in reversed(entry.programs()) if program.replays == 0)
         before = self._latest.pop(geometry, None)
         is_further = len(entry.programs()) > 1
-        was_captured = any(known.captured for key, known in self._entries.items() if key[0] == geometry)
+        was_captured = any(known.captured for known in self._entries.values() if known.key[0] == geometry)
         self._stats.recaptured += was_captured and not is_further
         entry.captured = True
         if before is not None:
@@ -389,32 +389,23 @@ class Programs:
 
     def _turn_others_away(self, why: str) -> None:
         """Serve only signatures that have programs, until one of these is no longer in use."""
-        served = self._captured()
+        served = {key for key, program in self._latest.items() if isinstance(program, Program) and program.is_open}
         if served and self._served is None:
             self._served = served
             self._stats.note(f"calls of further signatures are eager: {why}")
 
-    def _captured(self) -> set[Hashable]:
-        return {key for key, program in self._latest.items() if isinstance(program, Program) and program.is_open}
-
-    def turn_away(self, geometry: Hashable, error: RefusalError) -> bool:
-        """Have calls with such a feed be eager because of ``error``; whether others have programs."""
-        captured = self._captured()
-        if captured and geometry not in captured:
-            self._refused[geometry] = error.reason, str(error)
-        return bool(captured)
-
-    def turns_away(self, geometry: Hashable) -> tuple[SkipReason, str] | None:
-        """Why calls with such a feed are eager, without a lookup by key; None if they need not be."""
-        if self._served is not None and geometry not in self._served:
-            self._lookups += 1
-            if self._lookups >= self._until:
-                oldest = min((entry.used for entry in self._entries.values() if entry.programs()), default=0)
-                self._until = self._end_of_use(oldest)
-            if self._lookups < self._until:
-                return SkipReason.MAX_GRAPHS, ""
-            self._served, self._misses = None, 0
-        return self._refused.get(geometry)
+    def turns_away(self, geometry: Hashable) -> bool:
+        """Whether calls with such a feed are eager, without a lookup by key."""
+        if self._served is None or geometry in self._served:
+            return False
+        self._lookups += 1
+        if self._lookups >= self._until:
+            oldest = min((entry.used for entry in self._entries.values() if entry.programs()), default=0)
+            self._until = self._end_of_use(oldest)
+        if self._lookups < self._until:
+            return True
+        self._served, self._misses = None, 0
+        return False
 
     def check_churn(self) -> None:
         """Raise RecaptureError if captures follow each other without paying."""
@@ -436,8 +427,8 @@ class Programs:
             return None
         self._said = True
         signatures = len(self._entries)
-        before = sorted(self._entries, key=lambda key: self._entries[key].used)[-2:-1]
-        found = first_difference(feed, before[0][0][0]) if before else None
+        before = sorted(self._entries.values(), key=lambda entry: entry.used)[-2:-1]
+        found = first_difference(feed, before[0].key[0][0]) if before else None
         return NotCapturedError(
             f"no step was captured in {self._stats.calls} steps, though {needed} with one signature are enough: the "
             f"batches differ each time in shape, dtype, structure or Python values ({signatures} signatures so far"

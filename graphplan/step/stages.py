@@ -38,6 +38,7 @@ from graphplan.plan.plan import Plan
 from graphplan.program.capture import capture_program, outdated
 from graphplan.program.faults import is_steps_own, refusal_of
 from graphplan.program.program import Program
+from graphplan.specs.policy import Policy
 from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants
 from graphplan.step.compiled import Rehearsal, refuse_beside_compiled, refuse_graphs_within, uncompiled
 from graphplan.step.memory_budget import MemoryBudget
@@ -480,7 +481,7 @@ class Stages:
                 program = capture_program(
                     plan,
                     feed,
-                    policy=options.roles,
+                    policy=options.policy or Policy.of_mode(options.mode),
                     backend=backend,
                     buffers=self._buffers,
                     homes=ChainMap(*(dict(program.bindings.homes) for program in self._captured if program.is_open)),

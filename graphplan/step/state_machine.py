@@ -74,9 +74,8 @@ class StateMachine:
         backends: Backends | None,
         peers: Peers | None,
         *,
-        compiles: bool,
         gate: Gate | None,
-        opens_gate: bool,
+        is_alone: bool,
         serve: Serve,
     ) -> None:
         is_eager = options.backend == "eager"
@@ -84,9 +83,9 @@ class StateMachine:
         self.options, self.peers = options, peers
         self.managed = Managed(fn, owners, prepare=prepare, fuse=options.fuse_optimizer, trains=trains)
         named = [owner for owner in self.managed.owners.values() if isinstance(owner, nn.Module)]
-        if options.compile is not False and not named and compiles:
+        if options.compile is not False and not named and is_alone:
             raise OptionError("compile= is given without a module to compile; name it: owners={'model': model, ...}")
-        self.compiled = CompiledModules(named, compiles and not is_eager and options.compile)
+        self.compiled = CompiledModules(named, is_alone and not is_eager and options.compile)
         self.buffers = Buffers()
         self.runner = Runner(fn, self.managed, options.backend, backends or Backends())
         self.runner.stats.follow = options.mode == "train"
@@ -100,7 +99,7 @@ class StateMachine:
         self.replays = Replays(parts)
         self.lookup = Lookup(parts)
         self.fast_path = FastPath(self.managed, moved=self.lookup.is_moved)
-        self.timing: Timing = Timing(parts, gate=gate, opens=opens_gate, serve=serve, stand_down=self.stand_down)
+        self.timing: Timing = Timing(parts, gate=gate, opens=is_alone, serve=serve, stand_down=self.stand_down)
         self.calls = 0
         self.latest: Program | SkipReason | None = None
         """What ran in the latest call: a program, or Python, on the way to one (None) or for a reason."""
@@ -183,8 +182,8 @@ class StateMachine:
         if self.timing.begins(call.feed):
             return Skip(None, "", self._as_stock)
         self.managed.check_refusal()
-        turned_away = self.programs.turns_away(self.lookup.geometry(call.feed))
-        return None if turned_away is None else Skip(*turned_away, self._plainly)
+        is_turned_away = self.programs.turns_away(self.lookup.geometry(call.feed))
+        return Skip(SkipReason.MAX_GRAPHS, "", self._plainly) if is_turned_away else None
 
     def _by_entry(self, call: Call) -> Skip | None:
         """Reasons for calls of the same key. Finds the entry, and perhaps a program."""
@@ -344,23 +343,18 @@ class StateMachine:
     def _run_refused(self, error: RefusalError, call: Call) -> Any:
         """An eager call because of ``error``."""
         result = self._plainly(call, error.reason, str(error))
-        self._count_refused(error, call)
+        self._count_refused(error)
         return result
 
-    def _count_refused(self, error: RefusalError, call: Call) -> None:
+    def _count_refused(self, error: RefusalError) -> None:
         """Stand down after several refused calls in a row. A trace of one more signature is no progress: most likely it
         is refused as well.
         """
         progress = self.stats.captured + self.stats.replayed
         count = self._fruitless[0] + 1 if self._fruitless[1] == progress else 1
         self._fruitless = count, progress
-        if count >= _FRUITLESS and self.timing.down_because is None:
-            if call.is_flat:
-                serves_others = self.programs.turn_away(self.lookup.geometry(call.feed), error)
-            else:
-                serves_others = bool(self.programs.all())
-            if not serves_others:
-                self.stand_down(error.reason, str(error))
+        if count >= _FRUITLESS and self.timing.down_because is None and not self.programs.all():
+            self.stand_down(error.reason, str(error))
 
     def _replay(self, call: Call, program: Program) -> Any:
         entry, feed = call.entry, call.feed
@@ -421,7 +415,7 @@ class StateMachine:
             result = self.stages.advance(call)
             if self.stats.captured == captured:
                 if entry.refusal is not None:
-                    self._count_refused(entry.refusal, call)
+                    self._count_refused(entry.refusal)
                 return result
             self.programs.count_capture(entry, self.lookup.geometry(call.feed))
             cramped = self.memory.settle(entry, self.runner.backend)

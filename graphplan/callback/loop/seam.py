@@ -184,9 +184,8 @@ class Seam(ABC):
     def _make(self, owners: dict[str, Any]) -> GraphedStep:
         """A graphed step of what the seam stands for."""
         step = GraphedStep(
-            self._body, owners, self._options, self._backends, find_peers(), compiles=False, gate=self._gate(),
-            opens_gate=False,
-        )  # fmt: skip
+            self._body, owners, self._options, self._backends, find_peers(), gate=self._gate(), is_alone=False
+        )
         step.machine.refusals.escalates = self._escalates
         self._steps.append(step)
         return step
