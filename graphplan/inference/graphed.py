@@ -104,6 +104,10 @@ class Graphed(GraphedStep):
         self.pool = pool or options.pool or Pool()
         super().__init__(fn, owners_of(fn, options.owners), options.step, self.pool.backends)
         self._serving = options
+        serve = self._serve
+        self._serve = lambda args, kwargs: serve(
+            tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}
+        )
         self._dynamic = Dynamic(fn, options.dynamic)
         if isinstance(fn, nn.Module):
             self.__wrapped__ = fn
@@ -115,26 +119,16 @@ class Graphed(GraphedStep):
         return Graphed(MethodType(self._fn, instance), self._serving, self.pool)
 
     @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function: eagerly, traced, captured or replayed. Same results whichever it is.
-
-        Raises:
-            BusyError: from within a call of the same pool.
-            ClosedError: after :meth:`close`.
-            StaleError: for an argument that a later replay has overwritten (``outputs="static"``).
-            RefusalError: if the function cannot be replayed correctly (see ``on_failure``).
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call in the pool's turn. Raises BusyError from within a call of the same pool, and StaleError for an
+        argument that a later replay has overwritten (``outputs="static"``).
         """
-        stock = self.stock
-        if stock is not None:
-            return stock(args, kwargs)
         if runs_within_step():
             # Part of another step, which has it in its own recording.
             return self._fn(*args, **kwargs)
         self.pool.take(self.machine.runner.device)
         try:
-            return super().__call__(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
-        except Exception as error:  # noqa: BLE001 - raised again where it is the caller's
-            return self.recover(error, args, kwargs)
+            return super()._call(args, kwargs)
         finally:
             self.pool.give_back()
 
@@ -161,7 +155,7 @@ class Graphed(GraphedStep):
                 if found is not None:
                     break
                 with self.machine.timing.asked_for():
-                    super().__call__(*map_result(lambda tensor: tensor.clone(), args))
+                    super()._call(map_result(lambda tensor: tensor.clone(), args), {})
                 found = self.find_program(args)
             if found is None:
                 why = ", ".join(self.stats.reasons) or "nothing was refused"

@@ -117,14 +117,6 @@ class GraphedStep(Method, CallLock, Reports):
         method = MethodType(self._fn, instance)
         return type(self)(method, owners_of(method, self._owners), self._options)
 
-    def recover(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """End a call in which ``error`` came up around the step's own call. The caller's errors are raised again."""
-        refusal = self.machine.refusal_of(error)
-        if refusal is None:
-            raise error
-        with self._alone():
-            return self.machine.recover(refusal, args, kwargs)
-
     def find_program(self, args: tuple[Any, ...]) -> tuple[Program, Feed] | None:
         """The program that a call with ``args`` would replay now, and its feed; None if it would not replay one.
 
