@@ -27,7 +27,7 @@ _KINDS = 8
 """Kinds of calls with tensors of the same shapes that are remembered: as many as there are ways through a step by what
 it reads of its batch."""
 _SHAPES = 256
-"""Shapes whose kinds of calls are remembered."""
+"""Shapes of tensors in one layout whose kinds of calls are remembered."""
 _COMPARABLE = PLAIN_LEAVES | {type}
 """Types of leaves that are compared without code of their own; records hold classes, too."""
 
@@ -141,11 +141,15 @@ def _anywhere(key: Key) -> Key:
 
 
 class Layout:
-    """The containers and records of a call's arguments."""
+    """The containers and records of a call's arguments. ``calls`` are those known with it, by shapes of tensors, and
+    ``latest`` the one that was found last.
+    """
 
     def __init__(self, args: Sequence[Any]) -> None:
         self._structures = [flatten_arguments(arg)[1] for arg in args]
         self._is_flat = not any(self._structures)
+        self.calls: dict[Any, list[KnownCall]] = {}
+        self.latest: KnownCall | None = None
 
     def leaves(self, args: Sequence[Any]) -> list[Any] | None:
         """The leaves of ``args``, if they lie in such containers and records."""
@@ -165,7 +169,6 @@ class KnownCall:
     """One kind of call: leaves in a layout, each a tensor, a literal or a class.
 
     Attributes:
-        layout: the containers that the leaves lie in.
         entry, program: what the long way found for it.
         checks: compare everything with what it was in that call.
         variant: the gradients that were there on entry; None if the program serves whatever there is.
@@ -173,7 +176,6 @@ class KnownCall:
 
     def __init__(
         self,
-        layout: Layout,
         feed: Feed,
         entry: Entry,
         program: Program,
@@ -182,7 +184,6 @@ class KnownCall:
         variant: Variant | None,
         moved: bool,
     ) -> None:
-        self.layout = layout
         self.entry = entry
         self.program = program
         self.checks = checks
@@ -198,13 +199,12 @@ class KnownCall:
         # Where tensors are moved to the step's device, that gives them new alignments.
         self._units: list[int] = [1] * len(tensors) if moved else list(map(alignment_unit, tensors))
         self._alignments = [0] * len(tensors) if moved else list(feed.alignments())
-        others = [
-            (index, leaf)
+        self._adopted = list(program.inputs.adopted.items())
+        self._literals = [
+            (index, leaf, leaf_key(leaf))
             for index, leaf in enumerate(feed.leaves)
             if index not in feed.unread and not isinstance(leaf, Tensor)
         ]
-        self._adopted = list(program.inputs.adopted.items())
-        self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
 
     def take(self, search: Search) -> Sequence[Any] | None:
         """The leaves of a call with the same layout, if they are those of such a call; with what is read of the batch
@@ -248,8 +248,6 @@ class FastPath:
         self._moved = moved
         self._modes = managed.modes
         self._layouts: list[Layout] = []
-        self._known: dict[tuple[Layout, Any], list[KnownCall]] = {}
-        self._latest: KnownCall | None = None
 
     def find(self, args: Sequence[Any]) -> tuple[KnownCall, Sequence[Any]] | None:
         """A call like this one whose program may be replayed, and the leaves of this one."""
@@ -273,12 +271,12 @@ class FastPath:
             leaves = layout.leaves(args)
             if leaves is None:
                 continue
-            latest, search = self._latest, Search(leaves)
-            if latest is not None and latest.layout is layout and (taken := latest.take(search)) is not None:
+            latest, search = layout.latest, Search(leaves)
+            if latest is not None and (taken := latest.take(search)) is not None:
                 return latest, taken
-            for call in self._known.get((layout, _shapes(leaves)), ()):
+            for call in layout.calls.get(_shapes(leaves), ()):
                 if call is not latest and (taken := call.take(search)) is not None:
-                    self._latest = call
+                    layout.latest = call
                     return call, taken
         return None, None
 
@@ -302,22 +300,21 @@ class FastPath:
         leaves = layout.leaves(args)
         if leaves is None or any(map(is_not, leaves, feed.leaves)):
             return
-        call = KnownCall(layout, feed, entry, program, checks=checks, variant=variant, moved=self._moved)
+        call = KnownCall(feed, entry, program, checks=checks, variant=variant, moved=self._moved)
         search = Search(leaves)
         if call.take(search) is not None:
-            key = layout, _shapes(leaves)
-            others = [known for known in self._known.pop(key, ()) if known.take(search) is None]
-            self._known[key] = [call, *others][:_KINDS]
-            self._latest = call
-            if len(self._known) > _SHAPES:
-                del self._known[next(iter(self._known))]
+            shapes = _shapes(leaves)
+            others = [known for known in layout.calls.pop(shapes, ()) if known.take(search) is None]
+            layout.calls[shapes] = [call, *others][:_KINDS]
+            layout.latest = call
+            if len(layout.calls) > _SHAPES:
+                del layout.calls[next(iter(layout.calls))]
 
     def _layout(self, args: Sequence[Any]) -> Layout:
         """The layout of ``args``, which is known from now on; as many are as there may be kinds of calls."""
         layout = Layout(args)
         layout = next(filter(layout.is_like, self._layouts), layout)
         self._layouts = [layout, *(known for known in self._layouts if known is not layout)][:_KINDS]
-        self._known = {key: calls for key, calls in self._known.items() if key[0] in self._layouts}
         return layout
 
     def seconds(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> float | None:
@@ -327,11 +324,12 @@ class FastPath:
         found = self.find(args)
         taken = perf_counter() - start
         # As long as replays are timed, calls go the long way.
-        self._latest, self._known = None, {}
+        self._layouts = []
         return None if found is None else taken
 
     def forget(self) -> None:
         """Let go of programs that were closed."""
-        self._latest = None
-        alive = {shapes: [call for call in calls if call.program.is_open] for shapes, calls in self._known.items()}
-        self._known = {shapes: calls for shapes, calls in alive.items() if calls}
+        for layout in self._layouts:
+            layout.latest = None
+            alive = {key: [call for call in calls if call.program.is_open] for key, calls in layout.calls.items()}
+            layout.calls = {shapes: calls for shapes, calls in alive.items() if calls}
