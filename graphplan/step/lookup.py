@@ -175,14 +175,7 @@ class KnownCall:
     """
 
     def __init__(
-        self,
-        feed: Feed,
-        entry: Entry,
-        program: Program,
-        *,
-        checks: Any,
-        variant: Variant | None,
-        moved: bool,
+        self, feed: Feed, entry: Entry, program: Program, *, checks: Any, variant: Variant | None, moved: bool
     ) -> None:
         self.entry = entry
         self.program = program
