@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count, pairwise
 from math import ceil
 from statistics import median
@@ -118,9 +119,10 @@ class Gate:
         )  # fmt: skip
 
     @property
-    def replayed(self) -> float | None:
-        """Seconds per step with replays; None before they were measured."""
-        return min(self._windows, default=None)
+    def measured(self) -> dict[str, float]:
+        """Seconds per step, ``"eager"`` without graphplan and ``"replayed"``, as far as they are known."""
+        found = {"eager": self.eager, "replayed": min(self._windows, default=None)}
+        return {kind: seconds for kind, seconds in found.items() if seconds is not None}
 
     @property
     def is_busy(self) -> bool:
@@ -202,14 +204,12 @@ class Gate:
 
     def error(self, what: str, costs: str = "") -> SlowerError:
         """The error that says that replays of ``what`` do not pay."""
-        assert self.eager is not None
-        assert self.replayed is not None
-        unit = "step" if self._loops else "call"
+        eager, replayed = (self.measured[kind] * 1e6 for kind in ("eager", "replayed"))
         return SlowerError(
-            f"{what} was measured to take {self.eager * 1e6:.0f} µs per {unit} eagerly and {self.replayed * 1e6:.0f} "
-            f"µs with replays{costs}. Expected replays to be at least {self._least:g} times as fast. Look for what "
-            "the host does beside the replay, make batches smaller if the device is busy all the time, or pass "
-            "min_speedup=0, which keeps programs all the same"
+            f"{what} was measured to take {eager:.0f} µs per {'step' if self._loops else 'call'} eagerly and "
+            f"{replayed:.0f} µs with replays{costs}. Expected replays to be at least {self._least:g} times as fast. "
+            "Look for what the host does beside the replay, make batches smaller if the device is busy all the time, "
+            "or pass min_speedup=0, which keeps programs all the same"
         )
 
 
@@ -281,7 +281,7 @@ class Timing:
         self.opens = opens and gate is None
         self._again = AGAIN
         self._is_asked_for = False
-        self.way: Serve | None = None if gate is None else self._timed
+        self.way: Serve | None = None if gate is None else partial(self._timed, gate)
         self.stock: Stock | None = None
         self._reason: SkipReason | None = None
         self._detail = ""
@@ -333,41 +333,35 @@ class Timing:
     def _time_eager_calls(self, gate: Gate) -> None:
         self._gate = gate
         self._managed.release()
-        self.be_stock(None, ended=self._end_eager, failed=gate.cancel)
+        self.be_stock(None, ended=partial(self._end_eager, gate), failed=gate.cancel)
 
-    def _end_eager(self) -> None:
+    def _end_eager(self, gate: Gate) -> None:
         with self.having_run():
-            gate = self._gate
-            assert gate is not None
             if not gate.end_eager():
                 return
-            assert gate.eager is not None
-            self.take_counts().measured["eager"] = gate.eager
+            self.take_counts().measured = gate.measured
             self.stock = None
             if gate.is_busy and self._options.may_stay_eager:
-                self._stand_down(SkipReason.BUSY, "", every=self._again, ended=self._look_again)
+                self._stand_down(SkipReason.BUSY, "", every=self._again, ended=partial(self._look_again, gate))
             else:
                 self._managed.prepare()
-                self.way = self._timed
+                self.way = partial(self._timed, gate)
 
-    def _look_again(self) -> None:
+    def _look_again(self, gate: Gate) -> None:
         """Time eager calls anew: the device may not be busy all the time any more."""
-        assert self._gate is not None
         self.take_counts().note("timed again: the device was busy all the time")
         self._again *= 2
-        self._time_eager_calls(self._gate.again())
+        self._time_eager_calls(gate.again())
 
-    def _timed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _timed(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call during the measurement of replays."""
-        gate = self._gate
-        assert gate is not None
-        start = gate.begin()
+        way, start = self.way, gate.begin()
         try:
             result = self._serve(args, kwargs)
         except BaseException:
             gate.cancel()
             raise
-        if self.way != self._timed:
+        if self.way is not way:
             return result
         with self.having_run():
             pays = None
@@ -385,9 +379,7 @@ class Timing:
     def decide(self, gate: Gate, pays: bool) -> SlowerError | None:
         """Note what was measured; the error if replays do not pay."""
         stats = self.take_counts()
-        assert gate.eager is not None
-        assert gate.replayed is not None
-        stats.measured = {"eager": gate.eager, "replayed": gate.replayed}
+        stats.measured = gate.measured
         if pays:
             return None
         plan, own = self._runner.plan, stats.mean_us("steady") or 0.0

@@ -93,10 +93,8 @@ class Replays:
             PeerError: before anything runs, if another rank has found its program wrong, or cannot go on otherwise.
             CheckMemoryError: if the eager step has no room, and other ranks run it as well.
         """
-        device = self._runner.device
-        assert device is not None
         nbytes = program.count_state_bytes()
-        room, reason = find_room(nbytes, device, self._runner.backend.may_take)
+        room, reason = find_room(nbytes, program.plan.device, self._runner.backend.may_take)
         if program.plan.communicates:
             reason = self._ask_peers(reason)
         if room is None or reason:
@@ -112,7 +110,7 @@ class Replays:
                     program,
                     feed.leaves,
                     allow=self._options.allow,
-                    place=partial(self._place, nbytes, room),
+                    place=partial(self._place, program, nbytes, room),
                     on_any=self._on_any if program.plan.communicates else bool,
                     noise=self._noises.setdefault(program, Noise()),
                 )
@@ -191,13 +189,11 @@ class Replays:
             raise PeerError("another rank has left the check")
         return not is_none
 
-    def _place(self, nbytes: int, room: torch.device) -> torch.device:
+    def _place(self, program: Program, nbytes: int, room: torch.device) -> torch.device:
         """Where a check's next copy of ``nbytes`` goes: pinned memory, where not all have room on the device, costs ten
         times as much to allocate.
         """
-        device = self._runner.device
-        assert device is not None
-        return find_room(nbytes, device, self._runner.backend.may_take, copies=1)[0] or room
+        return find_room(nbytes, program.plan.device, self._runner.backend.may_take, copies=1)[0] or room
 
     def _unchecked(
         self, program: Program, feed: Feed, reason: str, *, is_needed: bool
