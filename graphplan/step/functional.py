@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -41,6 +42,7 @@ from graphplan.trace.records import Trace
 Owners = Mapping[str, Any] | Sequence[Any] | None
 
 
+@refusing()
 def compile_plan(
     fn: Callable[..., Any],
     *args: Any,
@@ -83,8 +85,20 @@ def compile_plan(
         OptionError: for a function that only begins something when it is called, such as a generator function.
         RefusalError: if the step cannot be replayed correctly.
     """
-    strong = lambda: fn  # noqa: E731
-    return _compile(fn, args, owners, restore, allow, prepare_optimizers, strong)
+    check_surroundings("a plan is compiled")
+    check_form(fn)
+    traces = _Traces(fn, args, owners, prepare=prepare_optimizers)
+    managed = traces.managed
+    try:
+        first, second = traces.two()
+        with managed.rates:
+            return build_plan(
+                first, second, traces.feed,
+                owners=lambda: managed.owners, function=lambda: fn, allow=allow, rates=managed.rates,
+            )  # fmt: skip
+    finally:
+        if restore:
+            traces.undo()
 
 
 class _Traces:
@@ -101,10 +115,16 @@ class _Traces:
         self._flags = Flags(walk, fed)
         self._found = self._flags.read()
 
-    def two(self, *, defers: bool = True) -> tuple[Trace, Trace]:
-        """Traces of two steps in a row, once all that the step's code names is known. ``defers``: reads of numbers wait
-        until values are needed.
-        """
+    def two(self) -> tuple[Trace, Trace]:
+        """Traces of two steps in a row. Reads of numbers wait until values are needed, if they can."""
+        try:
+            return self._two(defers=True)
+        except ReadSignal:
+            self.undo()
+            return self._two(defers=False)
+
+    def _two(self, *, defers: bool) -> tuple[Trace, Trace]:
+        """The traces, once all that the step's code names is known."""
         managed, self._defers = self.managed, defers
         self._records: list[Trace] = []
         walk = self._run(None, self._copy)
@@ -148,38 +168,6 @@ class _Traces:
         """What was not named is copied before its first run; its flags are already prepared, and stay so."""
         _, walk = come_to_rest({"": thing})
         self._snapshots.append(Snapshot(walk, without=LENT, within=True))
-
-
-@refusing()
-def _compile(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    owners: Owners,
-    restore: bool,
-    allow: Sequence[str],
-    prepare: bool,
-    function: Callable[[], Callable[..., Any]],
-    *,
-    weak: bool = False,
-) -> Plan:
-    check_surroundings("a plan is compiled")
-    check_form(fn)
-    traces = _Traces(fn, args, owners, prepare=prepare)
-    managed = traces.managed
-    try:
-        try:
-            first, second = traces.two()
-        except ReadSignal:
-            traces.undo()
-            first, second = traces.two(defers=False)
-        held = _weak_owners(managed.owners) if weak else lambda: managed.owners
-        with managed.rates:
-            return build_plan(
-                first, second, traces.feed, owners=held, function=function, allow=allow, rates=managed.rates
-            )
-    finally:
-        if restore:
-            traces.undo()
 
 
 def _weak_owners(owners: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
@@ -247,16 +235,21 @@ def compile_cached(
     key = (label, flatten(args, {}).key)
     if key not in plans:
         name = getattr(fn, "__qualname__", repr(fn))
-        plans[key] = _compile(
-            fn, args, owners, restore, allow, prepare_optimizers, lambda: _alive(function(), name), weak=True
+
+        def alive() -> Callable[..., Any]:
+            found: Callable[..., Any] | None = function()
+            if found is None:
+                raise ClosedError(
+                    f"the function {name} of this plan no longer exists; keep it, or compile the plan again"
+                )
+            return found
+
+        plan = compile_plan(
+            fn, *args, owners=owners, restore=restore, allow=allow, prepare_optimizers=prepare_optimizers
         )
+        weak = _weak_owners(plan.handles.owners())
+        plans[key] = replace(plan, handles=replace(plan.handles, owners=weak, function=alive))
     return plans[key]
-
-
-def _alive(fn: Any, name: str) -> Callable[..., Any]:
-    if fn is None:
-        raise ClosedError(f"the function {name} of this plan no longer exists; keep it, or compile the plan again")
-    return fn
 
 
 def make_backend(name: str, plan: Plan) -> Backend:

@@ -33,17 +33,13 @@ _COMPARABLE = PLAIN_LEAVES | {type}
 
 
 class Lookup:
-    """Looks up feeds for one step.
-
-    Attributes:
-        is_moved: whether what is fed may lie on another device than the step's, and is moved there.
-    """
+    """Looks up feeds for one step."""
 
     def __init__(self, parts: Parts) -> None:
         self._runner, self._managed, self._programs = parts.runner, parts.managed, parts.programs
         self._modes, self._stats = parts.managed.modes, parts.runner.stats
         self._warmup_steps, self._feed_device = parts.options.warmup_steps, parts.options.feed_device
-        self.is_moved = self._feed_device is not None and self._feed_device.type != "cpu"
+        self._moves = self._feed_device is not None and self._feed_device.type != "cpu"
 
     def find(self, feed: Feed, base: Entry | None = None) -> tuple[Entry, Program | None]:
         """The feed's entry, and its program if that is ready and fits. ``base`` is the entry of the feed without what
@@ -99,7 +95,7 @@ class Lookup:
 
     def geometry(self, feed: Feed) -> tuple[Any, ...]:
         """The feed's key and alignments; where tensors are moved to the step's device, that gives them new ones."""
-        return (feed.key, () if self.is_moved else feed.alignments())
+        return (feed.key, () if self._moves else feed.alignments())
 
     def moved(self, feed: Feed) -> Feed:
         """The feed with its tensors on the step's device, if ``device=`` asks for that."""
@@ -128,7 +124,7 @@ class Lookup:
     def keep(self, feed: Feed, entry: Entry) -> None:
         """Keep ``entry`` under the feed's new key, once a first step has made the owners known."""
         key = self._key(feed, self._managed.fingerprint())
-        if self.is_moved:
+        if self._moves:
             self._programs.warmed = {_anywhere(key): entry.warm}
         if self._programs.get(key) is None:
             self._programs.add(key, entry)
@@ -174,9 +170,7 @@ class KnownCall:
         variant: the gradients that were there on entry; None if the program serves whatever there is.
     """
 
-    def __init__(
-        self, feed: Feed, entry: Entry, program: Program, *, checks: Any, variant: Variant | None, moved: bool
-    ) -> None:
+    def __init__(self, feed: Feed, entry: Entry, program: Program, *, checks: Any, variant: Variant | None) -> None:
         self.entry = entry
         self.program = program
         self.checks = checks
@@ -189,9 +183,10 @@ class KnownCall:
         self._tensors = [index for index, _ in feed.tensors()]
         tensors = [leaf for _, leaf in feed.tensors()]
         self._fit = facts_of(tensors, placed=False).fit
-        # Where tensors are moved to the step's device, that gives them new alignments.
-        self._units: list[int] = [1] * len(tensors) if moved else list(map(alignment_unit, tensors))
-        self._alignments = [0] * len(tensors) if moved else list(feed.alignments())
+        (_, alignments), *_ = entry.key
+        # There are none where tensors are moved to the step's device.
+        self._units: list[int] = list(map(alignment_unit, tensors)) if alignments else [1] * len(tensors)
+        self._alignments = list(alignments) or [0] * len(tensors)
         self._adopted = list(program.inputs.adopted.items())
         self._literals = [
             (index, leaf, leaf_key(leaf))
@@ -234,11 +229,10 @@ def _shapes(leaves: Sequence[Any]) -> Any:
 
 
 class FastPath:
-    """The kinds of calls of one step that were replayed of late. ``moved``: what is fed may lie on another device."""
+    """The kinds of calls of one step that were replayed of late."""
 
-    def __init__(self, managed: Managed, *, moved: bool) -> None:
+    def __init__(self, managed: Managed) -> None:
         self._managed = managed
-        self._moved = moved
         self._modes = managed.modes
         self._layouts: list[Layout] = []
 
@@ -293,7 +287,7 @@ class FastPath:
         leaves = layout.leaves(args)
         if leaves is None or any(map(is_not, leaves, feed.leaves)):
             return
-        call = KnownCall(feed, entry, program, checks=checks, variant=variant, moved=self._moved)
+        call = KnownCall(feed, entry, program, checks=checks, variant=variant)
         search = Search(leaves)
         if call.take(search) is not None:
             shapes = _shapes(leaves)

@@ -98,7 +98,7 @@ class StateMachine:
         self.stages = Stages(parts, self.buffers, self.memory, self.unread)
         self.replays = Replays(parts)
         self.lookup = Lookup(parts)
-        self.fast_path = FastPath(self.managed, moved=self.lookup.is_moved)
+        self.fast_path = FastPath(self.managed)
         self.timing: Timing = Timing(parts, gate=gate, opens=is_alone, serve=serve, stand_down=self.stand_down)
         self.calls = 0
         self.latest: Program | SkipReason | None = None
