@@ -19,10 +19,10 @@ from graphplan.program.leases import plain
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.step.call_lock import runs_within_step
-from graphplan.step.dimensions import Dynamic
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.methods import owners_of
 from graphplan.step.options import Options, PlainOptions
+from graphplan.step.padding import Dynamic
 from graphplan.tensors.trees import map_result
 
 _MIB = 2**20

@@ -12,8 +12,8 @@ import torch
 from graphplan.errors import OptionError, SkipReason
 from graphplan.feed.signature import Feed
 from graphplan.step.buckets import Ladders
-from graphplan.step.dimensions import Dynamic, outer_first
 from graphplan.step.graphed_step import GraphedStep
+from graphplan.step.padding import Dynamic, outer_first
 
 Size = int | Mapping[int, int]
 _CALLS = 64

@@ -81,6 +81,7 @@ class Fit:
         return f"{len(self.sizes)} sizes {[*self.sizes]}: {100 * self.waste:.1f} % of the elements are padding"
 
 
+Dims = int | Sequence[int]
 PadValue = float | int | bool
 SHAPES = ("exact", "bucket")
 Buckets = Sequence[int] | Fit | Mapping[int, Sequence[int] | Fit]

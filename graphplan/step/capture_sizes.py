@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from graphplan.program.program import Program
-from graphplan.step.dimensions import Place
 from graphplan.tensors.trees import flatten_result, names_of, rebuilder, text_of
 from graphplan.verify.schedule import Timetable
 
+Place = tuple[int, int]
+"""The index of a leaf, and one of its dimensions."""
 Candidates = list[Place | None]
 """The dimensions of the feed that a dimension of a result may follow; None: its size is always the same."""
 

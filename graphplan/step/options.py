@@ -13,8 +13,7 @@ from graphplan.environment.origin import watch
 from graphplan.errors import OptionError, PolicyError
 from graphplan.feed.call_arguments import hands_over
 from graphplan.specs.policy import Policy, check_mode
-from graphplan.step.buckets import Buckets, Ladders, PadValue, check_shapes
-from graphplan.step.dimensions import Dims
+from graphplan.step.buckets import Buckets, Dims, Ladders, PadValue, check_shapes
 from graphplan.verify.schedule import Schedule
 
 EagerIf = Callable[..., bool] | int | None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,18 +17,118 @@ from graphplan.feed.buffers import Buffers
 from graphplan.feed.signature import Feed
 from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.program import Program
-from graphplan.step.buckets import Ladders, PadValue
-from graphplan.step.capture_sizes import CaptureSize, ShapeStats
-from graphplan.step.dimensions import Dynamic, Place, outer_first
+from graphplan.step.buckets import Dims, Ladders, PadValue
+from graphplan.step.capture_sizes import CaptureSize, Place, ShapeStats
 from graphplan.step.options import Options
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result
 
+Value = TypeVar("Value")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _MOST_SHAPES = 65536
 _MOST_SIZES = 1024
 _MOST_KINDS = 4096
 """Bounds of what is counted or remembered: each literal among the arguments makes another kind."""
+_STEP = re.compile(r"\[(?:'(?P<key>[^']*)'|[^\]]*)\]|\.(?P<attribute>\w+)")
+"""One step of a path into a container: ``['labels']``, ``[0]`` or ``.labels``."""
+
+
+def outer_first(tensor: Tensor) -> tuple[int, ...]:
+    """Dimensions in memory order; a copy that keeps it keeps the memory format."""
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim)))
+
+
+class Dynamic:
+    """The dynamic dimensions of a function's arguments, and other options by the names of its parameters and of what
+    lies in the containers that they are given.
+
+    Args:
+        fn: the function.
+        dims: dimensions by name (see :meth:`values`); by default all but the last, or the only one.
+
+    Raises:
+        OptionError: for something that is no dimension.
+    """
+
+    def __init__(self, fn: Callable[..., Any], dims: Mapping[str, Dims] | None) -> None:
+        if dims is not None and not isinstance(dims, Mapping):
+            raise OptionError(
+                f"dynamic is {dims!r}; expected dimensions by the name of an argument, such as {{'x': (0, 1)}}"
+            )
+        self._dims = {name: _parse(name, value) for name, value in (dims or {}).items()}
+        forward = getattr(fn, "forward", None)
+        try:
+            parameters = list(inspect.signature(forward if callable(forward) else fn).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._positional = [parameter.name for parameter in parameters if parameter.kind in positional]
+        self._rest = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), "")
+        self._open = not parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        self._all = [parameter.name for parameter in parameters]
+        self._known: dict[Hashable, list[tuple[str, ...]]] = {}
+        self._checked: set[str] = set()
+
+    def check(self, names: Iterable[str], option: str, others: Iterable[str] = ()) -> None:
+        """Raise OptionError for a name that is neither a parameter nor among ``others``."""
+        known = dict.fromkeys([*self._all, *others])
+        unknown = [name for name in names if name not in known]
+        if unknown and not self._open:
+            raise OptionError(f"{option} names {unknown[0]!r}; expected one of: {', '.join(known)}")
+
+    def roots(self, feed: Feed) -> list[str]:
+        """For each leaf of a call, the name of its parameter."""
+        return [names[-1] for names in self._names(feed)]
+
+    def _names(self, feed: Feed) -> list[tuple[str, ...]]:
+        """The names of each leaf, closest first: ``batch['labels']``, ``labels``, ``batch``."""
+        key = feed.key[0]
+        if key not in self._known:
+            self._known[key] = [self._all_of(path) for path in feed.names()]
+        return self._known[key]
+
+    def _all_of(self, path: str) -> tuple[str, ...]:
+        kind, _, rest = path.partition("[")
+        inner, _, within = rest.partition("]")
+        if kind == "kwargs":
+            root = inner.strip("'\"")
+        else:
+            index = int(inner)
+            root = self._positional[index] if index < len(self._positional) else self._rest
+        names = [root]
+        for step in _STEP.finditer(within):
+            names += filter(None, (step["key"] or step["attribute"], root + within[: step.end()]))
+        return tuple(reversed(names))
+
+    def values(self, feed: Feed, by_name: Mapping[str, Value], option: str) -> list[Value | None]:
+        """The value for each leaf, by its closest name, or None; OptionError for a name that no leaf has.
+
+        A name is that of a parameter, a key or attribute within it (``labels``), or a path (``batch['labels']``).
+        """
+        found = self._names(feed)
+        if option not in self._checked:
+            self.check(by_name, option, (name for names in found for name in names[::-1]))
+            self._checked.add(option)
+        return [next((by_name[name] for name in names if name in by_name), None) for names in found]
+
+    def of(self, feed: Feed) -> list[Place]:
+        """The dynamic dimensions of a call's tensors."""
+        given = self.values(feed, self._dims, "dynamic")
+        places = []
+        for index, leaf in feed.tensors():
+            default = range(leaf.ndim - 1) if leaf.ndim > 1 else range(leaf.ndim)
+            dims = given[index]
+            places += [(index, dim) for dim in (default if dims is None else dims) if dim < leaf.ndim]
+        return places
+
+
+def _parse(name: str, value: Any) -> tuple[int, ...]:
+    dims = (value,) if isinstance(value, int) else value
+    good = isinstance(dims, Sequence) and not isinstance(dims, str)
+    if not good or not all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for dim in dims):
+        raise OptionError(f"dynamic[{name!r}] is {value!r}; expected a dimension or several, counted from 0")
+    return tuple(dims)
 
 
 @dataclass(slots=True)
@@ -73,7 +175,6 @@ class Padding:
         assert options.buckets is not None
         self.ladders = Ladders(options.buckets)
         self._dynamic = Dynamic(fn, options.dynamic)
-        self._names = self._dynamic.names
         self._mask, self._device, self._stats = options.mask, options.feed_device, stats
         self._pads: Mapping[str, PadValue] = options.pad if isinstance(options.pad, Mapping) else {}
         self._default: PadValue = 0 if isinstance(options.pad, Mapping) else options.pad
@@ -81,7 +182,7 @@ class Padding:
             if not isinstance(value, bool | int | float):
                 raise OptionError(f"pad is {value!r}; expected a number, or numbers by name")
         if self._mask is not None:
-            self._names.check([self._mask], "mask")
+            self._dynamic.check([self._mask], "mask")
         self._buffers = Buffers()
         self._leases: dict[Any, Lease] = {}
         self._sizes: dict[Hashable, CaptureSize] = {}
@@ -133,7 +234,7 @@ class Padding:
     @torch.inference_mode(False)
     def _learn(self, feed: Feed, places: Sequence[Place]) -> Kind:
         """Allocate the memory for a new kind of calls."""
-        roots, pads = self._names.roots(feed), self._names.values(feed, self._pads, "pad")
+        roots, pads = self._dynamic.roots(feed), self._dynamic.values(feed, self._pads, "pad")
         true = {place: feed.leaves[place[0]].shape[place[1]] for place in places}
         sizes = {place: self.ladders.round_up(place[1], size) or 0 for place, size in true.items()}
         staged, own, rests = {}, {}, []
@@ -217,7 +318,7 @@ class Padding:
         args, kwargs = feed.given or feed.rebuild(feed.leaves)
         kind = self._kinds.get(feed.key)
         places = [] if self._mask is None else self._places(feed) if kind is None else kind.places
-        if self._mask is None or not places or self._mask in self._names.roots(feed):
+        if self._mask is None or not places or self._mask in self._dynamic.roots(feed):
             return args, dict(kwargs)
         index, dims = _masked(places)
         shape = [feed.leaves[index].shape[dim] for dim in dims]
@@ -240,11 +341,6 @@ class PaddedCall:
         self.kind.size.slicer.meet(leaves, structure, self.kind.sizes)
         return leaves
 
-    def mutated(self) -> list[int]:
-        """The padded leaves that the function has written to."""
-        staged = zip(self.kind.staged.items(), self._versions, strict=True)
-        return [index for (index, memory), version in staged if memory._version != version]
-
     def hand_back(self, program: Program | None) -> None:
         """Copy what the function has written to its padded arguments to the caller's, unless ``program`` has lent their
         memory and now has its results there.
@@ -252,8 +348,8 @@ class PaddedCall:
         lent = set() if program is None else {storage_id(lease.tensor) for lease in program.outputs.lent}
         self._gone = {index for index, leaf in self.feed.tensors() if storage_id(leaf) in lent} if lent else set()
         with torch.no_grad():
-            for index in self.mutated():
-                if index not in self._gone:
+            for (index, memory), version in zip(self.kind.staged.items(), self._versions, strict=True):
+                if memory._version != version and index not in self._gone:
                     self.feed.leaves[index].copy_(self.kind.own[index])
 
     def cut(self, leaves: Sequence[Any]) -> Any:
