@@ -57,15 +57,20 @@ class ShapeStats:
         return {**counts, **sets, "padding": self.padding}
 
 
-class Slicer:
-    """What is known of the results at one capture size.
+class CaptureSize:
+    """One capture size: its results, its padded calls so far, and which of them is checked next.
 
     A dimension of a result that is as large as a padded dimension of the feed may follow it, or be so by chance. If the
     two differ for a call, it is made unpadded too, which tells. ``known`` has the candidates of each dimension of each
-    result; it is a new list if the results have another structure.
+    result; it is a new list if the results have another structure. ``checked`` are programs that ran after a
+    comparison.
     """
 
     def __init__(self) -> None:
+        self.calls = 0
+        self.next_check = 1
+        self.timetable: Timetable | None = None
+        self.checked: WeakSet[Program] = WeakSet()
         self.known: list[list[Candidates]] | None = None
         self._structure: Any = None
         self._shapes: list[Any] = []
@@ -142,20 +147,6 @@ class Slicer:
                     leaf = leaf if leaf.shape[dim] == size else leaf.narrow(dim, 0, size)
             parts.append(leaf)
         return self._rebuild(parts)
-
-
-@dataclass(slots=True)
-class CaptureSize:
-    """One capture size: its results, its padded calls so far, and which of them is checked next.
-
-    ``checked`` are programs that ran after a comparison.
-    """
-
-    slicer: Slicer = field(default_factory=Slicer)
-    calls: int = 0
-    next_check: int = 1
-    timetable: Timetable | None = None
-    checked: WeakSet[Program] = field(default_factory=WeakSet)
 
 
 def _describe(tensor: Tensor) -> str:

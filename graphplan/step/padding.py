@@ -160,9 +160,9 @@ class Kind:
     @property
     def is_sure(self) -> bool:
         """Return True if enough is known to cut the results of these calls."""
-        slicer = self.size.slicer
-        if slicer.known is None or self._sure_of is not slicer.known:
-            self._sure_of = slicer.known if slicer.is_sure(self.true, self.sizes) else None
+        size = self.size
+        if size.known is None or self._sure_of is not size.known:
+            self._sure_of = size.known if size.is_sure(self.true, self.sizes) else None
         return self._sure_of is not None
 
 
@@ -338,7 +338,7 @@ class PaddedCall:
         """The leaves of the padded result, of which the capture size learns."""
         self.kind.size.calls += self.kind.is_padded
         leaves, structure = flatten_result(result)
-        self.kind.size.slicer.meet(leaves, structure, self.kind.sizes)
+        self.kind.size.meet(leaves, structure, self.kind.sizes)
         return leaves
 
     def hand_back(self, program: Program | None) -> None:
@@ -354,7 +354,7 @@ class PaddedCall:
 
     def cut(self, leaves: Sequence[Any]) -> Any:
         """The results at their true sizes, none of them in memory that the next call overwrites."""
-        return self.kind.size.slicer.cut(list(map(self._handed_on, leaves)), self.kind.true)
+        return self.kind.size.cut(list(map(self._handed_on, leaves)), self.kind.true)
 
     def _handed_on(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, StaticOutput):

@@ -182,7 +182,7 @@ class PaddingCheck:
             )
 
     def _compare(self, padded: Feed, kind: Kind) -> list[str]:
-        names, slicer = self._feed.names(), kind.size.slicer
+        names, size = self._feed.names(), kind.size
         came = self._rehearse(self._feed, {names[index]: self._feed.leaves[index] for index in kind.own})
         try:
             own = self._rehearse(padded, {names[index]: part for index, part in kind.own.items()})
@@ -191,8 +191,8 @@ class PaddingCheck:
         except Exception as error:  # noqa: BLE001 - whatever padding makes of the user's code
             return [f"the padded step raises {type(error).__name__}: {error}"]
         leaves, structure = flatten_result(own.result)
-        slicer.meet(leaves, structure, kind.sizes)
-        problems, parts = slicer.learn(came.result, leaves, kind.true)
+        size.meet(leaves, structure, kind.sizes)
+        problems, parts = size.learn(came.result, leaves, kind.true)
         problems += map(str, differing_values(own.values, came.values, _SIDES))
         left = {path: tensor for path, tensor in own.tensors.items() if path not in own.names} | parts
         explained = came.names - parts.keys()
