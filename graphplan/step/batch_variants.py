@@ -10,7 +10,7 @@ from torch import Tensor
 from graphplan.errors import HostSyncError
 from graphplan.feed.call_arguments import BATCH_READS
 from graphplan.feed.signature import Feed, flatten, leaf_key
-from graphplan.trace.batch_reads import BatchReads, Search
+from graphplan.trace.batch_reads import BatchReads, Search, reads_in
 
 _MOST = 8
 """Maximum ways through a step, by what it reads of its batch. To find that a batch takes none of them costs more with
@@ -80,6 +80,12 @@ class BatchVariants:
                 return _extended(feed, reads, tensors)
         self._misses += 1
         return None
+
+
+def reads_of(feed: Feed) -> BatchReads | None:
+    """What was read of the batch before the call of ``feed``, if anything was."""
+    found = None if feed.given is None else reads_in(feed.given[1])
+    return None if found is None else found[0]
 
 
 def _extended(feed: Feed, reads: BatchReads, tensors: Sequence[Tensor]) -> Feed:

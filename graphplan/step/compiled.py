@@ -58,7 +58,8 @@ def refuse_graphs_within(
         original = getattr(value, "_orig_mod", None) or getattr(value, "_torchdynamo_orig_callable", None) or value
         contexts[id(value)] = _context_of(value), getattr(original, "__qualname__", type(original).__name__)
     for context, name in contexts.values():
-        if _captures_itself(context):
+        config = getattr(context, "compiler_config", None) or {}
+        if config.get("triton.cudagraphs") or any("cudagraphs" in backend for backend in _backend_names(context)):
             raise CaptureError(
                 f"torch.compile gave {name} CUDA graphs of its own (mode='reduce-overhead' or 'max-autotune', the "
                 "option triton.cudagraphs, or backend='cudagraphs'), and a CUDA graph cannot contain others. Compile "
@@ -72,12 +73,6 @@ def _context_of(compiled: Any) -> Any:
     call = getattr(compiled, "_compiled_call_impl", None) or compiled
     get_config = getattr(call, "get_compiler_config", None)
     return None if get_config is None else inspect.getclosurevars(get_config).nonlocals.get("self")
-
-
-def _captures_itself(context: Any) -> bool:
-    config = getattr(context, "compiler_config", None)
-    graphs = any("cudagraphs" in name for name in _backend_names(context))
-    return graphs or bool(config and config.get("triton.cudagraphs"))
 
 
 def _backend_names(context: Any) -> Iterator[str]:
@@ -133,15 +128,13 @@ class Rehearsal:
         """Raise CaptureError, naming the first tensor that ``fn`` has left otherwise now."""
         paths = differing(self._left, self._tensors(result))
         if paths:
+            by_optimizer = all(isinstance(part, torch.optim.Optimizer) for part in _compiled(self._walk(), fn))
             raise CaptureError(
                 f"the step runs code that torch.compile compiled, and the tape records what it is made of: that leaves "
                 f"another {paths[0]} than the compiled code does. On the CPU, compile with backend='aot_eager' or not "
                 "at all, or pass backend='eager'",
-                component="optimizer" if self._only_optimizers(fn) else "step",
+                component="optimizer" if by_optimizer else "step",
             )
-
-    def _only_optimizers(self, fn: Callable[..., Any]) -> bool:
-        return all(isinstance(part, torch.optim.Optimizer) for part in _compiled(self._walk(), fn))
 
 
 def _from_the_top() -> AbstractContextManager[Any]:

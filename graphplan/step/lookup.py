@@ -16,12 +16,13 @@ from graphplan.compare.comparing import Checks, facts_of, lie
 from graphplan.environment.collector import no_collections
 from graphplan.feed.signature import Feed, alignment_unit, check_feed, key_anywhere, leaf_key
 from graphplan.program.program import Program
+from graphplan.step.batch_variants import reads_of
 from graphplan.step.managed import Managed
 from graphplan.step.programs import Entry, Key, Variant
 from graphplan.step.runner import Parts
 from graphplan.tensors.attributes import attributes_on
 from graphplan.tensors.trees import PLAIN_LEAVES, flatten_arguments, take_leaves
-from graphplan.trace.batch_reads import Search, reads_in
+from graphplan.trace.batch_reads import Search
 
 _KINDS = 8
 """Kinds of calls with tensors of the same shapes that are remembered: as many as there are ways through a step by what
@@ -175,9 +176,7 @@ class KnownCall:
         self.program = program
         self.checks = checks
         self.variant = variant
-        given = {} if feed.given is None else feed.given[1]
-        found = reads_in(given)
-        self._reads = None if found is None else found[0]
+        self._reads = reads_of(feed)
         self._kinds = list(map(type, feed.leaves))
         # Only facts of the tensors are kept, not the tensors: they are a batch.
         self._tensors = [index for index, _ in feed.tensors()]

@@ -39,13 +39,12 @@ from graphplan.program.capture import capture_program, outdated
 from graphplan.program.faults import is_steps_own, refusal_of
 from graphplan.program.program import Program
 from graphplan.specs.policy import Policy
-from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants
+from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants, reads_of
 from graphplan.step.compiled import Rehearsal, refuse_beside_compiled, refuse_graphs_within, uncompiled
 from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.programs import Entry, Line
 from graphplan.step.runner import Parts
 from graphplan.tensors.trees import flatten_result
-from graphplan.trace.batch_reads import BatchReads, reads_in
 from graphplan.trace.batch_recorder import BatchRecorder, recorder_of
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.records import Trace, collect
@@ -182,18 +181,18 @@ class Stages:
             refuse_graphs_within(call.walk, self._runner.fn, self._runner.device, self._managed.compiled)
             return self._attempt(call)
         except ReadSignal as signal:
-            if not signal.indices:
+            if signal.indices:
+                self._unread.mark(feed, signal.indices)
+                # Later calls have keys with more in them.
+                entry.drop()
+                entry.warm = entry.eager_calls = 0
+            else:
                 call.line.traces = []
                 entry.warm = min(entry.warm, self._options.warmup_steps - 1)
-                # An error of the step's own comes out here, too.
-                result = self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
-                self._defers = False
-                return result
-            self._unread.mark(feed, signal.indices)
-            # Later calls have keys with more in them.
-            entry.drop()
-            entry.warm = entry.eager_calls = 0
-            return self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
+            # An error of the step's own comes out here, too.
+            result = self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
+            self._defers &= bool(signal.indices)
+            return result
         except Exception as error:
             refusal = error if isinstance(error, RefusalError) else refusal_of(error)
             if refusal is None:
@@ -232,7 +231,7 @@ class Stages:
         """Drop a plan whose Python values have changed since its traces, or where the owners' tensors that are read
         before the step are in other places.
         """
-        entry, line, found = call.entry, call.line, _reads_of(call)
+        entry, line, found = call.entry, call.line, reads_of(call.feed)
         if found is not None:
             found.is_outdated |= not found.is_in(call.walk.slots)
         if line.plan is None:
@@ -356,7 +355,7 @@ class Stages:
 
     def _take_reads(self, call: Call, batch: BatchRecorder, facts: Trace) -> bool:
         """Take in what a trace has read of its batch. False if other traces have to follow, with that read before."""
-        reads, found = batch.reads(), _reads_of(call)
+        reads, found = batch.reads(), reads_of(call.feed)
         if found is not None and (found.is_outdated or batch.is_outdated or reads is None):
             found.is_outdated = True
             return False
@@ -513,12 +512,6 @@ class Stages:
         self._managed.refresh()
         self._managed.captured()
         self._stats.end_call("captured")
-
-
-def _reads_of(call: Call) -> BatchReads | None:
-    """What was read before a call, if anything was."""
-    found = reads_in(call.feed.given[1]) if call.feed.given is not None else None
-    return None if found is None else found[0]
 
 
 def _omissions(facts: Trace, allow: Sequence[str]) -> Iterator[str]:
