@@ -196,7 +196,7 @@ def compile_cached(
     allow: Sequence[str] = (),
     prepare_optimizers: bool = True,
 ) -> Plan:
-    """Compile a plan once per function and feed signature; see :func:`compile_plan`.
+    """Compile a plan once per function and feed signature; see :func:`compile_plan`, also for its errors.
 
     Plans are kept by the identity of the function object, those of a bound method by its ``self`` and its function,
     both weakly: two instances of a class never share a plan, an ``id`` that is reused finds nothing, and a cached plan
@@ -218,13 +218,6 @@ def compile_cached(
         restore: whether to undo these steps.
         allow: paths of Python effects that replays may leave out.
         prepare_optimizers: whether optimizers may be made capturable.
-
-    Returns:
-        The plan.
-
-    Raises:
-        OptionError: for a function that only begins something when it is called, such as a generator function.
-        RefusalError: if the step cannot be replayed correctly.
     """
     function: Callable[[], Any]
     if isinstance(fn, MethodType):

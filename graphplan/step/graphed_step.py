@@ -11,7 +11,6 @@ from typing_extensions import override
 from graphplan.compare import building as native
 from graphplan.compare.comparing import Tensors
 from graphplan.errors import GraphPlanError, OptionError, SkipReason
-from graphplan.feed.signature import Feed
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.report.figures import Figures, describe_program
@@ -116,15 +115,6 @@ class GraphedStep(Method, CallLock, Reports):
     def _bound_to(self, instance: Any) -> GraphedStep:
         method = MethodType(self._fn, instance)
         return type(self)(method, owners_of(method, self._owners), self._options)
-
-    def find_program(self, args: tuple[Any, ...]) -> tuple[Program, Feed] | None:
-        """The program that a call with ``args`` would replay now, and its feed; None if it would not replay one.
-
-        Raises:
-            RefusalError: for arguments that no program could take.
-        """
-        with self._alone():
-            return self.machine.find_program(args)
 
     def invalidate(self, why: str) -> None:
         """Drop every program; the next calls trace and capture again. ``why`` goes into the report.
