@@ -11,6 +11,7 @@ from graphplan.environment.devices import is_accelerator
 from graphplan.errors import MemoryBudgetError
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
+from graphplan.program.program import Program
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.programs import Entry, Programs
@@ -64,11 +65,10 @@ class MemoryBudget:
         entry.refusal = error
         return error
 
-    def settle(self, entry: Entry, backend: Backend) -> MemoryBudgetError | None:
-        """After a capture, drop what is over the budget in fact, and give unused memory back to the device."""
+    def settle(self, entry: Entry, latest: Program, backend: Backend) -> MemoryBudgetError | None:
+        """After the ``latest`` capture, drop what is over the budget in fact, and give unused memory back."""
         error = None
         if self._budget is not None:
-            latest = entry.programs()[-1]
             while self._programs.nbytes > self._budget and self._programs.evict_for_memory(entry):
                 pass
             group = sum(program.nbytes for program in self._programs.all() if program.generation == latest.generation)

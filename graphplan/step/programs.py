@@ -340,9 +340,9 @@ class Programs:
             self._stats.note("evicted: more bytes than memory_budget")
         return len(losers)
 
-    def count_capture(self, entry: Entry, geometry: Hashable) -> None:
+    def count_capture(self, entry: Entry, program: Program) -> None:
         """Note a capture, and whether the one before it for such a feed has paid; evict what is too many."""
-        program = next(program for program in reversed(entry.programs()) if program.replays == 0)
+        geometry = entry.key[0]
         before = self._latest.pop(geometry, None)
         is_further = len(entry.programs()) > 1
         was_captured = any(known.captured for known in self._entries.values() if known.key[0] == geometry)

@@ -417,13 +417,14 @@ class StateMachine:
                 if entry.refusal is not None:
                     self._count_refused(entry.refusal)
                 return result
-            self.programs.count_capture(entry, self.lookup.geometry(call.feed))
-            cramped = self.memory.settle(entry, self.runner.backend)
+            program = call.line.program
+            assert program is not None
+            self.programs.count_capture(entry, program)
+            cramped = self.memory.settle(entry, program, self.runner.backend)
             if cramped is not None:
                 self.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
             self.fast_path.forget()
-            program = entry.select(self.managed.grad_presence)
-            if program is not None:
+            if program.is_open:
                 program.bindings.note_companions()
             self.stats.bytes_static = self.buffers.nbytes + self.programs.nbytes + self.programs.staged_bytes
         return result
