@@ -54,7 +54,11 @@ BEFORE = {
                "step.managed:trace"],
 }  # fmt: skip
 PLACES = [(shapes, place) for shapes, places in BEFORE.items() for place in places]
-AFTER = ["step.capture_sizes:CaptureSize.meet", "step.capture_sizes:CaptureSize.cut", "step.padding:PaddedCall._handed_on"]
+AFTER = [
+    "step.capture_sizes:CaptureSize.meet",
+    "step.capture_sizes:CaptureSize.cut",
+    "step.padding:PaddedCall._handed_on",
+]
 
 
 def _graphed(shapes: str, on_failure: str, **options: Any) -> tuple[Decoder, Graphed]:
