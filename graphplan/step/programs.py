@@ -292,11 +292,6 @@ class Programs:
         """Bytes that the programs compute in."""
         return sum(program.nbytes for program in self.all())
 
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of the buffers that inputs of programs are staged in."""
-        return sum(program.inputs.staged_bytes for program in self.all())
-
     def drop(self, entry: Entry, reason: str) -> None:
         """Close one entry's programs because of ``reason``."""
         self._stats.note(f"recapture: {reason}", "recaptures")

@@ -426,7 +426,8 @@ class StateMachine:
             self.fast_path.forget()
             if program.is_open:
                 program.bindings.note_companions()
-            self.stats.bytes_static = self.buffers.nbytes + self.programs.nbytes + self.programs.staged_bytes
+            staged = sum(program.inputs.staged_bytes for program in self.programs.all())
+            self.stats.bytes_static = self.buffers.nbytes + self.programs.nbytes + staged
         return result
 
     def demote(self, error: RefusalError) -> None:
