@@ -75,7 +75,7 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.compare.fast_compare": ["Modes.now"],
     "graphplan.program.fingerprint": ["Fingerprint.values", "Fingerprint.__init__"],
     "graphplan.program.guards": ["Guards.hold"],
-    "graphplan.program.program": ["Program.fits", "Program.misfit", "Program.leave", "Program.run_recorded"],
+    "graphplan.program.program": ["Program.fits", "Program.misfit", "Program.run_recorded"],
     "graphplan.step.stages": [
         "Snapshot", "with_placeholders", "capture_program", "build_plan", "_omissions",
         "check_threads",
@@ -88,7 +88,8 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.observe.executed_code": ["ExecutedCode.note"],
     "graphplan.plan.build": ["classify", "check_difference"],
     "graphplan.backends.tape": ["_TapeMode._record", "TapeRecording.__init__"],
-    "graphplan.program.bindings": ["Bindings.close_step", "Bindings.bind_back", "Bindings.settle_grads"],
+    "graphplan.program.bindings": ["Bindings.close_step", "Bindings.bind_back", "Bindings.settle_grads",
+                                   "Bindings.note_companions"],
     "graphplan.program.outputs": ["Outputs.__init__"],
     "graphplan.program.inputs": ["StaticInputs.load"],
     "graphplan.report.stats": ["Stats.count_replay", "Stats.end_call"],
