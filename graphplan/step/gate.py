@@ -196,8 +196,9 @@ class Gate:
         return False if len(self._windows) == _WINDOWS or needed > self.eager * _CLEAR else None
 
     def cancel(self) -> None:
-        """Begin to measure anew: something else has run."""
-        self._times = []
+        """Something else has run: a loop is measured anew, and that call is not counted."""
+        if self._loops:
+            self._times = []
         if self._watch is not None:
             self._watch()
             self._watch = None
