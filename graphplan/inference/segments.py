@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from threading import RLock
 from typing import Any
@@ -29,11 +30,17 @@ class Chain:
         self.__name__ = self.__qualname__ = " + ".join(map(name_of, segments))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call them. A tuple is handed on as arguments, anything else as one argument."""
-        result = self.segments[0](*args, **kwargs)
-        for segment in self.segments[1:]:
-            result = segment(*result) if type(result) is tuple else segment(result)
-        return result
+        """Call them."""
+        return call_chain(self.segments, args, kwargs)
+
+
+def call_chain(segments: Sequence[Segment], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call segments. A tuple is handed on as arguments, anything else as one argument."""
+    first, *others = segments
+    result = first(*args, **kwargs)
+    for segment in others:
+        result = segment(*result) if type(result) is tuple else segment(result)
+    return result
 
 
 def name_of(segment: Segment) -> str:
@@ -66,8 +73,14 @@ class Pieces(Reports):
         self._downgrades = scope == "auto"
         self._whole = whole
         self._options = options
+        self._pieces: list[Graphed] = []
         inner = replace(options, on_failure="raise") if self._downgrades else options
-        self._full = Graphed(whole, inner, self.pool) if self.scope == "full" else None
+        self._full = self._graph(whole, inner) if self.scope == "full" else None
+
+    def _graph(self, segment: Segment, options: ServeOptions) -> Graphed:
+        """A graphed piece, which :meth:`close` closes."""
+        self._pieces.append(Graphed(segment, options, self.pool))
+        return self._pieces[-1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call all of it. What is handed from piece to piece is not copied where both are programs."""
@@ -98,17 +111,10 @@ class Pieces(Reports):
     def _call_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the segments one after another."""
 
-    @abstractmethod
-    def _graphed(self) -> Iterator[Graphed]:
-        """Those that are graphed."""
-
     @property
     def programs(self) -> list[Graphed]:
         """What is captured: one for each run of consecutive segments."""
-        return [graphed for graphed in self._all() if graphed.num_graphs]
-
-    def _all(self) -> list[Graphed]:
-        return [self._full] if self._full is not None else list(self._graphed())
+        return [piece for piece in self._pieces if piece.num_graphs]
 
     @property
     def num_graphs(self) -> int:
@@ -128,69 +134,55 @@ class Pieces(Reports):
 
     def close(self) -> None:
         """Drop every program."""
-        for graphed in self._all():
-            graphed.close()
-
-
-@dataclass(slots=True)
-class _Trial:
-    """A segment that is captured alone first, to find out whether it can be. ``reason`` says why it cannot."""
-
-    segment: Segment
-    alone: Graphed | None
-    reason: str | None = None
-
-    @property
-    def is_decided(self) -> bool:
-        return self.alone is None or self.alone.num_graphs > 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the segment. A refusal decides that it is called eagerly."""
-        if self.alone is not None:
-            try:
-                return self.alone(*args, **kwargs)
-            except RefusalError as error:
-                self.reason = str(error)
-                self.close()
-        return self.segment(*args, **kwargs)
-
-    def close(self) -> None:
-        """Drop the program of the segment alone."""
-        if self.alone is not None:
-            self.alone.close()
-            self.alone = None
+        for piece in self._pieces:
+            piece.close()
+        self._pieces.clear()
 
 
 class Segments(Pieces):
-    """See :func:`graphplan.piecewise`: functions and modules that are called one after the other."""
+    """See :func:`graphplan.piecewise`: functions and modules that are called one after the other.
+
+    Each is captured alone first, to find out whether it can be.
+    """
 
     def __init__(self, segments: Sequence[Segment], scope: str, options: ServeOptions) -> None:
         if not segments or not all(map(callable, segments)):
             raise OptionError(f"piecewise was given {segments!r}; expected functions or modules, at least one")
         super().__init__(Chain(segments), scope, options)
-        alone = replace(options, on_failure="raise", outputs="clone", capture_after=1)
-        self._trials = [_Trial(segment, Graphed(segment, alone, self.pool)) for segment in segments]
-        self._runs: list[Segment] | None = None
-
-    def _graphed(self) -> Iterator[Graphed]:
-        yield from (trial.alone for trial in self._trials if trial.alone is not None)
-        yield from (run for run in self._runs or () if isinstance(run, Graphed))
+        self._segments = tuple(segments)
+        self._trials: list[Graphed | None] = []
+        """Each segment alone; None for one that cannot be captured."""
+        self._runs: list[Segment] = []
 
     def _call_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._runs is None and all(trial.is_decided for trial in self._trials):
-            self._runs = list(self._join())
-        result = Chain(self._runs or self._trials)(*args, **kwargs)
-        self.reasons |= {name_of(trial.segment): trial.reason for trial in self._trials if trial.reason is not None}
-        return result
+        if not self._trials:
+            alone = replace(self._options, on_failure="raise", outputs="clone", capture_after=1)
+            self._trials = [self._graph(segment, alone) for segment in self._segments]
+        if not self._runs and all(trial is None or trial.num_graphs for trial in self._trials):
+            self._runs = self._join()
+        return call_chain(self._runs or [partial(self._try, at) for at in range(len(self._trials))], args, kwargs)
 
-    def _join(self) -> Iterator[Segment]:
+    def _try(self, at: int, *args: Any, **kwargs: Any) -> Any:
+        """Call a segment. A refusal decides that it is called eagerly."""
+        trial, segment = self._trials[at], self._segments[at]
+        if trial is not None:
+            try:
+                return trial(*args, **kwargs)
+            except RefusalError as error:
+                self.reasons[name_of(segment)] = str(error)
+                self._trials[at] = None
+                trial.close()
+        return segment(*args, **kwargs)
+
+    def _join(self) -> list[Segment]:
         """Runs of consecutive segments that can be captured, and the others."""
-        for can_be, trials in groupby(self._trials, lambda trial: trial.reason is None):
-            segments = [trial.segment for trial in trials]
+        runs = list[Segment]()
+        self.close()
+        for can_be, pairs in groupby(zip(self._trials, self._segments, strict=True), lambda pair: pair[0] is not None):
+            segments = [segment for _, segment in pairs]
             if can_be:
                 run = segments[0] if len(segments) == 1 else Chain(segments)
-                yield Graphed(run, replace(self._options, outputs="static"), self.pool)
+                runs.append(self._graph(run, replace(self._options, outputs="static")))
             else:
-                yield from segments
-        for trial in self._trials:
-            trial.close()
+                runs += segments
+        return runs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,7 +13,7 @@ from torch.fx.passes.split_module import split_module
 
 from graphplan.errors import OptionError, RefusalError, SplitError, VerifyError
 from graphplan.feed.signature import asks_for_gradients, flatten
-from graphplan.inference.graphed import Graphed, ServeOptions
+from graphplan.inference.graphed import ServeOptions
 from graphplan.inference.segments import Pieces, name_of
 from graphplan.program.leases import plain
 from graphplan.step.capture_sizes import tolerance
@@ -31,13 +31,9 @@ class SplitModel(Pieces):
         super().__init__(model, scope, options, self._names)
         self._model = model
         self._facts: list[Any] = []
-        self._splits: dict[Hashable, tuple[fx.GraphModule, list[Graphed]]] = {}
+        self._splits: dict[Hashable, fx.GraphModule] = {}
         self._calls = 0
         self._next_check = options.step.schedule.after(0)
-
-    def _graphed(self) -> Iterator[Graphed]:
-        for _, graphed in self._splits.values():
-            yield from graphed
 
     def _call_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = _facts_of(self._model)
@@ -67,14 +63,12 @@ class SplitModel(Pieces):
         if key not in self._splits:
             pieces, between = _split(self._model, self._names, literals)
             options = replace(self._options, outputs="static", owners=None)
-            graphed = []
             for name, part in between.items():
-                graphed.append(Graphed(part, options, self.pool))
                 # No module any more, which could not be put in the place of one.
                 delattr(pieces, name)
-                setattr(pieces, name, graphed[-1])
-            self._splits[key] = (pieces, graphed)
-        return self._splits[key][0]
+                setattr(pieces, name, self._graph(part, options))
+            self._splits[key] = pieces
+        return self._splits[key]
 
     def _check(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare with the model itself: its code may do what torch.fx does not see."""
