@@ -92,8 +92,8 @@ class LateCopies:
     @contextmanager
     def of_loss(self, loop: Any) -> Iterator[None]:
         """While a step of automatic optimization runs, neither copy its loss nor divide it by one if it can wait."""
-        stock = type(loop).output_result_cls
-        if stock is not ClosureResult or "output_result_cls" in vars(loop) or not is_known("logs"):
+        is_stock = getattr(type(loop), "output_result_cls", None) is ClosureResult
+        if not is_stock or "output_result_cls" in vars(loop) or not is_known("logs"):
             yield
             return
         loop.output_result_cls = SimpleNamespace(from_training_step_output=self._result_of)

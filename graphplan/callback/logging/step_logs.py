@@ -132,7 +132,7 @@ class StepLogs:
         totals: the sums of each group's means: an owner of the step.
         latest: the group whose metrics were logged last.
         sums_in_step: whether calls are grouped.
-        takes_loss: whether the step's result is a dictionary whose loss is a copy of its own.
+        loop: of automatic optimization: the step's result is a dictionary, whose loss is a copy of its own.
         faults: graphplan's own errors in the middle of a step, told before the next one.
     """
 
@@ -143,7 +143,7 @@ class StepLogs:
         self.totals: dict[str, Tensor] = {}
         self.latest: Group | None = None
         self.faults = Faults()
-        self.takes_loss = False
+        self.loop: Any = None
         self.sums_in_step = sums_in_step
         self._groups: list[Group] = []
         self._grouped: dict[str, tuple[LogCall, Any]] = {}
@@ -203,7 +203,7 @@ class StepLogs:
         results.note, results.log_now = note, log_now
         results.__class__ = _NotingResults
         try:
-            with self.late.of_logs(self._grouped.__contains__):
+            with self.late.of_logs(self._grouped.__contains__), self.late.of_loss(self.loop):
                 yield notes
         finally:
             results.__class__ = _ResultCollection
@@ -261,7 +261,7 @@ class StepLogs:
         groups = [group for group in found if all(keys.count(key) == 1 for key in group.metrics)]
         order = [by_key[key] for group in groups for key in group.metrics]
         values = [notes[number][1] for number in order]
-        loss = result.get("loss") if self.takes_loss else None
+        loss = None if self.loop is None else result.get("loss")
         if isinstance(loss, Tensor) and values and not loss.ndim and _kind(loss) == _kind(values[0]):
             values.append(loss.detach())
         with torch.no_grad():

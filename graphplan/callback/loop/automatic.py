@@ -45,7 +45,7 @@ class AutomaticSeam(Seam):
         self._loop: Any = run.trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimizer: Any = run.trainer.optimizers[0]
         self._sides = components
-        self.logs.takes_loss = True
+        self.logs.loop = self._loop
         progress = self._loop.optim_progress.optimizer
         self._progress = {"step": progress.step, "zero_grad": progress.zero_grad}
 
@@ -121,11 +121,6 @@ class AutomaticSeam(Seam):
         args = (epoch, self._watched(batch_idx), optimizer)
         call._call_lightning_module_hook(self._trainer, "optimizer_zero_grad", *args)
         self._loop.optim_progress.optimizer.zero_grad.increment_completed()
-
-    @override
-    def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
-        with self.logs.late.of_loss(self._loop):
-            return super()._body(batch)
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
         """In place of ``automatic_optimization._make_closure`` in the components form."""
