@@ -78,6 +78,15 @@ def test_rows_are_lightnings(way: str, every: int, late: list[None], tmp_path: P
     assert_nothing_installed(found.trainer, found.module)
 
 
+def test_rows_of_lightnings_own_loop(late: list[None], tmp_path: Path) -> None:
+    """They are looked for when the next one comes, and when the epoch ends."""
+    options: dict[str, Any] = {"log_every_n_steps": 3, "val_check_interval": 5}
+    expected = fit(with_step(_step), tmp_path / "eager", **options)
+    found = fit(with_step(_step), tmp_path / "graphed", tape(loop="stock"), **options)
+    assert_same_fits(expected, found)
+    assert 0 < len(late) < 20, "no step but those that are logged"
+
+
 def test_no_number_is_read_one_by_one(late: list[None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[None] = []
     plain = Tensor.item
