@@ -111,9 +111,8 @@ class Seam(ABC):
             allow=(*_OWN_EFFECTS, f"{WRAPPER}.{WRAPPERS_NOTE}", *effects, *options.allow),
             eager_if=(lambda *args: self._wants_eager) if options.eager_if is not None else None,
         )
-        asks = options.eager_if is not None or run.variant is not None
-        reads_index = asks or is_allowed("batch_idx", options.allow)
-        self._watches_index = not reads_index
+        may_read_index = self._eager_if is not None or run.variant is not None or is_allowed("batch_idx", options.allow)
+        self._watches_index = not may_read_index
         # The sums are weighted with the batch's number of rows, which a program for padded rows does not know.
         may_sum = options.mode == "train" and not options.pads_rows
         self.logs = StepLogs(run.trainer, run.module, sums_in_step=may_sum)
