@@ -104,7 +104,7 @@ class StateMachine:
         self.latest: Program | SkipReason | None = None
         """What ran in the latest call: a program, or Python, on the way to one (None) or for a reason."""
         self.is_closed = False
-        self._fruitless = (0, 0)
+        self._fruitless, self._refused_by = (0, 0), ""
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that has the turn: a replay at once if it is like an earlier one."""
@@ -346,12 +346,15 @@ class StateMachine:
         self._count_refused(error)
         return result
 
-    def _count_refused(self, error: RefusalError) -> None:
+    def _count_refused(self, error: RefusalError, *, is_traced: bool = False) -> None:
         """Stand down after several refused calls in a row. A trace of one more signature is no progress: most likely it
-        is refused as well.
+        is refused as well. Once one was, at the same place, others need not be tried.
         """
         progress = self.stats.captured + self.stats.replayed
         count = self._fruitless[0] + 1 if self._fruitless[1] == progress else 1
+        if is_traced:
+            count += _FRUITLESS * (count > 1 and self._refused_by == str(error))
+            self._refused_by = str(error)
         self._fruitless = count, progress
         if count >= _FRUITLESS and self.timing.down_because is None and not self.programs.all():
             self.stand_down(error.reason, str(error))
@@ -415,7 +418,7 @@ class StateMachine:
             result = self.stages.advance(call)
             if self.stats.captured == captured:
                 if entry.refusal is not None:
-                    self._count_refused(entry.refusal)
+                    self._count_refused(entry.refusal, is_traced=True)
                 return result
             program = call.line.program
             assert program is not None
