@@ -26,7 +26,7 @@ STOCK_HOOKS = frozenset((START, *_TRANSFERS))
 
 
 def closed_to_all(trainer: Any) -> str | None:
-    """Why nothing of this run can be captured; None if it can."""
+    """Return why nothing of this run can be captured, or None if it can."""
     if not isinstance(trainer, Trainer):
         return (
             f"the Trainer is {type(trainer).__module__}'s, and this class of callback works with "
@@ -66,7 +66,7 @@ def needed_warmup(strategy: Any) -> int:
 
 
 def closed_to_training(trainer: Any, module: LightningModule, components: Components) -> str | None:
-    """Why no training step of this run can be captured; None if they can."""
+    """Return why no training step of this run can be captured, or None if they can."""
     reason = closed_to_all(trainer)
     if reason is not None:
         return reason
@@ -91,7 +91,7 @@ def closed_to_training(trainer: Any, module: LightningModule, components: Compon
 
 
 def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:
-    """Why a training step cannot take batches from host memory; None if it can."""
+    """Return why a training step cannot take batches from host memory, or None if it can."""
     if trainer.strategy.root_device.type == "cpu":
         return "the step computes where batches are"
     if any(has_hook(module, hook, LightningModule) for hook in (START, END)):
@@ -103,7 +103,7 @@ def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:
 
 
 def closed_loop(trainer: Any, module: LightningModule) -> str | None:
-    """Why a run needs Lightning's own loop over batches; None if the loop seam fits."""
+    """Return why a run needs Lightning's own loop over batches, or None if the loop seam fits."""
     loop: Any = trainer.fit_loop.epoch_loop
     if not is_known("loop"):
         return f"the code of Lightning {lightning.__version__}'s loop is none of those that are known here"

@@ -32,7 +32,7 @@ LOOP_METHODS = (
     "_accumulated_batches_reached", "on_iteration_done", "reset_restart_stage", "on_run_start", "_on_before_fetch",
     "_on_after_fetch", "_save_loggers_on_train_batch_end",
 )  # fmt: skip
-"""Of the loop over training batches; none may be overridden."""
+"""Methods of the loop over training batches; none may be overridden."""
 PARTS: dict[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
     "loop": (
         (_TrainingEpochLoop, LOOP_METHODS),
@@ -50,7 +50,7 @@ PARTS: dict[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
     ),
     "bar": ((TQDMProgressBar, ("on_train_batch_end", "_should_update")),),
 }
-"""What is replaced or passed over, by part: functions by their class or module."""
+"""Functions that are replaced or passed over, by part and by their class or module."""
 KNOWN: dict[str, dict[str, str]] = {
     "loop": {"a3eff944d7ac9f68": "2.6.0 to 2.6.6"},
     "logs": {

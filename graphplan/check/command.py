@@ -88,7 +88,7 @@ def _result(options: argparse.Namespace) -> Result:
 
 
 def load(target: str, *, what: str) -> Callable[[], Any]:
-    """What makes the object that ``target`` names, anew with each call; a class is called without arguments.
+    """Return a function that makes the object that ``target`` names; a class is called without arguments.
 
     Args:
         target: ``pkg.module:expression`` or ``path/to/file.py:expression``, the expression in the words of that
@@ -144,7 +144,7 @@ def _batches(expression: str) -> list[Any]:
 
 
 def environment() -> dict[str, Any]:
-    """What a report of a fault needs: versions, those of packages that are installed, devices and settings."""
+    """Collect what a report of a fault needs: versions of Python and of packages, devices and settings."""
     facts: dict[str, Any] = {"python": sys.version.split()[0], "platform": platform.platform()}
     for name in PACKAGES:
         try:

@@ -113,7 +113,7 @@ class Pieces(Reports):
 
     @property
     def programs(self) -> list[Graphed]:
-        """What is captured: one for each run of consecutive segments."""
+        """Pieces that are captured: one for each run of consecutive segments."""
         return [piece for piece in self._pieces if piece.num_graphs]
 
     @property

@@ -158,7 +158,7 @@ def _split(
 
 
 def _facts_of(model: nn.Module) -> list[Any]:
-    """What a model is cut by: its modules, what lies in them, and the numbers and flags that they keep."""
+    """List the facts that a model is cut by: its modules, what lies in them, their numbers and flags."""
     facts: list[Any] = []
     for module in model.modules():
         facts.append(id(module))

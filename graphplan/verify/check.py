@@ -34,7 +34,7 @@ from graphplan.verify.state import State, collect_tensors, collect_values, tenso
 
 Result = TypeVar("Result")
 _REPLAYS = 3
-"""As often a replay is repeated until two of them differ."""
+"""The most replays that are made until two of them differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class Check:
         self._old = {path: value for path, t in tensors.items() if (value := self._before.value(t)) is not None}
 
     def _where_all_have_room(self, copy: Callable[[], Result]) -> Result:
-        """What ``copy`` makes. What comes next communicates: all ranks do it, or none."""
+        """Return what ``copy`` makes. All ranks go on to what communicates, or none."""
         try:
             made = copy()
         except torch.OutOfMemoryError:
@@ -171,7 +171,7 @@ class Check:
         return made
 
     def replay(self) -> State:
-        """What a replay leaves."""
+        """Replay, and collect what that leaves."""
         result = self._program.run(self._feed, is_settled=True)
         return self.left(self._owned if self._program.bindings.keep_places(self._owned) else self.walk(), result)
 
@@ -212,8 +212,9 @@ class Check:
         return Run.of(self._replayed, left)
 
     def _unexplained(self, paths: list[str], eager: Run) -> dict[str, float]:
-        """What of ``paths`` more replays from the same state do not explain, and how far replays lie apart there. All
-        ranks repeat as often. Noise may be so seldom that several replays show none.
+        """Find the ``paths`` that more replays from the same state do not explain, and how far replays lie apart there.
+
+        All ranks repeat as often. Noise may be so seldom that several replays show none.
         """
         again: list[Run] = []
         found = dict.fromkeys(paths, 0.0)
@@ -235,7 +236,7 @@ class Check:
         return found
 
     def left(self, walk: Walk, result: Any) -> State:
-        """What can be compared after a step with this ``result``: tensors, where they are now, and values."""
+        """Collect what can be compared after a step with this ``result``: tensors, where they are now, and values."""
         leaves = named_leaves(result)
         slots = {path: slot.tensors() for path, slot in walk.slots.items()} if self._lent else {}
         left_out = self._program.plan.untouched(walk) | self._overwritten(slots)

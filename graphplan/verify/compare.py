@@ -31,7 +31,7 @@ _TOGETHER = 2**22
 _SIDE, _BROUGHT = 2**28, 2**24
 """Bytes of differences that are there at a time; and where tensors are brought from the host for them."""
 _SUBTRACTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""What is subtracted many tensors at once, in its own precision: numbers that lie near each other lose nothing."""
+"""Types of which many tensors are subtracted at once, in their own precision: near numbers lose nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +84,14 @@ def _norms_of(one: list[Tensor], *others: list[Tensor]) -> list[Tensor]:
 
 
 def apart(paths: Sequence[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """How far ``one`` and ``other`` lie apart at ``paths``, where they are alike."""
+    """Return the distances between ``one`` and ``other`` at ``paths``, where they are alike."""
     return dict(zip(paths, _norms([(_real(one[path]), _real(other[path])) for path in paths]), strict=True))
 
 
 def moved(
     paths: Sequence[str], old: Mapping[str, Tensor], one: Mapping[str, Tensor], device: torch.device | None = None
 ) -> dict[str, float]:
-    """How far ``one`` is from ``old`` at ``paths``, or how large if nothing was there. ``device``: see ``_norms``."""
+    """Return how far ``one`` is from ``old`` at ``paths``, or its length if nothing was there; see ``_norms``."""
     rows: list[tuple[Tensor, ...]] = []
     for path in paths:
         before, tensor = old.get(path), one[path]
@@ -108,7 +108,7 @@ def _careful_norm(*row: Tensor) -> Tensor:
 
 
 def _alike(rows: Sequence[tuple[Tensor, ...]], device: torch.device | None) -> Iterator[tuple[torch.device, list[int]]]:
-    """Where rows are compared, and positions of those of one length and dtype, of a limited size together."""
+    """Yield a device, and the positions of rows of one length and dtype, of a limited size, that are compared there."""
     groups: dict[tuple[int, torch.device, torch.dtype], tuple[list[int], int]] = {}
     for index, row in enumerate(rows):
         there = [tensor for tensor in row if not tensor.is_cpu]
@@ -198,7 +198,7 @@ def has_numbers(tensor: Tensor) -> bool:
 
 
 class Sides(NamedTuple):
-    """What the two steps that are compared are called, and what their distance is measured by."""
+    """Names of the two steps that are compared, and of the measure of their distance."""
 
     one: str = "the replay"
     other: str = "the eager step"

@@ -67,7 +67,7 @@ class Noise:
 def changes_of(
     old: Mapping[str, Tensor], one: Mapping[str, Tensor], device: torch.device | None = None
 ) -> dict[str, float]:
-    """How far ``one`` has moved each tensor with numbers from ``old``, by path."""
+    """Return how far ``one`` has moved each tensor with numbers from ``old``, by path."""
     return moved([path for path, tensor in one.items() if has_numbers(tensor)], old, one, device)
 
 

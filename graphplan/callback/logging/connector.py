@@ -66,7 +66,7 @@ class LazyConnector(_LoggerConnector):
 
     @recovering(_LoggerConnector.on_batch_end)
     def settle(self) -> None:
-        """Do what :meth:`postpone` left."""
+        """Fill the dictionaries, if :meth:`postpone` has left that."""
         owed = vars(self).pop("_owed", None)
         if owed is not None:
             self._settle(*owed)
@@ -83,7 +83,7 @@ class LazyConnector(_LoggerConnector):
     _logged_metrics = _settled("_logged_metrics")
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """As Lightning's, but a step's row may be written later."""
+        """Do as Lightning does, but perhaps write a step's row later."""
         if self._take_row(metrics, step):
             self.look()
             self._logged_metrics.update(metrics)
@@ -122,7 +122,7 @@ class LazyConnector(_LoggerConnector):
         return self._found(results, metrics, on_step=self._first_loop_iter is not None)
 
     def _found(self, results: Any, metrics: Iterable[Any], *, on_step: bool) -> _METRICS:
-        """What Lightning's ``metrics`` finds, with tensors for the bar."""
+        """Find what Lightning's ``metrics`` finds, with tensors for the bar."""
         found: Any = _METRICS(callback={}, log={}, pbar={})
         for metric in metrics:
             value = results._get_cache(metric, on_step)

@@ -103,7 +103,7 @@ class Group:
                         inner["value"] = view
 
     def add(self, values: Tensor, sizes: Sequence[int]) -> None:
-        """In a step: what Lightning does for each of ``values``, bit by bit: ``value * size``, then the sum."""
+        """In a step, do for each of ``values`` what Lightning does, bit by bit: ``value * size``, then the sum."""
         with torch.no_grad():
             size = sizes[0]
             if len(set(sizes)) > 1:
@@ -116,7 +116,7 @@ class Group:
                 self.totals.add_(values * size)
 
     def count(self, sizes: Sequence[int], values: Sequence[Tensor]) -> None:
-        """After a step: its sizes, and what it logged."""
+        """After a step, note its sizes and what it logged."""
         if self.sizes != sizes:
             self._settle()
             self.sizes = sizes
@@ -132,8 +132,8 @@ class Group:
         return [(metric, values[metric.number]) for metric in own]
 
     def shown(self, results: Any) -> Callable[[], list[tuple[Any, Tensor]]] | None:
-        """What gives its metrics in the order of ``results``, and what each shows of the latest step; None if these are
-        not all of ``results``, or were changed since.
+        """Return a function that lists the metrics in the order of ``results``, each with its value in the latest step;
+        None if these are not all of ``results``, or were changed since.
         """
         if not self.is_whole or dict.__len__(results) != len(self.metrics):
             return None

@@ -29,7 +29,7 @@ LOSS = "loss"
 _MOST_BYTES = 1 << 16
 """Larger memory is not kept until the step's end for the sake of a number in it."""
 _TO_TENSOR = "_LightningModule__to_tensor"
-"""What ``LightningModule.log`` copies values with."""
+"""The method with which ``LightningModule.log`` copies values."""
 
 
 class LateCopies:
@@ -41,7 +41,7 @@ class LateCopies:
         self._watched: list[tuple[str, list[MemoryWatch]]] = []
 
     def may_wait(self, key: str) -> bool:
-        """Whether the running step copies the scalar at its end."""
+        """Return True if the running step copies the scalar at its end."""
         return is_recorded() and self._may_wait.get(key, False)
 
     def watch(self, key: str, *tensors: Tensor) -> None:
@@ -103,7 +103,7 @@ class LateCopies:
             del loop.output_result_cls
 
     def _result_of(self, output: Any, normalize: int = 1) -> ClosureResult:
-        """What ``ClosureResult`` makes of what ``training_step`` returned."""
+        """Make the ``ClosureResult`` of what ``training_step`` returned."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and self.may_wait(LOSS):
             extra = {key: value for key, value in output.items() if key != "loss"} if loss is not output else {}

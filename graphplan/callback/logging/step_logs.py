@@ -76,11 +76,11 @@ class _NotingResults(_ResultCollection):
     log_now: Callable[[], None]
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Note it."""
+        """Note the call."""
         self.note(fx, name, value, *args, **options)
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        """Nothing: resets come with the calls that are made later."""
+        """Do nothing: resets come with the calls that are made later."""
 
 
 def _reading(name: str) -> Callable[..., Any]:
@@ -99,7 +99,7 @@ for _name in ("__contains__", "__getitem__", "__iter__", "__len__", "get", "item
 
 
 def _undo_of(results: _ResultCollection) -> Callable[[], None]:
-    """What takes logs in ``results`` back. Metrics bind new values: references to the old are kept."""
+    """Return a function that takes logs in ``results`` back. Metrics bind new values, so the old ones are kept."""
     own = {name: value for name, value in vars(results).items() if name not in ("note", "log_now")}
     metrics = {key: (metric, dict(vars(metric))) for key, metric in dict.items(results)}
 
@@ -154,7 +154,7 @@ class StepLogs:
         self._reset: set[str] = set()
 
     def around(self, body: Callable[[], Any]) -> dict[str, Any]:
-        """``body``'s result and what it logged, as one pytree."""
+        """Run ``body``; return its result and what it logged as one pytree."""
         with self._notes() as notes:
             result = body()
         grouped = Grouped()

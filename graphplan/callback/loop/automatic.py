@@ -106,7 +106,7 @@ class AutomaticSeam(Seam):
         return closure.consume_result().asdict()
 
     def _given_facts(self) -> tuple[Any, ...]:
-        """What Lightning's own code in the step branches on."""
+        """Return the values on which Lightning's own code in the step branches."""
         trainer = self._trainer
         divisor, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
         is_first = self._index % divisor == 0

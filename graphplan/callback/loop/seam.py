@@ -1,4 +1,4 @@
-"""What the seams share: graphed steps in the place of methods of Lightning's loops.
+"""The base of the seams: graphed steps in the place of methods of Lightning's loops.
 
 A seam replaces methods of instances, never of classes, and removes them again. A program reads the optimizers that it
 was captured with: when the Trainer gets others in the middle of a fit, the rest of the fit is Lightning's.
@@ -95,7 +95,7 @@ class Seam(ABC):
     """One loop's seam. ``take_off`` undoes ``install``; ``figures`` outlive it."""
 
     part = ""
-    """Which part of a step is replayed, if not all of it."""
+    """The part of a step that is replayed, if not all of it."""
 
     def __init__(self, run: Run) -> None:
         self._trainer, self._module, self._backends = run.trainer, run.module, run.backends
@@ -121,7 +121,7 @@ class Seam(ABC):
         # Arguments of Lightning's loop that are not fed: the batch's number, and all after the batch.
         self._index, self._rest = 0, list[tuple[str, Any]]()
         self._questions: dict[Comparison, None] = {}
-        """What the step has asked of a batch's number."""
+        """Comparisons that the step has made with a batch's number."""
         self._compiled = CompiledModules([], False)
         self._optimizers = list(run.trainer.optimizers)
         self.notes: list[str] = []
@@ -190,7 +190,7 @@ class Seam(ABC):
         return step
 
     def _gate(self) -> Gate | None:
-        """What decides whether replays of a step pay, if it was measured what the step takes without graphplan."""
+        """Return a gate for a step's replays, if it was measured what the step takes without graphplan."""
         return None if self._timed is None else self._timed.again(self._timed.eager)
 
     def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
