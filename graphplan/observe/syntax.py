@@ -8,7 +8,7 @@ import builtins
 import linecache
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import or_
 from types import CodeType, ModuleType
 from typing import Any
@@ -60,25 +60,20 @@ def _lines_of(code: CodeType, space: dict[str, Any]) -> list[str]:
     return lines if _is_made_of(code, lines) else []
 
 
-_compiled: dict[str, tuple[list[str], dict[tuple[int, str], list[CodeType]]]] = {}
-"""By the name of a file: its lines, and the code that they compile to, by first line and name."""
-
-
 def _is_made_of(code: CodeType, lines: list[str]) -> bool:
     """Whether the lines of a file compile to ``code``, or to what pytest has made it of."""
-    known = _compiled.get(code.co_filename)
-    if known is None or known[0] is not lines:
-        known = _compiled[code.co_filename] = lines, _compile(code, "".join(lines))
-    same = known[1].get((code.co_firstlineno, code.co_name), ())
+    compiled = _compile(code.co_filename, "".join(lines), code.co_flags & _FUTURES)
+    same = compiled.get((code.co_firstlineno, code.co_name), ())
     return code in same or (bool(same) and _is_rewritten(code))
 
 
-def _compile(code: CodeType, source: str) -> dict[tuple[int, str], list[CodeType]]:
-    """The code in a file that is compiled as ``code`` was."""
+@lru_cache(128)
+def _compile(filename: str, source: str, flags: int) -> dict[tuple[int, str], list[CodeType]]:
+    """The code that a file compiles to, by first line and name."""
     found: dict[tuple[int, str], list[CodeType]] = {}
     with suppress(SyntaxError, ValueError), catch_warnings():
         simplefilter("ignore")
-        left = [compile(source, code.co_filename, "exec", code.co_flags & _FUTURES, dont_inherit=True)]
+        left = [compile(source, filename, "exec", flags, dont_inherit=True)]
         while left:
             one = left.pop()
             found.setdefault((one.co_firstlineno, one.co_name), []).append(one)
@@ -88,10 +83,9 @@ def _compile(code: CodeType, source: str) -> dict[tuple[int, str], list[CodeType
 
 def _is_rewritten(code: CodeType) -> bool:
     """Whether pytest has rewritten an assertion in ``code``."""
+    names = (*code.co_names, *code.co_varnames)
     inner = (part for part in code.co_consts if isinstance(part, CodeType))
-    return any(name.startswith(_REWRITTEN) for name in (*code.co_names, *code.co_varnames)) or any(
-        map(_is_rewritten, inner)
-    )
+    return any(name.startswith(_REWRITTEN) for name in names) or any(map(_is_rewritten, inner))
 
 
 def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
