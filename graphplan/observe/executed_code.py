@@ -209,7 +209,7 @@ class ExecutedCode:
         """The functions that are attributes of the objects whose methods ran."""
         for reference in self._objects.values():
             for value in list((attributes_of(reference()) or {}).values()):
-                function = _function_of(value.func if isinstance(value, partial) else value)
+                function = _function_of(value)
                 if function is not None:
                     yield function
 
@@ -240,11 +240,11 @@ def _identities(values: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
 def _function_of(member: Any) -> FunctionType | None:
     """The function behind what a class holds or what was found by a name, if there is one."""
     if isinstance(member, (staticmethod, classmethod, MethodType)):
-        member = member.__func__
-    elif isinstance(member, partialmethod):
-        member = member.func
-    elif isinstance(member, property):
-        member = member.fget
+        return _function_of(member.__func__)
+    if isinstance(member, (partial, partialmethod)):
+        return _function_of(member.func)
+    if isinstance(member, property):
+        return _function_of(member.fget)
     return member if isinstance(member, FunctionType) else None
 
 
@@ -256,8 +256,6 @@ def _reachable(roots: Iterable[Any]) -> Iterable[FunctionType]:
         thing = left.pop()
         if type(thing) in ProxyTypes:
             continue
-        if isinstance(thing, partial):
-            left += [thing.func]
         function = _function_of(thing)
         if function is None or id(function) in found or not is_users_file(function.__code__.co_filename):
             continue

@@ -161,7 +161,10 @@ class Preparation:
                 if bool(group.get(key)) != value:
                     original[key] = group.get(key)
                     group[key] = value
-                    self._note(index, key, original[key], value)
+                    place = f"{type(self.optimizer).__name__}.param_groups[{index}]['{key}']"
+                    text = f"{place}: {original[key]!r} -> {value!r}"
+                    if text not in self.changes and (key != "foreach" or original[key]):
+                        self.changes.append(text)
             self._move_scalars(group)
         if self._originals:
             # torch would warn that warm-up steps run a capturable optimizer without a capture, which is intended.
@@ -222,11 +225,6 @@ class Preparation:
             return False
         have = {self.optimizer.state.get(param, {}).get("momentum_buffer") is not None for param in stepped}
         return len(have) > 1
-
-    def _note(self, index: int, key: str, old: Any, new: Any) -> None:
-        text = f"{type(self.optimizer).__name__}.param_groups[{index}]['{key}']: {old!r} -> {new!r}"
-        if text not in self.changes and not (key == "foreach" and not old):
-            self.changes.append(text)
 
     def _move_scalars(self, group: Mapping[str, Any]) -> None:
         on_device = self._steps and (group.get("capturable") or group.get("fused"))

@@ -108,9 +108,17 @@ class LearningRates:
 
     def attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Shadow the groups whose kernels can read a device learning rate; renew shadows of replaced groups."""
+        # Which kernels groups will use shows in their flags.
         with self.kernels() if self._exits is None else nullcontext():
-            # Which kernels groups will use shows in their flags.
-            self._attach(optimizers)
+            for optimizer in optimizers:
+                for index, group in enumerate(optimizer.param_groups):
+                    key, dtype = (id(optimizer), index), shadow_dtype(group)
+                    if key in self._shadows:
+                        self._shadows[key].group = group
+                    elif dtype is not None and "lr" in group and not isinstance(group["lr"], Tensor):
+                        shadow = self._shadows[key] = Shadow(optimizer, group, dtype)
+                        if self._exits is not None:
+                            self._put_in(shadow, self._exits)
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
@@ -123,18 +131,6 @@ class LearningRates:
         for preparation in self._preparations:
             exits.callback(preparation.leave)
             preparation.enter()
-
-    def _attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        for optimizer in optimizers:
-            for index, group in enumerate(optimizer.param_groups):
-                key = (id(optimizer), index)
-                dtype = shadow_dtype(group)
-                if key in self._shadows:
-                    self._shadows[key].group = group
-                elif dtype is not None and "lr" in group and not isinstance(group["lr"], Tensor):
-                    shadow = self._shadows[key] = Shadow(optimizer, group, dtype)
-                    if self._exits is not None:
-                        self._put_in(shadow, self._exits)
 
     def _put_in(self, shadow: Shadow, exits: ExitStack) -> None:
         """Have a shadow in its group until the end, or while the optimizer's own step runs, but not its closure."""
