@@ -43,7 +43,12 @@ class Counter:
         for path, old, new in pair.changed("scalars"):
             if is_read_number(old) or is_read_number(new):
                 continue
-            _check_stage(path, old, new)
+            if any(isinstance(value, OptState) for value in (*(old or ()), *(new or ()))):
+                raise HostEffectError(
+                    f"the step changes {path} ({describe(new)}): part of the gradient scaler's work lies outside the "
+                    "step, and a replay does not tell the scaler how far it came. Expected unscale_, step and update "
+                    "all in one step, or all outside: move them together"
+                )
             delta = _constant_delta(old, new)
             scalar = pair.walk.scalars.get(path)
             component = "optimizer" if scalar and isinstance(scalar.owner, (Optimizer, GroupCounts)) else "step"
@@ -84,16 +89,6 @@ class Counter:
             container[key] += delta
 
         return count
-
-
-def _check_stage(path: str, old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) -> None:
-    """Refuse a step that has one half of a gradient scaler's work."""
-    if any(isinstance(value, OptState) for value in (*(old or ()), *(new or ()))):
-        raise HostEffectError(
-            f"the step changes {path} ({describe(new)}): part of the gradient scaler's work lies outside the step, and "
-            "a replay does not tell the scaler how far it came. Expected unscale_, step and update all in one step, "
-            "or all outside: move them together"
-        )
 
 
 def _constant_delta(old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) -> int | float | None:

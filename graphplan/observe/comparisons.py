@@ -93,8 +93,9 @@ def comparisons_in(code: CodeType, name: str, *, of_self: bool = False) -> froze
             subject = _subject_of(steps, attribute)
             for index in _through_variables(code, steps, attribute):
                 try:
-                    found |= (made := dict(_uses(code, steps, index)))
-                    subjects |= dict.fromkeys(made, subject)
+                    comparison, place = _comparison_at(code, steps, index + 1)
+                    place += steps[place].opname == "TO_BOOL"
+                    found[place], subjects[place] = comparison, subject
                 except (_ComputedWith, IndexError):
                     computing.append((index, subject))
         for index, subject in computing:
@@ -127,13 +128,13 @@ def _subject_of(steps: Sequence[Instruction], index: int) -> _Subject:
 
 
 def _through_variables(code: CodeType, steps: Sequence[Instruction], index: int) -> Iterator[int]:
-    """What loads the number that is loaded at ``index``: that, or what loads a variable which is given it."""
+    """What loads the number that is loaded at ``index`` to use it: that, or loads of a variable which is given it."""
     following = steps[index + 1]
-    if following.opname != "STORE_FAST" or following.is_jump_target:
+    if following.opname == "STORE_FAST" and not following.is_jump_target:
+        for load in _loads_of(code, steps, following.argval):
+            yield from _through_variables(code, steps, load)
+    elif following.opname != "POP_TOP":
         yield index
-        return
-    for load in _loads_of(code, steps, following.argval):
-        yield from _through_variables(code, steps, load)
 
 
 def _branch_around(
@@ -165,15 +166,6 @@ def _only(condition: bool) -> None:
         raise _ComputedWith
 
 
-def _uses(code: CodeType, steps: Sequence[Instruction], index: int) -> Iterator[tuple[int, Comparison]]:
-    """The comparison with the number that the instruction at ``index`` loads, if any, by the place of what is next."""
-    following = steps[index + 1]
-    _only(not following.is_jump_target)
-    if following.opname != "POP_TOP":
-        comparison, end = _comparison_at(code, steps, index + 1)
-        yield end + (steps[end].opname == "TO_BOOL"), comparison
-
-
 def _loads_of(code: CodeType, steps: Sequence[Instruction], variable: str) -> list[int]:
     """What loads a variable, which nothing else may be stored in."""
     _only(variable not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
@@ -196,7 +188,6 @@ def is_only_compared(code: CodeType, offset: int) -> bool:
     try:
         _only(steps[index].opname.startswith(_OPERATIONS) and _NAMESPACES.isdisjoint(code.co_names))
         for load in _through_variables(code, steps, index):
-            _only(not steps[load + 1].is_jump_target)
             _check_left_operand(steps, load + 1)
     except (_ComputedWith, IndexError):
         return False
@@ -205,6 +196,7 @@ def is_only_compared(code: CodeType, offset: int) -> bool:
 
 def _check_left_operand(steps: Sequence[Instruction], index: int) -> None:
     """Accept a question for the truth, or an operator with what is loaded at ``index``, perhaps through attributes."""
+    _only(not steps[index].is_jump_target)
     if _asks_for_truth(steps[index]):
         return
     _only(steps[index].opname.startswith("LOAD_") and steps[index].opname != "LOAD_ATTR")
@@ -219,6 +211,7 @@ def _comparison_at(code: CodeType, steps: Sequence[Instruction], index: int) -> 
     """The comparison of the number that begins at ``index``, and the place of what comes after it."""
     made: tuple[tuple[str, Any], ...] = ()
     end = index
+    _only(not steps[index].is_jump_target)
     while not _asks_for_truth(steps[end]):
         other, end = _other_at(code, steps, end)
         _only(not any(step.is_jump_target for step in steps[index : end + 1]))
