@@ -80,16 +80,12 @@ class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _SECOND and not name.startswith(f"{_SECOND}."):
             return None
-        file = _file_of(name.removeprefix(_SECOND))
+        inner_name = filter(None, name.removeprefix(_SECOND).split("."))
+        stem = Path(importlib.import_module("graphplan").__path__[0], "callback", *inner_name)
+        file = stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
         inner = [str(file.parent)] if file.name == "__init__.py" else None
         loader = _Loader(name, str(file))
         return importlib.util.spec_from_file_location(name, file, loader=loader, submodule_search_locations=inner)
-
-
-def _file_of(inner: str) -> Path:
-    """The file of a module of the first package, by its name there."""
-    stem = Path(importlib.import_module("graphplan").__path__[0], "callback", *filter(None, inner.split(".")))
-    return stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
 
 
 class _Loader(SourceFileLoader):

@@ -78,13 +78,9 @@ def is_library(filename: str) -> bool:
 @cache
 def is_installed(filename: str) -> bool:
     """Return True if the file belongs to an installed package that is not watched; editable ones are the user's own."""
-    where = next((place for place in _SITES if filename.startswith(place)), None)
-    if where is None:
-        mark = next((mark for mark in _INSTALLED if mark in filename), None)
-        if mark is None:
-            return False
-        where = filename[: filename.index(mark) + len(mark)]
-    return filename[len(where) :].partition(os.sep)[0].removesuffix(".py") not in _watched
+    inner = [filename.removeprefix(place) for place in _SITES if filename.startswith(place)]
+    inner += [filename.partition(mark)[2] for mark in _INSTALLED if mark in filename]
+    return bool(inner) and inner[0].partition(os.sep)[0].removesuffix(".py") not in _watched
 
 
 @cache
