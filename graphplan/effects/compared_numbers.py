@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any
 
 from graphplan.effects.trace_pair import TracePair
-from graphplan.observe.comparisons import NUMBERS, Attribute, Comparison, comparisons_in
+from graphplan.observe.comparisons import COMPARABLE, NUMBERS, Attribute, Comparison, comparisons_in
 from graphplan.owners.slots import Namespace, Scalar
 from graphplan.owners.views import Numbers, attributes_of
 from graphplan.trace.changes import same_value
@@ -30,8 +30,10 @@ def find_comparisons(pair: TracePair) -> dict[str, tuple[Comparison, ...]]:
     of_all = cache(partial(_comparisons_in, codes.values()))
     found = {}
     for path, scalar in attributes.items():
-        # What no code of the user's or of packages names is no number that is only compared.
-        made = of_all(scalar.attribute) if type(before.get(path)) in NUMBERS else None
+        # What no code of the user's or of packages names is no number that is only compared. Of truth values those that
+        # an object computes are asked for each time; others are compared faster by value.
+        kinds = COMPARABLE if type(scalar.container) is Numbers else NUMBERS
+        made = of_all(scalar.attribute) if type(before.get(path)) in kinds else None
         if made is not None:
             own = {id(code): code for trace in pair.both for code in trace.reads.methods_on.get(id(scalar.owner), ())}
             methods = [(code, id(scalar.owner)) for code in own.values() if scalar.attribute in code.co_names]

@@ -35,6 +35,7 @@ _OPERATIONS = ("BINARY_", "INPLACE_")
 _Subject = tuple[str, ...] | None
 _LITERALS = (int, float, bool, type(None))
 NUMBERS = (int, float)
+COMPARABLE = (*NUMBERS, bool)
 _NAMESPACES = frozenset({"locals", "vars", "eval", "exec", "globals"})
 """What shows local variables to other code."""
 
@@ -249,6 +250,6 @@ def _is_first_argument(code: CodeType, step: Instruction) -> bool:
 
 def come_out_alike(comparisons: Iterable[Comparison] | None, one: Any, other: Any) -> bool:
     """Return True if all comparisons have the same outcome for two numbers; False if none are given."""
-    if comparisons is None or type(one) not in NUMBERS or type(other) not in NUMBERS:
+    if comparisons is None or type(one) not in COMPARABLE or type(other) not in COMPARABLE:
         return False
     return all(comparison.outcome(one) == comparison.outcome(other) for comparison in comparisons)
