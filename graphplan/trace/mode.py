@@ -56,7 +56,13 @@ _SYNC_FIX = (
     "(a number of .item() or a copy of .cpu() that is only logged, appended or returned is read then); where only some "
     "calls do it, eager_if= names those"
 )
-_METRIC_FIX = "With torch.use_deterministic_algorithms(True), torchmetrics compares where it would count with bincount."
+_METRIC_FIX = (
+    "Update the metric after the step, with what the step returns for it (in a Trainer: return a dictionary with the "
+    "loss, and update in on_train_batch_end)"
+)
+_BINCOUNT_FIX = (
+    "With torch.use_deterministic_algorithms(True), torchmetrics compares where it would count with bincount."
+)
 _OWN_STATE_FIX = (
     "Give nn.LSTM, nn.GRU or nn.RNN dropout=0 and put nn.Dropout between layers of their own, or set "
     "torch.backends.cudnn.enabled = False: both draw from torch's generator"
@@ -489,8 +495,8 @@ class TraceMode(OperatorMode):
     def _sync_error(self, what: str, source: Source, fix: str) -> HostSyncError:
         source = with_users_line(self._told(source))
         fix = optimizer_fix(source) if source.component == "optimizer" else fix
-        if source.by is not None and what.startswith("aten.bincount") and "torchmetrics" in source.by.filename:
-            fix = f"{_METRIC_FIX} {fix}"
+        if source.by is not None and "torchmetrics" in source.by.filename:
+            fix = f"{_BINCOUNT_FIX} {_METRIC_FIX}" if what.startswith("aten.bincount") else _METRIC_FIX
         place = find_place()
         by = "" if source.by is not None or place.filename == source.filename else f" (by {place})"
         text = f"{what} at {source}{by}; a replay would keep the first value. {fix}"
