@@ -51,6 +51,10 @@ class Backends:
         return self._known[key]
 
 
+ADVICE = "Or pass on_failure='eager' to go on without replays"
+"""What the text of a refusal that is raised ends with."""
+
+
 class Refusals:
     """Raises a step's refusals if they escalate: by default, those before the first replay. Or warns."""
 
@@ -68,7 +72,7 @@ class Refusals:
             error.is_raised = True
             text = str(error)
             if not is_always_raised and "on_failure=" not in text:
-                text = f"{text.rstrip('.')}. Or pass on_failure='eager' to go on without replays"
+                text = f"{text.rstrip('.')}. {ADVICE}"
                 error.args = (text, *error.args[1:])
             raise error
         _forget_frames(error)

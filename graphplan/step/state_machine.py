@@ -46,7 +46,7 @@ from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.programs import Line, Programs
 from graphplan.step.replays import Replays
-from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
+from graphplan.step.runner import ADVICE, Backends, Parts, Refusals, Runner, brought_to
 from graphplan.step.stages import Call, Stages
 
 _FRUITLESS = 8
@@ -248,7 +248,7 @@ class StateMachine:
         overdue = self.programs.check_due(call.feed)
         if overdue is not None:
             if self.options.on_failure == "raise":
-                raise NotCapturedError(f"{overdue}. Or pass on_failure='eager' to go on without replays")
+                raise NotCapturedError(f"{overdue}. {ADVICE}")
             self.refusals.warn(f"graphplan runs this step eagerly: {overdue}")
             self.stand_down(SkipReason.SHAPE, str(overdue))
             return Skip(SkipReason.SHAPE, str(overdue), self._plainly)

@@ -177,6 +177,7 @@ def test_a_wrapper_without_hooks_steps_on_the_host(on_failure: str, tmp_path: Pa
     assert found.callback.stats.replayed >= 15, found.callback.report()
     text = "optimizer runs eagerly after the replay of forward and backward: Lookahead cannot be captured"
     assert text in found.callback.report()
+    assert "on_failure" not in found.callback.report()
 
 
 class _Corrected(Optimizer):

@@ -21,6 +21,7 @@ from graphplan.callback.callback_options import Components
 from graphplan.callback.loop.seam import Run, Seam
 from graphplan.callback.trainer_state import WatchedIndex, group_numbers, refuse_number
 from graphplan.errors import RefusalError
+from graphplan.step.runner import ADVICE
 
 
 class ReplayedClosure(Closure):
@@ -90,7 +91,7 @@ class AutomaticSeam(Seam):
             except RefusalError as error:
                 if not self._may_leave_out_optimizer(error):
                     raise
-                self._keep_optimizer_outside(str(error))
+                self._keep_optimizer_outside(str(error).removesuffix(f". {ADVICE}"))
         # A graphed forward moves its batch itself.
         result = type(self._loop).run(self._loop, optimizer, batch_idx, kwargs)
         self._look_at(self._step)
