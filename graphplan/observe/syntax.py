@@ -38,13 +38,13 @@ def parse(code: CodeType, space: Mapping[str, Any] | None = None) -> ast.Module:
     ends = [line for _, _, line in code.co_lines()] + [last for _, last, _, _ in _positions(code)]
     first, end = code.co_firstlineno, max(line or 0 for line in ends)
     for start, part in ((first, lines[first - 1 : end]), (1, lines)):
-        is_inner = bool(part) and part[0][:1].isspace()
+        # An empty line for each that is left out: they are read faster than nodes are renumbered.
+        is_inner = start > 1 and bool(part) and part[0][:1].isspace()
+        before = "\n" * (start - 1 - is_inner) + "if True:\n" * is_inner
         with suppress(SyntaxError, ValueError), catch_warnings():
             # Python has warned of a string such as "\\d" when it compiled the code.
             simplefilter("ignore")
-            tree = ast.parse("if True:\n" * is_inner + "".join(part))
-            ast.increment_lineno(tree, start - 1 - is_inner)
-            return tree
+            return ast.parse(before + "".join(part))
     return ast.Module([], [])
 
 
@@ -107,8 +107,12 @@ class SyntaxTree:
         self.parents: dict[ast.AST, ast.AST] = {}
         self._space = space or {}
         self._tree = parse(code, space)
-        for parent in ast.walk(self._tree):
-            self.parents.update(dict.fromkeys(ast.iter_child_nodes(parent), parent))
+        left: list[ast.AST] = [self._tree]
+        while left:
+            parent = left.pop()
+            children = list(ast.iter_child_nodes(parent))
+            self.parents.update(dict.fromkeys(children, parent))
+            left += children
 
     def own_nodes(self) -> list[ast.AST]:
         """The nodes of the code itself, which may be each lambda or comprehension that begins on its line."""
