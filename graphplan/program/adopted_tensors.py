@@ -93,7 +93,8 @@ class AdoptedTensors:
         self.guards = self._guard(walk, self.guards.values)
 
     def _guard(self, walk: Walk, values: Mapping[str, Any]) -> Guards:
-        self._walk = walk
+        self.walk = walk
+        """The owners as they were when they were taken."""
         self._gradients = None
         paths = {e.path for e in self._plan.externals if e.path is not None}
         adopted = [walk.slots[path] for path in sorted(paths - self._copied) if path in walk.slots]
@@ -189,9 +190,9 @@ class AdoptedTensors:
 
     def follow_tensors(self) -> bool:
         """:meth:`follow` without a walk, if nothing but tensors has moved; whether that was possible."""
-        if not self.guards.structure_holds() or self.follow(self._walk) is not None:
+        if not self.guards.structure_holds() or self.follow(self.walk) is not None:
             return False
-        self.take(self._walk)
+        self.take(self.walk)
         return True
 
     def follow(self, walk: Walk) -> str | None:

@@ -130,6 +130,8 @@ class Bindings:
         self._fresh: dict[str, Any] = {}
         self._places: dict[str, Slot | None] = {}
         self._appended: dict[Append, list[Any]] = {}
+        self.numbers = StaticNumbers()
+        """What the step reads for numbers that it binds or returns."""
         self._numbers: dict[str, StaticNumber] = {}
         self._before = {number.path: before.scalars[number.path].get() for number in plan.numbers}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
@@ -139,7 +141,7 @@ class Bindings:
         self.entry_grads = {path: param.grad for path, param in before.parameters.values() if path in kept}
         """Gradients that the step accumulates into, as they are before it: it may drop them at its end."""
 
-    def close_step(self, after: Walk, numbers: StaticNumbers, foreign: Iterable[int | None]) -> None:
+    def close_step(self, after: Walk, foreign: Iterable[int | None]) -> None:
         """Record the copies that end a step. ``foreign`` are storages that the recording does not own."""
         outside = set(foreign) | self.targets
         new = {path: after.slots[path].get() for path in self._plan.rebindings.carries}
@@ -148,15 +150,16 @@ class Bindings:
                 slot = after.slots.get(path)
                 self._fresh[path] = _own(slot.get(), outside, asks=True) if slot else None
         for append in self._plan.appends:
-            self._appended[append] = append.record(after, lambda item: _own(numbers.take(item), outside))
+            self._appended[append] = append.record(after, lambda item: _own(self.numbers.take(item), outside))
         for path, own in self._before.items():
             scalar = after.scalars[path]
-            self._numbers[path] = numbers.take(scalar.get(), own)
+            self._numbers[path] = self.numbers.take(scalar.get(), own)
             scalar.container[scalar.key] = own
         sources = {path: _own(value, self.targets) for path, value in new.items()}
         for path, targets in self._memory_of.items():
             for target, source in zip(targets, tensor_leaves(sources[path]), strict=True):
                 target.copy_(source)
+        self.numbers.close()
 
     def bind_back(self, after: Walk) -> None:
         """Bind carried slots to their fixed storage, and note the gradients that the step leaves."""
@@ -295,6 +298,7 @@ class Bindings:
 
     def replace_recorded(self) -> None:
         """After the recorded pass has run: give owners copies of what a replay will overwrite."""
+        self.numbers.fetch()
         for append, items in self._appended.items():
             for number, item in enumerate(items, -len(items)):
                 self._walk.lists[append.path][number] = _clone(item)
@@ -344,6 +348,7 @@ class Bindings:
 
     def repeat(self) -> None:
         """Repeat the step's Python effects after a replay."""
+        self.numbers.fetch()
         if any(map(is_not, map(_get_grad, self._grad_params), self._grad_values)):
             for param, grad in self._grads:
                 param.grad = grad

@@ -30,7 +30,6 @@ from graphplan.program.bindings import Bindings
 from graphplan.program.inputs import StaticInputs
 from graphplan.program.outputs import Outputs, lend_outputs
 from graphplan.program.program import Program
-from graphplan.program.static_numbers import StaticNumbers
 from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
@@ -83,17 +82,13 @@ def capture_program(
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
     # A backend that executes records them with the rest.
     bindings = Bindings(plan, walk, copied.stand_ins, () if backend.executes else plan.handles.host_draws)
-    recording, after, outputs, numbers = _record(
-        plan, feed, walk, backend=backend, inputs=inputs, copied=copied, bindings=bindings, sharding=sharding,
-        lends=lends,
-    )  # fmt: skip
+    parts = inputs, copied, bindings
+    recording, after, outputs = _record(plan, feed, walk, backend, *parts, sharding=sharding, lends=lends)
     bindings.bind_back(after)
     # A program compares what a call begins with.
     flags.assign(found)
-    program = Program(
-        plan, policy, recording=recording, inputs=inputs, copied=copied, bindings=bindings, outputs=outputs,
-        numbers=numbers,         walk=walk_owners(plan.handles.owners()), values=values, feed=feed,
-    )  # fmt: skip
+    walk = walk_owners(plan.handles.owners())
+    program = Program(plan, policy, recording, *parts, outputs, walk=walk, values=values, feed=feed)
     flags.assign(plan.left)
     program.adopted.count_uses(before)
     return program
@@ -103,21 +98,20 @@ def _record(
     plan: Plan,
     feed: Feed,
     walk: Walk,
-    *,
     backend: Backend,
     inputs: StaticInputs,
     copied: CopiedOwned,
     bindings: Bindings,
+    *,
     sharding: Sharding,
     lends: bool,
-) -> tuple[Recording, Walk, Outputs, StaticNumbers]:
+) -> tuple[Recording, Walk, Outputs]:
     """Have the backend record the step, then the copies that end it."""
     leaves = [dressed(inputs.by_leaf.get(index, leaf), leaf) for index, leaf in enumerate(feed.leaves)]
     fed = CallArguments(*feed.rebuild(leaves)).watch()
     outside = {storage_id(inputs.by_leaf.get(index, leaf)) for index, leaf in feed.tensors()} | set(walk.by_storage())
     lent = lend_outputs(plan) if lends else {}
     found: list[tuple[Walk, Outputs]] = []
-    numbers = StaticNumbers()
 
     @presenting_capture()
     @runs_step
@@ -126,7 +120,7 @@ def _record(
         try:
             with DeferredReads(fills=False) if plan.defers else nullcontext() as deferred:
                 result = call_step(plan.handles.function(), fed.args, fed.kwargs)
-            numbers.copies = {} if deferred is None else deferred.copies
+            bindings.numbers.copies = {} if deferred is None else deferred.copies
         finally:
             _IS_RECORDED.reset(token)
         sharding.settle()
@@ -135,9 +129,8 @@ def _record(
             raise HostEffectError(change)
         after = walk_owners(plan.handles.owners())
         with torch.no_grad():
-            outputs = Outputs(plan, result, numbers, overwritten=bindings.targets, lent=lent)
-            bindings.close_step(after, numbers, outside)
-            numbers.close()
+            outputs = Outputs(plan, result, bindings.numbers, overwritten=bindings.targets, lent=lent)
+            bindings.close_step(after, outside)
             found.append((after, outputs))
 
     # Casts of the weights that the caller's autocast remembers would be missing from the recording.
@@ -148,7 +141,7 @@ def _record(
         recording = backend.record(body, replace(plan.traced, answers=answers_in(fed.kwargs)))[0]
     finally:
         copied.swap_out()
-    return recording, *found[-1], numbers
+    return recording, *found[-1]
 
 
 def outdated(plan: Plan, walk: Walk) -> str | None:

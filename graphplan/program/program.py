@@ -24,7 +24,6 @@ from graphplan.program.bindings import Bindings, settle_companions
 from graphplan.program.faults import lost
 from graphplan.program.inputs import MEMORY_IS_FED, StaticInputs
 from graphplan.program.outputs import Outputs
-from graphplan.program.static_numbers import StaticNumbers
 from graphplan.program.statics import CopiedOwned
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
@@ -67,13 +66,12 @@ class Program:
         self,
         plan: Plan,
         policy: Policy,
-        *,
         recording: Recording,
         inputs: StaticInputs,
         copied: CopiedOwned,
         bindings: Bindings,
         outputs: Outputs,
-        numbers: StaticNumbers,
+        *,
         walk: Walk,
         values: Mapping[str, Any],
         feed: Feed,
@@ -87,8 +85,6 @@ class Program:
         self._copied = copied
         self.bindings = bindings
         self.outputs = outputs
-        self._read_numbers = numbers.fetch
-        self._walk = walk
         self._flags = Flags(walk) if plan.left else None
         asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.names())}
         self._asking = [(asking[path], value) for path, value in plan.left.items() if path in asking]
@@ -104,8 +100,8 @@ class Program:
 
     def count_state_bytes(self) -> int:
         """Bytes of the owners' dense tensors, without those that the step has nothing to do with."""
-        untouched = self.plan.untouched(self._walk)
-        slots = [slot for path, slot in self._walk.slots.items() if path not in untouched]
+        untouched = self.plan.untouched(self.adopted.walk)
+        slots = [slot for path, slot in self.adopted.walk.slots.items() if path not in untouched]
         tensors = {id(t): t for slot in slots for t in slot.tensors()}
         return sum(tensor.nbytes for tensor in tensors.values() if tensor.layout is torch.strided)
 
@@ -117,7 +113,7 @@ class Program:
             return True
         if not self.adopted.follow_tensors():
             return False
-        self.bindings.move_homes(self._walk)
+        self.bindings.move_homes(self.adopted.walk)
         return self.adopted.guards.hold()
 
     def row(self) -> Row:
@@ -162,7 +158,7 @@ class Program:
         """
         if self._recording is None:
             raise ClosedError(f"the program of {self.plan.name} was closed; capture it again")
-        back = self._copied.load(given or {}, self._walk) if self._copied.externals or given else ()
+        back = self._copied.load(given or {}, self.adopted.walk) if self._copied.externals or given else ()
         self._push_rates()
         self.bindings.settle_grads(are_kept=not is_settled)
         self.adopted.refresh()
@@ -170,7 +166,6 @@ class Program:
         self.outputs.renew()
         _launch(self._recording)
         try:
-            self._read_numbers()
             self.bindings.repeat()
             for static, source in back:
                 with torch.no_grad():
@@ -230,8 +225,7 @@ class Program:
         assert self._recording is not None
         if not executed:
             _launch(self._recording)
-        self._copied.give_back(self._walk)
-        self._read_numbers()
+        self._copied.give_back(self.adopted.walk)
         self.bindings.replace_recorded()
         return self.collect(leaves)
 
@@ -240,7 +234,7 @@ class Program:
         self.inputs.give_back(leaves, self.outputs.lent)
         for index, asks in self._asking:
             leaves[index].requires_grad_(asks)
-        return self.outputs.build(leaves, self._walk)
+        return self.outputs.build(leaves, self.adopted.walk)
 
     def replay(
         self,
@@ -297,7 +291,6 @@ class Program:
         if lost is not None:
             return f"{lost} is gone, with what it lay in"
         self.bindings.move_homes(walk)
-        self._walk = walk
         self._flags = Flags(walk) if self.plan.left else None
         self.adopted.take(walk)
         return None if self.adopted.guards.hold() else "what the step depends on has changed"
