@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from types import BuiltinMethodType, MethodType
 from typing import Any
 
@@ -119,7 +118,7 @@ class Feed:
         """A path for every leaf, such as ``args[0]`` or ``kwargs['mask']``."""
         if self.structure is None:
             return [f"args[{number}]" for number in range(len(self.key) - 1)]
-        return _names_in(self.structure)
+        return names_in(self.structure)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {_describe(key)}" for name, key in zip(self.names(), self.key[1:], strict=True))
@@ -137,7 +136,8 @@ class Feed:
         return tuple([alignment(leaf) for _, leaf in self.tensors()])
 
 
-def _names_in(structure: Any) -> list[str]:
+def names_in(structure: Any) -> list[str]:
+    """A path for every leaf of a call's arguments."""
     args, kwargs = structure[2]
     return [*names_of(args, "args"), *names_of(kwargs, "kwargs")]
 
@@ -258,13 +258,11 @@ def _mark_key(value: Any) -> Hashable:
     return leaf_key(value) if is_literal(value) else (type(value),)
 
 
-KeysOf = Callable[[Hashable, Sequence[Any], Callable[[], list[str]]], tuple[list[Hashable], frozenset[int]]]
-"""What makes the keys of a call's leaves: from what tells its structure, the leaves, and what names them; and the
-indices of those that the keys leave out.
-"""
+KeysOf = Callable[[Any, Sequence[Any]], tuple[list[Hashable], frozenset[int]]]
+"""What makes the keys of a call's leaves, from its structure and them, and the indices of those that it leaves out."""
 
 
-def named_key(index: int, leaf: Any, names: Callable[[], list[str]]) -> Hashable:
+def named_key(structure: Any, index: int, leaf: Any) -> Hashable:
     """The key of a leaf that is read.
 
     Raises:
@@ -273,7 +271,7 @@ def named_key(index: int, leaf: Any, names: Callable[[], list[str]]) -> Hashable
     try:
         return leaf_key(leaf)
     except FeedError as error:
-        raise FeedError(f"{names()[index]}: {error}") from None
+        raise FeedError(f"{names_in(structure)[index]}: {error}") from None
 
 
 def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf | None = None) -> Feed:
@@ -286,11 +284,10 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf | 
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):
             return Feed(list(args), None, (len(args), *map(leaf_key, args)), (args, kwargs))
         leaves, structure = _take_apart(args, kwargs)
-        names = partial(_names_in, structure)
         if keys_of is None:
-            keys, unread = [named_key(index, leaf, names) for index, leaf in enumerate(leaves)], frozenset[int]()
+            keys, unread = [named_key(structure, index, leaf) for index, leaf in enumerate(leaves)], frozenset[int]()
         else:
-            keys, unread = keys_of(structure, leaves, names)
+            keys, unread = keys_of(structure, leaves)
     except RefusalError:
         raise
     except Exception as error:

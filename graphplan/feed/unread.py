@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from torch import Tensor
 from graphplan.errors import FeedError, GraphPlanError
 from graphplan.feed.call_arguments import is_callers
 from graphplan.feed.placeholders import Placeholder, ReadSignal
-from graphplan.feed.signature import Feed, Unread, leaf_key, named_key
+from graphplan.feed.signature import Feed, Unread, leaf_key, named_key, names_in
 from graphplan.tensors.trees import Literals
 
 _SHAPES = 256
@@ -37,8 +37,10 @@ _NUMBERED = re.compile(r"\[\d+\]$")
 class _Shape:
     """The units of one structure: the path of each leaf's, and the keys that each leaf had."""
 
-    def __init__(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
-        parents = [_NUMBERED.sub("", name) if isinstance(name, str) else name for name in names]
+    def __init__(self, structure: Any, leaves: Sequence[Any]) -> None:
+        self.structure = structure
+        names = names_in(structure)
+        parents = [_NUMBERED.sub("", name) for name in names]
         mixed = {parent for parent, leaf in zip(parents, leaves, strict=True) if isinstance(leaf, Tensor)}
         pairs = zip(names, parents, strict=True)
         self.units = [name if parent in mixed or parent == "args" else parent for name, parent in pairs]
@@ -60,41 +62,39 @@ class UnreadValues:
         self._free: set[str] = set()
         self._read: set[str] = set()
 
-    def keys(
-        self, shape: Hashable, leaves: Sequence[Any], names: Callable[[], list[str]]
-    ) -> tuple[list[Hashable], frozenset[int]]:
+    def keys(self, structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
         """The keys of a call's leaves, and the indices of those that they leave out.
 
         Raises:
             FeedError: naming a value that the step reads, and that no key can hold.
         """
-        known = self._shapes.get(shape)
+        known = self._shapes.get(structure)
         if known is None:
             if len(self._shapes) >= _SHAPES:
                 self._shapes.clear()
-            known = self._shapes[shape] = _Shape(leaves, names())
+            known = self._shapes[structure] = _Shape(structure, leaves)
         if known.is_plain and all(isinstance(leaf, Tensor) for leaf in leaves):
             return list(map(leaf_key, leaves)), frozenset()
         keys: list[Hashable] = []
         unread: list[int] = []
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
-                key = self._key(known, index, leaf, names)
+                key = self._key(known, index, leaf)
             elif known.home is None or leaf.device.type != "cpu":
                 key = leaf_key(leaf)
             else:
-                key = self._elsewhere(known, index, leaf, names)
+                key = self._elsewhere(known, index, leaf)
             if key is None:
                 unread.append(index)
                 key = (Unread, type(leaf))
             keys.append(key)
         return keys, frozenset(unread)
 
-    def _key(self, shape: _Shape, index: int, leaf: Any, names: Callable[[], list[str]]) -> Hashable:
+    def _key(self, shape: _Shape, index: int, leaf: Any) -> Hashable:
         """The key of a value; None if it is left out."""
         unit = shape.units[index]
         if unit in self._read:
-            return named_key(index, leaf, names)
+            return named_key(shape.structure, index, leaf)
         if unit in self._free and (type(leaf) is str or not isinstance(leaf, _FEW)):
             return None
         try:
@@ -112,12 +112,12 @@ class UnreadValues:
             seen.add(key)
         return key if key in seen else None
 
-    def _elsewhere(self, shape: _Shape, index: int, leaf: Tensor, names: Callable[[], list[str]]) -> Hashable:
+    def _elsewhere(self, shape: _Shape, index: int, leaf: Tensor) -> Hashable:
         if shape.units[index] in self._read:
             raise FeedError(
-                f"{names()[index]} is on {leaf.device} and the step reads it, beside tensors on {shape.home}; a replay "
-                "would keep its values. Move it first, feed it as Python numbers, each of which is a program of its "
-                "own, or leave it out of what is fed"
+                f"{names_in(shape.structure)[index]} is on {leaf.device} and the step reads it, beside tensors on "
+                f"{shape.home}; a replay would keep its values. Move it first, feed it as Python numbers, each of "
+                "which is a program of its own, or leave it out of what is fed"
             )
         return None
 

@@ -93,7 +93,7 @@ def _extended(feed: Feed, reads: BatchReads, tensors: Sequence[Tensor]) -> Feed:
     args, kwargs = feed.rebuild(feed.leaves) if feed.is_moved else feed.given
     read = (reads.number, *tensors)
 
-    def keys_of(shape: Hashable, leaves: Sequence[Any], names: Any) -> tuple[list[Hashable], frozenset[int]]:
+    def keys_of(structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
         return [*feed.key[1:], *map(leaf_key, read)], feed.unread
 
     return flatten(args, {**kwargs, BATCH_READS: read}, keys_of)
