@@ -182,11 +182,17 @@ def names_of(structure: Structure, name: str) -> list[str]:
 
 
 def text_of(structure: Structure) -> str:
-    """A structure for a message."""
+    """A structure for a message, with a star for each leaf: ``({'x': *}, *)``."""
     if structure is None:
         return "*"
-    pairs = zip(_keys_of(structure), structure[2], strict=True)
-    return f"{structure[0].__name__}({', '.join(f'{key}={text_of(part)}' for key, part in pairs)})"
+    kind, label, parts = structure
+    texts = list(map(text_of, parts))
+    if kind is dict:
+        return "{" + ", ".join(f"{key!r}: {text}" for key, text in zip(label, texts, strict=True)) + "}"
+    if kind is list or kind is tuple:
+        return f"[{', '.join(texts)}]" if kind is list else f"({', '.join(texts)})"
+    pairs = zip(_keys_of(structure), texts, strict=True)
+    return f"{kind.__name__}({', '.join(f'{key}={text}' for key, text in pairs)})"
 
 
 def rebuild(structure: Structure, leaves: Sequence[Any]) -> Any:

@@ -233,7 +233,7 @@ def test_a_result_whose_structure_changes_is_refused() -> None:
         model.often = not model.often
 
     make = partial(updating_rig, returned, attributes(often=False), toggle)
-    patterns = [r"returns .*'mean'.*'loss'.* on one call and .*'mean'\]=\*\)+ on the next.*the same one each time"]
+    patterns = [r"returns .*'mean'.*'loss'.* on one call and .*\{'mean': \*\}.* on the next.*the same one each time"]
     assert_refused(make, OutputError, *patterns, done=SECOND_TRACE, allow=("model.often",))
 
 

@@ -245,7 +245,10 @@ OTHER_FEEDS = {
     "a row that would broadcast": (_one_row, r"args\[0\].*\[1, 8\].*\[8, 8\]"),
     "an argument less": (lambda x, y: (x,), r"structure.*1 positional.*2 positional"),
     "an argument more": (lambda x, y: (x, y, y), r"structure.*3 positional.*2 positional"),
-    "another structure": (lambda x, y: ({"x": x, "y": y},), r"structure is .*'x'.*'y'.*expected 2 positional tensors"),
+    "another structure": (
+        lambda x, y: ({"x": x, "y": y},),
+        r"structure is .*'x': \*, 'y': \*.*expected 2 positional tensors",
+    ),
     "a literal": (lambda x, y: (x, 3), r"structure is .*; expected 2 positional tensors"),
     "a grad_fn": (
         lambda x, y: (x.clone().requires_grad_() * 2, y),
