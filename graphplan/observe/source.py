@@ -30,8 +30,8 @@ _CHECKPOINT = os.path.join(TORCH, "utils", "checkpoint.py")
 class Source:
     """A line of the user's, and the part of the step (``"step"`` or ``"optimizer"``) that ran there.
 
-    ``scaled`` says that it was not the optimizer's own code but a gradient scaler's, which decides about its step.
-    ``by`` is the line of Lightning's or torchmetrics' that the user's line led to, if it did.
+    ``scaled``: a gradient scaler's code decided about the optimizer's step. ``by``: the line of Lightning's or
+    torchmetrics' that the user's line led to, if any.
     """
 
     filename: str
@@ -157,9 +157,8 @@ def _place_of(code: CodeType) -> _Place:
 
 
 def find_source(innermost: FrameType | None = None) -> Source:
-    """The innermost frame outside torch, Lightning and this package, of those around ``innermost`` or the caller. Where
-    the step has none, but frames of Lightning's or torchmetrics', the innermost of those; where it has torch's alone,
-    the step's caller is named.
+    """The innermost frame outside torch, Lightning and this package around ``innermost`` or the caller; else the
+    innermost of Lightning's or torchmetrics', else the step's caller.
     """
     frame = innermost = innermost or sys._getframe(1)
     found: FrameType | None = None
@@ -191,11 +190,9 @@ _STEP: _Component = ("step", "", False)
 
 
 class Sources:
-    """:func:`find_source` for operator after operator of one thread. Most come from a frame, or from one that is called
-    by a frame, that an operator before came from, and what lies around those is known: to look through the whole stack
-    takes a quarter of a trace.
-
-    Frames that are known are held, and with them what their variables hold, until the next operator or :meth:`forget`.
+    """Calls :func:`find_source` for each operator of one thread, from the innermost frame that it knows: to look
+    through the whole stack takes a quarter of a trace. Known frames, with their variables, are held until the next
+    operator or :meth:`forget`.
     """
 
     def __init__(self) -> None:
@@ -242,11 +239,10 @@ def _source(frame: FrameType, component: _Component, by: FrameType | None = None
 
 
 def _component(frame: FrameType, innermost: FrameType) -> _Component | None:
-    """``"optimizer"``, the optimizer's type and whether a scaler steps it, if ``frame``, of a function called ``step``,
-    is that of either and leads to ``innermost`` without passing a closure of other code. None if it is neither's.
+    """``"optimizer"``, its type and whether a scaler steps it, if ``frame`` runs the ``step`` of either and leads to
+    ``innermost`` by itself. None if it is neither's.
 
-    Lightning runs forward and backward as a closure inside ``Optimizer.step``; their frames lie in other files than
-    the optimizer's own, which is what tells them apart.
+    Lightning runs forward and backward as a closure inside ``Optimizer.step``: frames between are in other files.
     """
     local = frame.f_locals
     stepper, closure = local.get("self"), local.get("closure", _STEP)

@@ -71,15 +71,13 @@ _HERE = _Here()
 
 
 class Watcher:
-    """Has ``on_call(frame)`` called when Python code begins to run or goes on, and ``on_c_call(frame, function)`` when
-    Python calls a function in C, from :meth:`start` to :meth:`stop`, in the thread that calls these. ``on_call`` says
-    whether all is known now of the frame's code, and may still be called for it. ``on_c_call`` is told of functions
-    with one of ``names``, and of all that code with an identity among ``codes`` calls, which may become more; it need
-    not be told of the interpreter's own functions and classes, but of ``print``. Where torch's operators are called
-    from, see :func:`is_silent`, it may be told of what is none of the step's. What they raise goes to ``faults``: it
-    would come out in the step.
+    """Calls ``on_call(frame)`` as Python code begins to run or goes on, and ``on_c_call(frame, function)`` as it calls
+    a function in C, in the thread that started this.
 
-    This one is a profile function, in place of another one, which it puts back.
+    ``on_call`` returns True if it need not be called again for the frame's code. ``on_c_call`` is called for functions
+    with one of ``names``, and for what code with an identity among ``codes``, which may grow, calls; Python's own
+    functions but ``print``, and what torch calls around its operators, may be left out. Errors of both go to
+    ``faults``. This one is a profile function; it puts the one before it back.
     """
 
     _previous: Any = None
@@ -87,12 +85,7 @@ class Watcher:
     """Code of which all is known, by identity: to hash a code object takes as long as it has instructions."""
 
     def __init__(
-        self,
-        on_call: OnCall,
-        on_c_call: OnCCall,
-        names: Container[str],
-        codes: Container[int],
-        faults: Faults,
+        self, on_call: OnCall, on_c_call: OnCCall, names: Container[str], codes: Container[int], faults: Faults
     ) -> None:
         self._on_call, self._on_c_call = on_call, on_c_call
         self._names, self._codes = names, codes
