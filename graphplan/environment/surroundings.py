@@ -17,14 +17,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphplan.errors import SurroundingsError
 
-_innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-_jit_trace: Callable[[], Any] = torch._C._get_tracing_state
-_count_of_dispatch_modes = torch._C._len_torch_dispatch_stack
-_count_of_function_modes = torch._C._len_torch_function_stack
+_C: Any = torch._C
 COUNTS: list[tuple[Callable[[], Any], Any]] = [
-    (_count_of_dispatch_modes, 0),
-    (_innermost_transform, None),
-    (_jit_trace, None),
+    (_C._len_torch_dispatch_stack, 0),
+    (_C._functorch.peek_interpreter_stack, None),
+    (_C._get_tracing_state, None),
 ]
 """Functions that return quickly whether something of a kind is active, and their values where nothing is."""
 LEVEL = (vars(forward_ad), "_current_level", -1)
@@ -36,10 +33,10 @@ def surroundings() -> str | None:
     space, name, outside = LEVEL
     if space.get(name, outside) != outside:
         return "forward-mode AD (torch.autograd.forward_ad.dual_level)"
-    transform = _innermost_transform()
+    transform = _C._functorch.peek_interpreter_stack()
     if transform is not None:
         return f"a transform of torch.func ({transform.key().name})"
-    if _jit_trace() is not None:
+    if _C._get_tracing_state() is not None:
         return "torch.jit.trace"
     mode = changing_mode()
     return None if mode is None else f"a mode of the caller's ({type(mode).__name__})"
@@ -50,7 +47,7 @@ def changing_mode() -> Any:
 
     A mode that only watches has ``changes_nothing = True`` in its class.
     """
-    if not _count_of_dispatch_modes() and not _count_of_function_modes():
+    if not _C._len_torch_dispatch_stack() and not _C._len_torch_function_stack():
         return None
     functions = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
     modes = [*functions, *_get_current_dispatch_mode_stack()]
