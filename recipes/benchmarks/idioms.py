@@ -3,8 +3,8 @@
     python -m recipes.benchmarks.idioms [--json PATH]
 
 A small classifier is trained on a GPU if there is one. Each ``training_step`` logs, appends or sums up numbers of
-``item()``, or does something every few batches. Weights, metrics and what the modules hold have to be the same with
-the callback. A time is that of a step, from the end of one to the end of the next.
+``item()``, keeps copies on the host, or does something every few batches. Weights, metrics and what the modules hold
+have to be the same with the callback. A time is that of a step, from the end of one to the end of the next.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Net(pl.LightningModule):
         super().__init__()
         layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(FEATURES, FEATURES), nn.GELU())]
         self.net = nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
-        self.history: list[float] = []
+        self.history: list[Any] = []
         self.total = 0.0
 
     @override
@@ -73,6 +73,17 @@ class KeepsNumbers(Net):
         self.history.append(loss.item())
         self.total += loss.item()
         return loss
+
+
+class KeepsCopies(Net):
+    """``self.history.append(scores.detach().cpu())``, and an array of guesses."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.net(batch[0])
+        self.history.append(scores.detach().cpu())
+        self.history.append(scores.argmax(1).cpu().numpy())
+        return F.cross_entropy(scores, batch[1])
 
 
 class LogsANorm(Net):
@@ -116,7 +127,7 @@ class Accumulates(Net):
         return loss
 
 
-IDIOMS: tuple[type[Net], ...] = (Net, LogsNumbers, KeepsNumbers, LogsANorm, EveryFewBatches, Accumulates)
+IDIOMS: tuple[type[Net], ...] = (Net, LogsNumbers, KeepsNumbers, KeepsCopies, LogsANorm, EveryFewBatches, Accumulates)
 
 
 class Clock(pl.Callback):
@@ -144,7 +155,8 @@ def fit(kind: type[Net], batches: int, warm: int, callback: GraphPlanCallback | 
     left = {name: tensor.cpu().tolist() for name, tensor in module.state_dict().items()}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     spent = (clock.ends[-1] - clock.ends[warm]) / (len(clock.ends) - 1 - warm)
-    return {"us": spent * 1e6, "left": (left, metrics, module.history, module.total)}
+    history = [item if isinstance(item, float) else item.tolist() for item in module.history]
+    return {"us": spent * 1e6, "left": (left, metrics, history, module.total)}
 
 
 def measure(kind: type[Net], batches: int, warm: int) -> dict[str, Any]:
