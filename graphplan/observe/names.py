@@ -68,12 +68,17 @@ def plain_steps(code: CodeType) -> list[dis.Instruction]:
     """The instructions of ``code`` that do something, in one form for all versions: one variable in each."""
     found = []
     for step in dis.get_instructions(code):
-        if "_FAST" in step.opname and isinstance(step.argval, tuple):
-            acts = [part for part in step.opname.split("_") if part in ("LOAD", "STORE")]
+        name = step.opname
+        if name in _PADDING:
+            continue
+        if "_FAST" not in name or name in ("LOAD_FAST", "STORE_FAST"):
+            found.append(step)
+        elif isinstance(step.argval, tuple):
+            acts = [part for part in name.split("_") if part in ("LOAD", "STORE")]
             for act, variable in zip(acts, step.argval, strict=True):
                 found.append(step._replace(opname=f"{act}_FAST", argval=variable, argrepr=variable))
-        elif step.opname not in _PADDING:
-            found.append(step._replace(opname="LOAD_FAST") if step.opname.startswith("LOAD_FAST") else step)
+        else:
+            found.append(step._replace(opname="LOAD_FAST") if name.startswith("LOAD_FAST") else step)
     return found
 
 
