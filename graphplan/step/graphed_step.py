@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from typing_extensions import override
@@ -20,7 +20,7 @@ from graphplan.specs.options import takes
 from graphplan.step.call_lock import CallLock
 from graphplan.step.capture_sizes import ShapeStats
 from graphplan.step.gate import Gate, Stock
-from graphplan.step.methods import Method, check_form, owners_of
+from graphplan.step.methods import Methods, check_form, owners_of
 from graphplan.step.options import Options, StepOptions
 from graphplan.step.padded_batches import PaddedBatches
 from graphplan.step.peers import Peers
@@ -28,7 +28,7 @@ from graphplan.step.runner import Backends
 from graphplan.step.state_machine import StateMachine
 
 
-class GraphedStep(Method, CallLock, Reports):
+class GraphedStep(CallLock, Reports):
     """A step that replays itself. Made by :func:`graph_step`.
 
     In a class it is a method: each instance has a step, and programs, of its own. Steps that are given the same
@@ -76,8 +76,8 @@ class GraphedStep(Method, CallLock, Reports):
         if not callable(fn):
             raise OptionError(f"the step is a {type(fn).__name__}; expected a function or another callable")
         check_form(fn)
-        self._be_method(fn)
-        self._options, self._owners = options, owners
+        self._fn, self._owners, self._options = fn, owners, options
+        self._name = getattr(fn, "__name__", type(fn).__name__)
         self.machine = StateMachine(
             fn, owners, options, backends, peers, gate=gate, is_alone=is_alone, serve=self._call
         )
@@ -111,7 +111,15 @@ class GraphedStep(Method, CallLock, Reports):
         finally:
             self._turn.release()
 
-    @override
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """The method of one instance, or under ``@classmethod`` of one class."""
+        if instance is None or not isinstance(self._fn, FunctionType):
+            return self
+        made = Methods.of(instance, self._name).made
+        if self not in made:
+            made[self] = self._bound_to(instance)
+        return made[self]
+
     def _bound_to(self, instance: Any) -> GraphedStep:
         method = MethodType(self._fn, instance)
         return type(self)(method, owners_of(method, self._owners), self._options)

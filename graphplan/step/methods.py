@@ -3,50 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from graphplan.errors import OptionError
 
-
-class Method:
-    """A method in a class: each instance gets a copy, and under ``@classmethod`` each class."""
-
-    def _be_method(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
-        self._name = getattr(fn, "__name__", type(fn).__name__)
-        # A class method is not told whose it is, but its function's qualified name says so.
-        self._key = f"_graphed_{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', self._name)}"
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        # A class and its base may both have a graphed method of that name.
-        self._key = f"_graphed_{owner.__module__}.{owner.__qualname__}.{name}"
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """The method of one instance or class."""
-        if instance is None or not isinstance(self._fn, FunctionType):
-            return self
-        return Bound.of(instance, self._key, self._name).get(lambda: self._bound_to(instance))
-
-    @abstractmethod
-    def _bound_to(self, instance: Any) -> Any:
-        """Make the graphed method of ``instance``."""
+_KEY = "_graphed_methods"
 
 
-class Bound:
-    """The graphed method of one instance or class. A copy of the instance gets an empty one."""
+class Methods:
+    """The graphed methods of one instance or class, by what they are in the class. A copy of the instance has none."""
 
     def __init__(self) -> None:
-        self._graphed: Any = None
+        self.made: dict[Any, Any] = {}
 
     @classmethod
-    def of(cls, instance: Any, key: str, name: str) -> Bound:
-        """That of ``instance`` for its method ``name``. Raises OptionError if the instance cannot keep it."""
+    def of(cls, instance: Any, name: str) -> Methods:
+        """Those of ``instance``. Raises OptionError if it cannot keep that called ``name``."""
         try:
             inner = vars(instance)
         except TypeError:
@@ -54,22 +30,16 @@ class Bound:
                 f"{name} is graphed on a {type(instance).__name__}, which has no __dict__ to keep its programs in; "
                 f"expected one: add '__dict__' to its __slots__, or graph the bound method: graphed(thing.{name})"
             ) from None
-        if key not in inner:
+        if _KEY not in inner:
             if isinstance(instance, type):
                 # In its own namespace, which cannot be written to: a class that inherits the method keeps its own.
-                type.__setattr__(instance, key, cls())
+                type.__setattr__(instance, _KEY, cls())
             else:
-                inner[key] = cls()
-        return inner[key]
-
-    def get(self, make: Callable[[], Any]) -> Any:
-        """The graphed method, made by ``make`` at first."""
-        if self._graphed is None:
-            self._graphed = make()
-        return self._graphed
+                inner[_KEY] = cls()
+        return inner[_KEY]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Bound, ()
+        return Methods, ()
 
 
 def owners_of(fn: Callable[..., Any], owners: Mapping[str, Any] | Sequence[Any] | None) -> Any:
