@@ -198,7 +198,7 @@ class GraphedStep(CallLock, Reports):
     @property
     def facts(self) -> list[str]:
         """What the report says of the step beside its counts: what was prepared, and what was padded."""
-        padded = [] if self._padded is None else [self._padded.fact]
+        padded = [] if self._padded is None else [f"{self.shapes} ({self._padded.padding.ladders})"]
         return [*(f"prepared: {change}" for change in self.prepared), *padded]
 
 

@@ -54,11 +54,6 @@ class PaddedBatches:
         self._stopped_by: RefusalError | None = None
         machine.timing.leave = self._with_mask
 
-    @property
-    def fact(self) -> str:
-        """What the report says of padding."""
-        return f"{self.shapes} ({self.padding.ladders})"
-
     def _with_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call as it came, with a mask that hides nothing where the step wants one."""
         if self._options.mask is None:
@@ -75,7 +70,9 @@ class PaddedBatches:
         begins = self._calls < (_CALLS_TO_KNOW if self._trains else 1)
         kind: Kind | None = None
         if feed is not None and not (self._trains and (begins or self._stopped_by is not None)):
-            found = self._kind(feed)
+            # A call with no dimension at all may be a wrong one, which the step itself has words for.
+            are_expected = not self.shapes.shapes and any(leaf.dim() for _, leaf in feed.tensors())
+            found = self.padding.kind(feed, are_expected=are_expected)
             if isinstance(found, str):
                 return self._serve_unpadded(feed, SkipReason.BUCKET, found)
             kind = found
@@ -105,12 +102,6 @@ class PaddedBatches:
     def _may_be_trained(self) -> bool:
         modules = [owner for owner in self._machine.managed.owners.values() if isinstance(owner, nn.Module)]
         return any(asks_for_gradients(param) for module in modules for param in module.parameters())
-
-    def _kind(self, feed: Feed) -> Kind | str:
-        """How a call is padded, or why it fits no capture size."""
-        # A call with no dimension at all may be a wrong one, which the step itself has words for.
-        are_expected = not self.shapes.shapes and any(leaf.dim() for _, leaf in feed.tensors())
-        return self.padding.kind(feed, are_expected=are_expected)
 
     def _serve_unpadded(self, feed: Feed, reason: SkipReason, detail: str) -> Any:
         """Make the call as it came: in training as any step, eagerly in inference, where it may never come again."""

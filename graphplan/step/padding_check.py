@@ -215,7 +215,11 @@ class PaddingCheck:
                     raise ArithmeticError(f"{path} has elements that are infinite or no numbers, without padding too")
                 over[path] = excess
         # Without gradients no terms cancel into updates, and other threads may be reading the parameters.
-        noise = Run.of(came, self._nudged(rounding)).far if over and torch.is_grad_enabled() else {}
+        noise: Mapping[str, float] = {}
+        if over and torch.is_grad_enabled():
+            params = {path: local(param) for path, param in self._walk.parameters.values()}
+            again = nudged(lambda: self._rehearse(self._feed, {}).tensors, params, self._snapshot.value, rounding)
+            noise = Run.of(came, again).far
         times = RESPONSES if rounding > torch.finfo(torch.float32).eps else SPREADS
         found = {p: n for p, excess in over.items() if not excess <= times * (n := noise.get(p, 0.0))}
         found.update({path: 0.0 for path in [*came, *padded] if path not in alike})
@@ -227,11 +231,6 @@ class PaddingCheck:
         if slot is None or slot.param is not None:
             return 1 if slot is None else 2
         return 3 if slot.is_parameter or is_optimizer_state(path) else 0
-
-    def _nudged(self, rounding: float) -> Mapping[str, Tensor]:
-        """What the step on the batch as it came leaves if parameters have other last bits."""
-        params = {path: local(param) for path, param in self._walk.parameters.values()}
-        return nudged(lambda: self._rehearse(self._feed, {}).tensors, params, self._snapshot.value, rounding)
 
     def _rehearse(self, feed: Feed, extra: Mapping[str, Tensor]) -> _Left:
         """Run the step without dropout and put everything back. ``extra`` are tensors to keep by name."""

@@ -12,7 +12,6 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
@@ -88,7 +87,6 @@ class Stages:
         self._runner, self._managed, self._options = parts.runner, parts.managed, parts.options
         self._refusals, self._programs, self._stats = parts.refusals, parts.programs, parts.runner.stats
         self._buffers, self._memory, self._unread, self._peers = buffers, memory, unread, parts.peers
-        self._captured: WeakSet[Program] = WeakSet()
         self._changes: list[str] = []
         """What first calls in a row, each with a key of its own, changed in containers that they were fed."""
         self._keeping = 0
@@ -483,7 +481,7 @@ class Stages:
                     policy=options.policy or Policy.of_mode(options.mode),
                     backend=backend,
                     buffers=self._buffers,
-                    homes=ChainMap(*(dict(program.bindings.homes) for program in self._captured if program.is_open)),
+                    homes=ChainMap(*(dict(program.bindings.homes) for program in self._programs.all())),
                     lends=options.outputs == "static",
                 )
             try:
@@ -498,7 +496,6 @@ class Stages:
         if options.prefetch and options.feed_device is not None:
             program.inputs.stage()
         program.next_check = options.schedule.after(0)
-        self._captured.add(program)
         build_later()
         self._keep(call, program)
         return result
