@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
 from inspect import unwrap
 from threading import get_ident
-from types import CodeType
+from types import CellType, CodeType
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ class Discovery:
         inner = {id(child) for module in fresh for child in module.modules() if child is not module}
         found: list[Any] = [module for module in fresh if id(module) not in inner]
         found += [optimizer for optimizer in self._optimizers if id(optimizer) not in known]
-        names = dict(_names_in(fn))
+        names = {id(value): name for name, value in names_in(fn)}
         named: dict[str, Any] = {}
         for thing in found:
             named[free_name(names.get(id(thing), type(thing).__name__.lower()), named)] = thing
@@ -129,19 +129,15 @@ def note_called(module: nn.Module) -> None:
         discovery._saw_module(module)
 
 
-def _names_in(fn: Callable[..., Any]) -> Iterator[tuple[int, str]]:
-    """Identities of what ``fn`` reaches by a name: globals it uses, its closure, its ``self``'s attributes."""
+def names_in(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """What ``fn`` reaches by a name: globals it uses, its closure, its ``self``'s attributes."""
     inner = getattr(fn, "__func__", fn)
     code = getattr(inner, "__code__", None)
     if code is not None:
         for name in code.co_names:
             if name in inner.__globals__:
-                yield id(inner.__globals__[name]), name
+                yield name, inner.__globals__[name]
         for name, cell in zip(code.co_freevars, inner.__closure__ or (), strict=False):
-            try:
-                yield id(cell.cell_contents), name
-            except ValueError:
-                continue
-    owner = getattr(fn, "__self__", None)
-    for name, value in (attributes_of(owner) or {}).items():
-        yield id(value), name
+            if cell != CellType():
+                yield name, cell.cell_contents
+    yield from (attributes_of(getattr(fn, "__self__", None)) or {}).items()

@@ -11,7 +11,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import CellType
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from graphplan.effects.allowed import is_allowed
 from graphplan.environment.devices import is_accelerator
 from graphplan.errors import CaptureError, HostSyncError
+from graphplan.owners.discovery import names_in
 from graphplan.owners.slots import Walk
 from graphplan.owners.views import Numbers, attributes_of
 from graphplan.plan.plan import Plan
@@ -36,13 +36,10 @@ def runs_compiled(walk: Walk, fn: Callable[..., Any]) -> bool:
 
 def _compiled(walk: Walk, fn: Callable[..., Any]) -> Iterator[Any]:
     """Compiled code among the owners and the names of ``fn``, which are owners only after the first step."""
-    code = getattr(fn, "__code__", None)
-    named = [getattr(fn, "__globals__", {}).get(name) for name in code.co_names] if code is not None else []
-    named += [cell.cell_contents for cell in getattr(fn, "__closure__", None) or () if cell != CellType()]
     yield from (optimizer for optimizer in walk.optimizers.values() if _compiles_itself(optimizer))
     # What a class shows may be computed, by code that raises.
     held = (scalar.get() for scalar in walk.scalars.values() if not isinstance(scalar.container, Numbers))
-    for value in [*walk.modules, *held, fn, *named]:
+    for value in [*walk.modules, *held, fn, *(value for _, value in names_in(getattr(fn, "__func__", fn)))]:
         if _is_compiled_module(value) if issubclass(type(value), nn.Module) else _is_compiled_function(value):
             yield value
 

@@ -6,9 +6,7 @@ import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +20,7 @@ from graphplan.errors import DeviceError, FeedError, RefusalError, SkipReason
 from graphplan.feed.call_arguments import CallArguments, call_step, hands_over
 from graphplan.feed.signature import Feed, check_feed
 from graphplan.observe.capture_state import presenting_capture
+from graphplan.owners.discovery import names_in
 from graphplan.owners.slots import Walk
 from graphplan.owners.walk import walk_owners
 from graphplan.plan.build import find_device
@@ -35,6 +34,8 @@ from graphplan.step.programs import Programs
 from graphplan.tensors.trees import map_result
 
 Walked = TypeVar("Walked")
+_LEADING = (nn.Module, Optimizer, Tensor)
+"""What leads to tensors."""
 
 
 class Backends:
@@ -191,22 +192,13 @@ class Runner:
         walk = self._managed.walk_before()
         if not feed.tensors() and not any(slot.tensors() for slot in walk.slots.values()):
             # A step that is fed nothing: what it names leads to tensors, of which its first call makes owners.
-            walk = walk_owners(_named_by(self.fn))
+            named = dict(names_in(inspect.unwrap(self.fn)))
+            walk = walk_owners({name: each for name, each in named.items() if isinstance(each, _LEADING)})
         device = find_device(walk, feed)
         name = resolve_backend(self._asked, device)
         check_feed(feed, device)
         self.device = device
         self._backend = self._backends.get(name, device)
-
-
-def _named_by(fn: Callable[..., Any]) -> dict[str, Any]:
-    """The modules, optimizers and tensors that a function's code or its object names."""
-    function = inspect.unwrap(fn)
-    held = dict(vars(function.__self__)) if isinstance(function, MethodType) else {}
-    with suppress(TypeError, ValueError):
-        names = inspect.getclosurevars(function)
-        held |= {**names.globals, **names.nonlocals}
-    return {name: value for name, value in held.items() if isinstance(value, nn.Module | Optimizer | Tensor)}
 
 
 @dataclass(frozen=True, slots=True)

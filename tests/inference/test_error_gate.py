@@ -49,7 +49,7 @@ def _drive(call: Any) -> list[Tensor]:
 BEFORE = {
     "exact": ["inference.graphed:plain", "step.state_machine:flatten", "step.lookup:Lookup.find", "step.managed:trace",
               "step.stages:capture_program"],
-    "bucket": ["step.padded_batches:PaddedBatches._kind",
+    "bucket": ["step.padding:Padding.kind",
                "step.padding:Padding.kind", "step.padding:Padding._learn", "step.padding:Padding.pad",
                "step.managed:trace"],
 }  # fmt: skip
