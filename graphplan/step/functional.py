@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -85,26 +84,16 @@ def compile_plan(
         OptionError: for a function that only begins something when it is called, such as a generator function.
         RefusalError: if the step cannot be replayed correctly.
     """
-    check_surroundings("a plan is compiled")
-    check_form(fn)
     traces = _Traces(fn, args, owners, prepare=prepare_optimizers)
-    managed = traces.managed
-    try:
-        first, second = traces.two()
-        with managed.rates:
-            return build_plan(
-                first, second, traces.feed,
-                owners=lambda: managed.owners, function=lambda: fn, allow=allow, rates=managed.rates,
-            )  # fmt: skip
-    finally:
-        if restore:
-            traces.undo()
+    return traces.plan(restore=restore, allow=allow, function=lambda: fn)
 
 
 class _Traces:
     """Traces of a function, each of a real step, and what undoes these steps."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], owners: Owners, *, prepare: bool) -> None:
+        check_surroundings("a plan is compiled")
+        check_form(fn)
         self._fn = fn
         self.managed = Managed(fn, owners, prepare=prepare)
         self.feed = flatten(args, {})
@@ -114,6 +103,22 @@ class _Traces:
         self._snapshots = [Snapshot(walk, extra=list(fed.values()))]
         self._flags = Flags(walk, fed)
         self._found = self._flags.read()
+
+    def plan(
+        self, *, restore: bool, allow: Sequence[str], function: Callable[[], Callable[..., Any]], weak: bool = False
+    ) -> Plan:
+        """The plan. ``weak``: it does not keep the owners alive."""
+        managed = self.managed
+        try:
+            first, second = self.two()
+            held = _weak_owners(managed.owners) if weak else lambda: managed.owners
+            with managed.rates:
+                return build_plan(
+                    first, second, self.feed, owners=held, function=function, allow=allow, rates=managed.rates
+                )
+        finally:
+            if restore:
+                self.undo()
 
     def two(self) -> tuple[Trace, Trace]:
         """Traces of two steps in a row. Reads of numbers wait until values are needed, if they can."""
@@ -188,6 +193,7 @@ _PLANS = WeakIdKeyDictionary()
 """By function, or by the ``self`` of a bound method: plans by its function and the feed."""
 
 
+@refusing()
 def compile_cached(
     fn: Callable[..., Any],
     *args: Any,
@@ -237,11 +243,8 @@ def compile_cached(
                 )
             return found
 
-        plan = compile_plan(
-            fn, *args, owners=owners, restore=restore, allow=allow, prepare_optimizers=prepare_optimizers
-        )
-        weak = _weak_owners(plan.handles.owners())
-        plans[key] = replace(plan, handles=replace(plan.handles, owners=weak, function=alive))
+        traces = _Traces(fn, args, owners, prepare=prepare_optimizers)
+        plans[key] = traces.plan(restore=restore, allow=allow, function=alive, weak=True)
     return plans[key]
 
 
