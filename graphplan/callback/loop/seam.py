@@ -193,10 +193,6 @@ class Seam(ABC):
         """Return a gate for a step's replays, if it was measured what the step takes without graphplan."""
         return None if self._timed is None else self._timed.again(self._timed.eager)
 
-    def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
-        """The function of a graphed step."""
-        return self._in_step(self._stock, batch)
-
     @property
     def figures(self) -> Figures:
         """Counts of the fit so far, and notes for the report."""
@@ -314,15 +310,15 @@ class Seam(ABC):
                     raise
                 raise lost(error, f"the step of {type(self._module).__name__}") from error
 
-    def _in_step(self, body: Callable[[OrderedDict[str, Any]], Any], batch: Any) -> dict[str, Any]:
-        """Call ``body`` with the loop's arguments, and collect what it logs."""
+    def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
+        """The function of a graphed step: Lightning's own code, and what it logs."""
         # A replay cannot change the caller's containers, so eager steps do not either.
         own = with_new_containers(batch)
         kwargs = OrderedDict([("batch", own), *self._rest])
         if "batch_idx" in kwargs:
             kwargs["batch_idx"] = self._watched(kwargs["batch_idx"])
         fed = CallArguments((own,), {}).watch() if is_traced() else None
-        out = self.logs.around(lambda: body(kwargs))
+        out = self.logs.around(lambda: self._stock(kwargs))
         if fed is not None and fed.change() is not None:
             warnings.warn(_BATCH_CHANGED, UserWarning, stacklevel=2)
         unwatch(self._module)
