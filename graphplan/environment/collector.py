@@ -19,7 +19,7 @@ _NEVER = 20_000_003
 def no_collections() -> Iterator[None]:
     """Put automatic collections off until the block ends. Thresholds that the block sets stay."""
     first, *others = before = gc.get_threshold()
-    if not first:
+    if first in (0, _NEVER):
         yield
         return
     try:
@@ -27,4 +27,6 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         if gc.get_threshold()[0] == _NEVER:
+            # Young objects alone, now. By their number, all that the process has would be looked at in this moment.
+            gc.collect(0)
             gc.set_threshold(*before)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from graphplan.errors import HostSyncError
@@ -150,7 +151,8 @@ class BatchRecorder:
     def _note_filled(self, schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensor) -> None:
         """Take in a tensor of equal numbers that is like another one, which need not be there: ``zeros_like(p)``."""
         given, *others = args
-        like = torch.empty_strided(given.size(), given.stride(), dtype=given.dtype, device="meta")
+        with _disable_current_modes():
+            like = torch.empty_strided(given.size(), given.stride(), dtype=given.dtype, device="meta")
         named = {**kwargs, "device": made.device}
         name = f"{schema.name} {like.dtype} {tuple(like.size())} {like.stride()} {others} {named}"
         self._add(partial(schema.call, like, *others, **named), name, (), {}, [made])

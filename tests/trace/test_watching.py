@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from graphplan.observe import profile, watching
+from graphplan.errors import Faults
+from graphplan.observe import profile, replacements, watching
 from graphplan.observe.profile import Profile
 from graphplan.observe.watching import Aside
 from tests.crossing import each
@@ -402,7 +403,7 @@ def test_a_lock_that_was_never_given_back(monkeypatch: pytest.MonkeyPatch) -> No
     lock = threading.Lock()
     lock.acquire()
     monkeypatch.setattr(watching, "_LOCK", lock)
-    monkeypatch.setattr(watching, "_PATIENCE", 0.01)
+    monkeypatch.setattr(replacements, "_PATIENCE", 0.01)
     with Profile() as watch:
         Thing(1.0).read(torch.ones(2))
     assert names_of(watch) == {"__init__", "read"}
@@ -412,7 +413,8 @@ def test_a_lock_that_was_never_given_back(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_thread_that_ends_while_it_is_watched() -> None:
     """Whoever has its identifier next is not watched for that."""
     found: list[object] = []
-    thread = threading.Thread(target=lambda: watching.Monitor(lambda frame: True, lambda frame, function: None).start())
+    nothing: Any = (lambda frame: True, lambda frame, function: None, (), (), Faults())
+    thread = threading.Thread(target=lambda: watching.Monitor(*nothing).start())
     thread.start()
     thread.join()
     gc.collect()
