@@ -78,6 +78,7 @@ class Entry:
     ``batch``: what is read of the batch before the step, and chooses one of other entries. ``compared`` are numbers of
     owners with the comparisons that the step's code makes with them, ``answers`` what these come to now. ``groups`` has
     the lines for these and for other answers, the latest ones last. Calls for answers that are ``refused`` are eager.
+    ``computed``: the latest answers among which was a number that code computes with.
     """
 
     key: Key = ()
@@ -98,6 +99,7 @@ class Entry:
     answers: Answers = ()
     groups: dict[Answers, dict[Variant, Line]] = field(default_factory=lambda: {(): {}})
     refused: dict[Answers, RefusalError] = field(default_factory=dict)
+    computed: Answers = ()
     gate: Gate | None = None
     is_decided: bool = False
 
@@ -164,11 +166,16 @@ class Entry:
         if len(self.groups) > _OUTCOMES:
             self.forget_oldest()
 
-    @property
-    def computes_with(self) -> str | None:
-        """The number with which the step's code computes, as the comparisons with it come out now; None without."""
+    def newly_computes_with(self) -> str | None:
+        """The number with which the step's code computes, as the comparisons with it come out now; None without, and
+        where it was that number in the latest such call, so that it may be worth a program.
+        """
         paths = (path for path, (_, comparisons) in self.compared.items() for _ in comparisons)
-        return next((path for path, answer in zip(paths, self.answers, strict=False) if type(answer) is Computed), None)
+        path = next((path for path, answer in zip(paths, self.answers, strict=False) if type(answer) is Computed), None)
+        if path is None or self.lines or self.computed == self.answers:
+            return None
+        self.computed = self.answers
+        return path
 
     @property
     def serves_others(self) -> bool:

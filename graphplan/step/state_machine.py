@@ -199,8 +199,9 @@ class StateMachine:
             return self._refused(entry.refusal)
         if entry.answers in entry.refused:
             return self._refused(entry.refused[entry.answers])
-        if entry.computes_with is not None:
-            return self._computing_with(entry.computes_with)
+        number = entry.newly_computes_with()
+        if number is not None:
+            return self._computing_with(number)
         if self.timing.opens and not entry.is_decided and entry.gate is None:
             entry.gate = self.timing.gate_of_calls(self.lookup.moved(call.feed))
             entry.is_decided = entry.gate is None

@@ -375,6 +375,27 @@ def test_calls_whose_comparison_has_code_compute_with_the_number_are_eager() -> 
     }
 
 
+def test_a_number_that_code_computes_with_and_that_stays_for_a_while() -> None:
+    """It has a program from its second call on."""
+
+    def act(model: Model, index: int) -> None:
+        model.step = index // 12
+
+    def body(model: Any, x: Tensor) -> Tensor:
+        y: Tensor = model.net(x)
+        return y * (model.step / 4) if model.step < 4 else y
+
+    torch.manual_seed(0)
+    model = Model()
+    step = graph_step(partial(body, model), owners={"model": model})
+    for index in range(60):
+        act(model, index)
+        with torch.no_grad():
+            x = torch.randn(2, 4)
+            assert torch.equal(step(x), body(model, x))
+    assert (step.stats.captured, step.stats.replayed) == (5, 60 - 3 - 3 - 3 * 4 - 3)
+
+
 def test_a_number_that_code_computes_with_at_first() -> None:
     """A warning says that there are no replays yet."""
     _, twin = _run_showing(48, graphed=False, warm_up=16)
