@@ -30,8 +30,9 @@ _index: Any = torch.ops.aten.index.Tensor
 
 def is_read(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if an operator's results follow from a read alone."""
-    is_dynamic = schema.may_synchronize and has_dynamic_shape(schema, args, kwargs)
-    return schema.reads_values or (is_dynamic and not masks_of(schema, args))
+    if not schema.may_synchronize:
+        return False
+    return schema.reads_values or (has_dynamic_shape(schema, args, kwargs) and not masks_of(schema, args))
 
 
 def masks_of(schema: Schema, args: Sequence[Any]) -> list[Tensor]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from graphplan.errors import HostSyncError
 from graphplan.feed.signature import Feed
@@ -62,10 +61,8 @@ class BatchRecorder:
         self._sources: dict[int, BatchSource] = {}
         self._outside: set[int | None] = set()
         """The memory of the sources, which the step does not make."""
-        self._owned: dict[int | None, range] = {}
-        """The memory of those that owners have, and where it lies."""
-        self._changed: dict[int | None, range] = {}
-        """The memory that the step writes to."""
+        self._owned: dict[int | None, Tensor] = {}
+        """Those that owners have, by their memory."""
         self._ambiguous: set[int | None] = set()
         """Memory that is both an owner's and fed: the next call may be fed something else."""
         for index, leaf in leaves:
@@ -81,10 +78,11 @@ class BatchRecorder:
             self._ambiguous.add(storage)
         for slot in slots:
             held = slot.get()
+            if type(held) not in PLAIN_KINDS or held.requires_grad or storage in self._outside or not _is_plain(held):
+                continue
             # By now there may be another tensor.
-            is_there = type(held) in PLAIN_KINDS and storage_id(held) == storage
-            if storage not in self._outside and is_there and _is_plain(held) and not held.requires_grad:
-                self._owned[storage] = _range_of(held)
+            if storage_id(held) == storage:
+                self._owned[storage] = held
                 self._begin_with(held, slot)
 
     def _begin_with(self, tensor: Tensor, source: BatchSource) -> None:
@@ -98,24 +96,24 @@ class BatchRecorder:
         reads = any(call.read is not None for call in calls)
         return _made_once(calls, self._sources, self._places) if reads else None
 
-    def impossible(self) -> list[HostSyncError]:
-        """The refusals of reads that cannot be made before the step: of what it changes itself, or that take long."""
+    def impossible(self, changed: Mapping[int, Tensor]) -> list[HostSyncError]:
+        """The refusals of reads that cannot be made before the step: they take long, or need what it has ``changed``
+        itself, given by storage, or what may be other memory in the next call.
+        """
         reads = [call.read for call in self._calls if call.read is not None and call.read.error is not None]
         limit = max(_FEW, self._operators // _SHARE)
+        written = list(map(_range_of, changed.values())) if reads else []
         found = []
         for read in reads:
             leading = self._leading_to(read)
             needed = frozenset[int | None]().union(*(memory for _, memory in leading))
-            if len(leading) > limit or any(map(self._changes, needed)):
+            owned = needed & self._owned.keys()
+            overlaps = (_overlap(_range_of(self._owned[storage]), other) for storage in owned for other in written)
+            is_changed = not owned.isdisjoint(changed) or any(overlaps)
+            if len(leading) > limit or is_changed or not needed.isdisjoint(self._ambiguous):
                 assert read.error is not None
                 found.append(read.error)
         return found
-
-    def _changes(self, storage: int | None) -> bool:
-        """Whether memory that is needed may be another one in the next call, or the step writes to it."""
-        memory = self._owned.get(storage, range(0))
-        written = (max(memory.start, other.start) < min(memory.stop, other.stop) for other in self._changed.values())
-        return storage in self._ambiguous or any(written)
 
     def _leading_to(self, read: Read | None) -> list[tuple[Call, frozenset[int | None]]]:
         """The operators that lead to ``read``, or to all reads, with the memory that each needs."""
@@ -128,25 +126,24 @@ class BatchRecorder:
                 needed |= call.given | call.changed
         return calls[::-1]
 
-    def note(self, schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Take in an operator that is no read, after it has run."""
+    def note(
+        self, schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: list[Tensor], given: list[Tensor]
+    ) -> None:
+        """Take in an operator that is no read, after it has run: it was ``given`` tensors, and ``made`` some."""
         self._operators += 1
         if schema.name in _OF_GEOMETRY and not self._has(args[0]) and _is_plain(args[0]):
-            self._note_filled(schema, args, kwargs, out)
+            self._note_filled(schema, args, kwargs, made[0])
             return
-        follows = schema.is_certain and all(map(self._has, tensors_in([*args, *kwargs.values()])))
+        follows = schema.is_certain and all(map(self._has, given))
         if not (follows or schema.may_write):
             return
+        written = list(map(storage_id, written_tensors(schema, args, dict(kwargs))))
         # By now, what has another shape in place is no longer what the operator was given.
-        is_reshaped = torch.Tag.inplace_view in schema.operator.tags
-        follows = follows and torch.get_default_dtype() == self._dtype and not is_reshaped
-        made = tensors_in(out)
-        written = {storage_id(tensor): tensor for tensor in written_tensors(schema, args, dict(kwargs))}
-        self._changed.update((storage, _range_of(tensor)) for storage, tensor in written.items() if storage is not None)
-        if not (follows and all(map(_is_plain, made)) and self._outside.isdisjoint(written)):
-            self._known -= written.keys()
+        is_kept = torch.get_default_dtype() == self._dtype and torch.Tag.inplace_view not in schema.operator.tags
+        if not (follows and is_kept and all(map(_is_plain, made)) and self._outside.isdisjoint(written)):
+            self._known.difference_update(written)
         elif made or written:
-            self._add(schema.call, schema.name, args, kwargs, made, set(written))
+            self._add(schema.call, schema.name, args, kwargs, made, written)
 
     def _note_filled(self, schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensor) -> None:
         """Take in a tensor of equal numbers that is like another one, which need not be there: ``zeros_like(p)``."""
@@ -203,15 +200,23 @@ class BatchRecorder:
             self.is_outdated = True
             return False
         if answer.is_content and answer.value is not None:
-            self.note(schema, args, kwargs, value)
+            self.note(schema, args, kwargs, tensors_in(value), tensors_in([*args, *kwargs.values()]))
         return True
 
     def _has(self, tensor: Tensor) -> bool:
-        is_known = _is_plain(tensor) and storage_id(tensor) in self._known
+        is_known = storage_id(tensor) in self._known and _is_plain(tensor)
         return is_known and _geometry(tensor) in self._numbers
 
     def _number(self, tensor: Tensor) -> int:
         return self._numbers.setdefault(_geometry(tensor), len(self._numbers))
+
+    def _slotted(self, given: Any) -> Any:
+        """``given`` with numbers for its tensors. What torch maps trees with is watched, and takes ten times as long."""
+        if isinstance(given, Tensor):
+            return TensorSlot(self._number(given))
+        if type(given) is list or type(given) is tuple:
+            return type(given)([self._slotted(item) for item in given])
+        return given
 
     def _add(
         self,
@@ -220,15 +225,15 @@ class BatchRecorder:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         made: Sequence[Tensor],
-        written: set[int | None] | None = None,
+        written: Collection[int | None] = (),
         read: Read | None = None,
     ) -> None:
         given = frozenset(map(storage_id, tensors_in([*args, *kwargs.values()])))
-        slots, named = tree_map_only(Tensor, lambda tensor: TensorSlot(self._number(tensor)), (args, dict(kwargs)))
-        changed = frozenset(map(storage_id, made)) | (written or set())
+        named = {name: self._slotted(value) for name, value in kwargs.items()}
+        changed = frozenset((*map(storage_id, made), *written))
         self._known |= changed
         numbers = tuple(map(self._number, made))
-        self._calls.append(Call(run, name, slots, named, numbers, given, changed, bool(written), read))
+        self._calls.append(Call(run, name, self._slotted(args), named, numbers, given, changed, bool(written), read))
 
 
 def _made_once(calls: Sequence[Call], sources: Mapping[int, BatchSource], places: Sequence[_Place]) -> BatchReads:
@@ -285,6 +290,10 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
 
 def _is_plain(tensor: Tensor) -> bool:
     return not tensor.is_nested and tensor.layout is torch.strided
+
+
+def _overlap(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def _range_of(tensor: Tensor) -> range:

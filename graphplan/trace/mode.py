@@ -68,8 +68,8 @@ _OWN_STATE_FIX = (
     "torch.backends.cudnn.enabled = False: both draw from torch's generator"
 )
 _NOWHERE: Operand = ("internal", -1)
-_Asked = tuple[Schema, tuple[Any, ...], dict[str, Any], Any]
-"""An operator, what it is given and what it gives."""
+_Asked = tuple[Schema, tuple[Any, ...], dict[str, Any]]
+"""An operator and what it is given."""
 _Given = list[tuple[Tensor, Operand]]
 """The tensors that an operator is given."""
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
@@ -156,7 +156,8 @@ class TraceMode(OperatorMode):
         self._source = None
         constant = self._lift(args[0]) if name in LIFTS else None
         tensors, scalars = tensors_and_others(schema, args, kwargs)
-        operands, offsets = self._take_operands(tensors, name)
+        storages = [storage_id(tensor) for tensor in tensors]
+        operands, offsets = self._take_operands(tensors, storages, name)
         source = self._source_of(name, operands)
         # A constant that others are added to is one, too: the step counter of an optimizer that the step makes.
         stay_fixed = schema.is_certain and self._fixed.issuperset(operands)
@@ -174,7 +175,8 @@ class TraceMode(OperatorMode):
         self._watch.check(name, tensors, made, source)
         if schema.may_synchronize:
             self._check_sync(schema, args, kwargs, out, source, list(zip(tensors, operands, strict=True)))
-        self._follow_batch(asked, out, constant)
+        if self._batch is not None:
+            self._follow_batch(asked, tensors if asked[1] is args else None, out, made, constant)
         is_fresh = False
         for tensor in made:
             trace.dtypes.add(tensor.dtype)
@@ -203,15 +205,15 @@ class TraceMode(OperatorMode):
         return out
 
     def _follow_batch(
-        self, asked: tuple[Schema, tuple[Any, ...], dict[str, Any]], out: Any, constant: Tensor | None
+        self, asked: _Asked, given: list[Tensor] | None, out: Any, made: list[Tensor], constant: Tensor | None
     ) -> None:
-        """Take in an operator that may follow from the batch alone."""
-        if self._batch is None:
-            return
+        """Take in an operator that may follow from the batch alone. What it was ``given`` is looked up if not known."""
+        assert self._batch is not None
         if constant is not None:
             self._batch.note_constant(out, constant)
         elif not is_read(*asked):
-            self._batch.note(*asked, out)
+            _, args, kwargs = asked
+            self._batch.note(*asked, made, tensors_in([*args, *kwargs.values()]) if given is None else given)
 
     def finish(self) -> None:
         """Check what only shows once the step is over."""
@@ -237,20 +239,21 @@ class TraceMode(OperatorMode):
     def _find(self) -> Source:
         return self._sources.find() if get_ident() == self._thread else find_source()
 
-    def _take_operands(self, tensors: list[Tensor], name: str) -> tuple[tuple[Operand, ...], tuple[int, ...]]:
+    def _take_operands(
+        self, tensors: list[Tensor], storages: list[int | None], name: str
+    ) -> tuple[tuple[Operand, ...], tuple[int, ...]]:
         """What an operator gets, and where in what came from outside: the rest follows from the operators before."""
         operands, offsets = [], []
         known = self._operands
-        for tensor in tensors:
-            operand = known.get(storage_id(tensor)) or self._meet(tensor, name)
+        for tensor, storage in zip(tensors, storages, strict=True):
+            operand = known.get(storage) or self._meet(tensor, storage, name)
             operands.append(operand)
             if operand[0] == "external":
                 offsets.append(int(tensor.storage_offset()) if tensor.layout is torch.strided else 0)
         return tuple(operands), tuple(offsets)
 
-    def _meet(self, tensor: Tensor, name: str) -> Operand:
+    def _meet(self, tensor: Tensor, storage: int | None, name: str) -> Operand:
         """The operand of a storage that turns up for the first time."""
-        storage = storage_id(tensor)
         source = self._source = self._source or self._find()
         if storage is None:
             self.refuse(
@@ -367,7 +370,8 @@ class TraceMode(OperatorMode):
         """Take in a read that was made before the step; False if it gives something else now."""
         assert self._batch is not None
         # What it reads may be an owner's.
-        self._take_operands(tensors_in([*args, *kwargs.values()]), schema.name)
+        tensors = tensors_in([*args, *kwargs.values()])
+        self._take_operands(tensors, list(map(storage_id, tensors)), schema.name)
         if not self._batch.takes(answer, schema, args, kwargs):
             return False
         if answer.is_content:
@@ -481,7 +485,14 @@ class TraceMode(OperatorMode):
         """What a message names: the backward that is waited for, if autograd's own thread runs the operator."""
         return find_source(sys._current_frames()[self._thread]) if is_ours(source.filename) else source
 
-    def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX, *, read: _Asked | None = None) -> None:
+    def _refuse_sync(
+        self,
+        what: str,
+        source: Source,
+        fix: str = _SYNC_FIX,
+        *,
+        read: tuple[Schema, tuple[Any, ...], dict[str, Any], Any] | None = None,
+    ) -> None:
         """Note a violation, unless it is a ``read`` of the batch alone, given as operator, arguments and result."""
         refusal = partial(self._sync_error, what, source, fix)
         if read is not None and self._batch is not None and self._batch.read(*read, error=refusal):

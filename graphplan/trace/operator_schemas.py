@@ -23,6 +23,8 @@ _TRAINING = ("training", "train", "use_input_stats")
 """Arguments that say whether they do."""
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 """Types of arguments that are no tensors and hold none."""
+_UNTOLD = (torch.Generator, torch.UntypedStorage, torch.TypedStorage)
+"""Types of arguments that differ from call to call without telling anything."""
 _IGNORED = ("profiler.", "prim.")
 _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
 """What only allocates: its contents are undefined, so it need not run again."""
@@ -313,10 +315,15 @@ def tensors_and_others(
             tensors.append(value)
         elif kind in _ATOMS:
             others.append((name, value))
-        elif found := tensors_in(value):
+        elif kind is list or kind is tuple:
+            found = tensors_in(value)
             tensors += found
+            if not found:
+                others.append((name, tuple(value)))
+        elif isinstance(value, Tensor):
+            tensors.append(value)
         elif isinstance(value, torch.ScriptObject):
             others.append((name, name_object(value)))
-        elif not isinstance(value, torch.Generator | torch.UntypedStorage | torch.TypedStorage):
-            others.append((name, tuple(value) if isinstance(value, list | tuple) else value))
+        elif not isinstance(value, _UNTOLD):
+            others.append((name, value))
     return tensors, others

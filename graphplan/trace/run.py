@@ -68,8 +68,10 @@ def trace(
     watch = RateWatch(record, rates)
     mode = TraceMode(record, watch, before, answers_in(fed.kwargs))
     result = _run(fn, feed, fed, mode, record, sharding)
-    for error in () if record.batch is None else record.batch.impossible():
-        record.refuse(error)
+    if record.batch is not None:
+        changed = {storage: outer.tensor for storage, outer in record.externals.items() if outer.mutated}
+        for error in record.batch.impossible(changed):
+            record.refuse(error)
     leaves, record.output_structure = flatten_result(result)
     named = list(zip(names_of(record.output_structure, "result"), leaves, strict=True))
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
