@@ -15,7 +15,7 @@ match everything.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from inspect import getattr_static
@@ -49,6 +49,23 @@ _LOOKED_AT = WRITERS | READERS.keys() | USED.keys() | {"print"} | {function.__na
 """Names of the functions in C that matter wherever they are called."""
 
 
+class NamesWithin:
+    """The names of one kind in several codes. Bytecode is read if it has a name at all that is asked for: that of all
+    installed packages' code would take a third of a first trace.
+    """
+
+    def __init__(self, codes: Iterable[CodeType], kind: Callable[[Names], Collection[str]]) -> None:
+        self._kind = kind
+        self._codes: dict[str, list[CodeType]] = {}
+        for code in codes:
+            for name in (*code.co_names, *(constant for constant in code.co_consts if type(constant) is str)):
+                self._codes.setdefault(name, []).append(code)
+
+    def __contains__(self, name: object) -> bool:
+        codes = self._codes.get(str(name).removesuffix("[:]"), ())
+        return any(name in self._kind(names_of(code)) for code in codes)
+
+
 @dataclass(slots=True)
 class Reads:
     """Names that code may have read.
@@ -66,11 +83,11 @@ class Reads:
     """
 
     anywhere: set[str] = field(default_factory=set)
-    by_packages: set[str] = field(default_factory=set)
+    by_packages: Container[str] = ()
     called: set[str] = field(default_factory=set)
     methods_on: dict[int, list[CodeType]] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
-    assigned: set[str] = field(default_factory=set)
+    assigned: Container[str] = ()
     stored: set[tuple[int, str]] = field(default_factory=set)
     codes: list[tuple[CodeType, int]] = field(default_factory=list)
     dynamic: bool = False
@@ -99,7 +116,7 @@ class Reads:
         if any(scalar.attribute in names.attributes for names in self._names_on(scalar)):
             return True
         kind = type(scalar.owner)
-        if scalar.attribute in self.by_packages and not is_users(kind) and not is_librarys(kind):
+        if not is_users(kind) and not is_librarys(kind) and scalar.attribute in self.by_packages:
             return True
         if scalar.attribute not in self.called:
             return False
@@ -124,10 +141,10 @@ class Reads:
 
     def _names_on(self, scalar: Scalar) -> Iterator[Names]:
         """The names of those methods that ran on the object that has ``scalar`` and may have to do with that."""
-        # Most methods are the libraries', and have not. Reading their bytecode takes long.
+        # Most methods have not. Reading their bytecode takes long.
         name = scalar.attribute.removesuffix("[:]")
         for code in self.methods_on.get(id(scalar.owner), ()):
-            if name in code.co_names or not is_library(code.co_filename):
+            if name in code.co_names or name in code.co_consts:
                 yield names_of(code)
 
     def uses(self, scalar: Scalar) -> bool:
@@ -287,14 +304,14 @@ class Profile:
         for (_, owner), code in self._codes.items():
             if owner:
                 found.methods_on.setdefault(owner, []).append(code)
-            if is_library(code.co_filename):
-                continue
-            names = names_of(code)
-            found.codes.append((code, owner))
-            found.assigned.update(names.assigned)
-            if code not in self.executed.codes:
-                found.by_packages.update(names.attributes)
-                continue
+            if not is_library(code.co_filename):
+                found.codes.append((code, owner))
+        codes = {id(code): code for code, _ in found.codes}.values()
+        found.assigned = NamesWithin(codes, lambda names: names.assigned)
+        found.by_packages = NamesWithin(
+            (code for code in codes if id(code) not in self._users), lambda names: names.attributes
+        )
+        for names in map(names_of, self.executed.codes):
             found.anywhere.update(names.attributes)
             found.called.update(names.methods)
             found.variables.update(names.read)

@@ -211,7 +211,7 @@ class BatchRecorder:
         return self._numbers.setdefault(_geometry(tensor), len(self._numbers))
 
     def _slotted(self, given: Any) -> Any:
-        """``given`` with numbers for its tensors. What torch maps trees with is watched, and takes ten times as long."""
+        """``given`` with numbers for its tensors. What torch maps trees with is watched and takes ten times as long."""
         if isinstance(given, Tensor):
             return TensorSlot(self._number(given))
         if type(given) is list or type(given) is tuple:

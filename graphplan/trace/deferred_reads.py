@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from threading import get_ident
 from typing import Any
 
@@ -154,7 +154,7 @@ class DeferredReads:
         self._is_lost |= is_summed
         return is_summed
 
-    def settle(self, result: Any, changes: Changes, after: Walk, assigned: set[str]) -> Any:
+    def settle(self, result: Any, changes: Changes, after: Walk, assigned: Container[str]) -> Any:
         """Put real numbers in the places of those in ``changes``, whose walk is ``after``, and in ``result``, which is
         returned. Attributes that are ``assigned`` do not have their own value among the operands.
         """
