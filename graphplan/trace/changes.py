@@ -39,8 +39,8 @@ def place_of(tensor: Tensor) -> Place:
         tensor = local(tensor)
     if tensor.layout is not torch.strided:
         return (None, id(tensor), tuple(tensor.shape), (), tensor.dtype, False, False)
-    offset, shape, stride = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
-    return (storage_id(tensor), offset, shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    offset, shape, stride = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return (storage_id(tensor), int(offset), shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 
 from torch import Tensor, UntypedStorage
@@ -11,7 +11,7 @@ from graphplan.specs.roles import Footprint
 
 _living: Callable[[int], UntypedStorage | None] = UntypedStorage._new_with_weak_ptr
 """A storage that is held weakly, unless it is gone."""
-_STRIDE = 1.05
+_STRIDE = 1.1
 
 
 class WeakStorages:
@@ -35,7 +35,7 @@ class WeakStorages:
 class MemoryWatch:
     """Tells whether a dense tensor's memory is as it was, and keeps it alive. ``writes`` counts writes by storage."""
 
-    def __init__(self, tensor: Tensor, writes: Counter[int | None]) -> None:
+    def __init__(self, tensor: Tensor, writes: defaultdict[int | None, int]) -> None:
         self._storage = tensor.untyped_storage()
         self._writes = writes
         self._before = writes[self._storage._cdata]

@@ -6,7 +6,7 @@ Longer than most rooms: each operator is looked at once, and everything that is 
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import defaultdict
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -127,7 +127,7 @@ class TraceMode(OperatorMode):
         self._allocations = Allocations()
         self._thread = get_ident()
         self._states = [(gen, gen.get_state()) for gen in default_generators()]
-        self.writes: Counter[int | None] = Counter()
+        self.writes: defaultdict[int | None, int] = defaultdict(int)
         """How often each storage was written to."""
         for generator in before.generators:
             self._watch_generator(generator)

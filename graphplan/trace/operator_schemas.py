@@ -132,9 +132,9 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Schema:
-    """An operator, and what is asked about it for each of its calls."""
+    """An operator, and what is asked about it for each of its calls. Nothing in it changes."""
 
     operator: Any
     name: str
