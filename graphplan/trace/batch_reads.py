@@ -28,9 +28,7 @@ from graphplan.feed.signature import leaf_key
 from graphplan.owners.slots import Slot
 from graphplan.tensors.copying import same_bits
 from graphplan.trace.host_reads import HostRead, Place
-from graphplan.trace.operator_schemas import (
-    tensors_in,
-)
+from graphplan.trace.operator_schemas import tensors_in
 
 POSITIONS = "positions"
 """The name of the operator that finds what masks select."""

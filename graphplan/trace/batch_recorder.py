@@ -18,11 +18,7 @@ from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_answers import Answer, contents_of, is_right, masks_among, masks_of, positions_among
 from graphplan.trace.batch_reads import POSITIONS, BatchReads, BatchSource, Call, Kind, Read, TensorSlot, reads_in
 from graphplan.trace.host_reads import find_place
-from graphplan.trace.operator_schemas import (
-    Schema,
-    tensors_in,
-    written_tensors,
-)
+from graphplan.trace.operator_schemas import Schema, tensors_in, written_tensors
 
 _LARGEST = 4096
 """Elements of a tensor that the host may read as a whole: each content of it needs a program of its own."""
