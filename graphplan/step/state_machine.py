@@ -49,8 +49,8 @@ from graphplan.step.replays import Replays
 from graphplan.step.runner import ADVICE, Backends, Parts, Refusals, Runner, brought_to
 from graphplan.step.stages import Call, Stages
 
-_FRUITLESS = 8
-"""Refused calls in a row after which a step stands down."""
+_FRUITLESS, _COMPUTING = 8, 64
+"""Refused calls in a row after which a step stands down, and calls that compute with a number that changes."""
 
 
 class Skip(NamedTuple):
@@ -104,7 +104,7 @@ class StateMachine:
         self.latest: Program | SkipReason | None = None
         """What ran in the latest call: a program, or Python, on the way to one (None) or for a reason."""
         self.is_closed = False
-        self._fruitless, self._refused_by = (0, 0), ""
+        self._fruitless, self._computing, self._refused_by = (0, 0), (0, 0), ""
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that has the turn: a replay at once if it is like an earlier one."""
@@ -221,6 +221,10 @@ class StateMachine:
             self.refusals.warn(
                 f"graphplan runs calls eagerly: {detail}; those for which they come out otherwise are replayed"
             )
+        progress = self.stats.captured + self.stats.replayed
+        self._computing = self._computing[0] + 1 if self._computing[1] == progress else 1, progress
+        if self._computing[0] >= _COMPUTING and self.timing.down_because is None:
+            self.stand_down(SkipReason.HOST_SCALAR, detail)
         return Skip(SkipReason.HOST_SCALAR, detail, self._as_traced)
 
     def _find(self, call: Call) -> bool:
