@@ -102,6 +102,20 @@ def test_one_shape_after_the_other() -> None:
     assert len(MORE) - 1 == FURTHER
 
 
+def test_a_further_shape_waits_until_replays_have_paid_for_the_first_one() -> None:
+    """Where steps are timed, starting takes a bounded time longer than training without graphplan."""
+    rig = build(partial(rig_of, plain, [8] * 8 + [5] * 12))
+    step = managed(rig, verify="off")
+    first, further = rig.calls[:8], rig.calls[8:]
+    assert kinds_of(step, first) == [*FIRST[:-1], R, R]
+    step.stats.measured = {"eager": 1e-3, "replayed": 1e-4}
+    step.stats.phases["trace"] += 10.0
+    assert kinds_of(step, further[:6]) == [E] * 6
+    step.stats.replayed += 100_000
+    assert kinds_of(step, further[6:])[-2:] == [R, R]
+    assert step.stats.captured == 2
+
+
 def test_shapes_in_turns() -> None:
     """They warm up together, and wait for the first one's plan: it is traced twice, each other one once."""
     sizes = [3, 4, 5, 6, 7, 8]
