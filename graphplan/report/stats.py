@@ -192,9 +192,12 @@ class Stats:
         eager, replayed = self.step_us("eager"), self.step_us("replayed")
         if eager is None or replayed is None:
             return None
-        starting = sum(max(0.0, self.phases[phase] - self.phase_counts[phase] * eager / 1e6) for phase in STARTING)
-        saved = (eager - replayed) / 1e6 * (self.replayed - self.verified)
-        return Gain(saved, starting, saved - starting)
+        saved, spent = (eager - replayed) / 1e6 * (self.replayed - self.verified), self.spent(eager)
+        return Gain(saved, spent, saved - spent)
+
+    def spent(self, eager: float) -> float:
+        """Seconds of warm-up, traces, captures and checks beyond their steps, which take ``eager`` microseconds each."""
+        return sum(max(0.0, self.phases[phase] - self.phase_counts[phase] * eager / 1e6) for phase in STARTING)
 
     def mean_us(self, phase: str) -> float | None:
         """Mean host time of one call of ``phase`` in microseconds, or None if there was none."""

@@ -132,11 +132,14 @@ class Stages:
         return not (is_begun and entry.waited <= _TURNS)
 
     def _can_afford(self) -> bool:
-        """Whether replays have saved what starting took so far, but for an allowance. True if that is not known: where
-        steps are not timed, and before the first replays. Ranks would not decide alike.
+        """Whether replays have saved what starting took so far, but for an allowance. True where steps are not timed;
+        ranks would not decide alike.
         """
-        gain, eager = self._stats.gain(), self._stats.step_us("eager")
-        return self._peers is not None or gain is None or eager is None or gain.net * 1e6 > -_ALLOWANCE * eager
+        eager, gain = self._stats.step_us("eager"), self._stats.gain()
+        if eager is None or self._peers is not None:
+            return True
+        saved = 0.0 if gain is None else gain.saved
+        return self._stats.spent(eager) - saved < _ALLOWANCE * eager / 1e6
 
     def _may_take_one(self, entry: Entry) -> bool:
         """Whether one trace may be enough: the first replay is checked, and no other ranks train along."""
