@@ -19,12 +19,12 @@ from graphplan.errors import OwnersError
 from graphplan.owners.contents import Unseen
 from graphplan.owners.views import attributes_of
 from graphplan.specs.paths import free_name
-from graphplan.tensors.deferred import DeferredNumber
+from graphplan.tensors.deferred import DeferredArray, DeferredNumber
 from graphplan.tensors.dtensors import loaded
 from graphplan.tensors.records import slots_of
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), DeferredNumber)
-PLAIN = frozenset(SCALARS)
+PLAIN = frozenset((*SCALARS, DeferredArray))
 CODE = frozenset({FunctionType, BuiltinFunctionType})
 """What most of the names that code uses lead to."""
 MAX_DEPTH = 24

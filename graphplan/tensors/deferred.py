@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -83,8 +83,7 @@ class Reader(Protocol):
 
 
 class DeferredNumber:
-    """A number of class ``kind``: the only element of ``tensor``, or what ``function`` gives for ``operands``; or an
-    array with all of ``tensor``.
+    """A number of class ``kind``: the only element of ``tensor``, or what ``function`` gives for ``operands``.
 
     ``isinstance`` says of it what it says of the value.
     """
@@ -209,13 +208,13 @@ def _with_values(tree: Any) -> Any:
 
 
 def _computed(function: Any, *operands: Any, kind: type) -> DeferredNumber:
-    first = next(operand for operand in operands if type(operand) is DeferredNumber)
+    first = next(operand for operand in operands if is_deferred(operand))
     return DeferredNumber(kind, first._reader, None, function, operands)
 
 
 def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any], Any]:
     def method(self: DeferredNumber, other: Any) -> Any:
-        kind = other._kind if type(other) is DeferredNumber else type(other)
+        kind = other._kind if is_deferred(other) else type(other)
         operands = (other, self) if reflected else (self, other)
         second: Any = operands[1]
         is_power = function is operator.pow
@@ -225,7 +224,7 @@ def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any]
             and not self.is_array
             and not (is_power and not (type(second) in (int, float) and second >= 0))
         )
-        fails = is_power or (function in _DIVISIONS and (type(second) is DeferredNumber or second == 0))
+        fails = is_power or (function in _DIVISIONS and (is_deferred(second) or second == 0))
         is_summed = function is operator.add and self._reader.is_summed()
         if not is_known or is_summed or (fails and not self._reader.may_fail()):
             return function(*map(value_of, operands))
@@ -244,6 +243,21 @@ def _unary(function: Any) -> Callable[[DeferredNumber], Any]:
 
 def _needing(function: Any) -> Callable[..., Any]:
     return lambda self, *others: function(value_of(self), *map(value_of, others))
+
+
+class DeferredArray(DeferredNumber):
+    """An array with all of ``tensor``. It can be indexed, which no number can."""
+
+    __slots__ = ()
+
+    __len__, __iter__ = _needing(len), _needing(iter)
+    __getitem__, __setitem__ = _needing(operator.getitem), _needing(operator.setitem)
+    __contains__ = _needing(operator.contains)
+
+
+def is_deferred(value: Any) -> TypeGuard[DeferredNumber]:
+    """Whether ``value`` is a deferred number or array. Other objects' ``__class__`` is not asked."""
+    return issubclass(type(value), DeferredNumber)
 
 
 for _function in _BINARY:
@@ -269,7 +283,7 @@ def _in_order(number: DeferredNumber) -> Iterable[DeferredNumber]:
     left = [number]
     while left:
         node = left[-1]
-        waits = [o for o in node._operands if type(o) is DeferredNumber and id(o) not in done]
+        waits = [o for o in node._operands if is_deferred(o) and id(o) not in done]
         if waits and id(node) not in done:
             left += waits
             continue
@@ -284,7 +298,7 @@ def form_of(number: DeferredNumber, own: Any = None) -> tuple[NumberForm, list[T
     stored, or None: ``+=`` has it on the left of all others, elsewhere it is another number that is the same object.
     """
     begin = number
-    while begin._operands and type(begin._operands[0]) is DeferredNumber:
+    while begin._operands and is_deferred(begin._operands[0]):
         begin = begin._operands[0]
     places: dict[int, _Made] = {}
     instructions: list[tuple[Any, tuple[Any, ...]]] = []
@@ -292,7 +306,7 @@ def form_of(number: DeferredNumber, own: Any = None) -> tuple[NumberForm, list[T
     for node in _in_order(number):
         if node._tensor is not None:
             read.append(node._tensor)
-        operands = [places[id(o)] if type(o) is DeferredNumber else o for o in node._operands]
+        operands = [places[id(o)] if is_deferred(o) else o for o in node._operands]
         if node is begin and own is not None and operands and operands[0] is own:
             operands[0] = OWN
         places[id(node)] = _Made(len(instructions))
@@ -302,14 +316,14 @@ def form_of(number: DeferredNumber, own: Any = None) -> tuple[NumberForm, list[T
 
 def value_of(number: Any) -> Any:
     """The value of a deferred number; others as they are."""
-    if type(number) is not DeferredNumber:
+    if not is_deferred(number):
         return number
     known: dict[int, Any] = {}
     for node in _in_order(number):
         if node._tensor is not None:
             known[id(node)] = node._reader.read(node._tensor, node._kind)
         else:
-            operands = (known[id(o)] if type(o) is DeferredNumber else o for o in node._operands)
+            operands = (known[id(o)] if is_deferred(o) else o for o in node._operands)
             known[id(node)] = node._function(*operands)
     return known[id(number)]
 
@@ -328,9 +342,9 @@ def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:
             if function is None:
                 return torch.tensor(value_of(number), dtype=dtype, device=next(iter(made.values())).device)
             wide = torch.int64 if node._kind is int else torch.float64
-            device = next(made[id(o)].device for o in node._operands if type(o) is DeferredNumber)
+            device = next(made[id(o)].device for o in node._operands if is_deferred(o))
             given = [
-                made[id(o)].to(wide) if type(o) is DeferredNumber else torch.full((), o, dtype=wide, device=device)
+                made[id(o)].to(wide) if is_deferred(o) else torch.full((), o, dtype=wide, device=device)
                 for o in operands
             ]
             made[id(node)] = function(*given)
@@ -342,7 +356,7 @@ def _device_function(node: DeferredNumber) -> tuple[Any, tuple[Any, ...]]:
     if node._function is operator.pow and node._kind is float:
         base, exponent = node._operands
         return {2: torch.square, 0.5: torch.sqrt}.get(exponent), (base,)
-    if node._function is operator.truediv and type(node._operands[1]) is DeferredNumber:
+    if node._function is operator.truediv and is_deferred(node._operands[1]):
         # Where Python raises an exception, a device goes on with inf.
         return None, ()
     return _ON_DEVICE.get(node._function), node._operands

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphplan.observe.conversions import Conversions
 from graphplan.owners.slots import Walk
 from graphplan.tensors.attributes import PLAIN_KINDS
-from graphplan.tensors.deferred import DeferredNumber, HostCopy, form_of, value_of
+from graphplan.tensors.deferred import DeferredArray, DeferredNumber, HostCopy, form_of, is_deferred, value_of
 from graphplan.tensors.trees import flatten_result, rebuild
 from graphplan.trace.changes import Changes
 from graphplan.trace.host_reads import ends_step, is_operator, is_torchs
@@ -43,7 +43,7 @@ class DeferredReads:
     """
 
     def __init__(self, *, fills: bool = True) -> None:
-        self._thread = 0
+        self._thread = self._modes = 0
         self._fills = fills
         self._made: list[weakref.ref[Any]] = []
         self._is_lost = False
@@ -59,6 +59,7 @@ class DeferredReads:
 
     def __enter__(self) -> DeferredReads:
         self._thread = get_ident()
+        self._modes = torch._C._len_torch_dispatch_stack()
         self._conversions.__enter__()
         return self
 
@@ -68,7 +69,7 @@ class DeferredReads:
             copy.settle()
 
     def __bool__(self) -> bool:
-        return bool(self._made or self.copies)
+        return bool(self._made or self.copies or self._is_lost)
 
     def _copy(self, tensor: Tensor) -> Tensor | None:
         if type(tensor) is HostCopy:
@@ -91,7 +92,10 @@ class DeferredReads:
 
     def move(self, copy: HostCopy, function: Callable[[Tensor], Tensor], *, detaches: bool) -> Tensor:
         """See :class:`graphplan.tensors.deferred.Reader`."""
-        moved = self._copy_of(function(copy.source))
+        source = function(copy.source)
+        if source is copy.source:
+            return copy
+        moved = self._copy_of(source)
         self._moved |= {id(copy), id(moved)}
         if id(copy) in self._derived and not detaches:
             self._derived.add(id(moved))
@@ -101,6 +105,8 @@ class DeferredReads:
         """See :class:`graphplan.tensors.deferred.Reader`."""
         # Others that lie in its memory would not see what is written to it.
         self._is_lost |= id(copy) in self._moved or id(copy) in self._derived or get_ident() != self._thread
+        # C code has passed its memory to an operator already: the trace, which is being told of that, hears of no read.
+        self._is_lost |= torch._C._len_torch_dispatch_stack() < self._modes
         _, source = self.copies.pop(id(copy))
         copy.settle()
         self._reads = True
@@ -130,7 +136,7 @@ class DeferredReads:
             # There are none of some dtypes.
             kind = type(_numpy(torch.empty(0, dtype=copy.dtype, device="cpu")))
         self._moved.add(id(copy))
-        array = DeferredNumber(kind, self, copy.source)
+        array = DeferredArray(kind, self, copy.source)
         self._made.append(weakref.ref(array))
         return array
 
@@ -160,7 +166,7 @@ class DeferredReads:
         """
         self._is_over = True
         for path, (old, new) in changes.scalars.items():
-            if type(new) is DeferredNumber:
+            if is_deferred(new):
                 self._is_lost |= new.is_array
                 scalar = after.scalars[path]
                 changes.scalars[path] = old, form_of(new, None if scalar.key in assigned else old)[0]
@@ -183,12 +189,14 @@ class DeferredReads:
 
     def _is_among(self, tree: Any) -> bool:
         """Whether what was deferred is among the leaves."""
-        return any(type(leaf) is DeferredNumber or id(leaf) in self.copies for leaf in flatten_result(tree)[0])
+        return any(is_deferred(leaf) or id(leaf) in self.copies for leaf in flatten_result(tree)[0])
 
     def _real(self, leaf: Any) -> Any:
         """The number or the tensor for what was deferred; others as they are."""
         if id(leaf) not in self.copies:
             return value_of(leaf)
+        # Replays would have none of the attributes that code has given it.
+        self._is_lost |= bool(vars(leaf))
         # One for all places that have it.
         return self._real_copies.setdefault(id(leaf), leaf.detach())
 

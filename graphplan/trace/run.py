@@ -23,7 +23,7 @@ from graphplan.owners.snapshot import host_generators
 from graphplan.owners.walk import walk_owners
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_memory, is_freed
-from graphplan.tensors.deferred import DeferredNumber, form_of
+from graphplan.tensors.deferred import form_of, is_deferred
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result, names_of
@@ -184,7 +184,7 @@ def _describe_output(value: Any, feed: Feed, paths: Mapping[int, str], copies: C
     """``value``, or what stands for it if it is a tensor: a trace must not keep the step's results alive. ``copies``
     are identities.
     """
-    if type(value) is DeferredNumber:
+    if is_deferred(value):
         return form_of(value)[0]
     if not isinstance(value, Tensor):
         return value

@@ -117,6 +117,11 @@ def makes_arrays(model: Any, loss: Tensor, scores: Tensor) -> Any:
     return loss.detach().cpu().numpy(), scores.detach().cpu().flatten().numpy(force=True)
 
 
+def asks_what_it_is(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    kept = scores.detach().cpu()
+    return kept, kept.contiguous() is kept, kept.cpu() is kept
+
+
 def writes_later(model: Any, loss: Tensor, scores: Tensor) -> Any:
     total = scores.detach().clone()
     before = total.to("cpu", copy=True)
@@ -135,6 +140,7 @@ def writes_later(model: Any, loss: Tensor, scores: Tensor) -> Any:
         appends,
         appends_what_it_returns,
         makes_arrays,
+        asks_what_it_is,
         writes_later,
     ],
 )
@@ -171,6 +177,23 @@ def test_predictions_are_copied_to_the_host(device: torch.device, backend: str) 
             assert torch.equal(guess, expected.argmax(1).cpu())
             assert torch.allclose(scores.clone(), expected)
         assert fast.stats.replayed > 0
+
+
+def test_one_copy_in_several_places_is_one_tensor() -> None:
+    """What the caller writes to one is in the other."""
+
+    def body(model: Any, loss: Tensor, scores: Tensor) -> Any:
+        kept, number = scores.detach().cpu(), loss.item()
+        return kept, {"again": kept, "other": scores.detach().cpu()}, number, number
+
+    rig = build(partial(rig_of, body))
+    step = managed(rig)
+    for call in rig.calls:
+        kept, named, *numbers = step(*call)
+        assert kept is named["again"]
+        assert kept is not named["other"]
+        assert numbers[0] == numbers[1]
+    assert step.stats.replayed > 0
 
 
 def computes(model: Any, loss: Tensor, scores: Tensor) -> Any:
@@ -226,13 +249,45 @@ def has_no_array(model: Any, loss: Tensor, scores: Tensor) -> Any:
         return scores.detach().cpu().sum()  # culprit
 
 
+def has_another_dtype(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    return torch.as_tensor(loss.detach().cpu(), dtype=torch.float64)  # culprit
+
+
+def is_trained_through(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    model.layer.bias.grad = None
+    torch.autograd.backward(model.layer(torch.ones(2, 8)).sum().cpu())  # culprit
+    return model.layer.bias.grad.clone()
+
+
+def asks_for_its_graph(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    return loss.detach() if scores.cpu().requires_grad else None  # culprit
+
+
+def gives_it_an_attribute(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    kept: Any = scores.detach().cpu()  # culprit
+    kept.tag = "scores"
+    return kept
+
+
+def indexes_an_array(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    found = scores.detach().cpu().numpy()  # culprit
+    try:
+        return [len(found), float(found[0, 0]), *(float(row[0]) for row in found), found[0, 1] in found]
+    except TypeError:
+        return None
+
+
 NEEDS = [
     computes, decides, needs_a_gradient, makes_an_array, computes_with_an_array, gives_it_to_numpy, writes_to_a_view,
-    sets_an_attribute, keeps_an_array, has_no_array,
+    sets_an_attribute, keeps_an_array, has_no_array, has_another_dtype, is_trained_through, asks_for_its_graph,
+    gives_it_an_attribute, indexes_an_array,
 ]  # fmt: skip
 
 
-UNDONE = [makes_an_array, computes_with_an_array, sets_an_attribute, keeps_an_array]
+UNDONE = [
+    makes_an_array, computes_with_an_array, sets_an_attribute, keeps_an_array, has_another_dtype, is_trained_through,
+    gives_it_an_attribute, indexes_an_array,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", NEEDS)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from graphplan.callback.lightning_code import is_known
 from graphplan.program.capture import is_recorded
-from graphplan.tensors.deferred import DeferredNumber, HostCopy, on_device
+from graphplan.tensors.deferred import HostCopy, is_deferred, on_device
 from graphplan.trace.memory_watch import MemoryWatch
 from graphplan.trace.mode import watch_memory
 
@@ -70,7 +70,7 @@ class LateCopies:
             return
 
         def to_tensor(value: Any, name: str) -> Tensor:
-            if type(value) is DeferredNumber:
+            if is_deferred(value):
                 # In the dtype that Lightning gives numbers.
                 return on_device(value, plain(0.0, name).dtype)
             value = value.source if type(value) is HostCopy else value
