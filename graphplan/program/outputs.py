@@ -48,13 +48,15 @@ class Outputs:
         places: dict[Any, int] = {}
         scalars: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, (output, leaf) in enumerate(zip(plan.outputs, leaves, strict=True)):
-            if output.kind == "read":
-                self._read.append((number, read.take(leaf)))
-            if output.kind != "tensor":
+            if output.kind not in ("read", "tensor"):
                 continue
-            first = places.setdefault(id(leaf) if is_sharded(leaf) else place_of(leaf), number)
+            is_read = output.kind == "read"
+            first = places.setdefault(id(leaf) if is_read or is_sharded(leaf) else place_of(leaf), number)
             if first != number:
                 self._shared.append((number, first))
+                continue
+            if is_read:
+                self._read.append((number, read.take(leaf)))
                 continue
             tensor = leaf.detach().resolve_conj().resolve_neg()
             if number in lent:
@@ -105,10 +107,10 @@ class Outputs:
         for pack, numbers in self._packs:
             for number, part in zip(numbers, hand_out(pack), strict=True):
                 built[number] = part
-        for number, first in self._shared:
-            built[number] = built[first]
         for number, static_read in self._read:
             built[number] = static_read.value()
+        for number, first in self._shared:
+            built[number] = built[first]
         for number, marks in self._marks:
             vars(built[number]).update(marks)
         for number, output in self._given:
