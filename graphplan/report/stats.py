@@ -196,7 +196,7 @@ class Stats:
         return Gain(saved, spent, saved - spent)
 
     def spent(self, eager: float) -> float:
-        """Seconds of warm-up, traces, captures and checks beyond their steps, which take ``eager`` microseconds each."""
+        """Seconds of warm-up, traces, captures and checks beyond their steps, of ``eager`` microseconds each."""
         return sum(max(0.0, self.phases[phase] - self.phase_counts[phase] * eager / 1e6) for phase in STARTING)
 
     def mean_us(self, phase: str) -> float | None:

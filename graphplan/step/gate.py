@@ -279,6 +279,8 @@ class Timing:
         self._serve, self._stand_down = serve, stand_down
         self.leave: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
         self._gate = gate
+        if gate is not None:
+            self._runner.stats.measured = gate.measured
         self.opens = opens and gate is None
         self._again = AGAIN
         self._is_asked_for = False
