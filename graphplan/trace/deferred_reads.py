@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -46,6 +47,7 @@ class DeferredReads:
         self._thread = self._modes = 0
         self._fills = fills
         self._made: list[weakref.ref[Any]] = []
+        self._memories: list[StorageWeakRef] = []
         self._is_lost = False
         self._reads = False
         self._is_over = False
@@ -183,7 +185,11 @@ class DeferredReads:
         if self._is_among(result):
             leaves, structure = flatten_result(result)
             result = rebuild(structure, list(map(self._real, leaves)))
-        self._made += [weakref.ref(copy) for copy, _ in self.copies.values()]
+        for copy, _ in self.copies.values():
+            self._made.append(weakref.ref(copy))
+            if id(copy) not in self._real_copies:
+                # C code may have taken it without the tensor: ``held.data = copy``.
+                self._memories.append(StorageWeakRef(copy.untyped_storage()))
         self.copies, self._real_copies = {}, {}
         return result
 
@@ -202,10 +208,14 @@ class DeferredReads:
 
     def are_over(self) -> bool:
         """Whether no number is anywhere, nor was one where this could not follow it."""
-        if any(number() is not None for number in self._made):
+        if self._is_anywhere():
             # Cycles that the step has left are young.
             gc.collect(1)
-        return not self._is_lost and all(number() is None for number in self._made)
+        return not self._is_lost and not self._is_anywhere()
+
+    def _is_anywhere(self) -> bool:
+        is_kept = any(number() is not None for number in self._made)
+        return is_kept or not all(memory.expired() for memory in self._memories)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -238,6 +238,10 @@ def hides_it(model: Any, loss: Tensor, scores: Tensor) -> Any:
     HIDDEN[:] = [holder]
 
 
+def sets_data(model: Any, loss: Tensor, scores: Tensor) -> Any:
+    model.last.data = scores.detach().cpu()  # culprit
+
+
 def keeps_an_array(model: Any, loss: Tensor, scores: Tensor) -> Any:
     model.last = scores.detach().cpu().numpy()  # culprit
 
@@ -280,13 +284,13 @@ def indexes_an_array(model: Any, loss: Tensor, scores: Tensor) -> Any:
 NEEDS = [
     computes, decides, needs_a_gradient, makes_an_array, computes_with_an_array, gives_it_to_numpy, writes_to_a_view,
     sets_an_attribute, keeps_an_array, has_no_array, has_another_dtype, is_trained_through, asks_for_its_graph,
-    gives_it_an_attribute, indexes_an_array,
+    gives_it_an_attribute, indexes_an_array, sets_data,
 ]  # fmt: skip
 
 
 UNDONE = [
     makes_an_array, computes_with_an_array, sets_an_attribute, keeps_an_array, has_another_dtype, is_trained_through,
-    gives_it_an_attribute, indexes_an_array,
+    gives_it_an_attribute, indexes_an_array, sets_data,
 ]  # fmt: skip
 
 
