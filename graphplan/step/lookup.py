@@ -56,8 +56,9 @@ class Lookup:
             program = entry.select(self._managed.grad_presence)
             if program is None and entry.answers in entry.refused:
                 return entry, None
-            if program is None and not entry.eager_calls and self._programs.is_further(entry):
-                # One eager step, for which nothing needs to be known.
+            is_first = not entry.eager_calls and self._programs.is_further(entry)
+            if program is None and (is_first or self._programs.waits(entry)):
+                # An eager step, for which nothing needs to be known.
                 return entry, None
             if program is None and not looked:
                 # Owners' containers may have been replaced since they were last looked at (a loaded checkpoint).

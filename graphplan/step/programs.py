@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _KEYS_PER_GRAPH = 8
 _IDLE = 16
 """Lookups per known key after which a program that none of them found is no longer in use."""
+_ALLOWANCE = 50
+"""Eager steps that starting may take beyond what replays save: a twentieth of the first thousand."""
 _PATIENCE = 4
 """A capture is overdue after this many times the calls that it needs."""
 _GEOMETRIES = 256
@@ -218,9 +220,10 @@ def _ready(lines: Mapping[Variant, Line]) -> list[Program]:
 class Programs:
     """Entries by key, and the bounds on them and their programs. The least recently used go first."""
 
-    def __init__(self, options: Options, stats: Stats) -> None:
+    def __init__(self, options: Options, stats: Stats, *, may_wait: bool = False) -> None:
         self._options = options
         self._stats = stats
+        self._may_wait = may_wait
         self._entries: dict[Key, Entry] = {}
         self._lookups = self._until = 0
         self._latest: dict[Hashable, Program | int] = {}
@@ -380,6 +383,16 @@ class Programs:
 
     def _end_of_use(self, used: int) -> int:
         return used + _IDLE * len(self._entries)
+
+    def waits(self, entry: Entry) -> bool:
+        """Whether a signature gets no program as long as replays have not saved, but for an allowance, what starting
+        took so far. Never where steps are not timed, nor before the first program.
+        """
+        eager = self._stats.step_us("eager")
+        if eager is None or not (self._may_wait and self._latest and entry.is_new):
+            return False
+        gain = self._stats.gain()
+        return self._stats.spent(eager) - (0.0 if gain is None else gain.saved) >= _ALLOWANCE * eager / 1e6
 
     def count_new(self) -> None:
         """A call has a signature that was not there before."""

@@ -52,8 +52,6 @@ _NO_ACCIDENT = 2
 """Steps in a row that are no coincidence."""
 _OFTEN = 32
 """A key that comes again within so many calls gets its program early, if that costs less than usual."""
-_ALLOWANCE = 50
-"""Eager steps that starting may take beyond what replays save: a twentieth of the first thousand."""
 _TURNS = 2
 """Calls for which a key waits for another one's plan."""
 _REORDERED = 5
@@ -114,8 +112,6 @@ class Stages:
         """
         calls = self._stats.calls
         is_often, entry.called = calls - entry.called <= _OFTEN, calls
-        if entry.is_new and not self._can_afford():
-            return False
         enough = self._options.warmup_steps
         if self._options.mode != "train" or not (entry.is_new and self._may_take_one(entry)):
             return entry.warm >= enough
@@ -130,16 +126,6 @@ class Stages:
             entry.warm = enough
         entry.waited += is_begun
         return not (is_begun and entry.waited <= _TURNS)
-
-    def _can_afford(self) -> bool:
-        """Whether replays have saved what starting took so far, but for an allowance. True where steps are not timed;
-        ranks would not decide alike.
-        """
-        eager, gain = self._stats.step_us("eager"), self._stats.gain()
-        if eager is None or self._peers is not None:
-            return True
-        saved = 0.0 if gain is None else gain.saved
-        return self._stats.spent(eager) - saved < _ALLOWANCE * eager / 1e6
 
     def _may_take_one(self, entry: Entry) -> bool:
         """Whether one trace may be enough: the first replay is checked, and no other ranks train along."""

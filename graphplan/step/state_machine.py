@@ -91,7 +91,8 @@ class StateMachine:
         self.runner.stats.follow = options.mode == "train"
         self.stats = self.runner.stats
         self.refusals = Refusals(options.on_failure, self.stats, peers)
-        self.programs: Programs = Programs(options, self.stats)
+        # Ranks would not decide alike what has paid.
+        self.programs: Programs = Programs(options, self.stats, may_wait=trains and peers is None)
         self.memory = MemoryBudget(options, self.programs, peers)
         self.unread = UnreadValues()
         parts = Parts(options, self.managed, self.runner, self.refusals, self.programs, peers)
@@ -259,6 +260,8 @@ class StateMachine:
             return Skip(SkipReason.SHAPE, str(overdue), self._plainly)
         if not self.programs.has_room(entry):
             return Skip(SkipReason.MAX_GRAPHS, "", self._plainly)
+        if self.programs.waits(entry):
+            return Skip(SkipReason.SHAPE, "", self._plainly)
         self.programs.check_churn()
         self.stages.check_changes(entry)
         if self.peers is not None and not self.peers.may_advance(is_planned=bool(entry.plans)):
