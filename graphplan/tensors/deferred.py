@@ -89,6 +89,7 @@ class DeferredNumber:
     """
 
     __slots__ = ("__weakref__", "_function", "_kind", "_operands", "_reader", "_tensor")
+    is_array = False
 
     def __init__(
         self,
@@ -100,11 +101,6 @@ class DeferredNumber:
     ) -> None:
         self._kind, self._reader, self._tensor = kind, reader, tensor
         self._function, self._operands = function, operands
-
-    @property
-    def is_array(self) -> bool:
-        """Whether it is no number."""
-        return self._kind not in _PLAIN
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -120,7 +116,7 @@ class DeferredNumber:
 
     def __round__(self, digits: int | None = None) -> Any:
         given = () if digits is None else (digits,)
-        if self.is_array or not self._reader.may_fail():
+        if not self._reader.may_fail():
             return round(value_of(self), *given)
         return _computed(round, self, *given, kind=int if digits is None else self._kind)
 
@@ -137,14 +133,8 @@ _FACTS: tuple[Any, ...] = tuple(
     getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda")
 )
 _FACTS += (
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.stride,
-    Tensor.__len__,
-    Tensor.is_floating_point,
-    Tensor.__hash__,
-)
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.is_floating_point, Tensor.__hash__,
+)  # fmt: skip
 """What code may ask of a copy without a need of its values."""
 _MOVES: tuple[Any, ...] = (
     Tensor.detach, Tensor.clone, Tensor.contiguous, Tensor.flatten, Tensor.reshape, Tensor.view, Tensor.squeeze,
@@ -154,9 +144,10 @@ _MOVES: tuple[Any, ...] = (
 
 
 class HostCopy(Tensor):
-    """A copy of ``source`` in host memory that nobody has looked at. Its own memory need not hold anything yet.
+    """A copy of ``source`` in host memory whose values no code has read. Its own memory may be uninitialised.
 
-    What only moves it gives another one. Whatever else it is given to needs its values: it becomes an ordinary tensor.
+    An operator that only moves values gives another such copy. Any other one reads them: then the copy becomes an
+    ordinary tensor.
     """
 
     source: Tensor
@@ -219,11 +210,7 @@ def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any]
         second: Any = operands[1]
         is_power = function is operator.pow
         # Other powers may be of another class.
-        is_known = (
-            kind in _PLAIN
-            and not self.is_array
-            and not (is_power and not (type(second) in (int, float) and second >= 0))
-        )
+        is_known = kind in _PLAIN and not (is_power and not (type(second) in (int, float) and second >= 0))
         fails = is_power or (function in _DIVISIONS and (is_deferred(second) or second == 0))
         is_summed = function is operator.add and self._reader.is_summed()
         if not is_known or is_summed or (fails and not self._reader.may_fail()):
@@ -235,10 +222,7 @@ def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any]
 
 
 def _unary(function: Any) -> Callable[[DeferredNumber], Any]:
-    def method(self: DeferredNumber) -> Any:
-        return function(value_of(self)) if self.is_array else _computed(function, self, kind=self._kind)
-
-    return method
+    return lambda self: _computed(function, self, kind=self._kind)
 
 
 def _needing(function: Any) -> Callable[..., Any]:
@@ -246,10 +230,12 @@ def _needing(function: Any) -> Callable[..., Any]:
 
 
 class DeferredArray(DeferredNumber):
-    """An array with all of ``tensor``. It can be indexed, which no number can."""
+    """An array with all of ``tensor``. It can be indexed, which no number can. Whatever is done with it reads it."""
 
     __slots__ = ()
+    is_array = True
 
+    __round__ = _needing(round)
     __len__, __iter__ = _needing(len), _needing(iter)
     __getitem__, __setitem__ = _needing(operator.getitem), _needing(operator.setitem)
     __contains__ = _needing(operator.contains)
@@ -264,15 +250,19 @@ for _function in _BINARY:
     _name = _function.__name__
     setattr(DeferredNumber, f"__{_name}__", _binary(_function, reflected=False))
     setattr(DeferredNumber, f"__r{_name}__", _binary(_function, reflected=True))
+    setattr(DeferredArray, f"__{_name}__", _needing(_function))
+    setattr(DeferredArray, f"__r{_name}__", _needing(lambda array, other, function=_function: function(other, array)))
 _NEEDING: tuple[Any, ...] = (
     operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, bool, int, float, complex, hash, str,
     repr, format, divmod, math.trunc, math.floor, math.ceil, operator.index, operator.matmul, operator.and_,
     operator.or_, operator.xor, operator.lshift, operator.rshift, operator.invert,
 )  # fmt: skip
 _UNARY: tuple[Any, ...] = (operator.neg, operator.pos, operator.abs)
-for _methods, _functions in ((_unary, _UNARY), (_needing, _NEEDING)):
+for _class, _methods, _functions in (
+    (DeferredNumber, _unary, _UNARY), (DeferredNumber, _needing, _NEEDING), (DeferredArray, _needing, _UNARY),
+):  # fmt: skip
     for _function in _functions:
-        setattr(DeferredNumber, f"__{_function.__name__.rstrip('_')}__", _methods(_function))
+        setattr(_class, f"__{_function.__name__.rstrip('_')}__", _methods(_function))
 for _name in ("copy", "deepcopy"):
     setattr(DeferredNumber, f"__{_name}__", lambda self, *_: value_of(self))
 
