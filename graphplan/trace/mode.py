@@ -175,8 +175,7 @@ class TraceMode(OperatorMode):
         self._watch.check(name, tensors, made, source)
         if schema.may_synchronize:
             self._check_sync(schema, args, kwargs, out, source, list(zip(tensors, operands, strict=True)))
-        if self._batch is not None:
-            self._follow_batch(asked, tensors if asked[1] is args else None, out, made, constant)
+        self._follow_batch(asked, tensors if asked[1] is args else None, out, made, constant)
         is_fresh = False
         for tensor in made:
             trace.dtypes.add(tensor.dtype)
@@ -208,7 +207,8 @@ class TraceMode(OperatorMode):
         self, asked: _Asked, given: list[Tensor] | None, out: Any, made: list[Tensor], constant: Tensor | None
     ) -> None:
         """Take in an operator that may follow from the batch alone. What it was ``given`` is looked up if not known."""
-        assert self._batch is not None
+        if self._batch is None:
+            return
         if constant is not None:
             self._batch.note_constant(out, constant)
         elif not is_read(*asked):
