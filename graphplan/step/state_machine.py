@@ -222,8 +222,7 @@ class StateMachine:
             self.refusals.warn(
                 f"graphplan runs calls eagerly: {detail}; those for which they come out otherwise are replayed"
             )
-        progress = self.stats.captured + self.stats.replayed
-        self._computing = self._computing[0] + 1 if self._computing[1] == progress else 1, progress
+        self._computing = self._next_in_row(self._computing)
         if self._computing[0] >= _COMPUTING and self.timing.down_because is None:
             self.stand_down(SkipReason.HOST_SCALAR, detail)
         return Skip(SkipReason.HOST_SCALAR, detail, self._as_traced)
@@ -354,12 +353,16 @@ class StateMachine:
         self._count_refused(error)
         return result
 
+    def _next_in_row(self, before: tuple[int, int]) -> tuple[int, int]:
+        """The number of a call in its row, which a capture or a replay ends, and how many of these there were."""
+        progress = self.stats.captured + self.stats.replayed
+        return before[0] + 1 if before[1] == progress else 1, progress
+
     def _count_refused(self, error: RefusalError, *, is_traced: bool = False) -> None:
         """Stand down after several refused calls in a row. A trace of one more signature is no progress: most likely it
         is refused as well. Once one was, at the same place, others need not be tried.
         """
-        progress = self.stats.captured + self.stats.replayed
-        count = self._fruitless[0] + 1 if self._fruitless[1] == progress else 1
+        count, progress = self._next_in_row(self._fruitless)
         if is_traced:
             count += _FRUITLESS * (count > 1 and self._refused_by == str(error))
             self._refused_by = str(error)
