@@ -29,6 +29,7 @@ from graphplan.errors import MemoryBudgetError as MemoryBudgetError
 from graphplan.errors import NotCapturedError as NotCapturedError
 from graphplan.errors import OptimizerError as OptimizerError
 from graphplan.errors import OptionError as OptionError
+from graphplan.errors import OutcomeError as OutcomeError
 from graphplan.errors import OutputError as OutputError
 from graphplan.errors import OwnersError as OwnersError
 from graphplan.errors import PaddingError as PaddingError

@@ -256,6 +256,18 @@ class GuardError(RefusalError, RuntimeError):
     reason = SkipReason.GUARD
 
 
+class OutcomeError(GuardError):
+    """In the middle of a replay, the step reads another value on the host than in its traces. What the replay did until
+    then was undone. ``refusal`` is what refuses steps in which the value changes often.
+    """
+
+    reason = SkipReason.HOST_SYNC
+
+    def __init__(self, message: str, *, refusal: HostSyncError) -> None:
+        super().__init__(message)
+        self.refusal = refusal
+
+
 class SurroundingsError(RefusalError, RuntimeError):
     """A mode, a transform or forward-mode AD is active around a call that could only compile, record or replay."""
 

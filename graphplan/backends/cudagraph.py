@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,43 +33,121 @@ from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.trees import flatten_result
 from graphplan.trace.given_values import DeviceConstants, GivenValues
+from graphplan.trace.host_reads import HostRead
 
 _FIX = "Keep that out of the step"
 _MODE = "thread_local"
 """Other threads (a pin-memory thread) may use CUDA during a capture."""
 
+_ON_ANOTHER_STREAM = ("legacy stream depend on a capturing", "uncaptured work in another stream")
+"""What CUDA says where a captured stream and another one would have to wait for each other."""
 _SHARE = 1.3
 """As many times the memory that eager steps have taken, checks and copies of the state may have reserved."""
 _LIVING: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
 
 
+class Branch(NamedTuple):
+    """Where a captured step branches on a value of the device, which the graph before copies to pinned ``memory``."""
+
+    memory: Tensor
+    read: HostRead
+
+
 @dataclass(eq=False)
 class GraphRecording:
-    """One instantiated CUDA graph."""
+    """Instantiated CUDA graphs, one more than ``branches``, which lie between them."""
 
-    graph: torch.cuda.CUDAGraph | None
+    graphs: list[torch.cuda.CUDAGraph]
+    branches: list[Branch]
     device: torch.device
     nbytes: int
     generation: object = None
     states: CapturedStates | None = None
     is_spoiled: bool = field(default=False, init=False)
 
+    @property
+    def is_open(self) -> bool:
+        """Return True until :meth:`reset`."""
+        return bool(self.graphs)
+
     def replay(self) -> None:
-        """Launch the graph on the current stream."""
-        assert self.graph is not None, "a closed program is refused before its recording is asked"
+        """Launch the graphs on the current stream."""
+        assert self.graphs, "a closed program is refused before its recording is asked"
         end = None if self.states is None else self.states.set_out()
-        self.graph.replay()
+        for graph, branch in zip(self.graphs, self.branches, strict=False):
+            graph.replay()
+            torch.cuda.current_stream(self.device).synchronize()
+            branch.read.compare(branch.memory.item())
+        self.graphs[-1].replay()
         if self.states is not None and end is not None:
             self.states.arrive(end)
 
     def reset(self) -> None:
-        """Destroy the graph and let its pool's memory go, once no other recording of the pool is left."""
-        if self.graph is not None:
+        """Destroy the graphs and let their pool's memory go, once no other recording of the pool is left."""
+        if self.graphs:
             torch.cuda.synchronize(self.device)
-            self.graph.reset()
-            self.graph = None
+            for graph in self.graphs:
+                graph.reset()
+            self.graphs = []
             # A pool without graphs stays reserved until this is asked for.
             _empty_cache()
+
+
+class _Capture:
+    """A capture on the current stream, in as many graphs as the step's branches need.
+
+    Args:
+        pool: the handle of the graphs' memory.
+        traced: what the traces have found.
+        states: the generators for the states that the step puts back.
+    """
+
+    def __init__(self, pool: Any, traced: TracedValues, states: CapturedStates | None) -> None:
+        self._pool, self._generators, self.states = pool, traced.generators, states
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.branches: list[Branch] = []
+        # No memory of the host can be pinned while a stream is captured.
+        kinds = [torch.tensor(read.value).dtype for read in traced.reads if read.expected]
+        self._memories = [torch.empty((), dtype=kind, pin_memory=True) for kind in kinds]
+
+    def begin(self) -> None:
+        """Begin a graph."""
+        graph = torch.cuda.CUDAGraph()
+        _register(self._generators, graph)
+        if self.states is not None:
+            self.states.register(graph)
+        self.graphs.append(graph)
+        graph.capture_begin(pool=self._pool, capture_error_mode=_MODE)
+
+    def end(self) -> None:
+        """End the graph that was begun last."""
+        with warnings.catch_warnings():
+            # torch warns of an empty one: nothing may come after a branch, and a step may fail at once.
+            warnings.simplefilter("ignore")
+            self.graphs[-1].capture_end()
+
+    def split(self, tensor: Tensor, read: HostRead) -> None:
+        """End a graph where the step reads ``tensor``, and begin the next one."""
+        if not self._memories:
+            raise CaptureError(f"the captured step reads more values than the traced steps at {read.place}. {_FIX}")
+        memory = self._memories.pop(0)
+        memory.copy_(tensor.detach().reshape(()), non_blocking=True)
+        self.end()
+        self.branches.append(Branch(memory, read))
+        self.begin()
+
+    def abandon(self) -> bool:
+        """End a capture that is of no use. True if CUDA could have gone on."""
+        intact = True
+        try:
+            self.end()
+        except RuntimeError:
+            # CUDA reports an invalidated capture a second time here; the caller already has the first report.
+            intact = False
+        for graph in self.graphs:
+            with suppress(RuntimeError):
+                graph.reset()
+        return intact
 
 
 def _note_living(recording: GraphRecording) -> None:
@@ -172,14 +250,13 @@ class CUDAGraphBackend(Backend):
 
     def record(self, body: Callable[[], Any], traced: TracedValues = NOTHING_TRACED) -> tuple[GraphRecording, Any]:
         """See :meth:`graphplan.backends.backend.Backend.record`."""
-        if self._pool is None or not any(recording.graph is not None for recording in self._living):
+        if self._pool is None or not self._is_pool_used():
             # torch forgets a pool's handle when its last graph goes.
             self._pool = torch.cuda.graph_pool_handle()
         self._has_recorded = True
-        graph = torch.cuda.CUDAGraph()
-        _register(traced.generators, graph)
         generator = torch.cuda.default_generators[self.stream.device_index]
-        states = CapturedStates(graph, generator, traced.states) if traced.states.saves else None
+        states = CapturedStates(generator, traced.states) if traced.states.saves else None
+        capture = _Capture(self._pool, traced, states)
         # What the steps on the way have left is young until a collection has come by. Old garbage may lie anywhere in
         # all that the process has, which takes 0.3 s.
         gc.collect(2 if self._living else 1)
@@ -191,13 +268,15 @@ class CUDAGraphBackend(Backend):
         try:
             # A collection in the middle could free another graph's memory, which is illegal during capture.
             with no_collections():
-                result = self._capture(graph, body, traced, states)
+                result = self._capture(capture, body, traced)
         finally:
             forget_workspaces()
-        upload(graph, self.stream)
+        for graph in capture.graphs:
+            upload(graph, self.stream)
         self.stream.synchronize()
         nbytes = torch.cuda.memory_reserved(self.device) - before
-        recording = GraphRecording(graph, self.device, nbytes, self._pool, states=states)
+        graphs, branches = capture.graphs, capture.branches
+        recording = GraphRecording(graphs, branches, self.device, nbytes, self._pool, states=states)
         self._living.add(recording)
         _note_living(recording)
         return recording, result
@@ -206,7 +285,7 @@ class CUDAGraphBackend(Backend):
         """What is alive at once, less what the pool has for it already."""
         if alone or self._pool is None:
             return footprint.peak
-        others = (r.nbytes for r in self._living if r.graph is not None and r.generation == self._pool)
+        others = (r.nbytes for r in self._living if r.is_open and r.generation == self._pool)
         return max(0, footprint.peak - sum(others))
 
     def begin_generation(self) -> None:
@@ -217,19 +296,22 @@ class CUDAGraphBackend(Backend):
         """See :meth:`graphplan.backends.backend.Backend.trim`."""
         _empty_cache()
 
-    def _capture(
-        self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any], traced: TracedValues, states: CapturedStates | None
-    ) -> Any:
+    def _is_pool_used(self) -> bool:
+        return any(recording.is_open for recording in self._living)
+
+    def _capture(self, capture: _Capture, body: Callable[[], Any], traced: TracedValues) -> Any:
         current = torch.cuda.current_stream(self.device)
         constants = DeviceConstants(traced.device_constants) if traced.device_constants else nullcontext()
         # Compiled code leaves a dispatch mode out of account, or does not run compiled: no mode without need.
         is_needed = traced.in_mode or traced.host_constants or any(read.waits for read in traced.reads)
         is_given = is_needed or traced.answers is not None
-        given = GivenValues(traced.reads, traced.host_constants, traced.answers) if is_given else None
+        on_expected = capture.split
+        given = GivenValues(traced.reads, traced.host_constants, traced.answers, on_expected) if is_given else None
+        states = capture.states
         self.stream.wait_stream(current)
         with UNDISTURBED, torch.cuda.stream(self.stream):
             try:
-                graph.capture_begin(pool=self._pool, capture_error_mode=_MODE)
+                capture.begin()
                 with constants, given or nullcontext(), nullcontext() if states is None else states.captured():
                     result = body()
                     if given is not None:
@@ -237,33 +319,28 @@ class CUDAGraphBackend(Backend):
             except BaseException as error:
                 # The frames would keep the half-captured autograd graph, and its accumulators' stream, alive.
                 traceback.clear_frames(error.__traceback__)
-                intact = self._abandon(graph, traced.generators)
+                intact = self._abandon(capture, traced.generators)
+                if any(text in str(error) for text in _ON_ANOTHER_STREAM):
+                    raise CaptureError(
+                        f"the step failed while it was captured{_place(error)}: {first_line(error)}. A result that "
+                        "was computed on another stream may be kept with its graph: detach what is kept"
+                    ) from error
                 if _is_own(error, intact=intact):
                     raise
                 raise CaptureError(
                     f"the step failed while it was captured{_place(error)}: {first_line(error)}. {_FIX}"
                 ) from error
             try:
-                graph.capture_end()
+                capture.end()
             except RuntimeError as error:
-                self._abandon(graph, traced.generators)
+                self._abandon(capture, traced.generators)
                 raise CaptureError(f"CUDA refused the captured step: {first_line(error)}. {_FIX}") from error
         current.wait_stream(self.stream)
         return result
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> bool:
+    def _abandon(self, capture: _Capture, generators: Sequence[torch.Generator]) -> bool:
         """End a capture that is of no use, and leave the process able to train. True if CUDA could have gone on."""
-        intact = True
-        try:
-            with warnings.catch_warnings():
-                # torch warns of an empty graph, which is what a step that fails at once leaves.
-                warnings.simplefilter("ignore")
-                graph.capture_end()
-        except RuntimeError:
-            # CUDA reports an invalidated capture a second time here; the caller already has the first report.
-            intact = False
-        with suppress(RuntimeError):
-            graph.reset()
+        intact = capture.abandon()
         if not intact:
             self._give_back_pool()
         # Casts that autocast remembers lie in the pool, and were never computed.
@@ -294,7 +371,7 @@ class CUDAGraphBackend(Backend):
         # Where torch did not forget, it says here that there is nothing to end or to release.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(*place)
-        if not any(recording.graph is not None for recording in self._living):
+        if not self._is_pool_used():
             with suppress(RuntimeError):
                 torch._C._cuda_releasePool(*place)
 

@@ -13,18 +13,21 @@ from graphplan.trace.rng import SavedStates, saving_states
 
 
 class CapturedStates:
-    """The generators that ``graph``, which is captured next, draws from in place of the device's default ``generator``:
-    one for each state that is put back. ``states`` are the traced step's.
+    """The generators that what is captured next draws from in place of the device's default ``generator``: one for each
+    state that is put back. ``states`` are the traced step's.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, generator: torch.Generator, states: SavedStates) -> None:
+    def __init__(self, generator: torch.Generator, states: SavedStates) -> None:
         self._generator: Any = generator
         self._growth = states.growth
         self._offsets = [restore.offset for restore in states.restores if restore.device == generator.device]
         self._others: list[Any] = [self._generator.clone_state() for _ in self._offsets]
+        self._left = iter(self._others)
+
+    def register(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Have ``graph`` draw from the generators."""
         for other in self._others:
             graph.register_generator_state(other)
-        self._left = iter(self._others)
 
     @contextmanager
     def captured(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from graphplan.backends.backend import NOTHING_TRACED, Backend, TracedValues
 from graphplan.environment.collector import no_collections
 from graphplan.environment.switches import SWITCHES, answers, switched
-from graphplan.errors import CaptureError
+from graphplan.errors import CaptureError, RefusalError
 from graphplan.observe.conversions import Conversions
 from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside
@@ -36,7 +36,7 @@ from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_answers import BatchAnswers
 from graphplan.trace.collectives import finish, is_collective, wait_for
 from graphplan.trace.composites import OperatorMode
-from graphplan.trace.host_reads import KnownReads, find_place
+from graphplan.trace.host_reads import HostRead, KnownReads, find_place
 from graphplan.trace.mode import LIFTS
 from graphplan.trace.operator_schemas import Schema, has_dynamic_shape, schema_of, tensors_in, written_tensors
 from graphplan.trace.rng import saving_states
@@ -118,6 +118,8 @@ class _TapeMode(OperatorMode):
         self._reads, self._answers = reads, given
         self.kernels: list[_Kernel] = []
         self.failure: str | None = None
+        self.changed: tuple[HostRead, Any] | None = None
+        """The first read of another value than in the traces, and that value."""
         self.storages: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
         self._saved: dict[int, _SavedState] = {}
@@ -134,6 +136,26 @@ class _TapeMode(OperatorMode):
         with self.faults.noting():
             if find_place() not in self._reads:
                 self.fail(f"{name} reads values on the host")
+
+    def _take_read(self, name: str, tensor: Tensor, out: Any) -> None:
+        """Take in a read that an operator makes of ``tensor``. Replays compare it if the traces say so."""
+        place = find_place()
+        if place not in self._reads:
+            self.fail(f"{name} reads values on the host")
+            return
+        read = self._reads.take(place)
+        if not read.expected:
+            return
+        if self.changed is None and out != read.value:
+            self.changed = read, out
+        compare = partial(_compare, tensor.detach(), read)
+        self.kernels.append(_Kernel(compare, (), {}, outs=[], writes=[], constant=False))
+
+    def check_outcome(self) -> None:
+        """Raise OutcomeError if the step has read another value than in the traces."""
+        if self.changed is not None:
+            read, value = self.changed
+            read.compare(value)
 
     def save_state(self, generator: torch.Generator) -> Tensor:
         """Have replays save the generator's state where the step does now."""
@@ -169,7 +191,7 @@ class _TapeMode(OperatorMode):
         if schema.communicates:
             out = finish(schema.name, out)
         if schema.reads_values or (schema.may_synchronize and has_dynamic_shape(schema, args, kwargs)):
-            self.note_read(schema.name)
+            self._take_read(schema.name, args[0], out)
         self._record(func, schema, args, kwargs, out, taken)
         return out
 
@@ -216,6 +238,10 @@ class _TapeMode(OperatorMode):
     def _record_constant(self, value: Tensor) -> None:
         args = (value.detach(), value.detach().clone())
         self._keep(_Kernel(torch.ops.aten.copy_.default, args, {}, outs=[], writes=[storage_id(value)], constant=True))
+
+
+def _compare(tensor: Tensor, read: HostRead) -> None:
+    read.compare(tensor.item())
 
 
 def _form(kernel: _Kernel) -> Any:
@@ -375,8 +401,14 @@ class TapeBackend(Backend):
         """See :meth:`graphplan.backends.backend.Backend.record`."""
         mode = _TapeMode(KnownReads(traced.reads), traced.answers)
         with mode, saving_states(mode.save_state, mode.put_state), Conversions(mode.note_read), no_collections():
-            result = body()
+            try:
+                result = body()
+            except RefusalError:
+                # The step may have gone another way than in the traces.
+                mode.check_outcome()
+                raise
         mode.faults.check()
+        mode.check_outcome()
         if mode.failure is not None:
             raise CaptureError(
                 f"the tape cannot record the step: {mode.failure}, which the traced steps did not do. Keep that out of "

@@ -109,6 +109,7 @@ def build_plan(
         communicates=any(is_collective(op.name) for op in second.operators),
         rounding=second.rounding,
         may_reorder=first.graph_elsewhere or second.graph_elsewhere,
+        undone=frozenset(slot.path for storage in second.undone for slot in second.entry_slots.get(storage, ())),
         defers=bool(second.deferred),
         last_operators=_last_operators(second),
         handles=Handles(function, owners, rates, second.host_draws, keep_alive=_shared(first, second)),
@@ -145,7 +146,15 @@ def _check(feed: Feed, first: Trace, second: Trace, allow: Sequence[str]) -> Non
         # Before what else was noted: draws of another thread look like a seek.
         check_threads(trace, allow)
     check_difference(first, second)
+    _check_branches(second)
     check_marks(feed, first, second)
+
+
+def _check_branches(trace: Trace) -> None:
+    """Refuse branches on values in a step that communicates: where one rank ends a replay, others would wait for it."""
+    error = next((read.error for read in trace.host_reads if read.error is not None), None)
+    if error is not None and any(is_collective(operator.name) for operator in trace.operators):
+        raise error
 
 
 def _last_operators(trace: Trace) -> tuple[str, ...]:

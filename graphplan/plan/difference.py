@@ -72,6 +72,8 @@ def _check_reads(first: Trace, second: Trace) -> None:
                 "alone; a replay would keep the first. Code of an extension writes them, which graphplan cannot see. "
                 "Keep the value on the device (torch.where, a mask of fixed shape)"
             )
+        if old.expected and new.expected:
+            old.compare(new.value)
         if new.waits and new.place == ENGINE and (first.graph_elsewhere or second.graph_elsewhere):
             raise HostSyncError(
                 "a derivative of a derivative reads values of a device on the host, in an order that may change from "

@@ -106,6 +106,8 @@ class Plan:
         rounding: relative error of rounding to the coarsest floating-point type that the step computes in.
         may_reorder: whether autograd's engine may run the step's operators in another order on another step, as told
             apart in :func:`graphplan.plan.difference.is_reordered`.
+        undone: paths of what the step has changed when it comes to the last value on which it branches: a replay that
+            ends there puts it back.
         defers: whether the step reads numbers from the device that it does not need itself.
         handles: what programs of the plan work with.
     """
@@ -136,6 +138,7 @@ class Plan:
     communicates: bool
     rounding: float
     may_reorder: bool
+    undone: frozenset[str]
     defers: bool
     handles: Handles
 
@@ -154,10 +157,18 @@ class Plan:
         return [fact.removeprefix(DRAWS) for fact in self.host_facts if fact.startswith(DRAWS)]
 
     @property
-    def assertions(self) -> list[str]:
-        """What the step asserts and a replay does not, with source lines."""
+    def host_reads(self) -> list[str]:
+        """What the step asserts and a replay does not, and what it branches on, with source lines."""
         places = dict.fromkeys(str(read.place) for read in self.traced.reads if read.asserted)
-        return [f"asserts a tensor's value, in eager steps and checks only, at {place}" for place in places]
+        asserted = [f"asserts a tensor's value, in eager steps and checks only, at {place}" for place in places]
+        return asserted + [
+            f"branches on a tensor's value, which replays compare, at {place}" for place in self.branches
+        ]
+
+    @property
+    def branches(self) -> list[str]:
+        """The places where the step branches on a value of the device, which a replay compares, with source lines."""
+        return list(dict.fromkeys(str(read.place) for read in self.traced.reads if read.expected))
 
     @property
     def tells_gradients(self) -> bool:
@@ -239,7 +250,7 @@ class Plan:
         notes += [f"read: {number.path}" for number in self.numbers]
         notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]
         notes += [f"left: {path} = {value!r}" for path, value in self.left.items()]
-        return notes + [f"note: {fact}" for fact in (*self.host_facts, *self.assertions)]
+        return notes + [f"note: {fact}" for fact in (*self.host_facts, *self.host_reads)]
 
     def __str__(self) -> str:
         return self.table()

@@ -31,6 +31,7 @@ from graphplan.program.inputs import StaticInputs
 from graphplan.program.outputs import Outputs, lend_outputs
 from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
+from graphplan.program.undo import Undo
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.tensors.attributes import dressed
@@ -82,13 +83,14 @@ def capture_program(
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
     # A backend that executes records them with the rest.
     bindings = Bindings(plan, walk, copied.stand_ins, () if backend.executes else plan.handles.host_draws)
+    undo = Undo(plan, walk) if plan.branches else None
     parts = inputs, copied, bindings
-    recording, after, outputs = _record(plan, feed, walk, backend, *parts, sharding=sharding, lends=lends)
+    recording, after, outputs = _record(plan, feed, walk, backend, *parts, undo, sharding=sharding, lends=lends)
     bindings.bind_back(after)
     # A program compares what a call begins with.
     flags.assign(found)
     walk = walk_owners(plan.handles.owners())
-    program = Program(plan, policy, recording, *parts, outputs, walk=walk, values=values, feed=feed)
+    program = Program(plan, policy, recording, *parts, outputs, undo, walk=walk, values=values, feed=feed)
     flags.assign(plan.left)
     program.adopted.count_uses(before)
     return program
@@ -102,6 +104,7 @@ def _record(
     inputs: StaticInputs,
     copied: CopiedOwned,
     bindings: Bindings,
+    undo: Undo | None,
     *,
     sharding: Sharding,
     lends: bool,
@@ -118,6 +121,8 @@ def _record(
     def body() -> None:
         token = _IS_RECORDED.set(True)
         try:
+            if undo is not None:
+                undo.copy()
             with DeferredReads(fills=False) if plan.defers else nullcontext() as deferred:
                 result = call_step(plan.handles.function(), fed.args, fed.kwargs)
             bindings.numbers.copies = {} if deferred is None else deferred.copies

@@ -12,7 +12,7 @@ from graphplan.backends.backend import Backend, Recording, first_line, is_out_of
 from graphplan.compare.comparing import Row
 from graphplan.environment.devices import synchronize
 from graphplan.environment.surroundings import check_surroundings
-from graphplan.errors import ClosedError, DeviceFault, FeedError, GraphPlanError, GuardError
+from graphplan.errors import ClosedError, DeviceFault, FeedError, GraphPlanError, GuardError, OutcomeError
 from graphplan.feed.call_arguments import hands_over
 from graphplan.feed.signature import Feed, check_match, flatten
 from graphplan.owners.flags import Flags
@@ -25,6 +25,7 @@ from graphplan.program.faults import lost
 from graphplan.program.inputs import MEMORY_IS_FED, StaticInputs
 from graphplan.program.outputs import Outputs
 from graphplan.program.statics import CopiedOwned
+from graphplan.program.undo import Undo
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.tensors.dtensors import local
@@ -71,6 +72,7 @@ class Program:
         copied: CopiedOwned,
         bindings: Bindings,
         outputs: Outputs,
+        undo: Undo | None,
         *,
         walk: Walk,
         values: Mapping[str, Any],
@@ -85,6 +87,9 @@ class Program:
         self._copied = copied
         self.bindings = bindings
         self.outputs = outputs
+        self._undo = undo
+        self.outcomes = 0
+        """Replays that ended at a value that was another one than in the traces."""
         self._flags = Flags(walk) if plan.left else None
         asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.names())}
         self._asking = [(asking[path], value) for path, value in plan.left.items() if path in asking]
@@ -155,6 +160,8 @@ class Program:
         Raises:
             ClosedError: after :meth:`close`.
             GuardError: if the memory of a gradient that the recording writes was given back; nothing has run then.
+            OutcomeError: if the step branches on a value that is another one than in its traces; what the replay did
+                was undone.
         """
         if self._recording is None:
             raise ClosedError(f"the program of {self.plan.name} was closed; capture it again")
@@ -164,7 +171,7 @@ class Program:
         self.adopted.refresh()
         self.inputs.load(leaves)
         self.outputs.renew()
-        _launch(self._recording)
+        self._launch()
         try:
             self.bindings.repeat()
             for static, source in back:
@@ -178,6 +185,19 @@ class Program:
             if isinstance(error, GraphPlanError) or is_out_of_memory(error):
                 raise
             raise lost(error, self.plan.name) from error
+
+    def _launch(self) -> None:
+        assert self._recording is not None
+        if self._undo is None:
+            _launch(self._recording)
+            return
+        self._undo.begin()
+        try:
+            _launch(self._recording)
+        except OutcomeError:
+            self.outcomes += 1
+            self._undo.undo()
+            raise
 
     def wait(self, when: str) -> None:
         """Wait for the device, so that what failed there by ``when`` is told now.
@@ -222,9 +242,8 @@ class Program:
 
     def run_recorded(self, leaves: Sequence[Any], *, executed: bool) -> Any:
         """Finish the call that was recorded: execute it unless recording did, and hand out its results."""
-        assert self._recording is not None
         if not executed:
-            _launch(self._recording)
+            self._launch()
         self._copied.give_back(self.adopted.walk)
         self.bindings.replace_recorded()
         return self.collect(leaves)

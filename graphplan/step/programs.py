@@ -53,8 +53,9 @@ class Line:
 
     ``state`` are the paths of the optimizer state that the latest trace found. ``traced_anew``: whether a first pair of
     traces was dropped; ``reordered``: how many pairs were because of autograd's engine, ``straddling``: in a row
-    because of what happened between them. ``is_like_others``: whether the plan comes from one trace. ``is_for_any``:
-    whether the program serves whatever gradients there are, since the step drops them unread.
+    because of what happened between them. ``outcomes``: traces and captures that came to another value than one before,
+    where the step branches on it. ``is_like_others``: whether the plan comes from one trace. ``is_for_any``: whether
+    the program serves whatever gradients there are, since the step drops them unread.
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -62,6 +63,7 @@ class Line:
     traced_anew: bool = False
     reordered: int = 0
     straddling: int = 0
+    outcomes: int = 0
     plan: Plan | None = None
     is_like_others: bool = False
     program: Program | None = None
@@ -244,6 +246,10 @@ class Programs:
         if entry is not None:
             self.touch(entry)
         return entry
+
+    def entry_of(self, program: Program) -> Entry | None:
+        """The entry that calls of ``program`` have."""
+        return next((entry for entry in self._entries.values() if program in entry.programs()), None)
 
     def touch(self, entry: Entry) -> None:
         """Count ``entry`` as the one used last."""

@@ -11,10 +11,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 
 from graphplan.backends.backend import first_line
-from graphplan.errors import CheckMemoryError, PeerError, VerifyError
+from graphplan.errors import CheckMemoryError, OutcomeError, PeerError, VerifyError
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
+from graphplan.owners.walk import walk_owners
 from graphplan.program.bindings import settle_companions
 from graphplan.program.program import NO_CHECK, Program, Tally
 from graphplan.step.runner import Parts
@@ -22,6 +23,9 @@ from graphplan.verify.check import Check, Verdict, detached
 from graphplan.verify.copy_placement import find_room
 from graphplan.verify.noise import Noise
 from graphplan.verify.schedule import Timetable
+
+_OUTCOMES, _SHARE = 8, 1 / 4
+"""Replays that end before their end, if they are many beside the others, after which a program is given up."""
 
 
 class _Series:
@@ -49,9 +53,15 @@ class _Series:
 
 
 class Replays:
-    """Replays programs, checks replays, and counts both."""
+    """Replays programs, checks replays, and counts both.
 
-    def __init__(self, parts: Parts) -> None:
+    Args:
+        parts: of the step.
+        give_up: is told of a program many of whose replays end where the step branches.
+    """
+
+    def __init__(self, parts: Parts, give_up: Callable[[Program, OutcomeError], None]) -> None:
+        self._give_up = give_up
         self._runner, self._options, self._peers = parts.runner, parts.options, parts.peers
         self._stats = parts.runner.stats
         self._asked = 0
@@ -63,7 +73,10 @@ class Replays:
         """One replay."""
         settle_companions()
         start = perf_counter()
-        result = program.run(leaves)
+        try:
+            result = program.run(leaves)
+        except OutcomeError as outcome:
+            return self._instead(program, leaves, outcome)
         try:
             end = perf_counter()
             if self._options.debug and not program.replays:
@@ -74,6 +87,17 @@ class Replays:
         except Exception:
             self._runner.outcome = (result,)
             raise
+        return result
+
+    def _instead(self, program: Program, leaves: Sequence[Any], outcome: OutcomeError) -> Any:
+        """An eager step in place of a replay that ended at a value that was another one than in the traces."""
+        fed = CallArguments(*program.plan.feed.rebuild(leaves))
+        walk = partial(walk_owners, program.plan.handles.owners())
+        result = self._runner.run(lambda: detached(self._runner.call(fed)), between=(program, leaves, walk))
+        self._runner.outcome = (result,)
+        self._runner.count_eager(outcome.reason, str(outcome))
+        if program.outcomes >= max(_OUTCOMES, program.replays * _SHARE):
+            self._give_up(program, outcome)
         return result
 
     def _count(self, program: Program) -> None:
@@ -115,6 +139,8 @@ class Replays:
                     noise=self._noises.setdefault(program, Noise()),
                 )
                 verdict = check.run(partial(self._eager, program, fed, feed.leaves))
+        except OutcomeError as outcome:
+            return self._instead(program, feed.leaves, outcome), None
         except (torch.OutOfMemoryError, PeerError) as error:
             fed.restore()
             return self._unchecked(program, feed, first_line(error), is_needed=is_needed)

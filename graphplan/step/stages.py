@@ -22,7 +22,14 @@ from graphplan.effects.compared_numbers import find_comparisons
 from graphplan.effects.host import check_threads
 from graphplan.effects.host_changes import host_changes
 from graphplan.effects.trace_pair import TracePair
-from graphplan.errors import GraphPlanError, HostEffectError, LearningRateError, RefusalError, SkipReason
+from graphplan.errors import (
+    GraphPlanError,
+    HostEffectError,
+    LearningRateError,
+    OutcomeError,
+    RefusalError,
+    SkipReason,
+)
 from graphplan.feed.buffers import Buffers
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.placeholders import ReadSignal, compares_classes
@@ -34,6 +41,7 @@ from graphplan.owners.snapshot import Snapshot
 from graphplan.plan.build import build_plan, build_plan_like
 from graphplan.plan.difference import is_reordered
 from graphplan.plan.plan import Plan
+from graphplan.program.accumulators import renew_accumulators
 from graphplan.program.capture import capture_program, outdated
 from graphplan.program.faults import is_steps_own, refusal_of
 from graphplan.program.program import Program
@@ -56,6 +64,8 @@ _TURNS = 2
 """Calls for which a key waits for another one's plan."""
 _REORDERED = 5
 """Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps."""
+_OUTCOMES = 3
+"""Traces and captures of one line that may come to another value than a trace before, where the step branches on it."""
 _STRADDLING = 3
 """Pairs of traces in a row between which host code changed something: it is no coincidence any more."""
 
@@ -91,6 +101,7 @@ class Stages:
         """What first calls in a row, each with a key of its own, changed in containers that they were fed."""
         self._keeping = 0
         """Warm-up steps in a row that have made modules or optimizers, and kept them."""
+        self._has_begun = False
         self._defers = True
         """Whether reads of numbers wait until values are needed."""
         self._latest: Trace | None = None
@@ -134,6 +145,10 @@ class Stages:
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
         """An eager step that takes in the owners that it uses; they are known if another shape has a plan."""
         self._runner.settle_backend(feed)
+        if not self._has_begun and self._peers is None and not self._runner.backend.executes:
+            # Steps before this one ran on another stream. Data parallelism has hooks of its own on what they made.
+            renew_accumulators(param for _, param in self._managed.walk_before().parameters.values())
+        self._has_begun = True
         fed = CallArguments.of(feed).watch()
         call = partial(self._runner.call, fed)
         is_settled = entry.settled or any(other.settled for other in self._programs.other_shapes(entry))
@@ -191,10 +206,16 @@ class Stages:
             result = self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
             self._defers &= bool(signal.indices)
             return result
+        except OutcomeError as outcome:
+            call.line.outcomes += 1
+            if call.line.outcomes < _OUTCOMES:
+                return self._runner.eager(CallArguments.of(feed), outcome.reason, str(outcome), managed=True)
+            refusal: RefusalError = outcome.refusal
         except Exception as error:
-            refusal = error if isinstance(error, RefusalError) else refusal_of(error)
-            if refusal is None:
+            found = error if isinstance(error, RefusalError) else refusal_of(error)
+            if found is None:
                 raise
+            refusal = found
         self._refuse(entry, refusal)
         return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal))
 
@@ -254,7 +275,8 @@ class Stages:
         """
         facts, feed = Trace(), call.feed
         rehearses = self._managed.runs_compiled(call.walk)
-        if not rehearses and self._peers is None:
+        facts.expects = not rehearses and self._peers is None
+        if facts.expects:
             facts.batch = recorder_of(feed)
         if not rehearses and self._defers:
             facts.deferred = DeferredReads()
@@ -346,7 +368,7 @@ class Stages:
         for text in _omissions(facts, self._options.allow):
             self._refusals.warn(text)
         self._runner.plan = plan
-        for fact in plan.assertions:
+        for fact in plan.host_reads:
             self._stats.note(fact)
         needed = self._runner.backend.needs(plan.footprint, alone=True)
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
@@ -405,8 +427,15 @@ class Stages:
         try:
             with self._managed.rates:
                 return self._build(first, second, feed, loose=loose, **planning)
-        except RefusalError:
+        except RefusalError as error:
             line.traces = []
+            if isinstance(error, OutcomeError):
+                line.outcomes += 1
+                if line.outcomes >= _OUTCOMES:
+                    raise error.refusal from None
+                line.traces = [second]
+                self._stats.note(f"traced anew: {error}", "traces")
+                return None
             if self._tells_apart(entry, first, second, walk):
                 line.traces = [second]
                 return None
@@ -487,10 +516,10 @@ class Stages:
             try:
                 if placeholders is not None:
                     placeholders.check()
+                result = program.run_recorded(feed.leaves, executed=backend.executes)
             except BaseException:
                 program.close()
                 raise
-            result = program.run_recorded(feed.leaves, executed=backend.executes)
         if options.debug:
             program.wait("its capture")
         if options.prefetch and options.feed_device is not None:

@@ -24,6 +24,7 @@ from graphplan.errors import (
     GuardError,
     NotCapturedError,
     OptionError,
+    OutcomeError,
     PeerError,
     RefusalError,
     SkipReason,
@@ -97,7 +98,7 @@ class StateMachine:
         self.unread = UnreadValues()
         parts = Parts(options, self.managed, self.runner, self.refusals, self.programs, peers)
         self.stages = Stages(parts, self.buffers, self.memory, self.unread)
-        self.replays = Replays(parts)
+        self.replays = Replays(parts, self._give_up)
         self.lookup = Lookup(parts)
         self.fast_path = FastPath(self.managed)
         self.timing: Timing = Timing(parts, gate=gate, opens=is_alone, serve=serve, stand_down=self.stand_down)
@@ -419,6 +420,14 @@ class StateMachine:
             self.refusals.refuse(error)
             self.runner.count_eager(error.reason, str(error))
         return result
+
+    def _give_up(self, program: Program, outcome: OutcomeError) -> None:
+        """Have calls of ``program`` be eager from the next one on."""
+        entry = self.programs.entry_of(program)
+        assert entry is not None
+        entry.refusal = outcome.refusal
+        self.fast_path.forget()
+        self.refusals.warn(f"graphplan runs this step eagerly: {outcome.refusal}")
 
     def _advance(self, call: Call) -> Any:
         """A trace or a capture, which may evict other programs."""

@@ -18,14 +18,10 @@ from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_answers import Answer, contents_of, is_right, masks_among, masks_of, positions_among
 from graphplan.trace.batch_reads import POSITIONS, BatchReads, BatchSource, Call, Kind, Read, TensorSlot, reads_in
 from graphplan.trace.host_reads import find_place
-from graphplan.trace.operator_schemas import Schema, tensors_in, written_tensors
+from graphplan.trace.operator_schemas import OF_GEOMETRY, Schema, tensors_in, written_tensors
 
 _LARGEST = 4096
 """Elements of a tensor that the host may read as a whole: each content of it needs a program of its own."""
-_OF_GEOMETRY = frozenset(
-    f"aten.{name}.default" for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
-)
-"""Operators that only look at what their first argument is like."""
 _SHARE, _FEW = 4, 32
 """The operators that lead to a read may be a quarter of the step's, or that many."""
 
@@ -127,7 +123,7 @@ class BatchRecorder:
     ) -> None:
         """Take in an operator that is no read, after it has run: it was ``given`` tensors, and ``made`` some."""
         self._operators += 1
-        if schema.name in _OF_GEOMETRY and not self._has(args[0]) and _is_plain(args[0]):
+        if schema.name in OF_GEOMETRY and not self._has(args[0]) and _is_plain(args[0]):
             self._note_filled(schema, args, kwargs, made[0])
             return
         follows = schema.is_certain and all(map(self._has, given))

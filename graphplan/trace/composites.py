@@ -1,8 +1,11 @@
-"""Dispatch modes that hear of composite operators in parts, those of inference tensors too.
+"""Dispatch modes that hear of composite operators in parts, those of inference tensors too, and of ``bincount``.
 
 Operators that torch puts together from others (``narrow`` with a tensor, ``einsum``) are taken apart by autograd's
 dispatch key, before they come to a dispatch mode. In inference mode, and with tensors that were made there, they come
 whole: what they read on the host does not show, and the parts would not see autocast, which is off within a mode.
+
+How many numbers ``bincount`` gives depends on the largest that it is given. With ``minlength``, it mostly is as many as
+that says: then it is a branch on whether all lie below, and an operator whose result has a fixed shape.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.errors import Faults
@@ -22,6 +26,7 @@ from graphplan.tensors.dtensors import is_imagined, is_wrapped
 from graphplan.trace.operator_schemas import schema_of, tensors_in
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_BINCOUNT: Any = torch.ops.aten.bincount.default
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
 _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 
@@ -66,12 +71,40 @@ class OperatorMode(TorchDispatchMode):
             if schema_of(func).is_composite and _comes_whole(args, kwargs) and not is_imagined():
                 with self, _as_outside(func, self._casts):
                     return aside.run(func._op_dk, (_COMPOSITE, *args), kwargs or {})
+            if func is _BINCOUNT and _has_bound(args, kwargs or {}):
+                with self:
+                    counts = aside.run(_count_below, args, kwargs or {})
+                if counts is not None:
+                    return counts
             try:
                 return self.operate(aside, func, args, kwargs or {})
             except Exception as error:  # noqa: BLE001 - the step goes on
                 out = aside.carry_on(error, func, args, kwargs or {})
                 self.faults.note(error)
                 return out
+
+
+def _has_bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if ``bincount`` counts whole numbers, each as 1, and is told how many there may be."""
+    numbers: Tensor = args[0]
+    schema, named = schema_of(_BINCOUNT), dict(kwargs)
+    weights, minlength = schema.given(args, named, 1), schema.given(args, named, 2)
+    is_plain = numbers.dim() == 1 and not numbers.is_floating_point() and numbers.dtype != torch.bool
+    return is_plain and weights is None and bool(minlength)
+
+
+def _count_below(numbers: Tensor, weights: None = None, minlength: int = 0) -> Tensor | None:
+    """``torch.bincount(numbers, minlength=minlength)`` if all of them lie below ``minlength``; else None.
+
+    Of operators that are no composites: a mode would hear of these as a whole here.
+    """
+    are_below = ((numbers >= 0) & (numbers < minlength)).all()
+    if not torch.ops.aten._local_scalar_dense.default(are_below):
+        return None
+    counts = torch.zeros(minlength, dtype=torch.int64, device=numbers.device)
+    if numbers.dtype != torch.int64:
+        numbers = torch.ops.aten._to_copy.default(numbers, dtype=torch.int64)
+    return counts.scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def _comes_whole(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:

@@ -8,7 +8,7 @@ and compiled code does not run compiled in a dispatch mode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,15 +87,19 @@ def _index_tensor(numbers: Any) -> Tensor:
 
 
 class GivenValues(OperatorMode):
-    """Answers reads as in the traces, and replaces what is copied from the host by the traces' constants."""
+    """Answers reads as in the traces, and replaces what is copied from the host by the traces' constants.
+    ``on_expected`` is told of reads that replays compare, with the tensor.
+    """
 
     def __init__(
         self,
         reads: Sequence[HostRead] = (),
         constants: Sequence[HostConstant] = (),
         answers: BatchAnswers | None = None,
+        on_expected: Callable[[Tensor, HostRead], None] | None = None,
     ) -> None:
         super().__init__()
+        self._on_expected = on_expected
         self._answers = answers
         self._known = KnownReads(reads)
         self._constants = constants
@@ -117,7 +121,10 @@ class GivenValues(OperatorMode):
             func, args, schema = given.operator, given.args, schema_of(given.operator)
         is_shape = schema.name in (*INDEXING, NONZERO) and has_dynamic_shape(schema, args, kwargs)
         if (schema.reads_values or is_shape) and (place := find_place()) in self._known:
-            answer = self._known.take(place)
+            read = self._known.take(place)
+            answer = read.value
+            if read.expected and self._on_expected is not None:
+                self._on_expected(args[0], read)
             if not is_shape:
                 return answer
             if schema.name == NONZERO:

@@ -1,9 +1,11 @@
 """Reads of tensors on the host that a replay can do without, and what a capture gives for them.
 
 A value that code only asserts decides nothing but whether the step goes on (:mod:`graphplan.observe.branches`). Eager
-steps read it, and those that replays are checked with; a replay does not, and a capture on a device cannot. What is
-computed from Python's numbers alone is the same in each step: a mask of that kind, which selects a number of rows that
-torch would have to read, is given to the capture as the positions that it selects.
+steps read it, and those that replays are checked with; a replay does not, and a capture on a device cannot. A truth
+value on which code branches is expected to be the one that the traces have read: a replay reads it where the step does,
+and ends there if it is another one. What is computed from Python's numbers alone is the same in each step: a mask of
+that kind, which selects a number of rows that torch would have to read, is given to the capture as the positions that
+it selects.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from graphplan.environment.origin import TORCH, is_ours
+from graphplan.errors import HostSyncError, OutcomeError
 from graphplan.observe.branches import Use, branches_of
 from graphplan.observe.source import runs_steps
 
@@ -50,7 +53,8 @@ class HostRead:
     that ``nonzero`` has found, or an operator's indices without masks.
 
     It is ``asserted`` by the step's code, ``constant`` (the same in each step), or torch itself looks whether it is in
-    range. ``waits``: a capture would have to wait for it.
+    range. Or it is ``expected`` to be the same in most steps, and replays compare it; ``error`` refuses a step in which
+    it is not. ``waits``: a capture would have to wait for it.
     """
 
     place: Place
@@ -58,6 +62,22 @@ class HostRead:
     asserted: bool = False
     constant: bool = False
     waits: bool = False
+    error: HostSyncError | None = None
+
+    @property
+    def expected(self) -> bool:
+        """Return True if replays compare the value."""
+        return self.error is not None
+
+    def compare(self, value: Any) -> None:
+        """Raise OutcomeError if another step has read another ``value``."""
+        if value != self.value:
+            assert self.error is not None
+            raise OutcomeError(
+                f"the value that is read on the host at {self.place} is {value}, expected {self.value} as in the "
+                "traced steps",
+                refusal=self.error,
+            )
 
 
 def _asking(frame: FrameType | None) -> FrameType | None:
@@ -132,16 +152,16 @@ class KnownReads:
     """What the traced steps were seen to read, for a capture of the same step."""
 
     def __init__(self, reads: Sequence[HostRead] = ()) -> None:
-        self._values: dict[Place, list[Any]] = {}
+        self._reads: dict[Place, list[HostRead]] = {}
         for read in reads:
-            self._values.setdefault(read.place, []).append(read.value)
+            self._reads.setdefault(read.place, []).append(read)
         self._taken: Counter[Place] = Counter()
 
     def __contains__(self, place: Place) -> bool:
-        return place in self._values
+        return place in self._reads
 
-    def take(self, place: Place) -> Any:
-        """The next value of those read at ``place``; the last one once they are over."""
-        values = self._values[place]
+    def take(self, place: Place) -> HostRead:
+        """The next read at ``place``; the last one once they are over."""
+        reads = self._reads[place]
         self._taken[place] += 1
-        return values[min(self._taken[place], len(values)) - 1]
+        return reads[min(self._taken[place], len(reads)) - 1]

@@ -33,6 +33,7 @@ from graphplan.trace.operator_schemas import (
     INDEXING,
     NESTED_FIX,
     NONZERO,
+    OF_GEOMETRY,
     PACKING,
     TO_COPY,
     TRANSFERS,
@@ -67,6 +68,7 @@ _OWN_STATE_FIX = (
     "Give nn.LSTM, nn.GRU or nn.RNN dropout=0 and put nn.Dropout between layers of their own, or set "
     "torch.backends.cudnn.enabled = False: both draw from torch's generator"
 )
+_VALUE = "aten._local_scalar_dense.default"
 _NOWHERE: Operand = ("internal", -1)
 _Asked = tuple[Schema, tuple[Any, ...], dict[str, Any]]
 """An operator and what it is given."""
@@ -185,10 +187,11 @@ class TraceMode(OperatorMode):
         if stay_fixed:
             self._fixed.update(operands)
         computes = not (written or schema.is_random or schema.allocates)
+        is_filled = name in OF_GEOMETRY
         is_certain = False
         if self._draws.drawn:
             is_certain = self._draws.take(name, args, operands, views=bool(made) and not is_fresh)
-        if constant is not None or is_certain or (computes and stay_fixed):
+        if constant is not None or is_certain or (computes and (stay_fixed or is_filled)):
             self._fixed.update(map(self._internal_operand, made))
         if name in UNIFORM:
             self._draws.add(self._internal_operand(out), func, args, kwargs, out)
@@ -472,7 +475,14 @@ class TraceMode(OperatorMode):
         is_comparison = name.startswith(("aten.equal", "aten.allclose"))
         what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
         what = f"{name} {what} (.item(), float(), bool(), if, an index or a size)"
-        self._refuse_sync(what, source, read=(schema, args, kwargs, out))
+        self._refuse_sync(
+            what, source, read=(schema, args, kwargs, out), may_be_expected=self._may_be_expected(schema, args[0], out)
+        )
+
+    def _may_be_expected(self, schema: Schema, tensor: Tensor, out: Any) -> bool:
+        """Return True if a replay can compare what is read of ``tensor``, which is ``out``."""
+        is_of_step = get_ident() == self._thread and tensor.device == self._trace.device
+        return type(out) is bool and is_of_step and self._trace.expects and schema.name == _VALUE
 
     def _refuse_nested(self, verb: str, name: str, source: Source) -> None:
         self.refuse(
@@ -492,16 +502,27 @@ class TraceMode(OperatorMode):
         fix: str = _SYNC_FIX,
         *,
         read: tuple[Schema, tuple[Any, ...], dict[str, Any], Any] | None = None,
+        may_be_expected: bool = False,
     ) -> None:
-        """Note a violation, unless it is a ``read`` of the batch alone, given as operator, arguments and result."""
+        """Note a violation, unless it is a ``read`` of the batch alone, given as operator, arguments and result, or one
+        that replays may compare.
+        """
         refusal = partial(self._sync_error, what, source, fix)
-        if read is not None and self._batch is not None and self._batch.read(*read, error=refusal):
+        # Reads of both kinds at one place could not be told apart.
+        is_expected = may_be_expected and any(
+            known.expected for known in self._trace.host_reads if known.place == find_place()
+        )
+        if not is_expected and read is not None and self._batch is not None and self._batch.read(*read, error=refusal):
             if read[0].name == TO_COPY:
                 self._take_constant(read[-1])
             return
-        error = refusal()
-        if self._trace.violation is None:
-            self._trace.refuse(error)
+        error, trace = refusal(), self._trace
+        if may_be_expected:
+            assert read is not None
+            trace.host_reads.append(HostRead(find_place(), read[-1], waits=True, error=error))
+            trace.undone = frozenset(storage for storage, external in trace.externals.items() if external.mutated)
+        elif trace.violation is None:
+            trace.refuse(error)
 
     def _sync_error(self, what: str, source: Source, fix: str) -> HostSyncError:
         source = with_users_line(self._told(source))

@@ -109,6 +109,10 @@ _FROM_OUTSIDE = ("aten.from_file.default",)
 _DERIVED_OTHERWISE = ("aten.prod.", "aten.cumprod.")
 TRANSFERS = (TO_COPY, "aten.copy_.default")
 """Operators that may copy from one device to another."""
+OF_GEOMETRY = frozenset(
+    f"aten.{name}.default" for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+)
+"""Operators that only look at what their first argument is like."""
 _BY_ARGUMENTS = (*INDEXING, "aten.repeat_interleave.Tensor", "aten.one_hot.default", "aten._ctc_loss.default")
 """Operators whose results may have a shape that depends on values, and sometimes do."""
 

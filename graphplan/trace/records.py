@@ -144,6 +144,10 @@ class Trace:
     reads: Reads = field(default_factory=Reads)
     unowned_gradients: list[str] = field(default_factory=list)
     host_reads: list[HostRead] = field(default_factory=list)
+    expects: bool = True
+    """Whether the step may read truth values on the host that replays compare."""
+    undone: frozenset[int] = frozenset()
+    """Externals that the step has changed when it comes to the last of these reads, by storage."""
     batch: BatchRecorder | None = None
     deferred: DeferredReads | None = None
     draws: list[str] = field(default_factory=list)

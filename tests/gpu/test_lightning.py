@@ -26,6 +26,7 @@ from tests.facts import assert_same, flatten
 from tests.gpu.failing import recorded, too_much
 from tests.lightning.endings import assert_nothing_installed
 from tests.lightning.failing import Failing, fit_with
+from tests.lightning.measured import METRICS, measured
 from tests.lightning.parts import (
     FUSED_ADAMW,
     Fit,
@@ -295,3 +296,13 @@ def test_manual_optimization(make: Any, tmp_path: Path) -> None:
     found = fit(make, tmp_path / "graphed", callback(), **ON_DEVICE)
     assert_same_fits(expected, found)
     assert found.callback.stats.replayed == REPLAYED, found.callback.report()
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_in_the_step(name: str, tmp_path: Path) -> None:
+    """What they branch on is compared in each replay, and what they keep of the first steps is on another stream."""
+    eager = fit(measured(name), tmp_path / "eager", **ON_DEVICE)
+    found = fit(measured(name), tmp_path / "graphed", callback(), **ON_DEVICE)
+    assert_same_fits(eager, found)
+    assert found.callback.stats.replayed >= REPLAYED - 3, found.callback.report()
+    assert found.callback.plan.branches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
+from graphplan import CaptureError, graph_step
 from tests.devices import BACKEND, CUDA, DEVICE, assert_like_eager, needs_cuda, on_device
 from tests.effects.test_carries import recurrent_rig
 from tests.effects.test_emptied_containers import CHANGES
@@ -221,3 +223,56 @@ def test_constants_made_in_the_step() -> None:
 
     _, rig = assert_like_eager(on_device(partial(updating_rig, weighted, lambda model: None)))
     assert rig.calls[0][0].is_cuda == CUDA
+
+
+def trained_after(stream: str, *, is_graphed: bool) -> tuple[Any, list[Tensor]]:
+    """Train for three steps on another stream, keep what they return with its graph, and train on."""
+    torch.manual_seed(3)
+    model = Mlp().to(DEVICE)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+    def update(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    batches = [(torch.randn(8, 8, device=DEVICE), torch.randint(4, (8,), device=DEVICE)) for _ in range(16)]
+    with torch.cuda.stream(torch.cuda.Stream()) if CUDA and stream == "other" else nullcontext():
+        losses = [update(*batch) for batch in batches[:3]]
+    if CUDA:
+        torch.cuda.synchronize()
+    owners = {"model": model, "optimizer": optimizer}
+    step = graph_step(update, owners=owners, backend=BACKEND) if is_graphed else update
+    losses += [step(*batch) for batch in batches[3:]]
+    return step, [loss.detach() for loss in losses] + list(model.state_dict().values())
+
+
+@pytest.mark.parametrize("stream", ["default", "other"])
+def test_results_that_are_kept_with_their_graph(stream: str) -> None:
+    """Their graphs keep alive what adds gradients up, which remembers its stream."""
+    _, expected = trained_after(stream, is_graphed=False)
+    step, found = trained_after(stream, is_graphed=True)
+    assert all(map(torch.equal, expected, found))
+    assert step.stats.replayed > 5, step.report()
+
+
+@needs_cuda
+def test_a_graph_that_is_kept_between_steps_is_refused() -> None:
+    """Its nodes are of the stream of the code between the steps, for which a capture cannot wait."""
+    model = nn.Linear(4, 4).to(DEVICE)
+    kept = []
+
+    def update(x: Tensor) -> Tensor:
+        model.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    x = torch.randn(3, 4, device=DEVICE)
+    step = graph_step(update, owners={"model": model}, backend=BACKEND)
+    with pytest.raises(CaptureError, match="was computed on another stream may be kept with its graph: detach what"):
+        for _ in range(8):
+            step(x)
+            kept.append(model(x).sum())

@@ -472,14 +472,25 @@ def reads_trained_beside_the_batch(model: Any, x: Tensor, mask: Tensor) -> Tenso
     return out * 2 if out.sum() > 0 else out  # culprit
 
 
-REFUSED = [reads_trained, branches_on_trained, reads_random, reads_what_is_drawn_too, reads_a_written_buffer]
-REFUSED += [reads_before_it_is_written, writes_its_batch, reads_trained_beside_the_batch]
+REFUSED = [reads_trained, reads_random, reads_what_is_drawn_too, reads_before_it_is_written, writes_its_batch]
+BRANCHES = [branches_on_trained, reads_trained_beside_the_batch, reads_a_written_buffer]
 
 
 @pytest.mark.parametrize("forward", REFUSED)
 def test_reads_of_anything_else_are_refused(forward: Forward) -> None:
     """With the line that reads, before any program."""
     assert_refused(partial(rig_of, forward), HostSyncError, line_of(forward), "a replay would keep the first value")
+
+
+@pytest.mark.parametrize("forward", BRANCHES)
+def test_branches_on_anything_else_are_none_of_the_batch(forward: Forward) -> None:
+    """Replays compare them. One that is taken in each second call is refused."""
+    if forward is reads_a_written_buffer:
+        assert_refused(partial(rig_of, forward), HostSyncError, line_of(forward), done=6)
+        return
+    step = assert_same_as_eager(partial(rig_of, forward))
+    assert step.stats.replayed > 0, step.report()
+    assert any(line in step.plan.branches[0] for line in ("in branches_on_trained", "in reads_trained"))
 
 
 def changing(index: int) -> int:

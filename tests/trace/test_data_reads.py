@@ -58,6 +58,8 @@ READS: dict[str, Step] = {
     "combinations": lambda x, m: torch.combinations(x[m]),
     "one_hot of an unknown number": lambda x, m: F.one_hot(m.long()).float(),
 }
+BRANCHES = ("all", "any", "sum", "not", "builtin max", "between", "format", "contains", "is_nonzero")
+"""Those that read nothing but truth values, which replays compare."""
 FINE: dict[str, Step] = {
     "one_hot": lambda x, m: F.one_hot(m.long(), 5).float(),
     "fill_": lambda x, m: x.clone().fill_(m.sum()),
@@ -160,8 +162,19 @@ def refuse(function: Step, around: AbstractContextManager[Any], device: torch.de
     assert fast.stats.replayed == 0
 
 
+def compare(function: Step, around: AbstractContextManager[Any], device: torch.device, backend: str) -> None:
+    """Check that replays compare what a function reads: calls with another mask give what is given without replays."""
+    fast = graphed(function, backend=backend, min_speedup=0)
+    with around:
+        for call in calls(device):
+            assert torch.equal(fast(*call), function(*call))
+    assert fast.stats.replayed > 0
+    assert fast.plan is not None
+    assert fast.plan.branches
+
+
 @of_modes("read", READS)
-def test_reads_of_random_numbers_are_refused(
+def test_reads_of_random_numbers_are_refused_or_compared(
     read: str, mode: str, inside: bool, device: torch.device, backend: str
 ) -> None:
     if device.type == "cuda" and read in ON_THE_HOST:
@@ -171,7 +184,8 @@ def test_reads_of_random_numbers_are_refused(
         return READS[read](x, by_chance(m))
 
     function = within(step, mode, device) if inside else step
-    refuse(function, torch.no_grad() if inside else entered(mode, device), device, backend)
+    check = compare if read in BRANCHES else refuse
+    check(function, torch.no_grad() if inside else entered(mode, device), device, backend)
 
 
 @of_modes("read", BY_MEMORY)

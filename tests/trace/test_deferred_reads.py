@@ -221,10 +221,6 @@ def counts_on(model: Any, loss: Tensor, hits: Tensor) -> Any:
     return len([0] * hits.long().sum().item())  # culprit
 
 
-def asks_whether_it_is_true(model: Any, loss: Tensor, hits: Tensor) -> Any:
-    return loss if (loss > 0).item() is True else -loss  # culprit
-
-
 def catches(model: Any, loss: Tensor, hits: Tensor) -> Any:
     try:
         return loss.item() / hits.sum().item()  # culprit
@@ -232,7 +228,7 @@ def catches(model: Any, loss: Tensor, hits: Tensor) -> Any:
         return 0.0
 
 
-NEEDED: list[Body] = [shows, decides, scales, rounds_in_c, counts_on, asks_whether_it_is_true, catches]
+NEEDED: list[Body] = [shows, decides, scales, rounds_in_c, counts_on, catches]
 
 
 @pytest.mark.parametrize("body", NEEDED, ids=lambda body: body.__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -101,8 +102,8 @@ def change_each(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
 
 
 READS = [read_each, change_each]
-READS += [read_item, read_float, read_format, read_bool, read_tolist, read_numpy, read_asarray, read_index]
-READS += [read_equal, read_finite, shape_nonzero, shape_mask, shape_select, shape_unique, shape_one_hot]
+READS += [read_item, read_float, read_format, read_tolist, read_numpy, read_asarray, read_index, read_equal]
+READS += [shape_nonzero, shape_mask, shape_select, shape_unique, shape_one_hot]
 
 
 def reading_rig(read: Callable[..., Any]) -> Rig:
@@ -114,6 +115,14 @@ def reading_rig(read: Callable[..., Any]) -> Rig:
 def test_host_reads_are_refused_at_the_first_trace(read: Callable[..., None]) -> None:
     """Values, or shapes made from values, that reach the host: the message has the source line."""
     assert_refused(partial(reading_rig, read), HostSyncError, line_of(read))
+
+
+@pytest.mark.parametrize("read", [read_bool, read_finite])
+def test_truth_values_are_compared(read: Callable[..., None]) -> None:
+    step = managed(rig := build(partial(reading_rig, read)))
+    drive(rig, step)
+    assert step.stats.replayed > 0
+    assert [re.search(line_of(read), place) for place in step.plan.branches] != [None]
 
 
 def test_a_host_read_falls_back_to_eager() -> None:

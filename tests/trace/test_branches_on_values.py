@@ -1,0 +1,284 @@
+"""Branches on values of the device: a replay reads the value where the step does, and is an eager step if it is another
+one than in the traces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from graphplan import (
+    GuardError,
+    HostSyncError,
+    OutcomeError,
+    Policy,
+    SkipReason,
+    capture,
+    compile_plan,
+    graph_step,
+    graphed,
+)
+from tests.devices import on_device
+from tests.facts import assert_same
+from tests.twins import BEFORE_REPLAY, Rig, assert_refused, assert_same_runs, build, by_chance, drive, line_of, state_of
+
+CALLS = 16
+Body = Callable[..., Any]
+
+
+class Model(nn.Module):
+    """A classifier with batch statistics and dropout, which counts what its steps do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.dropout(F.relu(self.norm(self.first(x)))))
+
+
+def skips_large(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Skips the update of a batch with a large loss, after its statistics were taken in."""
+    optimizer.zero_grad(set_to_none=False)
+    loss = F.cross_entropy(model(x), y)
+    model.seen += loss.detach()
+    if loss > 50:  # culprit
+        return loss.detach() * 0
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def counts(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Counts its calls in Python."""
+    model.steps += 1
+    return skips_large(model, optimizer, x, y)
+
+
+def skips_twice(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Branches before the update and after it."""
+    loss = skips_large(model, optimizer, x, y)
+    with torch.no_grad():
+        if model.last.weight.abs().max() > 1e3:
+            model.last.weight.clamp_(-1, 1)
+    return loss
+
+
+def checkpoints(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Saves the generator's state, and puts it back in the backward pass."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
+    if loss > 50:
+        return loss.detach() * 0
+    loss.backward()
+    optimizer.step()
+    return loss.detach() + model.dropout(torch.ones((), device=x.device))
+
+
+def clips(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Looks at the gradients between the backward pass and the update."""
+    optimizer.zero_grad(set_to_none=False)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
+    if norm > 1e3:
+        for param in model.parameters():
+            param.grad.mul_(0)
+    optimizer.step()
+    return loss.detach(), norm
+
+
+def rig_of(body: Body, odd: Sequence[int] = (), calls: int = CALLS) -> Callable[[], Rig]:
+    """Makes a training step of ``body``, in which batches of the ``odd`` calls take the other branch."""
+
+    def make() -> Rig:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+
+        def step(x: Tensor, y: Tensor) -> Any:
+            return body(model, optimizer, x, y)
+
+        with torch.no_grad():
+            model.last.weight[0] = 40.0
+        batches = [(torch.randn(12, 8), torch.zeros(12, dtype=torch.int64)) for _ in range(calls)]
+        for number in odd:
+            # Far from what its first row leads to.
+            batches[number] = (batches[number][0], torch.ones(12, dtype=torch.int64))
+        return Rig(step, {"model": model, "optimizer": optimizer}, batches)
+
+    return make
+
+
+def both(make: Callable[[], Rig], backend: str, **options: Any) -> Any:
+    """Compare a rig with its eager twin on the device. Returns the graphed step."""
+    make = on_device(make)
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = graph_step(rig.step, owners=rig.owners, backend=backend, **options)
+    assert_same_runs(expected, drive(rig, step))
+    return step
+
+
+@pytest.mark.parametrize("body", [skips_large, counts, skips_twice, checkpoints, clips])
+def test_a_branch_is_replayed(body: Body, backend: str) -> None:
+    step = both(rig_of(body), backend)
+    assert step.stats.replayed == CALLS - BEFORE_REPLAY
+    assert step.plan.branches
+
+
+@pytest.mark.parametrize("body", [skips_large, counts, skips_twice, checkpoints])
+@pytest.mark.parametrize("odd", [(10,), (6,), (7, 12), (5,), (5, 6)], ids=str)
+def test_the_other_branch_is_eager(body: Body, odd: tuple[int, ...], backend: str) -> None:
+    """Of call 5, which is captured; 6 and 7, which are checked; and of others."""
+    step = both(rig_of(body, odd), backend)
+    stats = step.stats
+    # The next call of the other branch may be traced, where the first one was to be captured.
+    assert stats.skipped[SkipReason.HOST_SYNC] >= len(odd) - (odd == (5, 6))
+    assert (stats.captured, stats.recaptured) == (1, 0)
+    # A plan from before another call does not know how far a count has come.
+    assert stats.replayed >= CALLS - BEFORE_REPLAY - len(odd) - 3 * (body in (counts, checkpoints))
+    detail = rf"at {line_of(skips_large)}.* is True, expected False as in the traced steps"
+    if body is not checkpoints:
+        assert any(re.search(detail, text) for text in stats.reasons), stats.reasons
+
+
+def test_what_was_changed_before_is_put_back(backend: str) -> None:
+    """Statistics, counts of batches and random numbers are drawn once."""
+    step = both(rig_of(skips_large, (9, 13)), backend)
+    assert {"model.seen", "model.norm.running_mean", "model.norm.num_batches_tracked"} <= step.plan.undone
+    assert "model.first.weight" not in step.plan.undone
+
+
+def test_a_branch_after_the_update_puts_that_back(backend: str) -> None:
+    step = both(rig_of(skips_twice, (9,)), backend)
+    assert {"model.first.weight", "optimizer.state[model.first.weight].momentum_buffer"} <= step.plan.undone
+
+
+def test_branches_that_change_often_are_given_up(backend: str) -> None:
+    """Half of the batches after the first ones take the other branch."""
+    odd = range(8, 40, 2)
+    with pytest.warns(UserWarning, match=rf"graphplan runs this step eagerly: .* at {line_of(skips_large)}"):
+        step = both(rig_of(skips_large, odd, 40), backend)
+    assert step.stats.skipped[SkipReason.HOST_SYNC] > 8
+    assert step.is_down
+
+
+def test_branches_that_differ_in_the_traces_are_refused() -> None:
+    """Two pairs of traces are made anew."""
+    assert_refused(
+        rig_of(skips_large, (4, 6)),
+        HostSyncError,
+        rf"reads a tensor's value on the host .* at {line_of(skips_large)}",
+        "a replay would keep the first value",
+        done=6,
+    )
+
+
+def test_one_trace_of_the_other_branch_is_no_matter(backend: str) -> None:
+    step = both(rig_of(skips_large, (4,)), backend)
+    assert (step.stats.traced, step.stats.captured) == (4, 1)
+    assert "traced anew: the value that is read on the host" in step.report()
+
+
+def test_captures_that_come_to_the_other_branch_are_given_up(backend: str) -> None:
+    """Three calls in a row that would be captured are eager."""
+    with pytest.warns(UserWarning, match="graphplan runs this step eagerly: aten._local_scalar_dense.default reads"):
+        step = both(rig_of(skips_large, range(5, 16)), backend, on_failure="eager")
+    assert step.stats.captured == step.stats.replayed == 0
+
+
+def test_numbers_are_refused_as_before() -> None:
+    """That a number is the same in two traces says little."""
+
+    def multiplies(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        loss = skips_large(model, optimizer, x, y)
+        return loss * int((model.seen > -1).sum())
+
+    assert_refused(rig_of(multiplies), HostSyncError, r"reads a tensor's value on the host")
+
+
+def test_a_program_says_that_the_branch_is_another_one(device: torch.device, backend: str) -> None:
+    rig = build(on_device(rig_of(skips_large, (3,))))
+    x, y = rig.calls[0]
+    rig.step(x, y)
+    plan = compile_plan(rig.step, x, y, owners=rig.owners)
+    assert f"note: branches on a tensor's value, which replays compare, at {plan.branches[0]}" in str(plan)
+    program = capture(plan, feed=(x, y), policy=Policy.train(), backend=backend)
+    program.replay(rig.calls[1])
+    before = state_of(rig)
+    with pytest.raises(OutcomeError, match=r"is True, expected False as in the traced steps") as caught:
+        program.replay(rig.calls[3])
+    assert isinstance(caught.value, GuardError)
+    assert_same(before, state_of(rig))
+    program.replay(rig.calls[2])
+    program.close()
+
+
+def test_inference_branches(device: torch.device, backend: str) -> None:
+    """On what the model computes: a mask that is looked at."""
+    model = nn.Linear(8, 8).to(device)
+
+    @graphed(backend=backend, min_speedup=0)
+    def serve(x: Tensor) -> Tensor:
+        y = model(x)
+        return y.clamp(-1, 1) if (y.abs() > 1e3).any() else y
+
+    x = torch.randn(4, 8, device=device)
+    for number in range(12):
+        fed = x * 1e6 if number == 9 else x
+        with torch.no_grad():
+            wanted = model(fed).clamp(-1, 1) if number == 9 else model(fed)
+            assert torch.equal(serve(fed), wanted)
+    assert serve.stats.replayed > 4
+    assert serve.stats.skipped[SkipReason.HOST_SYNC] == 1
+
+
+def test_a_branch_beside_collectives_is_refused(tmp_path: Path) -> None:
+    """One rank would end its replay, and the others wait for it."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+
+        def reduces(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+            loss = skips_large(model, optimizer, x, y)
+            torch.distributed.all_reduce(loss)
+            return loss
+
+        assert_refused(rig_of(reduces), HostSyncError, rf"at {line_of(skips_large)}", done=4)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("minlength", [1, 5, 7])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_bincount_with_a_bound(device: torch.device, backend: str, minlength: int, dtype: torch.dtype) -> None:
+    """Numbers beyond the bound make more counts, which is another branch; so no program is for them."""
+
+    def count(x: Tensor) -> Tensor:
+        return torch.bincount(by_chance(x).to(dtype), minlength=minlength) * 2
+
+    fast = graph_step(count, backend=backend, min_speedup=0)
+    torch.use_deterministic_algorithms(False)
+    for number in range(12):
+        x = torch.randint(minlength, (32,), device=device)
+        x = x + minlength if number == 10 else x
+        assert torch.equal(fast(x), count(x))
+    assert (fast.stats.replayed, fast.stats.skipped[SkipReason.HOST_SYNC]) == (5, 1)
+
+
+def test_bincount_of_an_unknown_number_is_refused() -> None:
+    def count(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        return torch.bincount(model(x).argmax(1))  # culprit
+
+    assert_refused(rig_of(count), HostSyncError, rf"aten.bincount.default makes a tensor .* at {line_of(count)}")
