@@ -3,8 +3,9 @@
     python -m recipes.benchmarks.idioms [--json PATH]
 
 A small classifier is trained on a GPU if there is one. Each ``training_step`` logs, appends or sums up numbers of
-``item()``, keeps copies on the host, or does something every few batches. Weights, metrics and what the modules hold
-have to be the same with the callback. A time is that of a step, from the end of one to the end of the next.
+``item()``, keeps copies on the host, does something every few batches, branches on its loss, or updates metrics.
+Weights, metrics and what the modules hold have to be the same with the callback. A time is that of a step, from the
+end of one to the end of the next.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -42,7 +44,7 @@ class Net(pl.LightningModule):
         self.total = 0.0
 
     @override
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss)
         return loss
@@ -127,7 +129,42 @@ class Accumulates(Net):
         return loss
 
 
-IDIOMS: tuple[type[Net], ...] = (Net, LogsNumbers, KeepsNumbers, KeepsCopies, LogsANorm, EveryFewBatches, Accumulates)
+class SkipsBadLosses(Net):
+    """``if not torch.isfinite(loss): return None``."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        if not torch.isfinite(loss):
+            return None
+        return loss
+
+
+class Measures(Net):
+    """A mean of the loss, accuracy and F1 in the step: they look for NaN, and for how many counts there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES)
+        self.f1 = torchmetrics.classification.MulticlassF1Score(CLASSES)
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.net(batch[0])
+        loss = F.cross_entropy(scores, batch[1])
+        self.mean(loss)
+        self.log("loss", self.mean, on_step=True, on_epoch=True)
+        for name, metric in (("accuracy", self.accuracy), ("f1", self.f1)):
+            metric(scores, batch[1])
+            self.log(name, metric, on_step=True, on_epoch=True)
+        return loss
+
+
+IDIOMS: tuple[type[Net], ...] = (
+    Net, LogsNumbers, KeepsNumbers, KeepsCopies, LogsANorm, EveryFewBatches, Accumulates, SkipsBadLosses, Measures
+)  # fmt: skip
 
 
 class Clock(pl.Callback):
