@@ -86,9 +86,8 @@ class GraphRecording:
         """Destroy the graphs and let their pool's memory go, once no other recording of the pool is left."""
         if self.graphs:
             torch.cuda.synchronize(self.device)
-            for graph in self.graphs:
-                graph.reset()
-            self.graphs = []
+            while self.graphs:
+                self.graphs.pop().reset()
             # A pool without graphs stays reserved until this is asked for.
             _empty_cache()
 

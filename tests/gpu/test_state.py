@@ -249,6 +249,11 @@ def trained_after(stream: str, *, is_graphed: bool) -> tuple[Any, list[Tensor]]:
     return step, [loss.detach() for loss in losses] + list(model.state_dict().values())
 
 
+_OF_STREAMS = "ignore:The AccumulateGrad node's stream does not match:UserWarning"
+"""torch's own hint, which eager steps give, too."""
+
+
+@pytest.mark.filterwarnings(_OF_STREAMS)
 @pytest.mark.parametrize("stream", ["default", "other"])
 def test_results_that_are_kept_with_their_graph(stream: str) -> None:
     """Their graphs keep alive what adds gradients up, which remembers its stream."""
@@ -259,6 +264,7 @@ def test_results_that_are_kept_with_their_graph(stream: str) -> None:
 
 
 @needs_cuda
+@pytest.mark.filterwarnings(_OF_STREAMS)
 def test_a_graph_that_is_kept_between_steps_is_refused() -> None:
     """Its nodes are of the stream of the code between the steps, for which a capture cannot wait."""
     model = nn.Linear(4, 4).to(DEVICE)
