@@ -92,7 +92,7 @@ def check_step(
         >>> model = torch.nn.Linear(4, 1)
         >>> def step(x):
         ...     loss = model(x).square().mean()
-        ...     if loss.item() > 1e9:
+        ...     if float(loss.detach()) > 1e9:
         ...         loss = loss / 2
         ...     return loss.tolist()
         >>> len(check_step(step, [(torch.randn(8, 4),)], owners={"model": model}).blockers)

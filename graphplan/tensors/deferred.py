@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 _PLAIN = (bool, int, float)
+_EXACT = 2**53
+"""Below this, each integer is a float64."""
 _BINARY: tuple[Any, ...] = (
     operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.truediv, operator.pow,
 )  # fmt: skip
@@ -229,6 +231,22 @@ def _needing(function: Any) -> Callable[..., Any]:
     return lambda self, *others: function(value_of(self), *map(value_of, others))
 
 
+def _comparing(function: Any) -> Callable[[DeferredNumber, Any], Any]:
+    """A comparison that is made where the numbers are: code branches on a truth value, which replays can compare."""
+
+    def method(self: DeferredNumber, other: Any) -> Any:
+        kind = other._kind if is_deferred(other) else type(other)
+        is_exact = kind in _PLAIN and (is_deferred(other) or kind is float or abs(other) < _EXACT)
+        if not is_exact:
+            return function(*map(value_of, (self, other)))
+        dtype = torch.float64 if float in (kind, self._kind) else torch.int64
+        given = on_device(other, dtype) if is_deferred(other) else other
+        with torch.no_grad():
+            return bool(function(on_device(self, dtype), given))
+
+    return method
+
+
 class DeferredArray(DeferredNumber):
     """An array with all of ``tensor``. It can be indexed, which no number can. Whatever is done with it reads it."""
 
@@ -252,14 +270,18 @@ for _function in _BINARY:
     setattr(DeferredNumber, f"__r{_name}__", _binary(_function, reflected=True))
     setattr(DeferredArray, f"__{_name}__", _needing(_function))
     setattr(DeferredArray, f"__r{_name}__", _needing(lambda array, other, function=_function: function(other, array)))
+_COMPARISONS: tuple[Any, ...] = (
+    operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
+)  # fmt: skip
 _NEEDING: tuple[Any, ...] = (
-    operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, bool, int, float, complex, hash, str,
+    bool, int, float, complex, hash, str,
     repr, format, divmod, math.trunc, math.floor, math.ceil, operator.index, operator.matmul, operator.and_,
     operator.or_, operator.xor, operator.lshift, operator.rshift, operator.invert,
 )  # fmt: skip
 _UNARY: tuple[Any, ...] = (operator.neg, operator.pos, operator.abs)
 for _class, _methods, _functions in (
-    (DeferredNumber, _unary, _UNARY), (DeferredNumber, _needing, _NEEDING), (DeferredArray, _needing, _UNARY),
+    (DeferredNumber, _unary, _UNARY), (DeferredNumber, _comparing, _COMPARISONS), (DeferredNumber, _needing, _NEEDING),
+    (DeferredArray, _needing, (*_UNARY, *_COMPARISONS)),
 ):  # fmt: skip
     for _function in _functions:
         setattr(_class, f"__{_function.__name__.rstrip('_')}__", _methods(_function))

@@ -204,7 +204,7 @@ def shows(model: Any, loss: Tensor, hits: Tensor) -> Any:
 
 
 def decides(model: Any, loss: Tensor, hits: Tensor) -> Any:
-    if loss.item() > 1.0:  # culprit
+    if math.log1p(loss.item()) > 1.0:  # culprit
         return loss * 2
     return loss
 
@@ -236,6 +236,30 @@ def test_a_number_whose_value_is_needed_refuses(body: Body) -> None:
     """The error names the line at which it is."""
     assert_refused(partial(rig_of, body), HostSyncError, r"_local_scalar_dense.*a replay would keep", line_of(body))
     assert_falls_back(partial(rig_of, body), SkipReason.HOST_SYNC, line_of(body))
+
+
+def compares_with(function: Callable[[Any, Any], bool], other: Any) -> Body:
+    def body(model: Any, loss: Tensor, hits: Tensor) -> Any:
+        total, mean = hits.sum().item(), loss.item() * 2
+        return loss * 2 if function(mean, other) or function(other, total) or function(total, mean) else loss * 3
+
+    return body
+
+
+COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
+
+
+@pytest.mark.parametrize("other", [1.0, 3, True, 1e300, 2**60, math.nan], ids=str)
+@pytest.mark.parametrize("function", COMPARISONS, ids=lambda function: function.__name__)
+def test_comparisons_are_branches(function: Callable[[Any, Any], bool], other: Any) -> None:
+    """As Python compares a float with an integer: the step goes the way that it goes without replays."""
+    make = partial(rig_of, compares_with(function, other))
+    if other == 2**60:
+        assert_refused(make, HostSyncError, r"_local_scalar_dense")
+        return
+    step = assert_same_as_eager(make, on_failure="eager")
+    assert step.plan is None or step.plan.branches
+    assert step.stats.replayed > 0 or step.stats.skipped[SkipReason.HOST_SYNC] > 0
 
 
 LATEST: ContextVar[Any] = ContextVar("LATEST")
