@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphplan.environment.devices import default_generators
 from graphplan.owners.slots import Walk
+from graphplan.owners.snapshot import is_copied
 from graphplan.plan.plan import Plan
 from graphplan.tensors.copying import copy_all, write_all
 from graphplan.tensors.dtensors import local
@@ -22,16 +23,11 @@ class Undo:
     """
 
     def __init__(self, plan: Plan, walk: Walk) -> None:
-        tensors = [tensor for path in sorted(plan.undone & walk.slots.keys()) for tensor in walk.slots[path].tensors()]
-        self._tensors = [local(tensor).detach() for tensor in tensors]
+        slots = [walk.slots[path] for path in sorted(plan.undone & walk.slots.keys())]
+        self._tensors = [local(tensor).detach() for slot in slots for tensor in slot.tensors() if is_copied(tensor)]
         self._copies: list[Tensor] = []
         self._generators = [*default_generators(), *plan.traced.generators] if plan.draws else []
         self._states: list[Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies."""
-        return sum(tensor.nbytes for tensor in self._tensors)
 
     def copy(self) -> None:
         """Copy the tensors. Recorded as the first work of a replay."""
