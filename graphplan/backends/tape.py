@@ -24,7 +24,7 @@ from torch import Tensor
 from graphplan.backends.backend import NOTHING_TRACED, Backend, TracedValues
 from graphplan.environment.collector import no_collections
 from graphplan.environment.switches import SWITCHES, answers, switched
-from graphplan.errors import CaptureError, RefusalError
+from graphplan.errors import CaptureError
 from graphplan.observe.conversions import Conversions
 from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside
@@ -137,19 +137,22 @@ class _TapeMode(OperatorMode):
             if find_place() not in self._reads:
                 self.fail(f"{name} reads values on the host")
 
-    def _take_read(self, name: str, tensor: Tensor, out: Any) -> None:
-        """Take in a read that an operator makes of ``tensor``. Replays compare it if the traces say so."""
+    def _take_read(self, name: str, tensor: Tensor, out: Any) -> Any:
+        """Take in a read that an operator makes of ``tensor``, and return what the step is given. Replays compare it if
+        the traces say so: then the step goes their way, since it is undone if that is another one.
+        """
         place = find_place()
         if place not in self._reads:
             self.fail(f"{name} reads values on the host")
-            return
+            return out
         read = self._reads.take(place)
         if not read.expected:
-            return
+            return out
         if self.changed is None and out != read.value:
             self.changed = read, out
         compare = partial(_compare, tensor.detach(), read)
         self.kernels.append(_Kernel(compare, (), {}, outs=[], writes=[], constant=False))
+        return read.value
 
     def check_outcome(self) -> None:
         """Raise OutcomeError if the step has read another value than in the traces."""
@@ -191,7 +194,7 @@ class _TapeMode(OperatorMode):
         if schema.communicates:
             out = finish(schema.name, out)
         if schema.reads_values or (schema.may_synchronize and has_dynamic_shape(schema, args, kwargs)):
-            self._take_read(schema.name, args[0], out)
+            out = self._take_read(schema.name, args[0], out)
         self._record(func, schema, args, kwargs, out, taken)
         return out
 
@@ -403,8 +406,8 @@ class TapeBackend(Backend):
         with mode, saving_states(mode.save_state, mode.put_state), Conversions(mode.note_read), no_collections():
             try:
                 result = body()
-            except RefusalError:
-                # The step may have gone another way than in the traces.
+            except Exception:
+                # The traces' way need not be one for other values.
                 mode.check_outcome()
                 raise
         mode.faults.check()
