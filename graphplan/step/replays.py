@@ -53,15 +53,9 @@ class _Series:
 
 
 class Replays:
-    """Replays programs, checks replays, and counts both.
+    """Replays programs, checks replays, and counts both. ``parts`` are the step's."""
 
-    Args:
-        parts: of the step.
-        give_up: is told of a program many of whose replays end where the step branches.
-    """
-
-    def __init__(self, parts: Parts, give_up: Callable[[Program, OutcomeError], None]) -> None:
-        self._give_up = give_up
+    def __init__(self, parts: Parts) -> None:
         self._runner, self._options, self._peers = parts.runner, parts.options, parts.peers
         self._stats = parts.runner.stats
         self._asked = 0
@@ -70,13 +64,10 @@ class Replays:
         self._by_form: WeakValueDictionary[int, _Series] = WeakValueDictionary()
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
-        """One replay."""
+        """One replay. Raises OutcomeError, with everything as it was, if the step branches otherwise."""
         settle_companions()
         start = perf_counter()
-        try:
-            result = program.run(leaves)
-        except OutcomeError as outcome:
-            return self._instead(program, leaves, outcome)
+        result = program.run(leaves)
         try:
             end = perf_counter()
             if self._options.debug and not program.replays:
@@ -89,16 +80,16 @@ class Replays:
             raise
         return result
 
-    def _instead(self, program: Program, leaves: Sequence[Any], outcome: OutcomeError) -> Any:
-        """An eager step in place of a replay that ended at a value that was another one than in the traces."""
-        fed = CallArguments(*program.plan.feed.rebuild(leaves))
+    def instead(self, program: Program, feed: Feed, outcome: OutcomeError) -> Any:
+        """An eager step in place of a replay that ended with ``outcome``."""
         walk = partial(walk_owners, program.plan.handles.owners())
-        result = self._runner.run(lambda: detached(self._runner.call(fed)), between=(program, leaves, walk))
-        self._runner.outcome = (result,)
+        result = self._between(program, CallArguments.of(feed), feed.leaves, walk)
         self._runner.count_eager(outcome.reason, str(outcome))
-        if program.outcomes >= max(_OUTCOMES, program.replays * _SHARE):
-            self._give_up(program, outcome)
         return result
+
+    def is_fickle(self, program: Program) -> bool:
+        """Return True if many replays of ``program`` have ended where the step branches."""
+        return program.outcomes >= max(_OUTCOMES, program.replays * _SHARE)
 
     def _count(self, program: Program) -> None:
         program.replays += 1
@@ -114,6 +105,7 @@ class Replays:
         replay, or if the check ``is_needed``, an eager step and an error that says so.
 
         Raises:
+            OutcomeError: with everything as it was, if the step branches otherwise.
             PeerError: before anything runs, if another rank has found its program wrong, or cannot go on otherwise.
             CheckMemoryError: if the eager step has no room, and other ranks run it as well.
         """
@@ -139,8 +131,6 @@ class Replays:
                     noise=self._noises.setdefault(program, Noise()),
                 )
                 verdict = check.run(partial(self._eager, program, fed, feed.leaves))
-        except OutcomeError as outcome:
-            return self._instead(program, feed.leaves, outcome), None
         except (torch.OutOfMemoryError, PeerError) as error:
             fed.restore()
             return self._unchecked(program, feed, first_line(error), is_needed=is_needed)
@@ -194,9 +184,7 @@ class Replays:
     def _eager(self, program: Program, fed: CallArguments, leaves: Sequence[Any], walk: Callable[[], Walk]) -> Any:
         """The eager step of a check. ``walk`` leads to what its owners hold afterwards."""
         try:
-            result = self._runner.run(lambda: detached(self._runner.call(fed)), between=(program, leaves, walk))
-            self._runner.outcome = (result,)
-            return result
+            return self._between(program, fed, leaves, walk)
         except torch.OutOfMemoryError as error:
             if not program.plan.communicates:
                 raise
@@ -205,6 +193,12 @@ class Replays:
                 "other ranks wait for. A check needs room for an eager step beside the program; make the batch "
                 "smaller, or leave checks out with verify='off'"
             ) from error
+
+    def _between(self, program: Program, fed: CallArguments, leaves: Sequence[Any], walk: Callable[[], Walk]) -> Any:
+        """An eager step between two replays of ``program``."""
+        result = self._runner.run(lambda: detached(self._runner.call(fed)), between=(program, leaves, walk))
+        self._runner.outcome = (result,)
+        return result
 
     def _on_any(self, says: bool) -> bool:
         """Whether any rank ``says`` so. Raises PeerError if one has left the check for want of memory."""

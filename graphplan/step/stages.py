@@ -206,16 +206,18 @@ class Stages:
             result = self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
             self._defers &= bool(signal.indices)
             return result
-        except OutcomeError as outcome:
-            call.line.outcomes += 1
-            if call.line.outcomes < _OUTCOMES:
-                return self._runner.eager(CallArguments.of(feed), outcome.reason, str(outcome), managed=True)
-            refusal: RefusalError = outcome.refusal
         except Exception as error:
             found = error if isinstance(error, RefusalError) else refusal_of(error)
             if found is None:
                 raise
             refusal = found
+        if isinstance(refusal, OutcomeError):
+            # It would keep the frames of the recorded step.
+            refusal.__traceback__ = None
+            call.line.outcomes += 1
+            if call.line.outcomes < _OUTCOMES:
+                return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal), managed=True)
+            refusal = refusal.refusal
         self._refuse(entry, refusal)
         return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal))
 

@@ -98,7 +98,7 @@ class StateMachine:
         self.unread = UnreadValues()
         parts = Parts(options, self.managed, self.runner, self.refusals, self.programs, peers)
         self.stages = Stages(parts, self.buffers, self.memory, self.unread)
-        self.replays = Replays(parts, self._give_up)
+        self.replays = Replays(parts)
         self.lookup = Lookup(parts)
         self.fast_path = FastPath(self.managed)
         self.timing: Timing = Timing(parts, gate=gate, opens=is_alone, serve=serve, stand_down=self.stand_down)
@@ -120,11 +120,14 @@ class StateMachine:
         self.latest = kind.program
         try:
             return self.replays.replay(kind.program, leaves)
+        except OutcomeError as error:
+            outcome = error.with_traceback(None)
         except GuardError:
             if kind.program.fits():
                 raise
             # Nothing has run, and the program is going to be dropped.
             return self._serve_any(Call(args, kwargs))
+        return self._within_call(lambda: self._instead(Call(args, kwargs), kind.program, outcome))
 
     def _serve_any(self, call: Call) -> Any:
         if self.is_closed:
@@ -133,10 +136,14 @@ class StateMachine:
             around = call.around = surroundings()
             if around is not None and changing_mode() is not None and not runs_within_step():
                 self.refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")
+        return self._within_call(lambda: self._transit(call))
+
+    def _within_call(self, run: Callable[[], Any]) -> Any:
+        """Make what ``run`` calls a part of the step."""
         self.runner.outcome = None
         with running_step():
             try:
-                result = self._transit(call)
+                result = run()
             finally:
                 self.managed.end_call()
         self.runner.outcome = None
@@ -146,7 +153,11 @@ class StateMachine:
         """Run, trace, capture, replay or check."""
         skip = self._why_eager(call)
         if skip is None and call.program is not None:
-            return self._replay(call, call.program)
+            try:
+                return self._replay(call, call.program)
+            except OutcomeError as error:
+                outcome = error.with_traceback(None)
+            return self._instead(call, call.program, outcome)
         result = self._advance(call) if skip is None else self._run_eager(call, skip)
         self.programs.attempts += call.is_on_way
         return result
@@ -421,13 +432,20 @@ class StateMachine:
             self.runner.count_eager(error.reason, str(error))
         return result
 
-    def _give_up(self, program: Program, outcome: OutcomeError) -> None:
-        """Have calls of ``program`` be eager from the next one on."""
+    def _instead(self, call: Call, program: Program, outcome: OutcomeError) -> Any:
+        """An eager step in place of a replay that ended with ``outcome``: Python is given what was passed, and the
+        user's errors come without ours. If that happens often, further calls are eager from the next one on.
+        """
+        self.latest = None
+        if not call.is_flat:
+            call.feed, call.is_flat = flatten(call.args, call.kwargs, self.unread.keys), True
+        result = self.replays.instead(program, self.lookup.moved(call.feed), outcome)
         entry = self.programs.entry_of(program)
-        assert entry is not None
-        entry.refusal = outcome.refusal
-        self.fast_path.forget()
-        self.refusals.warn(f"graphplan runs this step eagerly: {outcome.refusal}")
+        if entry is not None and self.replays.is_fickle(program):
+            entry.refusal = outcome.refusal
+            self.fast_path.forget()
+            self.refusals.warn(f"graphplan runs this step eagerly: {outcome.refusal}")
+        return result
 
     def _advance(self, call: Call) -> Any:
         """A trace or a capture, which may evict other programs."""

@@ -5,10 +5,12 @@ one than in the traces.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,19 @@ from graphplan import (
 )
 from tests.devices import on_device
 from tests.facts import assert_same
-from tests.twins import BEFORE_REPLAY, Rig, assert_refused, assert_same_runs, build, by_chance, drive, line_of, state_of
+from tests.models import Box
+from tests.twins import (
+    BEFORE_REPLAY,
+    Rig,
+    assert_refused,
+    assert_same_as_eager,
+    assert_same_runs,
+    build,
+    by_chance,
+    drive,
+    line_of,
+    state_of,
+)
 
 CALLS = 16
 Body = Callable[..., Any]
@@ -106,8 +120,8 @@ def rig_of(body: Body, odd: Sequence[int] = (), calls: int = CALLS) -> Callable[
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
 
-        def step(x: Tensor, y: Tensor) -> Any:
-            return body(model, optimizer, x, y)
+        def step(*args: Any) -> Any:
+            return body(model, optimizer, *args)
 
         with torch.no_grad():
             model.last.weight[0] = 40.0
@@ -224,6 +238,122 @@ def test_a_program_says_that_the_branch_is_another_one(device: torch.device, bac
     assert_same(before, state_of(rig))
     program.replay(rig.calls[2])
     program.close()
+
+
+@pytest.mark.parametrize("odd", [(5,), (6,), (13,)], ids=["captured", "first replay", "in a row"])
+def test_the_other_branch_is_as_in_an_eager_call(odd: tuple[int, ...], backend: str) -> None:
+    """It changes what the caller has passed, prints once, and sees no error of ours."""
+
+    class Printed(list[str]):
+        write = list.append
+
+    def make() -> Rig:
+        printed = Printed()
+
+        def body(model: Any, optimizer: Any, x: Tensor, y: Tensor, notes: list[str]) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            if loss > 50:
+                notes.append(str(sys.exc_info()[1]))
+                x.zero_()
+                print("skipped", file=printed)
+                return loss.detach()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        rig = rig_of(body, odd)()
+        rig.calls = [(*call, []) for call in rig.calls]
+        rig.extra = {"printed": printed}
+        return rig
+
+    step = both(make, backend, verify="off")
+    assert step.stats.skipped[SkipReason.HOST_SYNC] == 1
+    assert step.stats.replayed > 2
+
+
+@pytest.mark.parametrize("odd", [(5,), (6,), (13,)], ids=["captured", "first replay", "in a row"])
+def test_an_error_of_the_other_branch_is_the_users_own(odd: tuple[int, ...], backend: str) -> None:
+    """It comes out of a function, so that the value is not only asserted."""
+
+    def make() -> Rig:
+        errors: list[Any] = []
+
+        def fails(model: Any) -> None:
+            model.seen += 1
+            model.steps += 1
+            raise ArithmeticError("a large loss")
+
+        def body(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            model.seen += loss.detach()
+            if loss > 50:
+                fails(model)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        rig = rig_of(body, odd)()
+        rig.extra = {"errors": errors}
+        return rig
+
+    def catching(rig: Rig, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            try:
+                return call(*args)
+            except ArithmeticError as error:
+                rig.extra["errors"].append(f"{error} in the context of {error.__context__}")
+                return None
+
+        return run
+
+    make = on_device(make)
+    rig = build(make)
+    expected = drive(rig, catching(rig, rig.step))
+    rig = build(make)
+    step = graph_step(rig.step, owners=rig.owners, backend=backend, verify="off")
+    assert_same_runs(expected, drive(rig, catching(rig, step)))
+    assert step.stats.replayed >= CALLS - BEFORE_REPLAY - 3
+
+
+def test_views_that_cannot_be_written_to_are_put_back_with_their_memory(backend: str) -> None:
+    def scales(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        model.scale.mul_(0.99)
+        loss = skips_large(model, optimizer, x * model.scales, y)
+        return loss + model.scales.sum()
+
+    def make() -> Rig:
+        rig = rig_of(scales, (9,))()
+        model = rig.owners["model"]
+        model.scale = torch.ones(1)
+        model.scales = model.scale.expand(8)
+        return rig
+
+    step = assert_same_as_eager(make, verify="off")
+    assert step.stats.skipped[SkipReason.HOST_SYNC] == 1
+    assert "model.scale" in step.plan.undone
+
+
+def test_checks_repeat_no_step_that_goes_another_way() -> None:
+    """Where replays are noisy, a check makes one from parameters with other last bits."""
+    noise = Box(np.random.default_rng(1))
+
+    @torch.library.custom_op("graphplan_tests::noisy", mutates_args=())
+    def noisy(x: Tensor) -> Tensor:
+        return x * (1 + 1e-6 * float(noise.item.standard_normal()))
+
+    gate, seen = nn.Parameter(torch.tensor(3.0)), [torch.zeros(())]
+
+    def step(x: Tensor) -> Tensor:
+        seen[0] += 1
+        return x * 0 if gate != 3 else noisy(x)
+
+    fast = graph_step(step, owners={"gate": gate, "seen": seen}, backend="tape", verify=1, allow=("graphplan_tests",))
+    for number in range(12):
+        fast(torch.ones(3))
+        assert seen[0] == number + 1
+    assert fast.stats.verified > 2
 
 
 def test_inference_branches(device: torch.device, backend: str) -> None:
