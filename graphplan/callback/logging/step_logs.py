@@ -148,6 +148,7 @@ class StepLogs:
         self._groups: list[Group] = []
         self._grouped: dict[str, tuple[LogCall, Any]] = {}
         """Grouped calls, and their metrics, by Lightning's keys."""
+        self._is_known = is_known("logs")
         self._metrics: dict[str, tuple[Any, torch.device]] = {}
         """With which options metrics of torchmetrics were logged, and where they lay, by Lightning's keys."""
         self._dtypes: dict[str, torch.dtype] = {}
@@ -313,12 +314,14 @@ class StepLogs:
             self._connector._current_fx = self._last_hook = calls[-1].fx
             return
         notes = list(zip(calls, values, strict=True))
-        self._carry_out(notes)
-        if self.sums_in_step:
+        if self._carry_out(notes) and self.sums_in_step:
             self._learn(notes)
 
-    def _carry_out(self, notes: Sequence[Note]) -> None:
-        """Log for real what is in no group, with the resets that ``LightningModule.log`` would have made."""
+    def _carry_out(self, notes: Sequence[Note]) -> bool:
+        """Log for real what is in no group, with the resets that ``LightningModule.log`` would make. Return True if
+        Lightning's own code has logged any.
+        """
+        by_lightning = False
         connector, results = self._connector, None
         connector._current_fx = self._last_hook
         for call, value in notes:
@@ -328,15 +331,17 @@ class StepLogs:
                 if call.fx not in self._reset and connector.should_reset_tensors(call.fx):
                     results.reset(metrics=False, fx=call.fx)
                 if not self._is_metric_again(results, call, value):
+                    by_lightning = True
                     with _as_in_step(call):
                         _log(results, call, value)
             connector._current_fx = self._last_hook = call.fx
+        return by_lightning
 
     def _is_metric_again(self, results: Any, call: LogCall, value: Any) -> bool:
         """Log a metric of torchmetrics as the same call has before, of which there is nothing new but its latest value.
         Lightning would have all of the metric's attributes moved to its device, which takes a third of a millisecond.
         """
-        held = dict.get(results, call.key) if is_known("logs") else None
+        held = dict.get(results, call.key) if self._is_known else None
         if held is None or held.is_tensor:
             return False
         known, self._metrics[call.key] = self._metrics.get(call.key), (call.options, value.device)
@@ -351,7 +356,7 @@ class StepLogs:
         results = self._trainer._results
         assert results is not None
         hooks = [fx for fx, _ in groupby(notes, lambda note: note[0].fx)]
-        if len(hooks) > len(set(hooks)) or not is_known("logs"):
+        if len(hooks) > len(set(hooks)) or not self._is_known:
             return  # In an epoch's first batch, Lightning resets a hook's metrics each time that it is the hook's turn.
         rates = [group["lr"] for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         found: dict[str, Any] = {}
