@@ -34,7 +34,7 @@ from graphplan.report.figures import CLOSED, Figures, without_programs
 from graphplan.report.rendering import check_format, report_of_runs
 from graphplan.report.stats import Stats
 from graphplan.specs.options import takes, with_arguments
-from graphplan.step.gate import AGAIN, Clock, Gate
+from graphplan.step.gate import Gate
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.peers import find_peers
 from graphplan.step.runner import Backends
@@ -101,7 +101,6 @@ class GraphPlanCallback(Callback):
         self._down: list[GraphedStep] = []
         self._stock = StockBatches()
         self._gate: Gate | None = None
-        self._again = AGAIN
 
     def _of(self, part: str, *, describes: bool = False) -> Figures:
         """Figures of training or evaluation in the current run or the last one, with programs if it ``describes``."""
@@ -187,20 +186,19 @@ class GraphPlanCallback(Callback):
             self._start_training(trainer, pl_module)
 
     def _start_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stock, self._again = StockBatches(trainer), AGAIN
+        self._stock = StockBatches(trainer)
         is_eager = self.options.backend == "eager"
         reason = None if is_eager else closed_to_training(trainer, pl_module, self.components)
         if reason is not None:
             self._refuse(_TRAINING, reason)
             return
         _put(self._kept, LaggingSigterm(trainer), *fused_clipping(trainer))
-        device = trainer.strategy.root_device
+        period = trainer.accumulate_grad_batches
+        gate = Gate.of(self.options, trainer.strategy.root_device, period=period, peers=find_peers())
         if is_eager:
             self._stock.begin(SkipReason.BACKEND_EAGER)
-        elif self.options.is_gated(device):
-            period = trainer.accumulate_grad_batches
-            least = self.options.least_speedup(device)
-            self._time_eager_steps(Gate(least, Clock(device), period=period, peers=find_peers()))
+        elif gate is not None:
+            self._time_eager_steps(gate)
         else:
             self._install_training(trainer, pl_module)
 
@@ -228,9 +226,9 @@ class GraphPlanCallback(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Time steps again where the device was busy all the time, long ago."""
-        if self._gate is not None and self._stock.reason is SkipReason.BUSY and self._stock.count >= self._again:
-            self._again *= 2
-            self._time_eager_steps(self._gate.again())
+        gate = self._gate
+        if gate is not None and self._stock.reason is SkipReason.BUSY and self._stock.count >= gate.wait:
+            self._time_eager_steps(gate.again())
 
     def _install_training(self, trainer: Trainer, pl_module: LightningModule, gate: Gate | None = None) -> None:
         """Install the seam and all patches that belong to it."""

@@ -13,7 +13,7 @@ from typing_extensions import override
 from graphplan.callback.loop.seam import Run, Seam
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
-from graphplan.step.gate import Clock, Gate
+from graphplan.step.gate import Gate
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.peers import find_peers
 
@@ -30,18 +30,15 @@ class EvaluationSeam(Seam):
         options = replace(run.options, mode="inference", policy=policy, eager_if=None, shapes="exact", buckets=None)
         super().__init__(replace(run, options=options))
         self._strategy: Any = run.trainer.strategy
-        self._gates: dict[str, Gate] = {}
+        self._gates: dict[str, Gate | None] = {}
         self._by_hook: dict[str, GraphedStep] = {}
         self._hook = ""
 
     @override
     def install(self) -> None:
-        device = self._strategy.root_device
-        least, is_gated = self._options.least_speedup(device), self._options.is_gated(device)
         for hook in _HOOKS:
             self._put(self._strategy, hook, partial(self._run, hook))
-            if is_gated:
-                self._gates[hook] = Gate(least, Clock(device), loops=False, peers=find_peers())
+            self._gates[hook] = Gate.of(self._options, self._strategy.root_device, loops=False, peers=find_peers())
 
     def _run(self, hook: str, *args: Any) -> Any:
         """In place of the strategy's method of that name."""
@@ -49,7 +46,7 @@ class EvaluationSeam(Seam):
         # A step that gets an iterator takes batches from the loader itself.
         if not args or isinstance(args[0], Iterator) or self._has_other_optimizers():
             return self._stock(kwargs)
-        gate = self._gates.get(hook)
+        gate = self._gates[hook]
         if gate is not None and gate.eager is None:
             start = gate.begin()
             result = self._stock(kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from graphplan.effects.allowed import allowing, is_allowed
 from graphplan.effects.trace_pair import TracePair
@@ -83,4 +83,27 @@ def check_made_state(pair: TracePair) -> None:
                 f"in place (for s in {name}.state.values(): for t in s.values(): t.zero_()), or load a state dict that "
                 "was saved with its state",
                 component="optimizer",
+            )
+
+
+def omissions(trace: Trace, allow: Iterable[str]) -> Iterator[str]:
+    """Warnings of what replays leave out although no number changes: prints, writes, calls of extension modules."""
+    if trace.prints and not is_allowed("print", allow):
+        yield (
+            f"the step prints at {trace.prints[0]}, and a replay runs no Python: only eager calls will "
+            "print. Print what the step returns, outside it, or pass allow=('print',)"
+        )
+    for name, source in trace.executed.writers.items():
+        if not is_allowed(name, allow):
+            yield (
+                f"the step calls {name} at {source}, and a replay runs no Python: only eager calls will write. Write "
+                f"after the step what it returns (in a Trainer: self.log, or a hook), or pass allow=({name!r},)"
+            )
+    for name, source in trace.executed.extensions.items():
+        if not is_allowed(name, allow):
+            yield (
+                f"the step calls {name}, a function of an extension module, at {source}: what it remembers is "
+                "compared by checks alone, and what it does to memory or on the host is not in a replay unless it "
+                "launches kernels. Register it as a torch operator (torch.library), or, if its results follow from "
+                f"its arguments, pass allow=({name!r},)"
             )

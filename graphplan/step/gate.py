@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import count, pairwise
 from math import ceil
 from statistics import median
@@ -29,6 +28,7 @@ from graphplan.feed.signature import Feed
 from graphplan.plan.build import find_device
 from graphplan.program.faults import refusal_of
 from graphplan.report.stats import Stats
+from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.runner import Parts, brought_to
 
@@ -83,7 +83,11 @@ class Gate:
         loops: whether steps are timed from end to end, or else by themselves.
         peers: other ranks, which decide alike.
         eager: seconds per step without graphplan, if known.
-        family: numbers the gates of one run: each puts questions of its own to ``peers``.
+        before: the gate of the same run before this one: each puts questions of its own to ``peers``.
+
+    Attributes:
+        wait: steps after which a device that was busy is looked at again.
+        idle: the share of the eager steps' time in which the device had nothing to do.
     """
 
     def __init__(
@@ -95,12 +99,13 @@ class Gate:
         loops: bool = True,
         peers: Peers | None = None,
         eager: float | None = None,
-        family: Iterator[int] | None = None,
+        before: Gate | None = None,
     ) -> None:
         self._least, self._clock, self._period = least, clock, period
         self._loops, self._peers = loops, peers
-        self._family = family or count()
+        self._family: Iterator[int] = count() if before is None else before._family
         self._number = next(self._family)
+        self.wait: int = AGAIN if before is None else before.wait * 2
         self._skips = SKIPPED
         self._times: list[float] = []
         """The ends of the steps that are timed, or the seconds of the calls."""
@@ -109,13 +114,18 @@ class Gate:
         self._windows: list[float] = []
         self.eager = eager
         self.idle = 1.0
-        """Share of the eager steps' time in which the device had nothing to do."""
+
+    @classmethod
+    def of(cls, options: Options, device: torch.device, **others: Any) -> Gate | None:
+        """A gate for a step on ``device``; None where replays do not have to be faster than eager steps."""
+        least = options.least_speedup(device)
+        return cls(least, Clock(device), **others) if options.backend != "eager" and least > 0 else None
 
     def again(self, eager: float | None = None) -> Gate:
         """A gate for another form of the step, or for another measurement without the ``eager`` time."""
         return Gate(
             self._least, self._clock, period=self._period, loops=self._loops, peers=self._peers, eager=eager,
-            family=self._family,
+            before=self,
         )  # fmt: skip
 
     @property
@@ -214,47 +224,6 @@ class Gate:
         )
 
 
-class Stock:
-    """Calls of a step's own function, with nothing of graphplan's around them but a count.
-
-    Args:
-        call: the step's function, on all its arguments.
-        ended: called after each ``every``-th call.
-        failed: called where one raises.
-    """
-
-    def __init__(
-        self,
-        call: Serve,
-        ended: Callable[[], object] | None = None,
-        every: int = 1,
-        failed: Callable[[], object] | None = None,
-    ) -> None:
-        self._call, self._ended, self._failed = call, ended, failed
-        self._left = self._every = every if ended is not None else 0
-        self._calls = 0
-
-    def take_count(self) -> int:
-        """Calls that have returned since this was asked last."""
-        count, self._calls = self._calls, 0
-        return count
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call."""
-        try:
-            result = self._call(args, kwargs)
-        except BaseException:
-            if self._failed is not None:
-                self._failed()
-            raise
-        self._calls += 1
-        self._left -= 1
-        if not self._left and self._ended is not None:
-            self._left = self._every
-            self._ended()
-        return result
-
-
 class Timing:
     """Times a step that has to be faster than without graphplan, if its options say so.
 
@@ -263,11 +232,11 @@ class Timing:
 
     Args:
         serve: makes a call in the step's own way.
-        stand_down: drops all that is not the user's own; takes a reason, its wording, and options of a Stock.
+        stand_down: drops all that is not the user's own, and has calls be stock.
 
     Attributes:
         way: makes the calls in place of the state machine, if set.
-        stock: ``way`` where it calls the step's function alone.
+        stock: ``way`` where it calls the step's function, with nothing of graphplan's around it but a count.
         leave: applied to the arguments of such calls.
     """
 
@@ -282,17 +251,19 @@ class Timing:
         if gate is not None:
             self._runner.stats.measured = gate.measured
         self.opens = opens and gate is None
-        self._again = AGAIN
         self._is_asked_for = False
-        self.way: Serve | None = None if gate is None else partial(self._timed, gate)
-        self.stock: Stock | None = None
+        self.way: Serve | None = None if gate is None else self._timed
+        self.stock: Serve | None = None
+        self._own: Serve | None = None
+        self._calls = self._left = 0
+        """Stock calls that were not counted yet, and those that are left until the step is timed, or timed again."""
         self._reason: SkipReason | None = None
         self._detail = ""
 
     def take_counts(self) -> Stats:
         """What the calls so far were, those of the function alone among them."""
         stats = self._runner.stats
-        count = 0 if self.stock is None else self.stock.take_count()
+        count, self._calls = self._calls, 0
         if count:
             stats.count_stock(count)
             if self._reason is not None:
@@ -304,21 +275,39 @@ class Timing:
         """Why calls are calls of the step's function, and nothing else, and its wording; None if they are not."""
         return (self._reason, self._detail) if self.stock is not None and self._reason is not None else None
 
-    def be_stock(self, reason: SkipReason | None, detail: str = "", **options: Any) -> None:
-        """Have calls be calls of the step's own function."""
+    def be_stock(self, reason: SkipReason | None, detail: str = "") -> None:
+        """Have calls be calls of the step's own function; those that are timed, for no ``reason``."""
         self.take_counts()
         fn, device, leave = self._runner.stock, self._options.feed_device, self.leave
         # The first of several may be made within a call that is not stock.
         own = hands_over(lambda args, kwargs: fn(*args, **kwargs))
         moved = own if device is None else lambda args, kwargs: brought_to(device, args, kwargs).lend(own)
-        call = moved if leave is None else lambda args, kwargs: moved(*leave(args, kwargs))
-        self.way = self.stock = Stock(call, **options)
-        self._reason, self._detail = reason, detail
+        self._own = moved if leave is None else lambda args, kwargs: moved(*leave(args, kwargs))
+        self.way = self.stock = self._call_stock
+        self._reason, self._detail, self._left = reason, detail, int(reason is None)
+        if self._gate is not None and reason is SkipReason.BUSY:
+            self._left = self._gate.wait
+
+    def _call_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._own is not None
+        try:
+            result = self._own(args, kwargs)
+        except BaseException:
+            self._cancel()
+            raise
+        self._calls += 1
+        self._left -= 1
+        if not self._left:
+            self._look()
+        return result
+
+    def _cancel(self) -> None:
+        if self._gate is not None:
+            self._gate.cancel()
 
     def close(self) -> None:
         """Have calls made in the step's own way."""
-        if self._gate is not None:
-            self._gate.cancel()
+        self._cancel()
         self.take_counts()
         self.way = self.stock = None
 
@@ -328,43 +317,49 @@ class Timing:
             return False
         self.opens = False
         device = self._options.feed_device or find_device(self._managed.walk_before(), feed)
-        if not self._options.is_gated(device):
-            return False
-        self._time_eager_calls(Gate(self._options.least_speedup(device), Clock(device), peers=self._peers))
-        return True
+        gate = Gate.of(self._options, device, peers=self._peers)
+        if gate is not None:
+            self._time_eager_calls(gate)
+        return gate is not None
 
     def _time_eager_calls(self, gate: Gate) -> None:
         self._gate = gate
         self._managed.release()
-        self.be_stock(None, ended=partial(self._end_eager, gate), failed=gate.cancel)
+        self.be_stock(None)
 
-    def _end_eager(self, gate: Gate) -> None:
+    def _look(self) -> None:
+        """After a stock call: go on with replays if the eager time is known, unless the device was busy all the time;
+        after many such calls, see whether it still is.
+        """
+        gate = self._gate
+        assert gate is not None
+        if self._reason is not None:
+            self.take_counts().note("timed again: the device was busy all the time")
+            self._time_eager_calls(gate.again())
+            return
+        self._left = 1
         with self.having_run():
             if not gate.end_eager():
                 return
             self.take_counts().measured = gate.measured
             self.stock = None
             if gate.is_busy and self._options.may_stay_eager:
-                self._stand_down(SkipReason.BUSY, "", every=self._again, ended=partial(self._look_again, gate))
+                self._stand_down(SkipReason.BUSY, "")
             else:
                 self._managed.prepare()
-                self.way = partial(self._timed, gate)
+                self.way = self._timed
 
-    def _look_again(self, gate: Gate) -> None:
-        """Time eager calls anew: the device may not be busy all the time any more."""
-        self.take_counts().note("timed again: the device was busy all the time")
-        self._again *= 2
-        self._time_eager_calls(gate.again())
-
-    def _timed(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _timed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call during the measurement of replays."""
-        way, start = self.way, gate.begin()
+        gate = self._gate
+        assert gate is not None
+        start = gate.begin()
         try:
             result = self._serve(args, kwargs)
         except BaseException:
             gate.cancel()
             raise
-        if self.way is not way:
+        if self.stock is not None:
             return result
         with self.having_run():
             pays = None
@@ -394,11 +389,8 @@ class Timing:
     def gate_of_calls(self, feed: Feed) -> Gate | None:
         """A gate for the calls of one signature, if replays have to pay."""
         self._runner.settle_backend(feed)
-        device = self._runner.device
-        assert device is not None
-        if self._is_asked_for or not self._options.is_gated(device):
-            return None
-        return Gate(self._options.least_speedup(device), Clock(device), loops=False)
+        assert self._runner.device is not None
+        return None if self._is_asked_for else Gate.of(self._options, self._runner.device, loops=False)
 
     @contextmanager
     def asked_for(self) -> Iterator[None]:

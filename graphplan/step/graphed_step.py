@@ -19,7 +19,7 @@ from graphplan.report.stats import Stats
 from graphplan.specs.options import takes
 from graphplan.step.call_lock import CallLock
 from graphplan.step.capture_sizes import ShapeStats
-from graphplan.step.gate import Gate, Stock
+from graphplan.step.gate import Gate, Serve
 from graphplan.step.methods import Methods, check_form, owners_of
 from graphplan.step.options import Options, StepOptions
 from graphplan.step.padded_batches import PaddedBatches
@@ -144,7 +144,7 @@ class GraphedStep(CallLock, Reports):
             self.machine.close()
 
     @property
-    def stock(self) -> Stock | None:
+    def stock(self) -> Serve | None:
         """What makes calls of the step's function alone, while it is timed or once it stands down."""
         return self.machine.timing.stock
 

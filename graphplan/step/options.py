@@ -235,10 +235,6 @@ class Options(StepOptions):
             return self.min_speedup
         return 0.0 if device.type == "cpu" else 1.0
 
-    def is_gated(self, device: torch.device) -> bool:
-        """Whether replays have to be faster than eager steps on ``device``, or the step stands down."""
-        return self.backend != "eager" and self.least_speedup(device) > 0
-
     @property
     def may_stay_eager(self) -> bool:
         """Whether a busy device needs no program: nothing is asked for that pays there, too."""

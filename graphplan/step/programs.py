@@ -428,15 +428,16 @@ class Programs:
         self._served, self._misses = None, 0
         return False
 
-    def check_churn(self) -> None:
-        """Raise RecaptureError if captures follow each other without paying."""
-        if self._unpaid >= self._options.max_recaptures:
-            why = "; ".join(dict.fromkeys(self._reasons)) or "its signature or its flags change each time"
-            raise RecaptureError(
-                f"the step was captured again {self._unpaid} times in a row for fewer than {_PAYS} replays each: "
-                f"{why}. Expected what a step depends on to stay for a while. Keep it still, hold it in a tensor, feed "
-                f"it, or raise max_recaptures (now {self._options.max_recaptures})"
-            )
+    def churn(self) -> RecaptureError | None:
+        """The error if captures follow each other without paying."""
+        if self._unpaid < self._options.max_recaptures:
+            return None
+        why = "; ".join(dict.fromkeys(self._reasons)) or "its signature or its flags change each time"
+        return RecaptureError(
+            f"the step was captured again {self._unpaid} times in a row for fewer than {_PAYS} replays each: "
+            f"{why}. Expected what a step depends on to stay for a while. Keep it still, hold it in a tensor, feed "
+            f"it, or raise max_recaptures (now {self._options.max_recaptures})"
+        )
 
     def check_due(self, feed: Feed) -> NotCapturedError | None:
         """The error, once, if no capture has come in time. ``feed`` is the call's, whose entry was found last."""

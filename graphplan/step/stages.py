@@ -7,9 +7,8 @@ an error ends.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,9 +16,8 @@ import torch
 
 from graphplan.backends.backend import is_out_of_memory, refusing_memory
 from graphplan.compare.building import build_later
-from graphplan.effects.allowed import is_allowed
 from graphplan.effects.compared_numbers import find_comparisons
-from graphplan.effects.host import check_threads
+from graphplan.effects.host import check_threads, omissions
 from graphplan.effects.host_changes import host_changes
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import (
@@ -50,6 +48,7 @@ from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants, reads_of
 from graphplan.step.compiled import Rehearsal, refuse_beside_compiled, refuse_graphs_within, uncompiled
 from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.programs import Entry, Line
+from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
 from graphplan.tensors.trees import flatten_result
 from graphplan.trace.batch_recorder import BatchRecorder, recorder_of
@@ -68,26 +67,6 @@ _OUTCOMES = 3
 """Traces and captures of one line that may come to another value than a trace before, where the step branches on it."""
 _STRADDLING = 3
 """Pairs of traces in a row between which host code changed something: it is no coincidence any more."""
-
-
-@dataclass(slots=True)
-class Call:
-    """One call, and what is found out about it on its way to a program.
-
-    ``around`` is what is active around the call; ``is_flat``: there is a ``feed``. ``walk`` is over the owners as they
-    are before it.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    around: str | None = None
-    is_flat: bool = False
-    feed: Feed = field(init=False)
-    entry: Entry = field(init=False)
-    program: Program | None = None
-    line: Line = field(init=False)
-    walk: Walk = field(init=False)
-    is_on_way: bool = False
 
 
 class Stages:
@@ -179,13 +158,16 @@ class Stages:
                 self._stats.skip(SkipReason.SHAPE)
         return result
 
-    def check_changes(self, entry: Entry) -> None:
-        """Raise HostEffectError for a step that changes what it is fed, or keeps what it makes, in each call."""
+    def change(self, entry: Entry) -> HostEffectError | None:
+        """The error for a step that changes what it is fed in each first call of a key. Raises HostEffectError for one
+        that keeps what it makes.
+        """
         often = max(self._options.warmup_steps, _NO_ACCIDENT)
         if not entry.eager_calls and len(self._changes) >= often:
-            raise HostEffectError(self._changes[0])
+            return HostEffectError(self._changes[0])
         if self._keeping >= often:
             self._managed.check_kept()
+        return None
 
     def advance(self, call: Call) -> Any:
         """A trace, or with a plan in hand the capture; a refusal that is not raised leads to an eager step."""
@@ -367,7 +349,7 @@ class Stages:
             return
         line.traces, self._latest = [], None
         line.straddling = 0
-        for text in _omissions(facts, self._options.allow):
+        for text in omissions(facts, self._options.allow):
             self._refusals.warn(text)
         self._runner.plan = plan
         for fact in plan.host_reads:
@@ -540,26 +522,3 @@ class Stages:
         self._managed.refresh()
         self._managed.captured()
         self._stats.end_call("captured")
-
-
-def _omissions(facts: Trace, allow: Sequence[str]) -> Iterator[str]:
-    """Warnings of what replays leave out although no number changes: prints, writes, calls of extension modules."""
-    if facts.prints and not is_allowed("print", allow):
-        yield (
-            f"the step prints at {facts.prints[0]}, and a replay runs no Python: only eager calls will "
-            "print. Print what the step returns, outside it, or pass allow=('print',)"
-        )
-    for name, source in facts.executed.writers.items():
-        if not is_allowed(name, allow):
-            yield (
-                f"the step calls {name} at {source}, and a replay runs no Python: only eager calls will write. Write "
-                f"after the step what it returns (in a Trainer: self.log, or a hook), or pass allow=({name!r},)"
-            )
-    for name, source in facts.executed.extensions.items():
-        if not is_allowed(name, allow):
-            yield (
-                f"the step calls {name}, a function of an extension module, at {source}: what it remembers is "
-                "compared by checks alone, and what it does to memory or on the host is not in a replay unless it "
-                "launches kernels. Register it as a torch operator (torch.library), or, if its results follow from "
-                f"its arguments, pass allow=({name!r},)"
-            )

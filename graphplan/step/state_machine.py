@@ -1,16 +1,15 @@
 """The state machine of a graphed step: eager warm-up, two traces, one capture, then replays; per key.
 
 Each of these is a real step on the batch it is given. A refusal before the first good replay raises and undoes its
-call; after it, the step goes on eagerly with one warning. :meth:`StateMachine._why_eager` has all reasons for which a
-call is eager.
+call; after it, the step goes on eagerly with one warning. :mod:`graphplan.step.reasons` has the table of all reasons
+for which a call is eager.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -22,7 +21,6 @@ from graphplan.errors import (
     EffectError,
     FeedError,
     GuardError,
-    NotCapturedError,
     OptionError,
     OutcomeError,
     PeerError,
@@ -31,11 +29,9 @@ from graphplan.errors import (
 )
 from graphplan.feed.buffers import Buffers
 from graphplan.feed.call_arguments import CallArguments, call_step
-from graphplan.feed.signature import Feed, asks_for_gradients, flatten
+from graphplan.feed.signature import Feed, flatten
 from graphplan.feed.unread import UnreadValues
-from graphplan.program.bindings import settle_companions
 from graphplan.program.faults import refusal_of
-from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.program.program import Program
 from graphplan.step.call_lock import running_step, runs_within_step
 from graphplan.step.compiled import CompiledModules
@@ -45,21 +41,14 @@ from graphplan.step.managed import Managed
 from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
-from graphplan.step.programs import Line, Programs
+from graphplan.step.programs import Programs
+from graphplan.step.reasons import Call, Reasons
 from graphplan.step.replays import Replays
-from graphplan.step.runner import ADVICE, Backends, Parts, Refusals, Runner, brought_to
-from graphplan.step.stages import Call, Stages
+from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
+from graphplan.step.stages import Stages
 
 _FRUITLESS, _COMPUTING = 8, 64
 """Refused calls in a row after which a step stands down, and calls that compute with a number that changes."""
-
-
-class Skip(NamedTuple):
-    """Why a call is eager, and how it runs."""
-
-    reason: SkipReason | None
-    detail: str
-    run: Callable[[Call, SkipReason | None, str], Any]
 
 
 class StateMachine:
@@ -102,6 +91,7 @@ class StateMachine:
         self.lookup = Lookup(parts)
         self.fast_path = FastPath(self.managed)
         self.timing: Timing = Timing(parts, gate=gate, opens=is_alone, serve=serve, stand_down=self.stand_down)
+        self.reasons = Reasons(self)
         self.calls = 0
         self.latest: Program | SkipReason | None = None
         """What ran in the latest call: a program, or Python, on the way to one (None) or for a reason."""
@@ -114,7 +104,7 @@ class StateMachine:
         # A step that is closed knows no call.
         known = None if kwargs else self.fast_path.find(args)
         if known is None:
-            return self._serve_any(Call(args, kwargs))
+            return self._serve_any(args, kwargs)
         kind, leaves = known
         self.programs.touch(kind.entry)
         self.latest = kind.program
@@ -126,17 +116,16 @@ class StateMachine:
             if kind.program.fits():
                 raise
             # Nothing has run, and the program is going to be dropped.
-            return self._serve_any(Call(args, kwargs))
-        return self._within_call(lambda: self._instead(Call(args, kwargs), kind.program, outcome))
+            return self._serve_any(args, kwargs)
+        return self._within_call(lambda: self._instead(Call(args, kwargs, self.unread), kind.program, outcome))
 
-    def _serve_any(self, call: Call) -> Any:
+    def _serve_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_closed:
             raise ClosedError("this step was closed; make a new one with graph_step")
-        if self.options.backend != "eager":
-            around = call.around = surroundings()
-            if around is not None and changing_mode() is not None and not runs_within_step():
-                self.refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")
-        return self._within_call(lambda: self._transit(call))
+        around = None if self.options.backend == "eager" else surroundings()
+        if around is not None and changing_mode() is not None and not runs_within_step():
+            self.refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")
+        return self._within_call(lambda: self._transit(Call(args, kwargs, self.unread, around)))
 
     def _within_call(self, run: Callable[[], Any]) -> Any:
         """Make what ``run`` calls a part of the step."""
@@ -151,195 +140,46 @@ class StateMachine:
 
     def _transit(self, call: Call) -> Any:
         """Run, trace, capture, replay or check."""
-        skip = self._why_eager(call)
-        if skip is None and call.program is not None:
-            try:
-                return self._replay(call, call.program)
-            except OutcomeError as error:
-                outcome = error.with_traceback(None)
-            return self._instead(call, call.program, outcome)
-        result = self._advance(call) if skip is None else self._run_eager(call, skip)
+        try:
+            self.latest, detail, way = self.reasons.of(call)
+        except RefusalError as error:
+            self.demote(error)
+            self.latest, detail, way = error.reason, str(error), self.refused
+        result = way(call, self.latest, detail)
         self.programs.attempts += call.is_on_way
         return result
 
-    def _run_eager(self, call: Call, skip: Skip) -> Any:
-        self.latest = skip.reason
-        return skip.run(call, skip.reason, skip.detail)
-
-    def _why_eager(self, call: Call) -> Skip | None:
-        """The first reason for which the call is eager; None if it is replayed, traced or captured.
-
-        What is found out of the call on the way is kept in it. An error refuses all calls of the step.
-        """
-        try:
-            skip = self._before_lookup(call) or self._by_entry(call)
-            return skip if skip is not None or call.program is not None else self._without_program(call)
-        except RefusalError as error:
-            self.demote(error)
-            return self._refused(error)
-
-    def _before_lookup(self, call: Call) -> Skip | None:
-        """Reasons for which no entry is looked for."""
-        options = self.options
-        if call.around is not None:
-            # Gradients may flow through calls for results; others are as their neighbours are.
-            return Skip(SkipReason.SURROUNDINGS, call.around, self._plainly if options.autograd else self._as_traced)
-        if options.backend == "eager":
-            return Skip(SkipReason.BACKEND_EAGER, "", self._untouched)
-        settle_companions()
-        call.feed, call.is_flat = flatten(call.args, call.kwargs, self.unread.keys), True
-        if options.autograd and any(map(asks_for_gradients, call.feed.leaves)):
-            return Skip(SkipReason.GRADIENT, "", self._plainly)
-        if options.asks_eager(self.calls, call.args, call.kwargs):
-            return Skip(SkipReason.EAGER_IF, "", self._as_traced)
-        if self.timing.begins(call.feed):
-            return Skip(None, "", self._as_stock)
-        self.managed.check_refusal()
-        is_turned_away = self.programs.turns_away(self.lookup.geometry(call.feed))
-        return Skip(SkipReason.MAX_GRAPHS, "", self._plainly) if is_turned_away else None
-
-    def _by_entry(self, call: Call) -> Skip | None:
-        """Reasons for calls of the same key. Finds the entry, and perhaps a program."""
-        if not self._find(call):
-            return Skip(SkipReason.SHAPE, "", self._as_traced)
-        # To look for an entry may refuse the step.
-        self.managed.check_refusal()
-        entry, program = call.entry, call.program
-        if entry.outside:
-            return Skip(SkipReason.GRADIENT, "", self._plainly)
-        if entry.refusal is not None:
-            self.programs.close(entry)
-            return self._refused(entry.refusal)
-        if entry.answers in entry.refused:
-            return self._refused(entry.refused[entry.answers])
-        number = entry.newly_computes_with()
-        if number is not None:
-            return self._computing_with(number)
-        if self.timing.opens and not entry.is_decided and entry.gate is None:
-            entry.gate = self.timing.gate_of_calls(self.lookup.moved(call.feed))
-            entry.is_decided = entry.gate is None
-        if entry.gate is not None and entry.gate.eager is None:
-            return Skip(None, "", partial(self._timed, entry.gate))
-        misfit = None if program is None else program.misfit(call.feed)
-        if program is None or misfit is None:
-            return None
-        if program.inputs.adopted:
-            self.refusals.warn(f"graphplan runs calls eagerly: {misfit}")
-        return Skip(SkipReason.FEED, misfit, self._as_traced)
-
-    def _computing_with(self, path: str) -> Skip:
-        """As comparisons with an owner's number come out now, the step's code computes with that number."""
-        detail = f"the step's code computes with {path}, as its comparisons with it come out in these calls"
-        if not self.programs.all():
-            self.refusals.warn(
-                f"graphplan runs calls eagerly: {detail}; those for which they come out otherwise are replayed"
-            )
-        self._computing = self._next_in_row(self._computing)
-        if self._computing[0] >= _COMPUTING and self.timing.down_because is None:
-            self.stand_down(SkipReason.HOST_SCALAR, detail)
-        return Skip(SkipReason.HOST_SCALAR, detail, self._as_traced)
-
-    def _find(self, call: Call) -> bool:
-        """Find a call's entry, and perhaps a program. Return False if what the step reads of its batch takes no known
-        way through it, and no other one is traced.
-        """
-        base, call.program = self.lookup.find(call.feed)
-        call.entry = base
-        if base.batch is None or base.refusal is not None:
-            return True
-        feed = base.batch.extend(self.lookup.moved(call.feed))
-        if feed is None and base.batch.is_over:
-            base.refusal = base.batch.refusal
-            self.refusals.refuse(base.refusal)
-        elif feed is None:
-            return not base.batch.is_full
-        else:
-            entry, program = self.lookup.find(feed, base)
-            if base.batch is not None:
-                call.feed, call.entry, call.program = feed, entry, program
-        return True
-
-    def _without_program(self, call: Call) -> Skip | None:
-        """Reasons for which a call without a program is neither traced nor captured."""
-        entry, call.feed = call.entry, self.lookup.moved(call.feed)
-        overdue = self.programs.check_due(call.feed)
-        if overdue is not None:
-            if self.options.on_failure == "raise":
-                raise NotCapturedError(f"{overdue}. {ADVICE}")
-            self.refusals.warn(f"graphplan runs this step eagerly: {overdue}")
-            self.stand_down(SkipReason.SHAPE, str(overdue))
-            return Skip(SkipReason.SHAPE, str(overdue), self._plainly)
-        if not self.programs.has_room(entry):
-            return Skip(SkipReason.MAX_GRAPHS, "", self._plainly)
-        if self.programs.waits(entry):
-            return Skip(SkipReason.SHAPE, "", self._plainly)
-        self.programs.check_churn()
-        self.stages.check_changes(entry)
-        if self.peers is not None and not self.peers.may_advance(is_planned=bool(entry.plans)):
-            return Skip(SkipReason.PEERS, "", self._as_traced)
-        call.is_on_way = True
-        if not entry.eager_calls:
-            self.programs.count_new()
-        if self._is_cold(call):
-            return Skip(None, "", self._warm_up)
-        plan = call.line.plan
-        if plan is None:
-            return None
-        if plan.shared_leaves(call.feed, call.walk) != plan.shared:
-            return Skip(SkipReason.FEED, MEMORY_IS_FED, self._as_traced)
-        cramped = self.memory.make(entry, plan, self.runner.backend)
-        if cramped is None:
-            return None
-        # No fault of the step's: nothing to raise.
-        self.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
-        return Skip(cramped.reason, str(cramped), self._plainly)
-
-    def _is_cold(self, call: Call) -> bool:
-        """Whether the call is one of the first of its key, which are eager. Finds the line of one that is not."""
-        entry = call.entry
-        if not self.stages.is_ready(entry):
-            return True
-        variant = self.managed.grad_presence()
-        line = call.line = entry.lines.setdefault(variant, Line())
-        with no_collections():
-            walk = call.walk = self.managed.walk_of_call()
-        gone = next((path for path in line.state if path not in walk.slots), None)
-        if gone is not None:
-            # A recording would make it anew in every replay.
-            self.stats.note(f"traced anew: {gone} is gone, which only an eager step can make", "traces")
-            del entry.lines[variant]
-        return gone is not None
-
-    def _plainly(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    def plainly(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """With no program to come, so learning rates are numbers."""
         return self.runner.eager(self._arguments_of(call), reason, detail)
 
-    def _as_traced(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    def as_traced(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """As the steps that programs are compared with."""
         return self.runner.eager(self._arguments_of(call), reason, detail, managed=True)
 
-    def _untouched(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    def untouched(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """The function and nothing else."""
         result = call_step(self.runner.fn, call.args, call.kwargs)
         self.runner.count_eager(reason)
         return result
 
-    def _as_stock(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    def as_stock(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """The first call that is timed, before anything of the step's is prepared."""
         self.calls -= 1
         assert self.timing.way is not None
         return self.timing.way(call.args, call.kwargs)
 
-    def _timed(self, gate: Gate, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    def timed(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """The function alone, timed by the gate of its key."""
-        fed = self._arguments_of(call)
+        gate, fed = call.entry.gate, self._arguments_of(call)
+        assert gate is not None
         start = gate.begin()
         result = self.runner.call(fed)
         gate.end_eager(start)
         self.runner.count_eager(None)
         return result
 
-    def _warm_up(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    def warm_up(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """The first calls of a key, which take in the owners that the step uses."""
         self.fast_path.forget()
         entry, known = call.entry, len(self.managed.owners)
@@ -351,48 +191,58 @@ class StateMachine:
 
     def _arguments_of(self, call: Call) -> CallArguments:
         """What Python is called with: on the step's device, if ``device=`` is given."""
-        if not call.is_flat:
+        if "feed" not in vars(call):
             return brought_to(self.options.feed_device, call.args, call.kwargs)
         return CallArguments.of(self.lookup.moved(call.feed))
 
-    def _refused(self, error: RefusalError) -> Skip:
-        """An eager call because of ``error``: calls like it may never have a program."""
-        return Skip(error.reason, str(error), lambda call, reason, detail: self._run_refused(error, call))
-
-    def _run_refused(self, error: RefusalError, call: Call) -> Any:
-        """An eager call because of ``error``."""
-        result = self._plainly(call, error.reason, str(error))
-        self._count_refused(error)
+    def refused(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+        """An eager call because of an error: calls like it may never have a program."""
+        result = self.plainly(call, reason, detail)
+        self._count_refused(reason, detail)
         return result
+
+    def count_computing(self, detail: str) -> None:
+        """Stand down after many calls in a row that compute with a number that changes."""
+        self._computing = self._next_in_row(self._computing)
+        if self._computing[0] >= _COMPUTING and self.timing.down_because is None:
+            self.stand_down(SkipReason.HOST_SCALAR, detail)
 
     def _next_in_row(self, before: tuple[int, int]) -> tuple[int, int]:
         """The number of a call in its row, which a capture or a replay ends, and how many of these there were."""
         progress = self.stats.captured + self.stats.replayed
         return before[0] + 1 if before[1] == progress else 1, progress
 
-    def _count_refused(self, error: RefusalError, *, is_traced: bool = False) -> None:
+    def _count_refused(self, reason: SkipReason | None, detail: str, *, is_traced: bool = False) -> None:
         """Stand down after several refused calls in a row. A trace of one more signature is no progress: most likely it
         is refused as well. Once one was, at the same place, others need not be tried.
         """
         count, progress = self._next_in_row(self._fruitless)
         if is_traced:
-            count += _FRUITLESS * (count > 1 and self._refused_by == str(error))
-            self._refused_by = str(error)
+            count += _FRUITLESS * (count > 1 and self._refused_by == detail)
+            self._refused_by = detail
         self._fruitless = count, progress
         if count >= _FRUITLESS and self.timing.down_because is None and not self.programs.all():
-            self.stand_down(error.reason, str(error))
+            self.stand_down(reason, detail)
+
+    def replay(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+        """A replay, checked if that is due, or timed; an eager step where the step branches otherwise."""
+        program = self.latest = call.program
+        assert program is not None
+        try:
+            return self._replay(call, program)
+        except OutcomeError as error:
+            outcome = error.with_traceback(None)
+        return self._instead(call, program, outcome)
 
     def _replay(self, call: Call, program: Program) -> Any:
-        entry, feed = call.entry, call.feed
-        self.latest = program
         if self.replays.is_due(program):
             with no_collections():
                 return self._check(call, program)
-        if entry.gate is not None:
-            return self._replay_timed(call, program, entry.gate)
+        if call.entry.gate is not None:
+            return self._replay_timed(call, program, call.entry.gate)
         if not call.kwargs and self.options.eager_if is None:
-            self.fast_path.remember(call.args, feed, entry, program)
-        return self.replays.replay(program, feed.leaves)
+            self.fast_path.remember(call.args, call.feed, call.entry, program)
+        return self.replays.replay(program, call.feed.leaves)
 
     def _replay_timed(self, call: Call, program: Program, gate: Gate) -> Any:
         """A replay that the gate of its key times."""
@@ -416,7 +266,8 @@ class StateMachine:
         except PeerError as refusal:
             self.programs.forget()
             self.demote(refusal)
-            return self._run_eager(call, self._refused(refusal))
+            self.latest = refusal.reason
+            return self.refused(call, refusal.reason, str(refusal))
         self.memory.after_check(self.runner.backend)
         if error is not None and is_needed:
             # One trace could not tell; two will, and name the culprit.
@@ -437,8 +288,6 @@ class StateMachine:
         user's errors come without ours. If that happens often, further calls are eager from the next one on.
         """
         self.latest = None
-        if not call.is_flat:
-            call.feed, call.is_flat = flatten(call.args, call.kwargs, self.unread.keys), True
         result = self.replays.instead(program, self.lookup.moved(call.feed), outcome)
         entry = self.programs.entry_of(program)
         if entry is not None and self.replays.is_fickle(program):
@@ -447,16 +296,15 @@ class StateMachine:
             self.refusals.warn(f"graphplan runs this step eagerly: {outcome.refusal}")
         return result
 
-    def _advance(self, call: Call) -> Any:
+    def advance(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """A trace or a capture, which may evict other programs."""
-        self.latest = None
         self.fast_path.forget()
         entry, captured = call.entry, self.stats.captured
         with no_collections():
             result = self.stages.advance(call)
             if self.stats.captured == captured:
                 if entry.refusal is not None:
-                    self._count_refused(entry.refusal, is_traced=True)
+                    self._count_refused(entry.refusal.reason, str(entry.refusal), is_traced=True)
                 return result
             program = call.line.program
             assert program is not None
@@ -495,7 +343,7 @@ class StateMachine:
                 self.stand_down(refusal.reason, str(refusal))
             try:
                 own = (args, kwargs) if self.timing.leave is None else self.timing.leave(args, kwargs)
-                self._run_refused(refusal, Call(*own))
+                self.refused(Call(*own, self.unread), refusal.reason, str(refusal))
             except Exception:
                 if self.runner.outcome is None:
                     raise
@@ -516,11 +364,11 @@ class StateMachine:
             return None
         return program, self.lookup.moved(feed)
 
-    def stand_down(self, reason: SkipReason, detail: str, **options: Any) -> None:
+    def stand_down(self, reason: SkipReason | None, detail: str) -> None:
         """Drop programs and buffers, undo the preparation of optimizers, and call the step's function alone."""
         with ExitStack() as parts:
             # Whichever of them raises, the step is stock in the end.
-            parts.callback(self.timing.be_stock, reason, detail, **options)
+            parts.callback(self.timing.be_stock, reason, detail)
             parts.callback(self.managed.stand_down, is_by_time=reason in (SkipReason.BUSY, SkipReason.SLOWER))
             parts.callback(self.buffers.clear)
             self.latest = None

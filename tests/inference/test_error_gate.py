@@ -47,7 +47,7 @@ def _drive(call: Any) -> list[Tensor]:
 
 
 BEFORE = {
-    "exact": ["inference.graphed:plain", "step.state_machine:flatten", "step.lookup:Lookup.find", "step.managed:trace",
+    "exact": ["inference.graphed:plain", "step.reasons:flatten", "step.lookup:Lookup.find", "step.managed:trace",
               "step.stages:capture_program"],
     "bucket": ["step.padding:Padding.kind",
                "step.padding:Padding.kind", "step.padding:Padding._learn", "step.padding:Padding.pad",

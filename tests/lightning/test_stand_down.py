@@ -19,7 +19,7 @@ from torch.optim import AdamW, optimizer
 from graphplan import GraphPlanCallback, SkipReason
 from graphplan.program.program import Program
 from graphplan.step.gate import SKIPPED, STEPS
-from tests.clocks import Clock
+from tests.clocks import Clock, set_clock
 from tests.crossing import each
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape
 from tests.lightning.rows_of_parts import Manual
@@ -84,9 +84,7 @@ def pictured(
     replay: float = 5.0, at: int = CALLS - 5, idle: float = 1.0, **options: Any,
 ) -> Any:  # fmt: skip
     """A fit, and what there was on its objects before a late batch."""
-    clock = Clock(idle)
-    for place in ("graphplan.callback.callback.Clock", "graphplan.callback.evaluation.Clock"):
-        monkeypatch.setattr(place, lambda device: clock)
+    clock = set_clock(monkeypatch, Clock(idle))
     picture = Picture(callback, clock, replay, at)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -156,7 +154,7 @@ def test_a_fit_that_pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 def test_a_busy_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is ever installed; steps are timed again when an epoch begins, long after."""
-    monkeypatch.setattr("graphplan.callback.callback.AGAIN", 30)
+    monkeypatch.setattr("graphplan.step.gate.AGAIN", 30)
     callback = tape(min_speedup=1.0)
     expected, stock, _ = pictured(monkeypatch, tmp_path / "eager", LitDigits, None, max_epochs=8)
     found, left, clock = pictured(monkeypatch, tmp_path / "graphed", LitDigits, callback, idle=0.01, max_epochs=8)
@@ -180,8 +178,7 @@ def test_accumulated_steps_are_timed_in_whole_periods(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("replay", [0.25, 5.0])
 def test_validation_has_a_gate_of_its_own(replay: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its first calls are Lightning's own and timed; where replays are slower, its method is Lightning's own again."""
-    clock = Clock(passes=lambda: replay if callback.eval_stats.captured else 1.0)
-    monkeypatch.setattr("graphplan.callback.evaluation.Clock", lambda device: clock)
+    set_clock(monkeypatch, Clock(passes=lambda: replay if callback.eval_stats.captured else 1.0))
     monkeypatch.setattr("graphplan.callback.callback.GraphPlanCallback._time_eager_steps", lambda self, gate: None)
     callback = tape(min_speedup=1.0, eval=True)
     own: list[bool] = []

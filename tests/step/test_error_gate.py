@@ -67,7 +67,8 @@ BEFORE: dict[str, list[str]] = {
         "walk_owners", "runs_compiled", "Managed.take_names", "Managed.refresh", "Managed.fingerprint",
         "Managed.next_fingerprint", "Managed.grad_presence", "Managed.rows", "trace",
     ],
-    "graphplan.step.state_machine": ["no_collections", "flatten", "settle_companions"],
+    "graphplan.step.state_machine": ["no_collections"],
+    "graphplan.step.reasons": ["flatten", "settle_companions"],
     "graphplan.feed.unread": ["leaf_key"],
     "graphplan.step.lookup": ["Lookup.find", "Lookup.geometry", "Lookup.keep", "check_feed", "KnownCall.take",
                               "FastPath.remember"],
@@ -77,7 +78,7 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.program.guards": ["Guards.hold"],
     "graphplan.program.program": ["Program.fits", "Program.misfit", "Program.run_recorded"],
     "graphplan.step.stages": [
-        "Snapshot", "with_placeholders", "capture_program", "build_plan", "_omissions",
+        "Snapshot", "with_placeholders", "capture_program", "build_plan", "omissions",
         "check_threads",
     ],
     "graphplan.step.memory_budget": ["MemoryBudget.make", "MemoryBudget.settle"],

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import graphplan.step.state_machine as graphed
+import graphplan.step.reasons as graphed
 from graphplan import GraphedStep, Program, graph_step
 from tests.facts import assert_same, flatten
 

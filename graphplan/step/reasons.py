@@ -1,0 +1,218 @@
+"""Why a call is eager, and how it runs: one table for each step, read from top to bottom; the first row that applies
+decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from graphplan.environment.collector import no_collections
+from graphplan.errors import NotCapturedError, RefusalError, SkipReason
+from graphplan.feed.signature import Feed, asks_for_gradients, flatten
+from graphplan.feed.unread import UnreadValues
+from graphplan.owners.slots import Walk
+from graphplan.program.bindings import settle_companions
+from graphplan.program.inputs import MEMORY_IS_FED
+from graphplan.program.program import Program
+from graphplan.step.programs import Entry, Line
+from graphplan.step.runner import ADVICE
+
+if TYPE_CHECKING:
+    from graphplan.step.state_machine import StateMachine
+
+
+@dataclass
+class Call:
+    """One call, and what is found out about it on its way to a program. ``around`` is what is active around it.
+    ``walk`` is over the owners as they are before it.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    unread: UnreadValues
+    around: str | None = None
+    entry: Entry = field(init=False)
+    program: Program | None = None
+    line: Line = field(init=False)
+    walk: Walk = field(init=False)
+    is_on_way: bool = False
+
+    @cached_property
+    def feed(self) -> Feed:
+        """What it is fed, once earlier replays have nothing left to do."""
+        settle_companions()
+        return flatten(self.args, self.kwargs, self.unread.keys)
+
+
+Found = str | RefusalError | None
+"""The wording for reports (empty: that of the reason), or an error with a reason of its own; None: another row's."""
+Way = Callable[[Call, SkipReason | None, str], Any]
+
+
+def _when(condition: object) -> Found:
+    return "" if condition else None
+
+
+class Reasons:
+    """The table of one ``step``: a reason (None: an error's own, or none), what finds it, how the call runs. An error
+    without a way refuses all calls of the step.
+    """
+
+    def __init__(self, step: StateMachine) -> None:
+        self._step = step
+        options, managed, programs, timing, on = step.options, step.managed, step.programs, step.timing, SkipReason
+        self._table: tuple[tuple[SkipReason | None, Callable[[Call], Found], Way | None], ...] = (
+            # Gradients may flow through calls for results; others are as their neighbours are.
+            (on.SURROUNDINGS, lambda call: call.around, step.plainly if options.autograd else step.as_traced),
+            (on.BACKEND_EAGER, lambda call: _when(options.backend == "eager"), step.untouched),
+            # What the call is fed.
+            (on.GRADIENT, self._asks_for_gradients, step.plainly),
+            (on.EAGER_IF, lambda call: _when(options.asks_eager(step.calls, call.args, call.kwargs)), step.as_traced),
+            (None, lambda call: _when(timing.begins(call.feed)), step.as_stock),
+            (None, lambda call: managed.refusal, None),
+            (on.MAX_GRAPHS, lambda call: _when(programs.turns_away(step.lookup.geometry(call.feed))), step.plainly),
+            # Its entry, and perhaps a program. To look for them may refuse the step.
+            (on.SHAPE, self._takes_no_known_way, step.as_traced),
+            (None, lambda call: managed.refusal, None),
+            (on.GRADIENT, lambda call: _when(call.entry.outside), step.plainly),
+            (None, self._is_refused, step.refused),
+            (on.HOST_SCALAR, self._computes_with, step.as_traced),
+            (None, self._is_timed, step.timed),
+            (on.FEED, self._misfit, step.as_traced),
+            (None, lambda call: _when(call.program), step.replay),
+            # Calls without a program.
+            (on.SHAPE, self._is_overdue, step.plainly),
+            (on.MAX_GRAPHS, lambda call: _when(not programs.has_room(call.entry)), step.plainly),
+            (on.SHAPE, lambda call: _when(programs.waits(call.entry)), step.plainly),
+            (None, lambda call: programs.churn() or step.stages.change(call.entry), None),
+            (on.PEERS, self._waits_for_peers, step.as_traced),
+            (None, self._is_cold, step.warm_up),
+            (None, lambda call: _when(call.line.plan is None), step.advance),
+            (on.FEED, self._is_fed_owners_memory, step.as_traced),
+            (None, self._is_cramped, step.plainly),
+            (None, lambda call: "", step.advance),
+        )
+
+    def of(self, call: Call) -> tuple[SkipReason | None, str, Way]:
+        """The first row that applies to a call. Raises RefusalError if the step is refused."""
+        for reason, find, way in self._table:
+            found = find(call)
+            if found is None:
+                continue
+            if isinstance(found, str):
+                assert way is not None
+                return reason, found, way
+            if way is None:
+                raise found
+            return found.reason, str(found), way
+        raise AssertionError("the last row applies to every call")
+
+    def _asks_for_gradients(self, call: Call) -> Found:
+        return _when(self._step.options.autograd and any(map(asks_for_gradients, call.feed.leaves)))
+
+    def _waits_for_peers(self, call: Call) -> Found:
+        peers = self._step.peers
+        return _when(peers is not None and not peers.may_advance(is_planned=bool(call.entry.plans)))
+
+    def _takes_no_known_way(self, call: Call) -> Found:
+        """Find a call's entry, and perhaps a program; applies if what the step reads of its batch takes no known way
+        through it, and no other one is traced.
+        """
+        lookup = self._step.lookup
+        base, call.program = lookup.find(call.feed)
+        call.entry = base
+        if base.batch is None or base.refusal is not None:
+            return None
+        feed = base.batch.extend(lookup.moved(call.feed))
+        if feed is None and base.batch.is_over:
+            base.refusal = base.batch.refusal
+            self._step.refusals.refuse(base.refusal)
+        elif feed is None:
+            return _when(base.batch.is_full)
+        else:
+            entry, program = lookup.find(feed, base)
+            if base.batch is not None:
+                call.feed, call.entry, call.program = feed, entry, program
+        return None
+
+    def _is_refused(self, call: Call) -> Found:
+        entry = call.entry
+        if entry.refusal is not None:
+            self._step.programs.close(entry)
+        return entry.refusal or entry.refused.get(entry.answers)
+
+    def _computes_with(self, call: Call) -> Found:
+        """The step's code computes with an owner's number, as comparisons with it come out now."""
+        path = call.entry.newly_computes_with()
+        if path is None:
+            return None
+        detail = f"the step's code computes with {path}, as its comparisons with it come out in these calls"
+        if not self._step.programs.all():
+            self._step.refusals.warn(
+                f"graphplan runs calls eagerly: {detail}; those for which they come out otherwise are replayed"
+            )
+        self._step.count_computing(detail)
+        return detail
+
+    def _is_timed(self, call: Call) -> Found:
+        """Open the gate of the call's key, if its replays have to pay; applies to calls for the eager time."""
+        entry, timing = call.entry, self._step.timing
+        if timing.opens and not entry.is_decided and entry.gate is None:
+            entry.gate = timing.gate_of_calls(self._step.lookup.moved(call.feed))
+            entry.is_decided = entry.gate is None
+        return _when(entry.gate is not None and entry.gate.eager is None)
+
+    def _misfit(self, call: Call) -> Found:
+        misfit = None if call.program is None else call.program.misfit(call.feed)
+        if misfit is not None and call.program is not None and call.program.inputs.adopted:
+            self._step.refusals.warn(f"graphplan runs calls eagerly: {misfit}")
+        return misfit
+
+    def _is_overdue(self, call: Call) -> Found:
+        """No program has come in time. Raises that, if refusals are raised."""
+        step = self._step
+        call.feed = step.lookup.moved(call.feed)
+        overdue = step.programs.check_due(call.feed)
+        if overdue is None:
+            return None
+        if step.options.on_failure == "raise":
+            raise NotCapturedError(f"{overdue}. {ADVICE}")
+        step.refusals.warn(f"graphplan runs this step eagerly: {overdue}")
+        step.stand_down(SkipReason.SHAPE, str(overdue))
+        return str(overdue)
+
+    def _is_cold(self, call: Call) -> Found:
+        """Applies to the first calls of a key. Finds the line of others."""
+        step, entry = self._step, call.entry
+        call.is_on_way = True
+        if not entry.eager_calls:
+            step.programs.count_new()
+        if not step.stages.is_ready(entry):
+            return ""
+        variant = step.managed.grad_presence()
+        line = call.line = entry.lines.setdefault(variant, Line())
+        with no_collections():
+            walk = call.walk = step.managed.walk_of_call()
+        gone = next((path for path in line.state if path not in walk.slots), None)
+        if gone is not None:
+            # A recording would make it anew in every replay.
+            step.stats.note(f"traced anew: {gone} is gone, which only an eager step can make", "traces")
+            del entry.lines[variant]
+        return _when(gone is not None)
+
+    def _is_fed_owners_memory(self, call: Call) -> Found:
+        plan = call.line.plan
+        is_other = plan is not None and plan.shared_leaves(call.feed, call.walk) != plan.shared
+        return MEMORY_IS_FED if is_other else None
+
+    def _is_cramped(self, call: Call) -> Found:
+        step, plan = self._step, call.line.plan
+        assert plan is not None
+        cramped = step.memory.make(call.entry, plan, step.runner.backend)
+        if cramped is not None:
+            # No fault of the step's: nothing to raise.
+            step.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
+        return cramped
