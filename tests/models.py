@@ -284,3 +284,29 @@ def attributes(**values: Any) -> Callable[[nn.Module], None]:
 def update_by_number(param: Tensor, mean: Tensor, lr: float, step: int) -> None:
     """What an optimizer has in a file of its own, as third parties do: a number that changes in each step."""
     param.add_(mean, alpha=-lr / (1 - 0.9**step))
+
+
+def keeping_rig(
+    body: Callable[[Any, Tensor, Tensor, Tensor], Any],
+    calls: int,
+    after: Callable[[Any, int], object] = lambda model, index: None,
+    **kept: Any,
+) -> Rig:
+    """Steps of a classifier that end with ``body(model, loss, scores, y)``; ``kept`` are attributes of the model."""
+    model: Any = nn.Module()
+    model.layer = nn.Linear(8, 3)
+    for name, value in kept.items():
+        setattr(model, name, value)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.5, fused=True)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        optimizer.zero_grad()
+        scores = model.layer(x)
+        loss = F.cross_entropy(scores, y)
+        loss.backward()
+        optimizer.step()
+        return body(model, loss, scores, y)
+
+    batches = [(torch.randn(6, 8), torch.randint(3, (6,))) for _ in range(calls)]
+    owners, extra = {"model": model, "optimizer": optimizer}, {"kept": model.__dict__}
+    return Rig(step, owners, batches, after=partial(after, model), extra=extra)

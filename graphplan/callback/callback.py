@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from graphplan.callback.callback_options import CallbackOptions, Components
+from graphplan.callback.callback_options import CallbackOptions
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.gates import closed_loop, closed_to_all, closed_to_training, keeps_stock_transfer
 from graphplan.callback.kept_patches import LaggingSigterm, fused_clipping
@@ -35,7 +35,6 @@ from graphplan.report.rendering import check_format, report_of_runs
 from graphplan.report.stats import Stats
 from graphplan.specs.options import takes, with_arguments
 from graphplan.step.gate import Gate
-from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.peers import find_peers
 from graphplan.step.runner import Backends
 
@@ -84,21 +83,14 @@ class GraphPlanCallback(Callback):
     @takes(CallbackOptions)
     def __init__(self, given: CallbackOptions) -> None:
         super().__init__()
-        # A callback for the other package is made with the same arguments.
-        self._given = {each.name: getattr(given, each.name) for each in fields(given)}
-        self.options = given.of_step()
-        self.components = Components.parse(given.components)
-        self.variant = given.variant
-        self.eval, self.loop, self.transfer = given.eval, given.loop, given.transfer
-        self._logs_figures = given.log
-        self._eval_policy = given.policy_of("inference")
+        self._given, self.options = given, given.of_step()
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
         self._earlier: deque[tuple[str, Figures]] = deque(maxlen=_RUNS)
         self._backends = Backends()
-        self._patches: list[Any] = []
-        self._kept: list[Any] = []
-        self._down: list[GraphedStep] = []
+        self._patches = ExitStack()
+        self._kept = ExitStack()
+        """What is undone at the end of a fit, however its seam ends."""
         self._stock = StockBatches()
         self._gate: Gate | None = None
 
@@ -166,7 +158,7 @@ class GraphPlanCallback(Callback):
         if type(self) is GraphPlanCallback and GraphPlanCallback is not callback_class(name):
             # The Trainer is of the other package, so the callback becomes one of that package's.
             self.__class__ = callback_class(name)
-            self.__init__(**self._given)  # type: ignore[misc]
+            self.__init__(**vars(self._given))  # type: ignore[misc]
             self.setup(trainer, pl_module, stage)
             return
         callbacks: list[Any] = vars(trainer)["callbacks"]
@@ -188,7 +180,7 @@ class GraphPlanCallback(Callback):
     def _start_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stock = StockBatches(trainer)
         is_eager = self.options.backend == "eager"
-        reason = None if is_eager else closed_to_training(trainer, pl_module, self.components)
+        reason = None if is_eager else closed_to_training(trainer, pl_module, self._given.sides)
         if reason is not None:
             self._refuse(_TRAINING, reason)
             return
@@ -233,14 +225,15 @@ class GraphPlanCallback(Callback):
     def _install_training(self, trainer: Trainer, pl_module: LightningModule, gate: Gate | None = None) -> None:
         """Install the seam and all patches that belong to it."""
         _put(self._patches, LazyNumbers(trainer, self._recover), *ThrottledBar(trainer).patches)
-        reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
+        given = self._given
+        reason = closed_loop(trainer, pl_module) if given.loop == "auto" else "loop='stock'"
         # Steps copy batches to the device themselves if no hook or transfer needs them there before.
-        asks = self.options.eager_if is not None or self.variant is not None
-        may = reason is None and not asks and self.transfer == "auto"
+        asks = given.eager_if is not None or given.variant is not None
+        may = reason is None and not asks and given.transfer == "auto"
         direct = may and keeps_stock_transfer(trainer, pl_module) is None
         options = replace(self.options, device=trainer.strategy.root_device) if direct else self.options
-        run = Run(trainer, pl_module, options, self._backends, self._stand_down, self._recover, self.variant, gate)
-        seam = AutomaticSeam(run, self.components) if pl_module.automatic_optimization else ManualSeam(run)
+        run = Run(trainer, pl_module, options, self._backends, self._stand_down, self._recover, given.variant, gate)
+        seam = AutomaticSeam(run, given.sides) if pl_module.automatic_optimization else ManualSeam(run)
         self._install(_TRAINING, seam)
         if self.options.prefetch and not direct:
             seam.notes.append("prefetch does nothing: the step is not given batches in host memory")
@@ -277,7 +270,7 @@ class GraphPlanCallback(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the seam of evaluation, if it is not there."""
-        if not self.eval or _EVALUATION in self._seams or self.options.backend == "eager":
+        if not self._given.eval or _EVALUATION in self._seams or self.options.backend == "eager":
             return
         self._begin_figures(_EVALUATION)
         with self._refusing(_EVALUATION):
@@ -285,7 +278,7 @@ class GraphPlanCallback(Callback):
             if reason is not None:
                 self._refuse(_EVALUATION, reason)
                 return
-            options = replace(self.options, policy=self._eval_policy)
+            options = replace(self.options, policy=self._given.policy_of("inference"))
             run = Run(trainer, pl_module, options, self._backends, lambda *why: self._take_off(_EVALUATION))
             self._install(_EVALUATION, EvaluationSeam(run))
 
@@ -323,10 +316,7 @@ class GraphPlanCallback(Callback):
         """Remove the seams and keep their figures."""
         self._take_off(_TRAINING)
         self._take_off(_EVALUATION)
-        while self._down:
-            self._down.pop().close()
-        while self._kept:
-            self._kept.pop().remove()
+        self._kept.close()
         vars(self).pop(_STEP_ENDS, None)
         if self._gate is not None:
             self._gate.cancel()
@@ -336,18 +326,19 @@ class GraphPlanCallback(Callback):
 
     def _take_off(self, part: str) -> None:
         """Remove a seam with all that belongs to it, and keep its figures."""
-        while part == _TRAINING and self._patches:
-            self._patches.pop().remove()
+        if part == _TRAINING:
+            self._patches.close()
         seam = self._seams.pop(part, None)
         if seam is not None:
             programs = seam.describe_programs()
-            self._down += seam.take_off()
+            for step in seam.take_off():
+                self._kept.callback(step.close)
             self._figures[part] = replace(seam.figures, programs=programs)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what the fit's steps were, if that is asked for."""
-        if self._logs_figures:
+        if self._given.log:
             stats = self.stats
             values = {"replayed_share": stats.replayed / max(1, stats.calls), "recaptures": float(stats.recaptured)}
             replayed = stats.step_us("replayed")
@@ -388,14 +379,14 @@ class GraphPlanCallback(Callback):
         """The figures of a running fit, without the seam and all else that leads to the Trainer or the module."""
         state = {name: value for name, value in vars(self).items() if name not in (*_LIGHTNINGS_OWN, _STEP_ENDS)}
         figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
-        fresh = {"_seams": {}, "_backends": Backends(), "_patches": [], "_kept": [], "_gate": None, "_down": []}
+        fresh = {"_seams": {}, "_backends": Backends(), "_patches": ExitStack(), "_kept": ExitStack(), "_gate": None}
         return {**state, **fresh, "_figures": figures, "_stock": StockBatches()}
 
 
-def _put(patches: list[Any], *more: Any) -> None:
-    """Install patches, and note them to be removed."""
-    for patch in more:
-        patches.append(patch)
+def _put(stack: ExitStack, *patches: Any) -> None:
+    """Install patches, until the stack is closed."""
+    for patch in patches:
+        stack.callback(patch.remove)
         patch.install()
 
 

@@ -88,6 +88,12 @@ class CallbackOptions(TrainingOptions):
         for name in ("loop", "transfer"):
             if getattr(self, name) not in ("auto", "stock"):
                 raise OptionError(f"{name} is {getattr(self, name)!r}; expected 'auto' or 'stock'")
+        Components.parse(self.components)
+
+    @property
+    def sides(self) -> Components:
+        """What is captured of a step."""
+        return Components.parse(self.components)
 
     def of_step(self) -> Options:
         """The options of a training step."""

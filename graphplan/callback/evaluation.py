@@ -56,14 +56,10 @@ class EvaluationSeam(Seam):
         self._enter(kwargs.get("batch_idx", 0), kwargs)
         step = self._by_hook.get(hook)
         if step is None:
-            step = self._by_hook[hook] = self._make(self._owners({}))
+            step = self._by_hook[hook] = self._make(self._owners({}), gate)
         result = self._through(step, kwargs, (kwargs.get("dataloader_idx"), self._trainer.sanity_checking))
         self._look_at(step)
         return result
-
-    @override
-    def _gate(self) -> Gate | None:
-        return self._gates.get(self._hook)
 
     @override
     def _look_at(self, step: GraphedStep) -> None:

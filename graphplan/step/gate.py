@@ -137,11 +137,10 @@ class Gate:
     @property
     def is_busy(self) -> bool:
         """Whether the device was busy for nearly all of the eager steps' time, on all ranks."""
-        busy = self.idle <= _MOST_IDLE
-        return busy if self._peers is None else self._agree(self._peers, "busy", busy)
+        return self._agree("busy", self.idle <= _MOST_IDLE)
 
-    def _agree(self, peers: Peers, what: str, answer: bool) -> bool:
-        return peers.vote(f"{what} {self._number}", answer, _PATIENCE) is True
+    def _agree(self, what: str, answer: bool) -> bool:
+        return answer if self._peers is None else self._peers.vote(f"{what} {self._number}", answer, _PATIENCE) is True
 
     def begin(self) -> float:
         """A step or call begins; the result is passed to ``end_eager`` or ``end_replay``."""
@@ -195,15 +194,12 @@ class Gate:
         if seconds is None:
             return None
         self._windows.append(seconds)
-        needed = min(self._windows) * self._least
-        is_slower = needed > self.eager
-        if self._peers is not None:
-            if len(self._windows) < _WINDOWS:
-                return None
-            return not self._agree(self._peers, "slower", is_slower)
-        if not is_slower:
+        needed, is_last = min(self._windows) * self._least, len(self._windows) == _WINDOWS
+        if self._peers is not None and not is_last:
+            return None
+        if not self._agree("slower", needed > self.eager):
             return True
-        return False if len(self._windows) == _WINDOWS or needed > self.eager * _CLEAR else None
+        return False if is_last or needed > self.eager * _CLEAR else None
 
     def cancel(self) -> None:
         """Something else has run: a loop is measured anew, and that call is not counted."""

@@ -150,13 +150,12 @@ class GraphedStep(CallLock, Reports):
 
     @property
     def is_down(self) -> bool:
-        """Whether calls are calls of the step's function, and nothing else, because of :attr:`down_because`."""
-        return self.machine.timing.down_because is not None
+        """Whether calls are calls of the step's function, and nothing else."""
+        return self.down_because is not None
 
     @property
-    def down_because(self) -> tuple[SkipReason, str]:
-        """Why the step stands down, and its wording."""
-        assert self.machine.timing.down_because is not None
+    def down_because(self) -> tuple[SkipReason, str] | None:
+        """Why the step stands down, and its wording; None if it does not."""
         return self.machine.timing.down_because
 
     @property

@@ -54,22 +54,19 @@ class Lookup:
                 # Others have its programs, or it has none.
                 return entry, None
             program = entry.select(self._managed.grad_presence)
-            if program is None and entry.answers in entry.refused:
-                return entry, None
-            is_first = not entry.eager_calls and self._programs.is_further(entry)
-            if program is None and (is_first or self._programs.waits(entry)):
-                # An eager step, for which nothing needs to be known.
-                return entry, None
-            if program is None and not looked:
+            if program is None:
+                is_first = not entry.eager_calls and self._programs.is_further(entry)
+                if looked or is_first or entry.answers in entry.refused or self._programs.waits(entry):
+                    # An eager step, for which nothing needs to be known, unless owners were looked at.
+                    return entry, None
                 # Owners' containers may have been replaced since they were last looked at (a loaded checkpoint).
                 looked = True
                 with no_collections():
                     self._managed.look_again()
-                continue
-            if program is None or program.fits():
+            elif program.fits():
                 return entry, program
             # Following what moved may bring other hyper-parameters with it (a loaded checkpoint), hence another key.
-            if not self._follow(program, entry, base):
+            elif not self._follow(program, entry, base):
                 return self._entry(feed, base), None
 
     def _entry(self, feed: Feed, base: Entry | None) -> Entry:

@@ -115,11 +115,6 @@ class Managed:
                 except FaultError as error:
                     self.refusal = error
 
-    def check_refusal(self) -> None:
-        """Raise what the next call is refused with."""
-        if self.refusal is not None:
-            raise self.refusal
-
     def walk(self) -> Walk:
         """Walk the owners; CaptureError if one of them cannot be read."""
         with refusing():

@@ -38,14 +38,13 @@ from graphplan.step.compiled import uncompiled
 from graphplan.step.managed import Managed
 from graphplan.step.padding import Kind
 from graphplan.step.runner import Runner
-from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import copy_all
 from graphplan.tensors.dtensors import is_imagined, local
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result, map_result, named_leaves
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.operator_schemas import Schema, schema_of, tensors_in, written_tensors
-from graphplan.trace.records import rounding_of
+from graphplan.trace.records import Trace
 from graphplan.verify.compare import RESPONSES, SPREADS, Run, Sides, describe, differing_values, fits, lengths, moved
 from graphplan.verify.noise import nudged
 from graphplan.verify.state import collect_tensors, collect_values, tensors_of
@@ -63,9 +62,10 @@ class RehearsalMode(OperatorMode):
         super().__init__()
         self._copied = copied
         self._made: set[int | None] = set()
-        self._dtypes: set[torch.dtype] = set()
-        self._saved: list[tuple[Tensor, Tensor]] = []
-        self._states = [(generator, generator.get_state()) for generator in default_generators()]
+        self.record = Trace()
+        """What no snapshot can put back, and the types of all numbers."""
+        self._states = self.record.unowned_draws
+        self._states += [(generator, generator.get_state()) for generator in default_generators()]
         self._host_states = host_generators()
         self._places: dict[str, None] = {}
         self.written: set[int | None] = set()
@@ -78,7 +78,7 @@ class RehearsalMode(OperatorMode):
         out = self._run(aside, func, schema, args, kwargs)
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
             self._made.add(storage_id(tensor))
-            self._dtypes.add(tensor.dtype)
+            self.record.dtypes.add(tensor.dtype)
         return out
 
     def _run(self, aside: Aside, func: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,12 +107,7 @@ class RehearsalMode(OperatorMode):
             if storage is not None and not is_known:
                 self.written.add(storage)
                 whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-                self._saved.append((whole, whole.clone()))
-
-    @property
-    def rounding(self) -> float:
-        """Of the coarsest floating-point type that operators gave."""
-        return rounding_of(self._dtypes)
+                self.record.unowned_writes.append((whole, whole.clone()))
 
     @property
     def draws(self) -> list[str]:
@@ -122,15 +117,6 @@ class RehearsalMode(OperatorMode):
         if any(not torch.equal(generator.get_state(), state) for generator, state in self._states):
             moved += self._places
         return moved
-
-    def undo(self) -> None:
-        """Put back what no snapshot has."""
-        with torch.no_grad():
-            for tensor, value in self._saved:
-                if not is_freed(tensor):
-                    tensor.copy_(value)
-        for generator, state in self._states:
-            generator.set_state(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +239,7 @@ class PaddingCheck:
                 raise HostEffectError(change)
             return self._left(result, extra, mode)
         finally:
-            mode.undo()
+            mode.record.undo_unowned_writes()
             self._snapshot.restore()
             torch.clear_autocast_cache()
 
@@ -271,7 +257,7 @@ class PaddingCheck:
         copies = dict(zip(left, copy_all(list(left.values()), self._room), strict=True))
         values = collect_values(walk, (), lambda path: is_allowed(path, self._allow), {})
         names = frozenset(name for name, leaf in named if isinstance(leaf, Tensor))
-        return _Left(copies, values, result, names, mode.rounding)
+        return _Left(copies, values, result, names, mode.record.rounding)
 
 
 def _last_places(tensor: Tensor) -> float:

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from graphplan import HostEffectError, HostScalarError, HostSyncError, OutputError, SkipReason, compile_plan, graphed
 from graphplan.tensors.deferred import DeferredNumber, HostCopy, form_of, on_device, value_of
 from tests.lightning.parts import assert_fit_equals_eager, with_step
+from tests.models import keeping_rig
 from tests.twins import Rig, assert_falls_back, assert_refused, assert_same_as_eager, build, drive, line_of, managed
 
 CALLS = 16
@@ -32,37 +32,14 @@ BEFORE = 6
 Body = Callable[[Any, Tensor, Tensor], Any]
 
 
-class Model(nn.Module):
-    """A classifier, and attributes that steps keep numbers in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-        self.total, self.seen, self.correct, self.last = 0.0, 0, 0, 0.0
-        self.history: list[Any] = []
-        self.recent: deque[Any] = deque(maxlen=4)
-        self.stats: dict[str, Any] = {"loss": 0.0}
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.layer(x), y)
-
-
 def rig_of(body: Body, after: Callable[[Any, int], object] = lambda model, index: None) -> Rig:
-    """A training step that returns what ``body(model, loss, scores)`` does, which is called after the optimizer."""
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, fused=True)
+    """A training step that returns what ``body(model, loss, hits)`` does."""
 
-    def step(x: Tensor, y: Tensor) -> Any:
-        optimizer.zero_grad()
-        scores = model.layer(x)
-        loss = F.cross_entropy(scores, y)
-        loss.backward()
-        optimizer.step()
+    def hits(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Any:
         return body(model, loss, (scores.argmax(1) == y).float())
 
-    calls = [(torch.randn(6, 8), torch.randint(3, (6,))) for _ in range(CALLS)]
-    extra = {"kept": model.__dict__}
-    return Rig(step, {"model": model, "optimizer": optimizer}, calls, after=partial(after, model), extra=extra)
+    kept: dict[str, Any] = {"total": 0.0, "seen": 0, "correct": 0, "last": 0.0, "stats": {"loss": 0.0}}
+    return keeping_rig(hits, CALLS, after, history=[], recent=deque(maxlen=4), **kept)
 
 
 def returns(model: Any, loss: Tensor, hits: Tensor) -> Any:

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from graphplan import HostSyncError, compile_plan, graphed
 from graphplan.check.cuda_rules import cuda_rules
 from graphplan.tensors.deferred import HostCopy
 from tests.lightning.parts import assert_fit_equals_eager, with_step
+from tests.models import keeping_rig
 from tests.twins import Rig, assert_refused, build, drive, line_of, managed
 
 CALLS = 14
@@ -39,33 +39,15 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-class Model(nn.Module):
-    """A classifier, and attributes that steps keep copies in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-        self.history: list[Any] = []
-        self.recent: deque[Any] = deque(maxlen=3)
-        self.by_name: dict[str, list[Any]] = {"scores": []}
-        self.last: Any = torch.zeros(6, 3)
-
-
 def rig_of(body: Body) -> Rig:
     """A training step that returns what ``body(model, loss, scores)`` does."""
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, fused=True)
 
-    def step(x: Tensor, y: Tensor) -> Any:
-        optimizer.zero_grad()
-        scores = model.layer(x)
-        loss = F.cross_entropy(scores, y)
-        loss.backward()
-        optimizer.step()
+    def scored(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Any:
         return body(model, loss, scores)
 
-    calls = [(torch.randn(6, 8), torch.randint(3, (6,))) for _ in range(CALLS)]
-    return Rig(step, {"model": model, "optimizer": optimizer}, calls, extra={"kept": model.__dict__})
+    return keeping_rig(
+        scored, CALLS, history=[], recent=deque(maxlen=3), by_name={"scores": []}, last=torch.zeros(6, 3)
+    )
 
 
 def returns(model: Any, loss: Tensor, scores: Tensor) -> Any:

@@ -180,18 +180,14 @@ class Seam(ABC):
         numbers = trainer_numbers(self._trainer, trains=self._options.mode == "train")
         return owners | numbers | hooked_callbacks(self._trainer) | reached_objects(self._trainer)
 
-    def _make(self, owners: dict[str, Any]) -> GraphedStep:
-        """A graphed step of what the seam stands for."""
-        step = GraphedStep(
-            self._body, owners, self._options, self._backends, find_peers(), gate=self._gate(), is_alone=False
-        )
+    def _make(self, owners: dict[str, Any], gate: Gate | None = None) -> GraphedStep:
+        """A graphed step of what the seam stands for. Its replays are timed by ``gate``, or if the fit's steps were."""
+        if self._timed is not None:
+            gate = self._timed.again(self._timed.eager)
+        step = GraphedStep(self._body, owners, self._options, self._backends, find_peers(), gate=gate, is_alone=False)
         step.machine.refusals.escalates = self._escalates
         self._steps.append(step)
         return step
-
-    def _gate(self) -> Gate | None:
-        """Return a gate for a step's replays, if it was measured what the step takes without graphplan."""
-        return None if self._timed is None else self._timed.again(self._timed.eager)
 
     @property
     def figures(self) -> Figures:
@@ -218,7 +214,7 @@ class Seam(ABC):
 
     def _look_at(self, step: GraphedStep) -> None:
         """After a call of ``step``, stand down with it."""
-        if step.is_down:
+        if step.down_because is not None:
             self._when_down(*step.down_because)
 
     def _has_other_optimizers(self) -> bool:
