@@ -180,7 +180,8 @@ class GraphPlanCallback(Callback):
     def _start_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stock = StockBatches(trainer)
         is_eager = self.options.backend == "eager"
-        reason = None if is_eager else closed_to_training(trainer, pl_module, self._given.sides)
+        both = self._given.captures_optimizer
+        reason = None if is_eager else closed_to_training(trainer, pl_module, captures_optimizer=both)
         if reason is not None:
             self._refuse(_TRAINING, reason)
             return
@@ -233,7 +234,7 @@ class GraphPlanCallback(Callback):
         direct = may and keeps_stock_transfer(trainer, pl_module) is None
         options = replace(self.options, device=trainer.strategy.root_device) if direct else self.options
         run = Run(trainer, pl_module, options, self._backends, self._stand_down, self._recover, given.variant, gate)
-        seam = AutomaticSeam(run, given.sides) if pl_module.automatic_optimization else ManualSeam(run)
+        seam = AutomaticSeam(run, given) if pl_module.automatic_optimization else ManualSeam(run)
         self._install(_TRAINING, seam)
         if self.options.prefetch and not direct:
             seam.notes.append("prefetch does nothing: the step is not given batches in host memory")

@@ -6,37 +6,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphplan.errors import OptionError, PolicyError
+from graphplan.errors import PolicyError
 from graphplan.specs.policy import Policy, parse_policies
-from graphplan.step.options import Options, TrainingOptions
+from graphplan.step.options import Checks, Options, TrainingOptions, check_values, is_bool
 
-_SIDES = ("forward_backward", "optimizer")
 VariantOf = Callable[[Any, int], Any] | str | None
+_SIDES = ("forward_backward", "optimizer")
 
 
-@dataclass(frozen=True)
-class Components:
-    """Which sides of a step are captured. ``falls_back``: forward and backward alone, if the optimizer cannot be."""
+def _sides_of(components: Any) -> tuple[Any, ...]:
+    """The parts of a step that are captured, if they can be."""
+    if isinstance(components, str):
+        return _SIDES if components == "auto" else (components,)
+    return tuple(components) if isinstance(components, Sequence) else (components,)
 
-    optimizer: bool = True
-    falls_back: bool = True
 
-    @classmethod
-    def parse(cls, value: str | Sequence[str]) -> Components:
-        """From what the callback was given.
+def _are_sides(components: Any) -> bool:
+    sides = _sides_of(components)
+    return _SIDES[0] in sides and all(side in _SIDES for side in sides)
 
-        Raises:
-            OptionError: for other sides, or without forward and backward.
-        """
-        if isinstance(value, str) and value == "auto":
-            return cls()
-        sides = (value,) if isinstance(value, str) or not isinstance(value, Sequence) else tuple(value)
-        if _SIDES[0] not in sides or any(side not in _SIDES for side in sides):
-            raise OptionError(
-                f"components is {value!r}; expected 'auto', or what is to be captured: ('forward_backward',) or "
-                "('forward_backward', 'optimizer')"
-            )
-        return cls(_SIDES[1] in sides, falls_back=False)
+
+_CHECKS: Checks = (
+    *((name, is_bool, "True or False") for name in ("eval", "log")),
+    ("variant", lambda value: value is None or callable(value) or isinstance(value, str),
+     "a function of (batch, batch_idx) or the name of a method of the module"),
+    *((name, lambda value: value in ("auto", "stock"), "'auto' or 'stock'") for name in ("loop", "transfer")),
+    ("components", _are_sides,
+     "'auto', or what is to be captured: ('forward_backward',) or ('forward_backward', 'optimizer')"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,23 +74,12 @@ class CallbackOptions(TrainingOptions):
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "train"):
             raise PolicyError(f"mode is {self.mode!r}; expected 'auto' or 'train'")
-        for name in ("eval", "log"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} is {getattr(self, name)!r}; expected True or False")
-        if not (self.variant is None or callable(self.variant) or isinstance(self.variant, str)):
-            raise OptionError(
-                f"variant is {self.variant!r}; expected a function of (batch, batch_idx) or the name of a method of "
-                "the module"
-            )
-        for name in ("loop", "transfer"):
-            if getattr(self, name) not in ("auto", "stock"):
-                raise OptionError(f"{name} is {getattr(self, name)!r}; expected 'auto' or 'stock'")
-        Components.parse(self.components)
+        check_values(self, _CHECKS)
 
     @property
-    def sides(self) -> Components:
-        """What is captured of a step."""
-        return Components.parse(self.components)
+    def captures_optimizer(self) -> bool:
+        """Whether the optimizer is captured with the rest of the step, if it can be."""
+        return _SIDES[1] in _sides_of(self.components)
 
     def of_step(self) -> Options:
         """The options of a training step."""

@@ -14,7 +14,6 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from graphplan.callback.callback_options import Components
 from graphplan.callback.hooks import END, START, hands_out_batch, has_hook
 from graphplan.callback.lightning_code import LOOP_METHODS, is_known
 
@@ -57,15 +56,13 @@ def closed_to_all(trainer: Any) -> str | None:
 
 
 def needed_warmup(strategy: Any) -> int:
-    """Eager steps that the strategy needs before a trace: DDP forms its buckets anew in the second one, and on CUDA
-    times some of the first ten on the host.
-    """
+    """Eager steps before a trace: DDP forms its buckets in the second, and on CUDA times some of the first ten."""
     if not isinstance(strategy, DDPStrategy):
         return 1
     return 11 if strategy.root_device.type == "cuda" else 3
 
 
-def closed_to_training(trainer: Any, module: LightningModule, components: Components) -> str | None:
+def closed_to_training(trainer: Any, module: LightningModule, *, captures_optimizer: bool) -> str | None:
     """Return why no training step of this run can be captured, or None if they can."""
     reason = closed_to_all(trainer)
     if reason is not None:
@@ -77,7 +74,7 @@ def closed_to_training(trainer: Any, module: LightningModule, components: Compon
         )
     if trainer._detect_anomaly:
         return "detect_anomaly=True reads every gradient on the host; turn it off"
-    if not module.automatic_optimization and not components.optimizer:
+    if not module.automatic_optimization and not captures_optimizer:
         return (
             "components names forward and backward alone, and with manual optimization the module's own code decides "
             "what comes first: use components='auto', or graph_step in training_step"

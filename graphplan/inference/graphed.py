@@ -21,11 +21,15 @@ from graphplan.specs.roles import Role
 from graphplan.step.call_lock import runs_within_step
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.methods import owners_of
-from graphplan.step.options import Options, PlainOptions
+from graphplan.step.options import Checks, Options, PlainOptions, check_values, is_count
 from graphplan.step.padding import Dynamic
 from graphplan.tensors.trees import map_result
 
 _MIB = 2**20
+_CHECKS: Checks = (
+    ("pool", lambda value: value is None or isinstance(value, Pool), "a Pool, or None for one of the function's own"),
+    ("capture_after", is_count, "an int >= 1"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +58,7 @@ class ServeOptions(PlainOptions):
     """The options of the step underneath."""
 
     def __post_init__(self) -> None:
-        if self.pool is not None and not isinstance(self.pool, Pool):
-            raise OptionError(f"pool is {self.pool!r}; expected a Pool, or None for one of the function's own")
-        if not isinstance(self.capture_after, int) or isinstance(self.capture_after, bool) or self.capture_after < 1:
-            raise OptionError(f"capture_after is {self.capture_after!r}; expected an int >= 1")
+        check_values(self, _CHECKS)
         policy = Policy("inference", static_roles=self.static_roles, copy_roles=self.copy_roles)
         own = {"mode": "inference", "policy": policy, "warmup_steps": self.capture_after, "autograd": True}
         object.__setattr__(self, "step", Options(**{**self.shared(), **own}))

@@ -25,9 +25,7 @@ _MISSES = 16
 
 
 class BatchVariants:
-    """The ways that a step has taken through its code for one key, the latest first. ``error`` is what refuses it where
-    it cannot read its batch beforehand.
-    """
+    """A step's ways through its code for one key, the latest first. ``error`` refuses it where they are too many."""
 
     def __init__(self, error: HostSyncError) -> None:
         self._error = error

@@ -1,6 +1,4 @@
-"""From a call to its program: by its key, or on the fast path by comparing it with earlier calls. The key is made if a
-comparison fails.
-"""
+"""From a call to its program: by comparing it with earlier calls, on the fast path, or by its key."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ class Lookup:
         self._moves = self._feed_device is not None and self._feed_device.type != "cpu"
 
     def find(self, feed: Feed, base: Entry | None = None) -> tuple[Entry, Program | None]:
-        """The feed's entry, and its program if that is ready and fits. ``base`` is the entry of the feed without what
-        was read of the batch.
-        """
+        """The feed's entry, and a program that fits. ``base``: the entry without what is read of the batch."""
         looked = False
         self._managed.sharding.settle()
         while True:
@@ -192,9 +188,7 @@ class KnownCall:
         ]
 
     def take(self, search: Search) -> Sequence[Any] | None:
-        """The leaves of a call with the same layout, if they are those of such a call; with what is read of the batch
-        before the step.
-        """
+        """The leaves of such a call, with what is read of the batch before the step; None for another one's."""
         leaves = search.leaves
         if self._reads is not None:
             tensors = self._reads.find(search)

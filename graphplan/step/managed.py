@@ -393,9 +393,7 @@ class Managed:
             self.manage(optimizer)
 
     def stand_down(self, *, is_by_time: bool) -> None:
-        """Undo the preparation of optimizers. It stays if the speed gate decides and algorithms are deterministic: the
-        gate must not change rounding.
-        """
+        """Undo the preparation of optimizers, unless the speed gate would change deterministic algorithms."""
         if not (is_by_time and self._trains and torch.are_deterministic_algorithms_enabled()):
             self.release()
             return

@@ -20,31 +20,44 @@ EagerIf = Callable[..., bool] | int | None
 _FLAGS = ("prepare_optimizers", "fuse_optimizer", "debug", "prefetch")
 
 
-def _is_count(value: Any, least: int, kind: Any = int) -> bool:
+def is_count(value: Any, least: int = 1, kind: Any = int) -> bool:
+    """Return True for a number of at least ``least``."""
     return isinstance(value, kind) and not isinstance(value, bool) and value >= least
 
 
-def _is_bool(value: object) -> bool:
+def is_bool(value: object) -> bool:
+    """Return True for True and False."""
     return isinstance(value, bool)
 
 
-_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("warmup_steps", lambda value: _is_count(value, 1), "an int >= 1: an optimizer makes its state in that step"),
-    ("max_graphs", lambda value: _is_count(value, 1), "an int >= 1"),
-    ("max_recaptures", lambda value: _is_count(value, 0), "an int >= 0"),
-    *((name, _is_bool, "True or False") for name in _FLAGS),
+Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
+"""Of each option its name, what tells good values, and what is expected."""
+
+
+def check_values(options: Any, checks: Checks) -> None:
+    """Raise OptionError for an option that fails its check."""
+    for name, is_good, expected in checks:
+        value = getattr(options, name)
+        if not is_good(value):
+            raise OptionError(f"{name} is {value!r}; expected {expected}")
+
+
+_CHECKS: Checks = (
+    ("warmup_steps", is_count, "an int >= 1: an optimizer makes its state in that step"),
+    ("max_graphs", is_count, "an int >= 1"),
+    ("max_recaptures", lambda value: is_count(value, 0), "an int >= 0"),
+    *((name, is_bool, "True or False") for name in _FLAGS),
     ("outputs", lambda value: value in ("clone", "static"), "'clone' or 'static'"),
-    ("memory_budget", lambda value: value is None or _is_count(value, 1), "bytes, an int >= 1, or None"),
+    ("memory_budget", lambda value: value is None or is_count(value), "bytes, an int >= 1, or None"),
     ("on_failure", lambda value: value in ("raise", "eager"), "'raise' or 'eager'"),
     ("compile",
-     lambda value: _is_bool(value) or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value)),
+     lambda value: is_bool(value) or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value)),
      "True, False, or arguments of torch.compile by name, such as {'dynamic': False}"),
-    ("min_speedup", lambda value: value is None or _is_count(value, 0, int | float),
+    ("min_speedup", lambda value: value is None or is_count(value, 0, int | float),
      "a number >= 0, or None for the backend's own"),
-    ("eager_if", lambda value: value is None or callable(value) or _is_count(value, 1),
+    ("eager_if", lambda value: value is None or callable(value) or is_count(value),
      "a predicate, or n >= 1 for every n-th call"),
 )  # fmt: skip
-"""Option, check, and what is expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +199,7 @@ class Options(StepOptions):
         check_backend(self.backend)
         if self.policy is not None and not isinstance(self.policy, Policy):
             raise PolicyError(f"policy is {self.policy!r}; expected a Policy, such as Policy.train()")
-        for name, is_good, expected in _CHECKS:
-            value = getattr(self, name)
-            if not is_good(value):
-                raise OptionError(f"{name} is {value!r}; expected {expected}")
+        check_values(self, _CHECKS)
         if self.fuse_optimizer and not self.prepare_optimizers:
             raise OptionError("fuse_optimizer=True prepares optimizers; expected prepare_optimizers=True with it")
         if isinstance(self.allow, str):

@@ -167,9 +167,7 @@ class Kind:
 
 
 class Padding:
-    """Pads the calls of one function, and remembers their kinds and capture sizes. Raises OptionError for the name of
-    an unknown argument.
-    """
+    """Pads calls of one function, and remembers their kinds. Raises OptionError for the name of an unknown argument."""
 
     def __init__(self, fn: Callable[..., Any], options: Options, stats: ShapeStats) -> None:
         assert options.buckets is not None
@@ -342,9 +340,7 @@ class PaddedCall:
         return leaves
 
     def hand_back(self, program: Program | None) -> None:
-        """Copy what the function has written to its padded arguments to the caller's, unless ``program`` has lent their
-        memory and now has its results there.
-        """
+        """Copy what was written to padded arguments to the caller's, unless ``program`` has put its results there."""
         lent = set() if program is None else {storage_id(lease.tensor) for lease in program.outputs.lent}
         self._gone = {index for index, leaf in self.feed.tensors() if storage_id(leaf) in lent} if lent else set()
         with torch.no_grad():

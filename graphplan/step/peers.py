@@ -40,9 +40,7 @@ class Peers:
             self._apart = True
 
     def may_advance(self, is_planned: bool) -> bool:
-        """Whether this rank may trace; or with a plan say that it can capture, and whether all ranks can by now. Raises
-        PeerError if another cannot.
-        """
+        """Whether this rank may trace, or with a plan all ranks may capture. Raises PeerError if another cannot."""
         if is_planned and self._all_ready:
             return True
         self.check()

@@ -145,9 +145,7 @@ class Entry:
         return next((program for program in ready if program.adopted.guards.gradients_fit()), None)
 
     def compare(self, compared: Mapping[str, Compared], values: Mapping[str, Any]) -> None:
-        """Take in what a new program compares, for the ``values`` that its call began with. Others that were not told
-        apart by that are given up.
-        """
+        """Take in what a program compares, made for ``values``. Programs not told apart by that are closed."""
         before = {path: comparisons for path, (_, comparisons) in self.compared.items()}
         self.compared = {**self.compared, **compared}
         if all(before.get(path) == comparisons for path, (_, comparisons) in compared.items()):
@@ -171,9 +169,7 @@ class Entry:
             self.forget_oldest()
 
     def newly_computes_with(self) -> str | None:
-        """The number with which the step's code computes, as the comparisons with it come out now; None without, and
-        where it was that number in the latest such call, so that it may be worth a program.
-        """
+        """The number that code computes with, as comparisons come out now; None if it was so in the last call."""
         paths = (path for path, (_, comparisons) in self.compared.items() for _ in comparisons)
         path = next((path for path, answer in zip(paths, self.answers, strict=False) if type(answer) is Computed), None)
         if path is None or self.lines or self.computed == self.answers:
@@ -391,9 +387,7 @@ class Programs:
         return used + _IDLE * len(self._entries)
 
     def waits(self, entry: Entry) -> bool:
-        """Whether a signature gets no program as long as replays have not saved, but for an allowance, what starting
-        took so far. Never where steps are not timed, nor before the first program.
-        """
+        """Whether a new signature waits until replays have saved what starting took, less an allowance; if timed."""
         eager = self._stats.step_us("eager")
         if eager is None or not (self._may_wait and self._latest and entry.is_new):
             return False

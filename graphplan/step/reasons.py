@@ -1,6 +1,4 @@
-"""Why a call is eager, and how it runs: one table for each step, read from top to bottom; the first row that applies
-decides.
-"""
+"""Why a call is eager, and how it runs: one table, read from top to bottom; the first row that applies decides."""
 
 from __future__ import annotations
 
@@ -118,9 +116,7 @@ class Reasons:
         return _when(peers is not None and not peers.may_advance(is_planned=bool(call.entry.plans)))
 
     def _takes_no_known_way(self, call: Call) -> Found:
-        """Find a call's entry, and perhaps a program; applies if what the step reads of its batch takes no known way
-        through it, and no other one is traced.
-        """
+        """Find the entry, and perhaps a program. Applies where the batch takes no known way, and no other is traced."""
         lookup = self._step.lookup
         base, call.program = lookup.find(call.feed)
         call.entry = base

@@ -231,9 +231,7 @@ class Stages:
             return result
 
     def _drop_outdated(self, call: Call) -> None:
-        """Drop a plan whose Python values have changed since its traces, or where the owners' tensors that are read
-        before the step are in other places.
-        """
+        """Drop a plan if Python values have changed since its traces, or what is read before the step is elsewhere."""
         entry, line, found = call.entry, call.line, reads_of(call.feed)
         if found is not None:
             found.is_outdated |= not found.is_in(call.walk.slots)

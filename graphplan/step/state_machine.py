@@ -213,9 +213,7 @@ class StateMachine:
         return before[0] + 1 if before[1] == progress else 1, progress
 
     def _count_refused(self, reason: SkipReason | None, detail: str, *, is_traced: bool = False) -> None:
-        """Stand down after several refused calls in a row. A trace of one more signature is no progress: most likely it
-        is refused as well. Once one was, at the same place, others need not be tried.
-        """
+        """Stand down after several refused calls in a row, or two traces of other signatures with the same error."""
         count, progress = self._next_in_row(self._fruitless)
         if is_traced:
             count += _FRUITLESS * (count > 1 and self._refused_by == detail)

@@ -392,9 +392,7 @@ class StepLogs:
 
 @contextmanager
 def _as_in_step(call: LogCall) -> Iterator[None]:
-    """After a step: Lightning makes metrics, and casts values, of the default dtype that the call was made under; and
-    errors tell where in the step that was.
-    """
+    """Log under the default dtype that the call was made under, and have errors tell where in the step that was."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(call.dtype)
     try:

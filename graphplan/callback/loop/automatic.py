@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
-from graphplan.callback.callback_options import Components
+from graphplan.callback.callback_options import CallbackOptions
 from graphplan.callback.loop.seam import Run, Seam
 from graphplan.callback.trainer_state import WatchedIndex, group_numbers, refuse_number
 from graphplan.errors import RefusalError
@@ -41,11 +41,11 @@ class ReplayedClosure(Closure):
 class AutomaticSeam(Seam):
     """The seam of ``automatic_optimization``."""
 
-    def __init__(self, run: Run, components: Components) -> None:
+    def __init__(self, run: Run, given: CallbackOptions) -> None:
         super().__init__(run)
         self._loop: Any = run.trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimizer: Any = run.trainer.optimizers[0]
-        self._sides = components
+        self._captures_optimizer, self._falls_back = given.captures_optimizer, given.components == "auto"
         self.logs.loop = self._loop
         progress = self._loop.optim_progress.optimizer
         self._progress = {"step": progress.step, "zero_grad": progress.zero_grad}
@@ -59,11 +59,11 @@ class AutomaticSeam(Seam):
         if is_overridden("optimizer_step", self._module):
             name = type(self._module).__name__
             self._keep_optimizer_outside(f"{name}.optimizer_step is overridden, so it runs on the host for each step")
-        elif not self._sides.optimizer:
+        elif not self._captures_optimizer:
             self._keep_optimizer_outside("components names forward and backward alone")
 
     def _may_leave_out_optimizer(self, error: RefusalError) -> bool:
-        return not self.part and self._sides.falls_back and error.component == "optimizer"
+        return not self.part and self._falls_back and error.component == "optimizer"
 
     @override
     def _escalates(self, error: RefusalError) -> bool:

@@ -155,9 +155,7 @@ class LoopSeam:
             batches.has_ended = False
 
     def _note(self) -> None:
-        """Note all that decides whether something is due after a batch. While that stays, only a few numbers have to be
-        compared.
-        """
+        """Note what decides whether something is due after a batch: while it stays, a few numbers are compared."""
         loop, trainer = self._loop, self._trainer
         self._unchanged = None
         if trainer.should_stop or trainer.received_sigterm or loop._skip_next_val:
