@@ -64,9 +64,8 @@ class EvaluationSeam(Seam):
     @override
     def _look_at(self, step: GraphedStep) -> None:
         """Have Lightning's own method back where its step stands down."""
-        for hook, patch in zip(_HOOKS, self._patches, strict=True):
-            if step.is_down and self._by_hook.get(hook) is step:
-                patch.remove()
+        if step.is_down:
+            self._patches[_HOOKS.index(self._hook)].remove()
 
     @override
     def _stock(self, kwargs: OrderedDict[str, Any]) -> Any:

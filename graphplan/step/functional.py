@@ -94,7 +94,6 @@ class _Traces:
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], owners: Owners, *, prepare: bool) -> None:
         check_surroundings("a plan is compiled")
         check_form(fn)
-        self._fn = fn
         self.managed = Managed(fn, owners, prepare=prepare)
         self.feed = flatten(args, {})
         check_feed(self.feed, None)

@@ -289,7 +289,8 @@ class Timing:
         try:
             result = self._own(args, kwargs)
         except BaseException:
-            self._cancel()
+            if self._gate is not None:
+                self._gate.cancel()
             raise
         self._calls += 1
         self._left -= 1
@@ -297,13 +298,10 @@ class Timing:
             self._look()
         return result
 
-    def _cancel(self) -> None:
-        if self._gate is not None:
-            self._gate.cancel()
-
     def close(self) -> None:
         """Have calls made in the step's own way."""
-        self._cancel()
+        if self._gate is not None:
+            self._gate.cancel()
         self.take_counts()
         self.way = self.stock = None
 

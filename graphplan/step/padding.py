@@ -140,7 +140,6 @@ class Kind:
     """
 
     size: CaptureSize
-    places: Sequence[Place]
     true: Mapping[Place, int]
     sizes: Mapping[Place, int]
     staged: Mapping[int, Tensor]
@@ -257,7 +256,7 @@ class Padding:
         capture_size = self._size(feed, staged)
         if len(self._kinds) >= _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
-        kind = self._kinds[feed.key] = Kind(capture_size, places, true, sizes, staged, own, rests, mask)
+        kind = self._kinds[feed.key] = Kind(capture_size, true, sizes, staged, own, rests, mask)
         return kind
 
     def _size(self, feed: Feed, staged: Mapping[int, Tensor]) -> CaptureSize:
@@ -314,8 +313,7 @@ class Padding:
     def leave(self, feed: Feed) -> Arguments:
         """The arguments of a call as it came, with a mask that hides nothing where the function wants one."""
         args, kwargs = feed.given or feed.rebuild(feed.leaves)
-        kind = self._kinds.get(feed.key)
-        places = [] if self._mask is None else self._places(feed) if kind is None else kind.places
+        places = [] if self._mask is None else self._places(feed)
         if self._mask is None or not places or self._mask in self._dynamic.roots(feed):
             return args, dict(kwargs)
         index, dims = _masked(places)

@@ -266,25 +266,18 @@ class Programs:
         self._let_go()
         return entry
 
-    def _others(self, entry: Entry, *, of_shape: bool = False) -> list[Entry]:
-        """Other entries of the same modes and fingerprint; ``of_shape``: that differ by shapes alone."""
-        others = [other for other in self._entries.values() if other.key[1:] == entry.key[1:] and other is not entry]
-        if not of_shape:
-            return others
-        form = without_shapes(entry.key[0][0])
-        return [other for other in others if without_shapes(other.key[0][0]) == form]
+    def others(self, entry: Entry) -> list[Entry]:
+        """Other entries of the same modes and fingerprint."""
+        return [other for other in self._entries.values() if other.key[1:] == entry.key[1:] and other is not entry]
 
     def other_shapes(self, entry: Entry) -> list[Entry]:
-        """Entries of the same step that was fed tensors of other shapes, and nothing else that differs."""
-        return self._others(entry, of_shape=True)
+        """Those of them that differ by shapes of tensors alone."""
+        form = without_shapes(entry.key[0][0])
+        return [other for other in self.others(entry) if without_shapes(other.key[0][0]) == form]
 
     def is_further(self, entry: Entry) -> bool:
         """Whether there is a plan of the same step for another shape."""
         return any(other.plans for other in self.other_shapes(entry))
-
-    def plans_of_others(self, entry: Entry) -> list[Plan]:
-        """The plans that the same step has for other feeds, whatever differs."""
-        return [plan for other in self._others(entry) for plan in other.plans]
 
     def all(self) -> list[Program]:
         """Every program that is ready."""

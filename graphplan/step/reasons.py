@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from graphplan.environment.collector import no_collections
 from graphplan.errors import NotCapturedError, RefusalError, SkipReason
 from graphplan.feed.signature import Feed, asks_for_gradients, flatten
-from graphplan.feed.unread import UnreadValues
 from graphplan.owners.slots import Walk
 from graphplan.program.bindings import settle_companions
 from graphplan.program.inputs import MEMORY_IS_FED
@@ -30,33 +28,23 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    unread: UnreadValues
     around: str | None = None
+    feed: Feed = field(init=False)
     entry: Entry = field(init=False)
     program: Program | None = None
     line: Line = field(init=False)
     walk: Walk = field(init=False)
     is_on_way: bool = False
 
-    @cached_property
-    def feed(self) -> Feed:
-        """What it is fed, once earlier replays have nothing left to do."""
-        settle_companions()
-        return flatten(self.args, self.kwargs, self.unread.keys)
 
-
-Found = str | RefusalError | None
-"""The wording for reports (empty: that of the reason), or an error with a reason of its own; None: another row's."""
+Found = bool | str | RefusalError | None
+"""Whether a row applies; by a text, the wording for reports, or an error, whose reason counts."""
 Way = Callable[[Call, SkipReason | None, str], Any]
-
-
-def _when(condition: object) -> Found:
-    return "" if condition else None
 
 
 class Reasons:
     """The table of one ``step``: a reason (None: an error's own, or none), what finds it, how the call runs. An error
-    without a way refuses all calls of the step.
+    without a way refuses all calls of the step. Rows note in the call what they find, and those below use that.
     """
 
     def __init__(self, step: StateMachine) -> None:
@@ -65,55 +53,58 @@ class Reasons:
         self._table: tuple[tuple[SkipReason | None, Callable[[Call], Found], Way | None], ...] = (
             # Gradients may flow through calls for results; others are as their neighbours are.
             (on.SURROUNDINGS, lambda call: call.around, step.plainly if options.autograd else step.as_traced),
-            (on.BACKEND_EAGER, lambda call: _when(options.backend == "eager"), step.untouched),
+            (on.BACKEND_EAGER, lambda call: options.backend == "eager", step.untouched),
             # What the call is fed.
             (on.GRADIENT, self._asks_for_gradients, step.plainly),
-            (on.EAGER_IF, lambda call: _when(options.asks_eager(step.calls, call.args, call.kwargs)), step.as_traced),
-            (None, lambda call: _when(timing.begins(call.feed)), step.as_stock),
+            (on.EAGER_IF, lambda call: options.asks_eager(step.calls, call.args, call.kwargs), step.as_traced),
+            (None, lambda call: timing.opens and timing.begins(call.feed), step.as_stock),
             (None, lambda call: managed.refusal, None),
-            (on.MAX_GRAPHS, lambda call: _when(programs.turns_away(step.lookup.geometry(call.feed))), step.plainly),
+            (on.MAX_GRAPHS, lambda call: programs.turns_away(step.lookup.geometry(call.feed)), step.plainly),
             # Its entry, and perhaps a program. To look for them may refuse the step.
             (on.SHAPE, self._takes_no_known_way, step.as_traced),
             (None, lambda call: managed.refusal, None),
-            (on.GRADIENT, lambda call: _when(call.entry.outside), step.plainly),
+            (on.GRADIENT, lambda call: call.entry.outside, step.plainly),
             (None, self._is_refused, step.refused),
             (on.HOST_SCALAR, self._computes_with, step.as_traced),
             (None, self._is_timed, step.timed),
             (on.FEED, self._misfit, step.as_traced),
-            (None, lambda call: _when(call.program), step.replay),
+            (None, lambda call: call.program is not None, step.replay),
             # Calls without a program.
             (on.SHAPE, self._is_overdue, step.plainly),
-            (on.MAX_GRAPHS, lambda call: _when(not programs.has_room(call.entry)), step.plainly),
-            (on.SHAPE, lambda call: _when(programs.waits(call.entry)), step.plainly),
+            (on.MAX_GRAPHS, lambda call: not programs.has_room(call.entry), step.plainly),
+            (on.SHAPE, lambda call: programs.waits(call.entry), step.plainly),
             (None, lambda call: programs.churn() or step.stages.change(call.entry), None),
             (on.PEERS, self._waits_for_peers, step.as_traced),
             (None, self._is_cold, step.warm_up),
-            (None, lambda call: _when(call.line.plan is None), step.advance),
+            (None, lambda call: call.line.plan is None, step.advance),
             (on.FEED, self._is_fed_owners_memory, step.as_traced),
             (None, self._is_cramped, step.plainly),
-            (None, lambda call: "", step.advance),
+            (None, lambda call: True, step.advance),
         )
 
     def of(self, call: Call) -> tuple[SkipReason | None, str, Way]:
         """The first row that applies to a call. Raises RefusalError if the step is refused."""
         for reason, find, way in self._table:
             found = find(call)
-            if found is None:
+            if not found:
                 continue
-            if isinstance(found, str):
-                assert way is not None
-                return reason, found, way
-            if way is None:
-                raise found
-            return found.reason, str(found), way
+            if isinstance(found, RefusalError):
+                if way is None:
+                    raise found
+                return found.reason, str(found), way
+            assert way is not None
+            return reason, "" if found is True else str(found), way
         raise AssertionError("the last row applies to every call")
 
     def _asks_for_gradients(self, call: Call) -> Found:
-        return _when(self._step.options.autograd and any(map(asks_for_gradients, call.feed.leaves)))
+        """Find what the call is fed; applies if gradients are wanted for it."""
+        settle_companions()
+        call.feed = flatten(call.args, call.kwargs, self._step.unread.keys)
+        return self._step.options.autograd and any(map(asks_for_gradients, call.feed.leaves))
 
     def _waits_for_peers(self, call: Call) -> Found:
         peers = self._step.peers
-        return _when(peers is not None and not peers.may_advance(is_planned=bool(call.entry.plans)))
+        return peers is not None and not peers.may_advance(is_planned=bool(call.entry.plans))
 
     def _takes_no_known_way(self, call: Call) -> Found:
         """Find the entry, and perhaps a program. Applies where the batch takes no known way, and no other is traced."""
@@ -127,7 +118,7 @@ class Reasons:
             base.refusal = base.batch.refusal
             self._step.refusals.refuse(base.refusal)
         elif feed is None:
-            return _when(base.batch.is_full)
+            return base.batch.is_full
         else:
             entry, program = lookup.find(feed, base)
             if base.batch is not None:
@@ -159,7 +150,7 @@ class Reasons:
         if timing.opens and not entry.is_decided and entry.gate is None:
             entry.gate = timing.gate_of_calls(self._step.lookup.moved(call.feed))
             entry.is_decided = entry.gate is None
-        return _when(entry.gate is not None and entry.gate.eager is None)
+        return entry.gate is not None and entry.gate.eager is None
 
     def _misfit(self, call: Call) -> Found:
         misfit = None if call.program is None else call.program.misfit(call.feed)
@@ -187,7 +178,7 @@ class Reasons:
         if not entry.eager_calls:
             step.programs.count_new()
         if not step.stages.is_ready(entry):
-            return ""
+            return True
         variant = step.managed.grad_presence()
         line = call.line = entry.lines.setdefault(variant, Line())
         with no_collections():
@@ -197,7 +188,7 @@ class Reasons:
             # A recording would make it anew in every replay.
             step.stats.note(f"traced anew: {gone} is gone, which only an eager step can make", "traces")
             del entry.lines[variant]
-        return _when(gone is not None)
+        return gone is not None
 
     def _is_fed_owners_memory(self, call: Call) -> Found:
         plan = call.line.plan

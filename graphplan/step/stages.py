@@ -399,8 +399,9 @@ class Stages:
         if not others:
             line.is_like_others = False
             if self._may_take_one(entry):
+                known = [plan for other in self._programs.others(entry) for plan in other.plans]
                 with self._managed.rates, suppress(RefusalError):
-                    plan = build_plan_like(self._programs.plans_of_others(entry), first, feed, **planning)
+                    plan = build_plan_like(known, first, feed, **planning)
                     line.is_like_others = plan is not None
                     return plan
             return None

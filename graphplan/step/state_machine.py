@@ -117,7 +117,7 @@ class StateMachine:
                 raise
             # Nothing has run, and the program is going to be dropped.
             return self._serve_any(args, kwargs)
-        return self._within_call(lambda: self._instead(Call(args, kwargs, self.unread), kind.program, outcome))
+        return self._within_call(lambda: self._instead(Call(args, kwargs), kind.program, outcome))
 
     def _serve_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_closed:
@@ -125,7 +125,7 @@ class StateMachine:
         around = None if self.options.backend == "eager" else surroundings()
         if around is not None and changing_mode() is not None and not runs_within_step():
             self.refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")
-        return self._within_call(lambda: self._transit(Call(args, kwargs, self.unread, around)))
+        return self._within_call(lambda: self._transit(Call(args, kwargs, around)))
 
     def _within_call(self, run: Callable[[], Any]) -> Any:
         """Make what ``run`` calls a part of the step."""
@@ -286,6 +286,8 @@ class StateMachine:
         user's errors come without ours. If that happens often, further calls are eager from the next one on.
         """
         self.latest = None
+        if "feed" not in vars(call):
+            call.feed = flatten(call.args, call.kwargs, self.unread.keys)
         result = self.replays.instead(program, self.lookup.moved(call.feed), outcome)
         entry = self.programs.entry_of(program)
         if entry is not None and self.replays.is_fickle(program):
@@ -341,7 +343,7 @@ class StateMachine:
                 self.stand_down(refusal.reason, str(refusal))
             try:
                 own = (args, kwargs) if self.timing.leave is None else self.timing.leave(args, kwargs)
-                self.refused(Call(*own, self.unread), refusal.reason, str(refusal))
+                self.refused(Call(*own), refusal.reason, str(refusal))
             except Exception:
                 if self.runner.outcome is None:
                     raise

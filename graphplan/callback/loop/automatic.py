@@ -25,16 +25,11 @@ from graphplan.step.runner import ADVICE
 
 
 class ReplayedClosure(Closure):
-    """A closure of Lightning's that runs the graphed forward and backward."""
-
-    @override
-    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        return self._step_fn()
+    """A closure of Lightning's that runs the graphed forward and backward, with no frames of Lightning's own."""
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        # As Lightning's own. This package's frames are left out of the user's tracebacks.
-        self._result = self.closure(*args, **kwargs)
+        self._result = self._step_fn()
         return self._result.loss
 
 

@@ -34,7 +34,7 @@ class ManualSeam(Seam):
     def install(self) -> None:
         self._compile()
         self._put(self._loop, "run", self._run)
-        self._whole = self._make(self._owners({"step": self._loop.optim_step_progress}))
+        self._step = self._make(self._owners({"step": self._loop.optim_step_progress}))
 
     def _run(self, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``manual_optimization.run``."""
@@ -42,8 +42,8 @@ class ManualSeam(Seam):
             return self._stock(self._on_device(kwargs))
         self._enter(self._epoch_loop.batch_idx, kwargs)
         self._schedules.start()
-        result = self._through(self._whole, kwargs)
-        self._look_at(self._whole)
+        result = self._through(self._step, kwargs)
+        self._look_at(self._step)
         return result
 
     @override

@@ -38,7 +38,7 @@ from graphplan.callback.trainer_state import (
 )
 from graphplan.effects.allowed import is_allowed
 from graphplan.errors import OptionError, RecaptureError, RefusalError, SkipReason
-from graphplan.feed.call_arguments import CallArguments, hands_over
+from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import with_new_containers
 from graphplan.observe.comparisons import Comparison
 from graphplan.owners.slots import Via
@@ -104,15 +104,15 @@ class Seam(ABC):
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
         options, names = run.options, optimizers_of(run.trainer)
         effects = [f"{name}.{effect}" for name in names for effect in _OPTIMIZERS_EFFECTS]
-        self._eager_if, self._wants_eager = options.eager_if, False
+        self._given, self._wants_eager = options, False
         self._options = replace(
             options,
             warmup_steps=max(options.warmup_steps, needed_warmup(run.trainer.strategy)),
             allow=(*_OWN_EFFECTS, f"{WRAPPER}.{WRAPPERS_NOTE}", *effects, *options.allow),
             eager_if=(lambda *args: self._wants_eager) if options.eager_if is not None else None,
         )
-        may_read_index = self._eager_if is not None or run.variant is not None or is_allowed("batch_idx", options.allow)
-        self._watches_index = not may_read_index
+        may_read = options.eager_if is not None or run.variant is not None
+        self._watches_index = not (may_read or is_allowed("batch_idx", options.allow))
         # The sums are weighted with the batch's number of rows, which a program for padded rows does not know.
         may_sum = options.mode == "train" and not options.pads_rows
         self.logs = StepLogs(run.trainer, run.module, sums_in_step=may_sum)
@@ -237,13 +237,6 @@ class Seam(ABC):
         self._when_down(error.reason, str(error))
         return True
 
-    @hands_over
-    def _ask_eager(self, batch: Any, index: int) -> bool:
-        """Ask ``eager_if`` about a batch as it came."""
-        if callable(self._eager_if):
-            return bool(self._eager_if(batch, index))
-        return self._eager_if is not None and index % self._eager_if == 0
-
     def _on_device(self, kwargs: OrderedDict[str, Any]) -> OrderedDict[str, Any]:
         """The loop's arguments for Lightning's own code, if graphed steps move their batch themselves."""
         if self._options.feed_device is not None:
@@ -258,8 +251,9 @@ class Seam(ABC):
     def _enter(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> None:
         """Note the loop's arguments that are not fed. The batch is the first."""
         self._index, self._rest = batch_idx, list(kwargs.items())[1:]
-        if self._eager_if is not None:
-            self._wants_eager = self._ask_eager(kwargs["batch"], batch_idx)
+        if self._given.eager_if is not None:
+            # About the batch as it came.
+            self._wants_eager = self._given.asks_eager(batch_idx + 1, (kwargs["batch"], batch_idx), {})
 
     def _through(self, step: GraphedStep, kwargs: OrderedDict[str, Any], facts: tuple[Any, ...] = ()) -> Any:
         """Run a batch through ``step``, and carry out what it logged. ``facts`` are literals that it depends on."""
