@@ -17,7 +17,8 @@ _KEY = "_graphed_methods"
 class Methods:
     """The graphed methods of one instance or class, by what they are in the class. A copy of the instance has none."""
 
-    def __init__(self) -> None:
+    def __init__(self, instance: int = 0) -> None:
+        self._instance = instance
         self.made: dict[Any, Any] = {}
 
     @classmethod
@@ -30,12 +31,13 @@ class Methods:
                 f"{name} is graphed on a {type(instance).__name__}, which has no __dict__ to keep its programs in; "
                 f"expected one: add '__dict__' to its __slots__, or graph the bound method: graphed(thing.{name})"
             ) from None
-        if _KEY not in inner:
+        if _KEY not in inner or inner[_KEY]._instance != id(instance):
             if isinstance(instance, type):
                 # In its own namespace, which cannot be written to: a class that inherits the method keeps its own.
-                type.__setattr__(instance, _KEY, cls())
+                type.__setattr__(instance, _KEY, cls(id(instance)))
             else:
-                inner[_KEY] = cls()
+                # A shallow copy has the dictionary's items, and its original's methods among them.
+                inner[_KEY] = cls(id(instance))
         return inner[_KEY]
 
     def __reduce__(self) -> tuple[Any, ...]:

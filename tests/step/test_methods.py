@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from graphplan import GraphedStep, OptionError, graph_step
+from graphplan import GraphedStep, OptionError, graph_step, graphed
 from tests.facts import assert_same, flatten
 from tests.twins import BEFORE_REPLAY
 
@@ -83,13 +83,33 @@ def test_a_forward_that_is_replaced_in_its_class() -> None:
     assert [model.forward.stats.replayed for model in models] == [6, 6]
 
 
-def test_a_copy_of_an_instance_has_another_step() -> None:
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_of_an_instance_has_another_step(copied: Any) -> None:
     trainer = Trainer()
     for _ in range(8):
         trainer.step(torch.randn(3, 4))
-    other = copy.deepcopy(trainer)
-    assert other.step is not trainer.step
-    assert other.step.stats.calls == 0
+    own, other = trainer.step, copied(trainer)
+    assert other.step is not own
+    assert (other.step.stats.calls, own.stats.calls) == (0, 8)
+    assert trainer.step is own
+
+
+def test_a_shallow_copy_of_an_instance_computes_with_its_own() -> None:
+    class Factor:
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        @graphed
+        def times(self, x: Tensor) -> Tensor:
+            return x * self.value
+
+    one = Factor(2.0)
+    with torch.no_grad():
+        assert one.times(torch.ones(1)).item() == 2
+        other = copy.copy(one)
+        other.value = 3.0
+        for _ in range(8):
+            assert (one.times(torch.ones(1)).item(), other.times(torch.ones(1)).item()) == (2, 3)
 
 
 def test_a_step_in_an_instance_is_no_method() -> None:
