@@ -58,8 +58,5 @@ class StockBatches:
         total = Stats()
         total.merge(self._past)
         total.merge(stats)
-        if self.count:
-            total.count_stock(self.count)
-            if self.reason is not None:
-                total.skip(self.reason, self._detail, self.count)
+        total.count_stock(self.count, self.reason, self._detail)
         return total

@@ -153,11 +153,15 @@ class Stats:
             self._change(kind)
         self.last_end = perf_counter()
 
-    def count_stock(self, count: int) -> None:
+    def count_stock(self, count: int, reason: SkipReason | None = None, detail: str = "") -> None:
         """Count eager calls that were made without graphplan, and are told of afterwards."""
+        if not count:
+            return
         self.eager += count
         if self.last_kind != "eager":
             self._change("eager", count)
+        if reason is not None:
+            self.skip(reason, detail, count)
 
     def _change(self, kind: str, count: int = 1) -> None:
         """Note that the ``count`` calls that were counted last are of another kind than the ones before."""

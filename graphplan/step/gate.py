@@ -260,10 +260,7 @@ class Timing:
         """What the calls so far were, those of the function alone among them."""
         stats = self._runner.stats
         count, self._calls = self._calls, 0
-        if count:
-            stats.count_stock(count)
-            if self._reason is not None:
-                stats.skip(self._reason, self._detail, count)
+        stats.count_stock(count, self._reason, self._detail)
         return stats
 
     @property

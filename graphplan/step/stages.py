@@ -144,8 +144,7 @@ class Stages:
             self._changes = [] if change is None else [*self._changes, change]
         self._runner.backend.note_eager()
         entry.eager_calls += 1
-        self._stats.eager += 1
-        self._stats.end_call("eager")
+        self._runner.count_eager(None)
         if self._managed.unborn:
             self._stats.skip(SkipReason.UNBORN)
         elif self._options.autograd and any(map(asks_for_gradients, flatten_result(result)[0])):

@@ -232,8 +232,7 @@ class Seam(ABC):
         if self._escalates(error):
             raise error
         warnings.warn(f"graphplan leaves the rest to Lightning: {error}", UserWarning, stacklevel=4)
-        self._stock_stats.count_stock(1)
-        self._stock_stats.skip(error.reason, str(error))
+        self._stock_stats.count_stock(1, error.reason, str(error))
         self._when_down(error.reason, str(error))
         return True
 
