@@ -134,7 +134,7 @@ def replays_of(rank: Peers) -> Replays:
     """Those of the seventh call."""
     runner = SimpleNamespace(stats=SimpleNamespace(calls=7), device=torch.device("cpu"))
     parts = SimpleNamespace(runner=runner, options=Options(), peers=rank)
-    return Replays(cast("Any", parts), cast("Any", None))
+    return Replays(cast("Any", parts))
 
 
 CALLS = 12
