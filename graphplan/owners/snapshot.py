@@ -60,7 +60,7 @@ class Snapshot:
         self._switches = None if within else read_all()
         with _as_memory():
             # An expanded tensor cannot be written to, by the step no more than by us.
-            live = list(filter(is_copied, each))
+            live = list(filter(_is_copied, each))
         _check_copies(walk, live)
         with _as_memory():
             copies = copy_all(live, device)
@@ -128,8 +128,7 @@ class Snapshot:
         write_all([live for live, _ in written], [copy for _, copy in written])
 
 
-def is_copied(tensor: Tensor) -> bool:
-    """Return True if what is in ``tensor`` can be put back."""
+def _is_copied(tensor: Tensor) -> bool:
     # One without values says more of itself only where it has some.
     return has_memory(tensor) and tensor.layout is torch.strided and 0 not in tensor.stride() and not is_freed(tensor)
 

@@ -83,7 +83,7 @@ def capture_program(
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
     # A backend that executes records them with the rest.
     bindings = Bindings(plan, walk, copied.stand_ins, () if backend.executes else plan.handles.host_draws)
-    undo = Undo(plan, walk) if plan.branches else None
+    undo = Undo(plan, walk, inputs) if plan.branches else None
     parts = inputs, copied, bindings
     recording, after, outputs = _record(plan, feed, walk, backend, *parts, undo, sharding=sharding, lends=lends)
     bindings.bind_back(after)

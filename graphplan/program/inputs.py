@@ -48,6 +48,9 @@ class StaticInputs:
         # Memory of the caller's that is kept: nothing else can lie there.
         self._kept = {} if copies else {i: leaf.detach() for i, leaf in feed.tensors() if i not in plan.shared}
         self.adopted = {index: leaf.data_ptr() for index, leaf in self._kept.items()}
+        in_place = {**self._kept, **{index: self.by_leaf[index] for index in self._leases}}
+        self.changed_in_place = [tensor for index, tensor in in_place.items() if index in mutated]
+        """The inputs that replays write to where the caller has them."""
         self._indices = list(self.by_leaf)
         self._statics = list(self.by_leaf.values())
         self._targets = [distinct(static.detach()) for static in self._statics]

@@ -335,6 +335,46 @@ def test_views_that_cannot_be_written_to_are_put_back_with_their_memory(backend:
     assert "model.scale" in step.plan.undone
 
 
+def test_gradients_that_the_other_branch_keeps_are_the_old_ones(backend: str) -> None:
+    """A replay makes new ones where they lie, before it comes to the branch."""
+
+    def body(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        params = list(model.parameters())
+        grads = torch.autograd.grad(loss + model.first.weight.square().sum(), params)
+        if loss > 50:
+            return loss.detach()
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+        return loss.detach()
+
+    step = both(rig_of(body, (6, 13, 15)), backend, verify="off")
+    assert step.stats.replayed >= CALLS - BEFORE_REPLAY - 5
+
+
+def test_inputs_that_are_changed_in_place_are_put_back(device: torch.device, backend: str) -> None:
+    """Under a policy that copies none."""
+    net = nn.Linear(4, 4, device=device)
+
+    def scale(x: Tensor) -> Tensor:
+        x.mul_(2)
+        y = net(x)
+        return y * 0 if y.abs().max() > 1e3 else y
+
+    x = torch.ones(4, device=device)
+    policy = Policy("inference", static_roles=("input", "param", "state"), copy_roles=())
+    fast = graph_step(scale, owners=[net], backend=backend, policy=policy, mode="inference", verify="off")
+    for number in range(16):
+        fed = torch.full((4,), 1e5 if number in (9, 12, 15) else 1.0, device=device)
+        with torch.no_grad():
+            x.copy_(fed)
+            assert torch.equal(fast(x), scale(fed))
+        assert torch.equal(x, fed)
+    assert fast.stats.replayed > 4
+    assert fast.stats.skipped[SkipReason.HOST_SYNC] == 3
+
+
 def test_checks_repeat_no_step_that_goes_another_way() -> None:
     """Where replays are noisy, a check makes one from parameters with other last bits."""
     noise = Box(np.random.default_rng(1))
