@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from graphplan.effects.held_numbers import is_read_number
 from graphplan.effects.reads import changed_metadata
 from graphplan.effects.trace_pair import TracePair
 from graphplan.owners.slots import Scalar
@@ -27,7 +28,9 @@ def _changed_value(pair: TracePair) -> str | None:
         if same_value(then, now) or pair.allows(path) or (grown and path.startswith(grown)):
             continue
         made = ABSENT if path in first.changes.rebindings else then
-        is_hosts = not same_value(first.changes.scalars.get(path, (then, made))[1], now)
+        # Of a number that the step reads from the device, a trace has no value.
+        is_steps = all(is_read_number(trace.changes.scalars.get(path)) for trace in pair.both)
+        is_hosts = not (is_steps or same_value(first.changes.scalars.get(path, (then, made))[1], now))
         if (is_hosts and (pair.reads(scalar) or pair.may_read(scalar))) or _is_reset(path, scalar, pair):
             return f"{path} was {then!r} one step before and is {now!r}"
     return None

@@ -330,7 +330,7 @@ def test_an_attribute_that_is_read_as_well_is_refused() -> None:
         model.total = model.total * 0.9 + loss.item()
 
     pattern = r"the step's code reads model\.total, which it also sets to what it reads from the device"
-    assert_refused(partial(rig_of, acts), HostScalarError, pattern, done=6)
+    assert_refused(partial(rig_of, acts), HostScalarError, pattern, done=4)
 
 
 def test_an_attribute_that_is_read_in_some_calls_only_is_refused() -> None:
