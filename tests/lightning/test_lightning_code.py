@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,22 @@ def test_what_is_installed_is_known(part: str) -> None:
     """If this fails with a new release of Lightning: see the module's docstring."""
     found = digest_of(part)
     assert found in KNOWN[part], f"Lightning {lightning.__version__} has the digest {found!r} for {part!r}"
+
+
+def test_the_text_of_a_function_is_what_inspect_gives() -> None:
+    """Found by how lines are indented, or where that does not show its end, token by token."""
+
+    def indented(
+        first: int = 1,
+    ) -> str:
+        return """
+text""" + str(first)
+
+    held = [getattr(holder, name) for parts in PARTS.values() for holder, names in parts for name in names]
+    functions = [lightning_code._inner(getattr(one, "fget", None) or one) for one in held]
+    for function in (*functions, indented):
+        assert lightning_code._source_of(function) == inspect.getsource(function)
+    assert indented().endswith("text1")
 
 
 @pytest.fixture
