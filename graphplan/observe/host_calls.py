@@ -110,9 +110,10 @@ def name_of_write(frame: FrameType, function: Any) -> str | None:
     return f"{kind.__name__}.{name}" if is_one else None
 
 
-def name_of_saving(frame: FrameType, owner: Any) -> str | None:
-    """What to call a library's function that writes: one of ``owner``, a logger, or one that the user's code called."""
-    name = frame.f_code.co_name
+def name_of_saving(frame: FrameType, name: str, owner: Any) -> str | None:
+    """What to call a library's function of that ``name`` that writes: one of ``owner``, a logger, or one that the
+    user's code called.
+    """
     if name not in _FUNCTIONS and not name.startswith(_LOGGING):
         return None
     home = f"{frame.f_globals.get('__name__')}."

@@ -184,6 +184,7 @@ class Profile:
         """Identities of the user's code that ran."""
         self._others = ExitStack()
         self._importing: FrameType | None = None
+        self._setattr = Module.__setattr__.__code__
         self._watcher: Watcher
         self.executed = ExecutedCode()
         self.faults = Faults()
@@ -220,16 +221,16 @@ class Profile:
             self._importing = None
         return False
 
-    def _note_call(self, frame: FrameType) -> bool:
-        """Note that the frame's code runs; whether all that there is to note of this code has been noted."""
+    def _note_call(self, frame: FrameType, code: CodeType) -> bool:
+        """Note that the frame's ``code`` runs; whether all that there is to note of this code has been noted."""
         if self._importing is not None and self._is_importing():
             return False
-        code = frame.f_code
-        name, is_closure = self._owners.get(id(code)) or self._meet(frame)
+        number = id(code)
+        name, is_closure = self._owners.get(number) or self._meet(frame, code, number)
         # The object or class whose method runs.
         owner = None if name is None else frame.f_locals.get(name)
         # By identity: to hash a code object takes as long as it has instructions.
-        key = (id(code), 0 if owner is None else id(owner))
+        key = (number, 0 if owner is None else id(owner))
         known = key in self._codes
         if known and not is_closure:
             return name is None
@@ -238,31 +239,32 @@ class Profile:
         self._codes[key] = code
         if is_library(code.co_filename):
             if not known:
-                self.executed.note_write(name_of_saving(frame, owner))
+                self.executed.note_write(name_of_saving(frame, code.co_name, owner))
             return name is None
         if is_users_file(file_of(code, frame.f_globals)):
-            self._users.add(id(code))
+            self._users.add(number)
             self.executed.note(frame, owner)
             return False
         return name is None
 
-    def _meet(self, frame: FrameType) -> tuple[str | None, bool]:
-        """The variable that has the object or class whose method runs, if any, and whether the code is a closure's."""
-        code = frame.f_code
+    def _meet(self, frame: FrameType, code: CodeType, number: int) -> tuple[str | None, bool]:
+        """The variable that has the object or class whose method runs, if any, and whether the code is a closure's.
+        ``number`` is the identity of the code.
+        """
         if code.co_filename.startswith(_IMPORTS) or (code.co_filename == _COMPILES and code.co_name == "__call__"):
             self._importing = frame
             return None, True
-        found = _owner_name(frame), bool(code.co_freevars)
-        if id(code) in CALLS:
+        found = _owner_name(frame, code), bool(code.co_freevars)
+        if number in CALLS:
             note_called(frame.f_locals["self"])
         elif code.co_filename == _ENTERS_COMPILED and {"self", "fn"} <= {*code.co_freevars}:
             self.executed.note_compiled(frame.f_locals["self"], frame.f_locals["fn"])
-        elif code is Module.__setattr__.__code__:
+        elif code is self._setattr:
             self._stored.add((id(frame.f_locals["self"]), frame.f_locals["name"]))
-        elif id(code) in INITIALIZERS:
+        elif number in INITIALIZERS:
             note_made(frame.f_locals["self"], find_source)
-        elif id(code) not in STARTERS:
-            self._owners[id(code)] = found
+        elif number not in STARTERS:
+            self._owners[number] = found
         elif (start := name_of_start(frame)) is not None:
             self.executed.threads.setdefault(start, find_source())
         return found
@@ -319,11 +321,10 @@ class Profile:
         return found
 
 
-def _owner_name(frame: FrameType) -> str | None:
+def _owner_name(frame: FrameType, code: CodeType) -> str | None:
     """The variable that has the object or class whose method runs: what is called so, or what has a method of that name
     and code.
     """
-    code = frame.f_code
     arguments = code.co_varnames[: code.co_argcount]
     first = arguments[0] if arguments else None
     if "self" in arguments or "self" in code.co_freevars:

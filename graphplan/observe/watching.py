@@ -23,7 +23,7 @@ from graphplan.environment.origin import OURS, TORCH, pass_errors_on
 from graphplan.errors import Faults
 from graphplan.observe.replacements import held_shortly
 
-OnCall = Callable[[FrameType], bool]
+OnCall = Callable[[FrameType, CodeType], bool]
 OnCCall = Callable[[FrameType, Any], None]
 _SILENT = (OURS, os.path.join(TORCH, "_ops.py"), os.path.join(TORCH, "_library") + os.sep)
 """Code that looks at steps, and torch's that leads to operators: what these call themselves is no part of a step."""
@@ -71,8 +71,9 @@ _HERE = _Here()
 
 
 class Watcher:
-    """Calls ``on_call(frame)`` as Python code begins to run or goes on, and ``on_c_call(frame, function)`` as it calls
-    a function in C, in the thread that started this.
+    """Calls ``on_call(frame, code)`` as Python code begins to run or goes on, and ``on_c_call(frame, function)`` as it
+    calls a function in C, in the thread that started this. Audit hooks of other packages hear of each ``id(code)`` and
+    each ``frame.f_code``, so what is called asks for neither where it is given.
 
     ``on_call`` returns True if it need not be called again for the frame's code. ``on_c_call`` is called for functions
     with one of ``names``, and for what code with an identity among ``codes``, which may grow, calls; Python's own
@@ -126,13 +127,12 @@ class Watcher:
             if event == "c_call":
                 if arg.__name__ in self._names or id(frame.f_code) in self._codes:
                     self._on_c_call(frame, arg)
-            elif event == "call" and id(frame.f_code) not in self._done:
-                code = frame.f_code
+            elif event == "call" and (number := id(code := frame.f_code)) not in self._done:
                 if code is _PAUSE:
                     sys.setprofile(None)
                     self.is_paused = True
-                elif code.co_filename.startswith(_SILENT) or self._on_call(frame):
-                    self._done[id(code)] = code
+                elif code.co_filename.startswith(_SILENT) or self._on_call(frame, code):
+                    self._done[number] = code
         except Exception as error:  # noqa: BLE001 - Python would raise it in the step
             self.faults.note(error)
 
@@ -232,7 +232,9 @@ class Monitor(Watcher):
         if code.co_filename.startswith(_SILENT):
             return _monitoring.DISABLE
         watcher = _HERE.watcher
-        is_known = type(watcher) is Monitor and not watcher.is_paused and watcher._hears(sys._getframe(1))
+        if type(watcher) is not Monitor or watcher.is_paused:
+            return None
+        is_known = watcher._hears(watcher._on_call, sys._getframe(1), code)
         # Another thread's may not know yet what this one's knows.
         return _monitoring.DISABLE if is_known and len(cls._watching) == 1 else None
 
@@ -240,12 +242,12 @@ class Monitor(Watcher):
     def _is_thrown_into(cls, code: CodeType, offset: int, error: BaseException) -> None:
         watcher = _HERE.watcher
         if type(watcher) is Monitor and not watcher.is_paused:
-            watcher._hears(sys._getframe(1))
+            watcher._hears(watcher._on_call, sys._getframe(1), code)
 
-    def _hears(self, frame: FrameType, *function: Any) -> object:
-        """Tell of a call, of Python code's or of ``function`` by the code in ``frame``."""
+    def _hears(self, on_event: Callable[[FrameType, Any], object], frame: FrameType, called: Any) -> object:
+        """Tell of a call: of the code in ``frame``, or of a function by that."""
         try:
-            return self._on_c_call(frame, *function) if function else self._on_call(frame)
+            return on_event(frame, called)
         except Exception as error:  # noqa: BLE001 - Python would raise it in the step
             self.faults.note(error)
             return None
@@ -271,7 +273,7 @@ class Monitor(Watcher):
                 except TypeError:
                     # The call itself is about to fail with it.
                     return None
-            watcher._hears(sys._getframe(1), function)
+            watcher._hears(watcher._on_c_call, sys._getframe(1), function)
         return None
 
 

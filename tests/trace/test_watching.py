@@ -413,7 +413,7 @@ def test_a_lock_that_was_never_given_back(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_thread_that_ends_while_it_is_watched() -> None:
     """Whoever has its identifier next is not watched for that."""
     found: list[object] = []
-    nothing: Any = (lambda frame: True, lambda frame, function: None, (), (), Faults())
+    nothing: Any = (lambda frame, code: True, lambda frame, function: None, (), (), Faults())
     thread = threading.Thread(target=lambda: watching.Monitor(*nothing).start())
     thread.start()
     thread.join()
