@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import linecache
 import os
 import sys
@@ -24,6 +25,8 @@ _SCHEDULERS = os.path.join(_OPTIM, "lr_scheduler.py")
 _OF_STEPS = tuple(os.path.join(TORCH, *path) for path in (("nn",), ("autograd", "__init__"), ("_tensor.",)))
 """torch's code that a step calls, and no optimizer's step."""
 _CHECKPOINT = os.path.join(TORCH, "utils", "checkpoint.py")
+_PAUSING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Flags of code whose frame may go on for another caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +150,11 @@ def _place_of(code: CodeType) -> _Place:
         if len(_PLACES) >= _MANY:
             _PLACES.clear()
         name = code.co_filename
-        is_familiar = is_library(name) and is_familiar_file(name)
+        is_own = is_ours(name)
+        is_familiar = is_library(name) and not (is_own or name.startswith(TORCH)) and is_familiar_file(name)
         is_step = code.co_name == "step" and "self" in (*code.co_varnames, *code.co_freevars)
         runs = runs_steps(code)
-        serves = is_ours(name) or (name.startswith(TORCH) and not name.startswith(_OF_STEPS))
+        serves = is_own or (name.startswith(TORCH) and not name.startswith(_OF_STEPS))
         is_dull = is_library(name) and not (is_familiar or is_step or runs)
         place = _PLACES[id(code)] = _Place(code, is_library(name), is_familiar, is_step, runs, serves, is_dull)
     return place
@@ -198,33 +202,52 @@ class Sources:
     def __init__(self) -> None:
         self._around: dict[int, FrameType] = {}
         """Frames of the user's code that are no optimizer's, and run no step of one, by identity: outer ones first."""
+        self._stop: FrameType | None = None
+        """The frame of Lightning's or an optimizer's from which the whole stack was looked through last."""
+        self._beyond: dict[tuple[int, ...], Source] = {}
+        """What was found there, by its instruction and the code that has led from there to the operator."""
 
     def find(self) -> Source:
         """Where what is called by the caller's caller comes from."""
         innermost = sys._getframe(2)
         frame: FrameType | None = innermost
-        around, inner = self._around, list[FrameType]()
+        around, inner, passed = self._around, list[FrameType](), list[int]()
         while frame is not None:
-            if id(frame) in around:
-                # Held, so that no other frame can have its identity.
-                while next(reversed(around)) != id(frame):
-                    around.popitem()
-                around.update((id(each), each) for each in reversed(inner))
-                return _source(inner[0] if inner else frame, _STEP)
-            place = _PLACES.get(id(frame.f_code)) or _place_of(frame.f_code)
+            code = frame.f_code
+            number = id(code)
+            place = _PLACES.get(number) or _place_of(code)
             if not place.is_dull:
                 if place.is_step or place.runs_step or place.is_familiar:
                     break
+                known = id(frame)
+                if known in around:
+                    self._stop = None
+                    # Held, so that no other frame can have its identity.
+                    while next(reversed(around)) != known:
+                        around.popitem()
+                    around.update((id(each), each) for each in reversed(inner))
+                    return _source(inner[0] if inner else frame, _STEP)
                 if not place.is_library:
                     inner.append(frame)
+            passed.append(number)
             frame = frame.f_back
         # What is called by a frame that an optimizer's step has left for its closure is no optimizer's either.
         self._around = {id(each): each for each in reversed(inner) if find_source(each).component == "step"}
-        return find_source(innermost)
+        if frame is None or inner or frame.f_code.co_flags & _PAUSING:
+            self._stop = None
+            return find_source(innermost)
+        # No frame beyond this one has gone on since.
+        if frame is not self._stop:
+            self._stop, self._beyond = frame, {}
+        key = (frame.f_lasti, *passed)
+        source = self._beyond.get(key)
+        if source is None:
+            source = self._beyond[key] = find_source(innermost)
+        return source
 
     def forget(self) -> None:
         """Let go of all frames."""
-        self._around = {}
+        self._around, self._stop, self._beyond = {}, None, {}
 
 
 def _source(frame: FrameType, component: _Component, by: FrameType | None = None) -> Source:
