@@ -27,7 +27,7 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Module
 from typing import Any
 
 from graphplan.environment.origin import is_library, is_librarys, is_users_file
-from graphplan.observe.syntax import COMPREHENSIONS, SyntaxTree, has
+from graphplan.observe.syntax import COMPREHENSIONS, SyntaxTree, has, walk
 
 
 class Use(Enum):
@@ -127,7 +127,7 @@ class Branches(SyntaxTree):
         """The expressions whose values may be read where an instruction belongs to ``node``."""
         if isinstance(node, ast.Assert):
             # pytest writes other statements in its place, with its position.
-            parts = [part for part in ast.walk(node.test) if isinstance(self.parents[part], ast.BoolOp)]
+            parts = [part for part in walk(node.test) if isinstance(self.parents[part], ast.BoolOp)]
             return [part for part in parts if isinstance(part, ast.expr)] or [node.test]
         return [node] if isinstance(node, ast.expr) else []
 
@@ -178,15 +178,16 @@ class Branches(SyntaxTree):
         # A loop comes back to what lies before the assignment.
         begin = min([begin, *(_place(node) for node in around if isinstance(node, _LOOPS))])
         own = {*self.code.co_varnames}.difference(self.code.co_cellvars)
-        if any(getattr(node, "id", getattr(node, "attr", "")) in _NAMESPACES for node in ast.walk(around[-1])):
+        nodes = walk(around[-1])
+        if any(getattr(node, "id", getattr(node, "attr", "")) in _NAMESPACES for node in nodes):
             raise _ComputedWith
         for name in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
             if not isinstance(name, ast.Name) or name.id not in own:
                 raise _ComputedWith
-            same = (node for node in ast.walk(around[-1]) if isinstance(node, ast.Name) and node.id == name.id)
+            same = (node for node in nodes if isinstance(node, ast.Name) and node.id == name.id)
             for load in same:
-                is_lost = any(self._only_raises(self._onwards(node)) for node in self.around(load))
-                if self.is_load(load) and _place(load) >= begin and not is_lost:
+                is_after = self.is_load(load) and _place(load) >= begin
+                if is_after and not any(self._only_raises(self._onwards(node)) for node in self.around(load)):
                     yield load
 
     def _raises_if(self, outcome: bool, node: ast.AST) -> bool:
@@ -207,7 +208,7 @@ class Branches(SyntaxTree):
 
     def _only_raises(self, block: Sequence[ast.stmt]) -> bool:
         """Whether every way through a block ends with an exception that Python itself does not end."""
-        raised = [node.exc for part in block for node in ast.walk(part) if isinstance(node, ast.Raise)]
+        raised = [node.exc for part in block for node in walk(part) if isinstance(node, ast.Raise)]
         kinds = [self.resolve(exc.func if isinstance(exc, ast.Call) else exc) for exc in raised]
         silent = (isinstance(kind, type) and issubclass(kind, _SILENT) for kind in kinds)
         return _always_raises(block) and not any(silent)
@@ -223,7 +224,7 @@ class Branches(SyntaxTree):
 
     def _only_computes(self, node: ast.AST) -> bool:
         """Whether an expression does no more than to compute a result, as far as the names of what it calls tell."""
-        calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+        calls = [inner for inner in walk(node) if isinstance(inner, ast.Call)]
         return not has([node], _ACTING) and all(map(self._is_pure_call, calls))
 
     def _is_pure_call(self, call: ast.Call, node: ast.AST | None = None) -> bool:

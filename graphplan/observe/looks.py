@@ -14,7 +14,7 @@ from functools import lru_cache
 from types import CodeType
 
 from graphplan.observe.names import names_of
-from graphplan.observe.syntax import SyntaxTree
+from graphplan.observe.syntax import SyntaxTree, walk
 
 _DEEPEST = 8
 """Items within items are told apart so far; a loop may go on without end."""
@@ -78,7 +78,7 @@ class _Follower(SyntaxTree):
         variables = {*code.co_varnames}.difference(code.co_cellvars)
         inner = [node.target for node in self.nodes if isinstance(node, ast.comprehension)]
         # Variables of comprehensions, which may have the names of others.
-        bound = {name.id for target in inner for name in ast.walk(target) if isinstance(name, ast.Name)}
+        bound = {name.id for target in inner for name in walk(target) if isinstance(name, ast.Name)}
         self._locals, self._own = variables, variables | bound
         self._looks: set[Look] = set()
         self._met: set[tuple[ast.AST, _Held]] = set()
