@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphplan.errors import HostSyncError
 from graphplan.feed.signature import Feed
@@ -140,7 +139,7 @@ class BatchRecorder:
     def _note_filled(self, schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensor) -> None:
         """Take in a tensor of equal numbers that is like another one, which need not be there: ``zeros_like(p)``."""
         given, *others = args
-        with _disable_current_modes():
+        with torch._C._DisableTorchDispatch():
             like = torch.empty_strided(given.size(), given.stride(), dtype=given.dtype, device="meta")
         named = {**kwargs, "device": made.device}
         name = f"{schema.name} {like.dtype} {tuple(like.size())} {like.stride()} {others} {named}"
