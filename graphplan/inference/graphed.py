@@ -146,6 +146,7 @@ class Graphed(GraphedStep):
             OptionError: with ``shapes="bucket"``, which pads what is fed.
             NotCapturedError: if no program came of it, with the reason.
             FeedError: if a value is missing, unknown, or of another shape, dtype or device.
+            OutcomeError: if the function branches on a value that is another one than in the program.
         """
         if self._padded is not None:
             raise OptionError("replay is for shapes='exact'; expected calls, which are padded first")

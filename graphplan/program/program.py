@@ -277,6 +277,7 @@ class Program:
             SurroundingsError: where a mode, a transform or forward-mode AD is active.
             GuardError: if a tensor that the program adopted, or a gradient that it writes, is no longer where it was,
                 or if it is unknown what a slot should hold.
+            OutcomeError: if the step branches on a value that is another one than in its traces; all is as before.
             ClosedError: after :meth:`close`.
         """
         check_surroundings("a program is replayed")
