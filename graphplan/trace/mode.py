@@ -61,9 +61,6 @@ _METRIC_FIX = (
     "Update the metric after the step, with what the step returns for it (in a Trainer: return a dictionary with the "
     "loss, and update in on_train_batch_end)"
 )
-_BINCOUNT_FIX = (
-    "With torch.use_deterministic_algorithms(True), torchmetrics compares where it would count with bincount."
-)
 _OWN_STATE_FIX = (
     "Give nn.LSTM, nn.GRU or nn.RNN dropout=0 and put nn.Dropout between layers of their own, or set "
     "torch.backends.cudnn.enabled = False: both draw from torch's generator"
@@ -528,7 +525,7 @@ class TraceMode(OperatorMode):
         source = with_users_line(self._told(source))
         fix = optimizer_fix(source) if source.component == "optimizer" else fix
         if source.by is not None and "torchmetrics" in source.by.filename:
-            fix = f"{_BINCOUNT_FIX} {_METRIC_FIX}" if what.startswith("aten.bincount") else _METRIC_FIX
+            fix = _METRIC_FIX
         place = find_place()
         by = "" if source.by is not None or place.filename == source.filename else f" (by {place})"
         text = f"{what} at {source}{by}; a replay would keep the first value. {fix}"

@@ -47,7 +47,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def branches_on_a_value() -> None:
-    train(lambda model, x: loss_of(model, x) * (2 if loss_of(model, x).item() > 3 else 1))
+    train(lambda model, x: loss_of(model, x) * (2 if float(loss_of(model, x).detach()) > 3 else 1))
 
 
 def selects_rows_by_a_mask() -> None:
