@@ -200,10 +200,16 @@ def _holds_the_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
 
 
+def _numpy_random() -> Any:
+    """NumPy's module of random generators; None where it is not loaded, or another thread is loading it."""
+    module = sys.modules.get("numpy.random")
+    return module if hasattr(module, "set_state") and hasattr(module, "get_state") else None
+
+
 def _host_generators() -> list[tuple[Callable[[Any], object], Any]]:
     """Python's random generator, and NumPy's where that is loaded: how to set the state, and the state now."""
     found: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
-    numpy = sys.modules.get("numpy.random")
+    numpy = _numpy_random()
     if numpy is not None:
         found.append((numpy.set_state, numpy.get_state(legacy=False)))
     return found
@@ -212,8 +218,8 @@ def _host_generators() -> list[tuple[Callable[[Any], object], Any]]:
 def host_generators() -> dict[str, Any]:
     """States of generators that only Python draws from, by the name of what moves them."""
     states: dict[str, Any] = {"Python's random generator": random.getstate()}
-    numpy = sys.modules.get("numpy")
+    numpy = _numpy_random()
     if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
+        name, keys, *rest = numpy.get_state()
         states["NumPy's random generator"] = (name, keys.tobytes(), *rest)
     return states

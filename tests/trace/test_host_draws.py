@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from graphplan import HostSyncError, graph_step
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import flatten
+from graphplan.owners.snapshot import Snapshot, host_generators
+from graphplan.owners.walk import walk_owners
 from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
 from graphplan.trace.uniform import is_certain
@@ -197,3 +201,10 @@ def test_draws_that_matter_are_not_repeated(use: Any) -> None:
     """Nobody could take what a repetition draws: checks find the generator elsewhere."""
     assert draws_of(use).host_draws == []
     KEPT.clear()
+
+
+def test_numpys_generator_is_left_alone_while_another_thread_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(host_generators()) == 2
+    monkeypatch.setitem(sys.modules, "numpy.random", ModuleType("numpy.random"))
+    assert len(host_generators()) == 1
+    Snapshot(walk_owners({})).restore()
