@@ -67,11 +67,6 @@ def read_tolist(model: nn.Module, x: Tensor, loss: Tensor) -> None:
     x[0].tolist()  # culprit
 
 
-def read_bool(model: nn.Module, x: Tensor, loss: Tensor) -> None:
-    if loss > 100:  # culprit
-        model.double()
-
-
 def read_mask(model: nn.Module, x: Tensor, loss: Tensor) -> None:
     x[by_chance(x) > 0].sum()  # culprit
 
@@ -85,7 +80,7 @@ def read_filled_rows(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
 
 
 ON_DEVICES = [pytest.param(read, marks=needs_cuda) for read in (read_cpu, read_filled, read_filled_rows)]
-READS = [read_item, *ON_DEVICES, read_tolist, read_bool, read_mask]
+READS = [read_item, *ON_DEVICES, read_tolist, read_mask]
 
 
 def draws_anew(model: Any, x: Tensor, loss: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from graphplan import CaptureError, graph_step
+from graphplan.environment.devices import synchronize
 from tests.devices import BACKEND, CUDA, DEVICE, assert_like_eager, needs_cuda, on_device
 from tests.effects.test_carries import recurrent_rig
 from tests.effects.test_emptied_containers import CHANGES
@@ -239,10 +240,10 @@ def trained_after(stream: str, *, is_graphed: bool) -> tuple[Any, list[Tensor]]:
         return loss
 
     batches = [(torch.randn(8, 8, device=DEVICE), torch.randint(4, (8,), device=DEVICE)) for _ in range(16)]
+    synchronize(DEVICE)
     with torch.cuda.stream(torch.cuda.Stream()) if CUDA and stream == "other" else nullcontext():
         losses = [update(*batch) for batch in batches[:3]]
-    if CUDA:
-        torch.cuda.synchronize()
+    synchronize(DEVICE)
     owners = {"model": model, "optimizer": optimizer}
     step = graph_step(update, owners=owners, backend=BACKEND) if is_graphed else update
     losses += [step(*batch) for batch in batches[3:]]
