@@ -28,7 +28,7 @@ from graphplan.callback.lightning_code import is_known
 from graphplan.callback.logging.epoch_sums import Group
 from graphplan.callback.logging.late_copies import LOSS, LateCopies
 from graphplan.compare.moving import apart
-from graphplan.errors import Faults, HostSyncError
+from graphplan.errors import Faults, HostEffectError, HostSyncError
 from graphplan.feed.call_arguments import hands_over
 from graphplan.observe.source import Source, find_source
 from graphplan.program.faults import refusal_of
@@ -36,6 +36,8 @@ from graphplan.trace.mode import refuse_trace
 
 _DTYPES = (torch.float32, torch.float64)
 """Lightning casts values of others."""
+_LATEST = "_forward_cache"
+"""Where a metric of torchmetrics has the value of its latest step."""
 _NOWHERE = Source("", 0, "", "step")
 
 
@@ -47,6 +49,7 @@ class LogCall:
         source: the line that made it.
         dtype: torch's default there, which precision plugins set while a step runs.
         size: the batch size that a grouped call counts with in a mean; None for a call that is made for real.
+        latest: the value of its latest step that a metric of torchmetrics had, if it has another one at the step's end.
     """
 
     fx: str
@@ -55,6 +58,7 @@ class LogCall:
     source: Source = field(compare=False)
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     size: int | None = None
+    latest: tuple[Any] | None = field(default=None, compare=False)
 
     @cached_property
     def key(self) -> str:
@@ -185,7 +189,8 @@ class StepLogs:
             with self._noting_faults():
                 value = self._in_known_dtype(f"{fx}.{name}", value)
                 source = find_source()
-            notes.append((LogCall(fx, name, tuple(options.items()), source), value))
+            latest = (vars(value)[_LATEST],) if _LATEST in getattr(value, "__dict__", ()) else None
+            notes.append((LogCall(fx, name, tuple(options.items()), source, latest=latest), value))
 
         def log_now() -> None:
             nonlocal logged
@@ -256,6 +261,9 @@ class StepLogs:
             ``result``, in which the loss is that copy, and the grouped calls by group.
         """
         self.late.settle()
+        for number, (call, value) in enumerate(notes):
+            if call.latest is not None:
+                notes[number] = replace(call, latest=_kept(call, value)), value
         numbers = [number for number, (call, value) in enumerate(notes) if self._is_grouped(call, value)]
         keys = [notes[number][0].key for number in numbers]
         by_key = dict(zip(keys, numbers, strict=True))
@@ -330,10 +338,11 @@ class StepLogs:
                 assert results is not None
                 if call.fx not in self._reset and connector.should_reset_tensors(call.fx):
                     results.reset(metrics=False, fx=call.fx)
-                if not self._is_metric_again(results, call, value):
-                    by_lightning = True
-                    with _as_in_step(call):
-                        _log(results, call, value)
+                with _with_latest(call, value):
+                    if not self._is_metric_again(results, call, value):
+                        by_lightning = True
+                        with _as_in_step(call):
+                            _log(results, call, value)
             connector._current_fx = self._last_hook = call.fx
         return by_lightning
 
@@ -388,6 +397,32 @@ class StepLogs:
             return False  # Lightning casts it, or reduces it otherwise.
         self._kind = self._kind or kind
         return kind == self._kind
+
+
+def _kept(call: LogCall, metric: Any) -> tuple[Any] | None:
+    """What the metric had when it was logged, if it has something else now: replays would log that."""
+    if call.latest is None or vars(metric)[_LATEST] is call.latest[0]:
+        return None
+    refuse_trace(
+        HostEffectError,
+        f"{call} at {call.source} is given a metric that the step updates or resets later on, and Lightning logs what "
+        "it was; a replay would log what it is at the end. Log it after its last change in the step, or reset it in a "
+        "hook",
+    )
+    return call.latest
+
+
+@contextmanager
+def _with_latest(call: LogCall, metric: Any) -> Iterator[None]:
+    """Have a metric show the value that it had when the step logged it."""
+    if call.latest is None:
+        yield
+        return
+    now, vars(metric)[_LATEST] = vars(metric)[_LATEST], call.latest[0]
+    try:
+        yield
+    finally:
+        vars(metric)[_LATEST] = now
 
 
 @contextmanager
