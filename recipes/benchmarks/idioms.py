@@ -213,8 +213,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         "python -m recipes.benchmarks.idioms", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--batches", type=int, default=1400)
-    parser.add_argument("--warm", type=int, default=800, help="batches before those that are timed")
+    parser.add_argument("--batches", type=int, default=600)
+    parser.add_argument("--warm", type=int, default=200, help="batches before those that are timed")
     parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
