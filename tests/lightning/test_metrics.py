@@ -16,6 +16,7 @@ from tests.lightning.measured import METRICS, measured
 from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape
 
 
+@pytest.mark.crossed(2)
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics_in_the_step(name: str, tmp_path: Path) -> None:
     """A metric and a mean of the loss, logged in each step and for the epoch."""

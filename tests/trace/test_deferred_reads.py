@@ -226,6 +226,7 @@ def compares_with(function: Callable[[Any, Any], bool], other: Any) -> Body:
 COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
 
 
+@pytest.mark.crossed(3)
 @pytest.mark.parametrize("other", [1.0, 3, True, 1e300, 2**60, math.nan], ids=str)
 @pytest.mark.parametrize("function", COMPARISONS, ids=lambda function: function.__name__)
 def test_comparisons_are_branches(function: Callable[[Any, Any], bool], other: Any) -> None:
