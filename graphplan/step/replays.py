@@ -24,7 +24,7 @@ from graphplan.verify.copy_placement import find_room
 from graphplan.verify.noise import Noise
 from graphplan.verify.schedule import Timetable
 
-_OUTCOMES, _SHARE = 8, 1 / 4
+_FICKLE, _SHARE = 8, 1 / 4
 """Replays that end before their end, if they are many beside the others, after which a program is given up."""
 
 
@@ -89,7 +89,7 @@ class Replays:
 
     def is_fickle(self, program: Program) -> bool:
         """Return True if many replays of ``program`` have ended where the step branches."""
-        return program.outcomes >= max(_OUTCOMES, program.replays * _SHARE)
+        return program.outcomes >= max(_FICKLE, program.replays * _SHARE)
 
     def _count(self, program: Program) -> None:
         program.replays += 1

@@ -63,7 +63,7 @@ _TURNS = 2
 """Calls for which a key waits for another one's plan."""
 _REORDERED = 5
 """Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps."""
-_OUTCOMES = 3
+_FICKLE_TRACES = 3
 """Traces and captures of one line that may come to another value than a trace before, where the step branches on it."""
 _STRADDLING = 3
 """Pairs of traces in a row between which host code changed something: it is no coincidence any more."""
@@ -196,7 +196,7 @@ class Stages:
             # It would keep the frames of the recorded step.
             refusal.__traceback__ = None
             call.line.outcomes += 1
-            if call.line.outcomes < _OUTCOMES:
+            if call.line.outcomes < _FICKLE_TRACES:
                 return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal), managed=True)
             refusal = refusal.refusal
         self._refuse(entry, refusal)
@@ -413,7 +413,7 @@ class Stages:
             line.traces = []
             if isinstance(error, OutcomeError):
                 line.outcomes += 1
-                if line.outcomes >= _OUTCOMES:
+                if line.outcomes >= _FICKLE_TRACES:
                     raise error.refusal from None
                 line.traces = [second]
                 self._stats.note(f"traced anew: {error}", "traces")

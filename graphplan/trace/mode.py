@@ -184,11 +184,10 @@ class TraceMode(OperatorMode):
         if stay_fixed:
             self._fixed.update(operands)
         computes = not (written or schema.is_random or schema.allocates)
-        is_filled = name in OF_GEOMETRY
         is_certain = False
         if self._draws.drawn:
             is_certain = self._draws.take(name, args, operands, views=bool(made) and not is_fresh)
-        if constant is not None or is_certain or (computes and (stay_fixed or is_filled)):
+        if constant is not None or is_certain or (computes and (stay_fixed or name in OF_GEOMETRY)):
             self._fixed.update(map(self._internal_operand, made))
         if name in UNIFORM:
             self._draws.add(self._internal_operand(out), func, args, kwargs, out)
@@ -505,18 +504,17 @@ class TraceMode(OperatorMode):
         that replays may compare.
         """
         refusal = partial(self._sync_error, what, source, fix)
+        place = find_place() if may_be_expected else None
         # Reads of both kinds at one place could not be told apart.
-        is_expected = may_be_expected and any(
-            known.expected for known in self._trace.host_reads if known.place == find_place()
-        )
+        is_expected = any(known.expected and known.place == place for known in self._trace.host_reads)
         if not is_expected and read is not None and self._batch is not None and self._batch.read(*read, error=refusal):
             if read[0].name == TO_COPY:
                 self._take_constant(read[-1])
             return
         error, trace = refusal(), self._trace
-        if may_be_expected:
+        if place is not None:
             assert read is not None
-            trace.host_reads.append(HostRead(find_place(), read[-1], waits=True, error=error))
+            trace.host_reads.append(HostRead(place, read[-1], waits=True, error=error))
             trace.undone = frozenset(storage for storage, external in trace.externals.items() if external.mutated)
         elif trace.violation is None:
             trace.refuse(error)
