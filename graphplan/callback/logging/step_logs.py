@@ -338,11 +338,10 @@ class StepLogs:
                 assert results is not None
                 if call.fx not in self._reset and connector.should_reset_tensors(call.fx):
                     results.reset(metrics=False, fx=call.fx)
-                with _with_latest(call, value):
-                    if not self._is_metric_again(results, call, value):
-                        by_lightning = True
-                        with _as_in_step(call):
-                            _log(results, call, value)
+                if call.latest is not None or not self._is_metric_again(results, call, value):
+                    by_lightning = True
+                    with _as_in_step(call), _with_latest(call, value):
+                        _log(results, call, value)
             connector._current_fx = self._last_hook = call.fx
         return by_lightning
 
