@@ -124,8 +124,8 @@ class Stages:
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
         """An eager step that takes in the owners that it uses; they are known if another shape has a plan."""
         self._runner.settle_backend(feed)
-        if not self._has_begun and self._peers is None and not self._runner.backend.executes:
-            # Steps before this one ran on another stream. Data parallelism has hooks of its own on what they made.
+        if not self._has_begun and not self._runner.backend.executes:
+            # Steps before this one ran on another stream.
             renew_accumulators(param for _, param in self._managed.walk_before().parameters.values())
         self._has_begun = True
         fed = CallArguments.of(feed).watch()

@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -505,7 +506,12 @@ def main() -> None:
         for row in arguments.rows:
             sys.stderr.write(f"{row}\n")
             faulthandler.dump_traceback_later(arguments.longest, exit=True)
-            found[row] = ROWS[row]()
+            try:
+                found[row] = ROWS[row]()
+            except BaseException:
+                told = f"in row {row!r}:\n{traceback.format_exc()}"
+                (arguments.folder / f"error of rank {os.environ['RANK']}").write_text(told)
+                raise
     faulthandler.cancel_dump_traceback_later()
     rank = os.environ["RANK"]
     (arguments.folder / f"{rank}.json").write_text(json.dumps(found))

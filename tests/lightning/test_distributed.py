@@ -51,7 +51,9 @@ def run_ranks(
         [sys.executable, *launcher, "-m", "tests.lightning.ranks", str(folder), *rows],
         cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-6000:]
+    # The ranks' own errors first: what torch and the launcher print around them may fill pages.
+    told = [f"{path.stem}:\n{path.read_text()}" for path in sorted(folder.glob("error of rank *"))]
+    assert done.returncode == 0, "\n".join([*told, done.stderr[-6000:]])
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
