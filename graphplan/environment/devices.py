@@ -6,9 +6,11 @@ kind of accelerator needs a backend and nothing else.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -46,6 +48,19 @@ def free_bytes(device: torch.device) -> int:
 def default_generators() -> list[torch.Generator]:
     """The CPU's default generator, and those of the accelerators in use."""
     return [torch.default_generator, *accelerator_generators()]
+
+
+def set_generator(generator: torch.Generator, state: Tensor) -> None:
+    """Put back a ``state`` that ``generator`` had.
+
+    ``Generator.set_state`` of CUDA's default generator also has cuDNN's RNNs draw a new seed for their dropout
+    (``reset_rnn_state`` in ATen). A second handle of the same state leaves them alone.
+    """
+    handle: Any = generator
+    if is_accelerator(generator.device) and hasattr(generator, "graphsafe_get_state"):
+        with suppress(RuntimeError):
+            handle = handle.graphsafe_get_state()
+    handle.set_state(state)
 
 
 def accelerator_generators() -> list[torch.Generator]:

@@ -6,13 +6,14 @@ import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from operator import is_, is_not
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphplan.environment.devices import default_generators
+from graphplan.environment.devices import default_generators, set_generator
 from graphplan.environment.switches import read_all, set_all
 from graphplan.errors import CaptureError, EffectError
 from graphplan.owners.sharding import Sharding
@@ -65,7 +66,7 @@ class Snapshot:
         with _as_memory():
             copies = copy_all(live, device)
         self._tensors = {id(t): (t, copy) for t, copy in zip(live, copies, strict=True)}
-        of_torch = [(g.set_state, g.get_state()) for g in (*default_generators(), *generators)]
+        of_torch = [(partial(set_generator, g), g.get_state()) for g in (*default_generators(), *generators)]
         self._generators: list[tuple[Callable[[Any], object], Any]] = [*of_torch, *_host_generators()]
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from graphplan.environment.devices import default_generators
+from graphplan.environment.devices import default_generators, set_generator
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
 from graphplan.program.inputs import StaticInputs
@@ -53,7 +53,7 @@ class Undo:
         with torch.no_grad():
             write_all([*self._memories, *self._grads], [*self._copies, *self._old_grads])
         for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
+            set_generator(generator, state)
 
     def end(self) -> None:
         """After a replay: let go of the copies of gradients."""

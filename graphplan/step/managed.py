@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from graphplan.backends.backend import is_out_of_memory
@@ -41,6 +42,8 @@ from graphplan.trace.run import trace
 Result = TypeVar("Result")
 _NAMES = "names"
 """The owner that stands for the names in the step's code."""
+_STATES = "dropout_states"
+"""The owner of what operators draw from that is no generator."""
 _STATE = ["_fingerprint", "_last_id", "refusal"]
 _FINGERPRINTS = 256
 """Fingerprints that keep their numbers; of more, the latest ones."""
@@ -229,8 +232,10 @@ class Managed:
                 "the step"
             )
 
-    def take_names(self, executed: ExecutedCode, walk: Walk) -> bool:
-        """Own the names that code used, and the objects that it used a second time. Return True if any is new."""
+    def take_names(self, executed: ExecutedCode, walk: Walk, own_states: Iterable[Tensor] = ()) -> bool:
+        """Own the names that code used, the objects that it used a second time, and the states that operators drew
+        from. Return True if any is new.
+        """
         asked: dict[int, bool] = {}
         self.is_settled = False
         self.compiled |= executed.compiled
@@ -245,7 +250,7 @@ class Managed:
             return asked[number]
 
         reached = self._count_reached()
-        grown = self.modes.watch(executed.switches)
+        grown = self.modes.watch(executed.switches) | self._take_states(own_states)
         grown |= executed.name_all(self._fn, self._names, has_met)
         grown |= self._count_reached() > reached
         # Its defaults, and what a partial function holds for it.
@@ -259,6 +264,15 @@ class Managed:
                 grown = True
         self.is_settled = not grown and all(asked.values())
         return grown
+
+    def _take_states(self, own_states: Iterable[Tensor]) -> bool:
+        """Own the memory that torch keeps for operators, by device. Return True if any is new."""
+        new = {str(state.device): state for state in own_states}
+        known = self.owners.get(_STATES, {})
+        if all(known.get(device) is state for device, state in new.items()):
+            return False
+        self.owners.setdefault(_STATES, {}).update(new)
+        return True
 
     def _count_reached(self) -> int:
         """How many owners are reached through objects of libraries, by names that the step's code uses."""

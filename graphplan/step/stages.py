@@ -329,7 +329,7 @@ class Stages:
             raise facts.violation
         self._managed.check_kept()
         walk = at_end or self._managed.walk()
-        if self._managed.take_names(facts.executed, walk):
+        if self._managed.take_names(facts.executed, walk, facts.own_states):
             # Code ran for the first time: what it uses was not watched yet.
             line.traces = []
             return

@@ -61,10 +61,6 @@ _METRIC_FIX = (
     "Update the metric after the step, with what the step returns for it (in a Trainer: return a dictionary with the "
     "loss, and update in on_train_batch_end)"
 )
-_OWN_STATE_FIX = (
-    "Give nn.LSTM, nn.GRU or nn.RNN dropout=0 and put nn.Dropout between layers of their own, or set "
-    "torch.backends.cudnn.enabled = False: both draw from torch's generator"
-)
 _VALUE = "aten._local_scalar_dense.default"
 _NOWHERE: Operand = ("internal", -1)
 _Asked = tuple[Schema, tuple[Any, ...], dict[str, Any]]
@@ -320,14 +316,11 @@ class TraceMode(OperatorMode):
 
     def _note_draw(self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], source: Source) -> None:
         """Take in what a random operator is about to draw from."""
-        if schema.draws_from_own_state(args, kwargs):
-            self.refuse(
-                GeneratorSeekError,
-                f"{schema.name} draws dropout at {source} from a state that cuDNN keeps, which no generator shows and "
-                f"cannot be put back for a check; a replay would draw other numbers than the eager step. "
-                f"{_OWN_STATE_FIX}",
-                component=source.component,
-            )
+        state = schema.drawn_from(args, kwargs)
+        if state is not None:
+            if storage_id(state) in self._trace.externals:
+                self._trace.own_states.append(state)
+            self._mark_written(state, schema, source)
         if schema.is_random:
             self._check_seek(source)
             generator = kwargs.get("generator")

@@ -17,7 +17,8 @@ HIDDEN_WRITES = ("running_mean", "running_var")
 """Arguments that batch-norm operators update although their schemas do not say so."""
 OWN_STATE = "dropout_state"
 """An argument with memory that torch keeps for an operator: cuDNN draws the dropout between an RNN's layers from a
-state of its own. Code can neither read nor set it; torch makes a new one when a generator's state is set, as by checks.
+state of its own, which it moves on although its schema does not say so. torch makes a new one once the device's
+generator was seeded or its state was set.
 """
 _TRAINING = ("training", "train", "use_input_stats")
 """Arguments that say whether they do."""
@@ -175,11 +176,15 @@ class Schema:
         """Return True if it may write to what it is given."""
         return bool(self.written or self.hidden)
 
-    def draws_from_own_state(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return True if the operator draws from a state of its own: torch hands one on for a share of 0, too."""
-        if self.own_state is None or self.given(args, kwargs, self.own_state) is None:
-            return False
-        return "dropout" not in self.arguments or self.given(args, kwargs, self.arguments.index("dropout")) != 0
+    def drawn_from(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+        """The state of its own that the operator draws from: torch hands one on for a share of 0, too, and where the
+        operator does not train.
+        """
+        if self.own_state is None or any(self.given(args, kwargs, at) is False for at in self.flags):
+            return None
+        share = self.given(args, kwargs, self.arguments.index("dropout")) if "dropout" in self.arguments else None
+        state: Tensor | None = self.given(args, kwargs, self.own_state)
+        return None if share == 0 else state
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any], position: int) -> Any:
         """The argument at ``position``; None if it has its default."""

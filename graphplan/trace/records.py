@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphplan.environment.devices import set_generator
 from graphplan.errors import LearningRateError, RefusalError
 from graphplan.observe.executed_code import ExecutedCode
 from graphplan.observe.profile import Reads
@@ -169,6 +170,8 @@ class Trace:
     graph_elsewhere: bool = False
     derives_otherwise: bool = False
     """Whether the step derives an operator whose derivative has another formula in traces than in eager steps."""
+    own_states: list[Tensor] = field(default_factory=list)
+    """Memory from outside that torch keeps for operators, which draw from it: cuDNN's RNNs."""
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 
@@ -194,7 +197,7 @@ class Trace:
                 if not is_freed(tensor):
                     tensor.detach().copy_(value)
         for generator, state in self.unowned_draws:
-            generator.set_state(state)
+            set_generator(generator, state)
 
     def moved_since(self, before: Trace) -> str | None:
         """What ``before``'s step made where nothing was, or what was moved, made or taken away after it; or None."""

@@ -1,66 +1,79 @@
-"""cuDNN's dropout between the layers of an RNN: refused by name, and each way out is replayed like eager steps."""
+"""cuDNN's dropout between the layers of an RNN, drawn from a state of its own that is no generator's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from graphplan import graph_step
-from graphplan.errors import GeneratorSeekError
 from tests.devices import BACKEND, DEVICE, needs_cuda
+from tests.twins import Rig, assert_same_runs, build, drive, managed
+
+LENGTHS = [4, 3]
 
 
-class Apart(nn.Module):
-    """Two layers with a dropout of torch's own between them."""
+class Recurrent(nn.Module):
+    """Layers with dropout between them, and a dropout of torch's own before them."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Any, *, packed: bool = False, **options: Any) -> None:
         super().__init__()
-        self.first, self.second = nn.LSTM(8, 8), nn.LSTM(8, 8)
-        self.dropout = nn.Dropout(0.5)
+        self.first = nn.Dropout(0.2)
+        self.layers = kind(8, 8, num_layers=3, dropout=0.5, **options)
+        self.packed = packed
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """The second layer's outputs."""
-        return self.second(self.dropout(self.first(x)[0]))[0], None
+    def forward(self, x: Tensor) -> Tensor:
+        """The last layer's outputs."""
+        x = self.first(x)
+        if not self.packed:
+            out: Tensor = self.layers(x)[0]
+            return out
+        packed = pack_padded_sequence(x, LENGTHS)
+        return pad_packed_sequence(self.layers(packed)[0])[0]
 
 
-def _stacked() -> nn.Module:
-    return nn.LSTM(8, 8, num_layers=2, dropout=0.5)
-
-
-def _run(make: Callable[[], nn.Module], *, graphed: bool) -> tuple[list[Tensor], int]:
-    torch.manual_seed(0)
-    model = make().to(DEVICE)
+def _rig(kind: Any, **options: Any) -> Rig:
+    model = Recurrent(kind, **options).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), capturable=DEVICE.type == "cuda", fused=DEVICE.type == "cpu")
 
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = model(x)[0].square().mean()
+        loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
-        return loss.detach().clone()
+        return loss
 
-    owners = {"model": model, "optimizer": optimizer}
-    run: Any = graph_step(step, owners=owners, backend=BACKEND, min_speedup=0) if graphed else step
-    generator = torch.Generator().manual_seed(1)
-    losses = [run(torch.randn(4, 2, 8, generator=generator).to(DEVICE)) for _ in range(16)]
-    return [loss.cpu() for loss in losses], run.stats.replayed if graphed else 0
+    calls = [(torch.randn(4, 2, 8).to(DEVICE),) for _ in range(24)]
+    return Rig(step, {"model": model, "optimizer": optimizer}, calls)
+
+
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"packed": True}], ids=str)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_between_layers_is_replayed(kind: Any, options: dict[str, Any]) -> None:
+    """Checks put the state back, and do not have cuDNN draw a new one."""
+    make = partial(_rig, kind, **options)
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, backend=BACKEND, min_speedup=0)
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.replayed >= 14, step.report()
+    assert step.stats.verified >= 3, step.report()
 
 
 @needs_cuda
-def test_dropout_from_a_state_of_cudnns_own_is_refused() -> None:
-    with pytest.raises(GeneratorSeekError, match=r"_cudnn_rnn.* nn\.Dropout between layers"):
-        _run(_stacked, graphed=True)
-
-
-@pytest.mark.parametrize("way", ["apart", "without cuDNN"])
-def test_both_ways_out_are_replayed_like_eager_steps(way: str) -> None:
-    make: Callable[[], nn.Module] = Apart if way == "apart" else _stacked
-    with torch.backends.cudnn.flags(enabled=way == "apart"):
-        expected, _ = _run(make, graphed=False)
-        losses, replayed = _run(make, graphed=True)
-    assert replayed > 5
-    assert all(map(torch.equal, losses, expected))
+def test_a_seed_in_the_middle_is_found_by_the_next_check() -> None:
+    """An eager step has cuDNN begin anew then, and a replay does not."""
+    rig = build(partial(_rig, nn.LSTM))
+    step = managed(rig, backend=BACKEND, min_speedup=0, verify=1)
+    for index, args in enumerate(rig.calls):
+        if index == 14:
+            torch.manual_seed(3)
+            with pytest.warns(UserWarning, match="differs from"):
+                step(*args)
+        else:
+            step(*args)
+    assert step.stats.replayed >= 6, step.report()

@@ -9,43 +9,87 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphplan import graph_step
-from graphplan.errors import GeneratorSeekError
-
-_STATE = torch.zeros(1)
+from graphplan import compile_plan, graph_step
+from graphplan.environment.devices import set_generator
+from tests.twins import Rig, assert_same_as_eager
 
 
 @pytest.fixture
 def recurrent() -> Iterator[None]:
-    """An operator with the arguments of cuDNN's."""
+    """An operator with the arguments of cuDNN's, which moves on a state that its schema says it only reads."""
     library = torch.library.Library("graphplan_tests", "FRAGMENT")
-    library.define("recurrent(Tensor x, bool train, Tensor? dropout_state) -> Tensor")
-    library.impl("recurrent", lambda x, train, state: x * 1 if state is None else x * state.add_(1), "CPU")
+    library.define("recurrent(Tensor x, float dropout, bool train, Tensor? dropout_state) -> Tensor")
+
+    def run(x: Tensor, dropout: float, train: bool, state: Tensor | None) -> Tensor:
+        return x * state.add_(1) if state is not None and train and dropout else x * 1
+
+    library.impl("recurrent", run, "CPU")
     yield
     library._destroy()
 
 
-def _run(model: nn.Module, state: Tensor | None) -> int:
-    """Twelve calls; how many were replays."""
+def _rig(state: Tensor | None, dropout: float = 0.5) -> Rig:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
 
     def step(x: Tensor) -> Tensor:
-        return torch.ops.graphplan_tests.recurrent(model(x).detach(), model.training, state)
+        optimizer.zero_grad()
+        drawn = torch.ops.graphplan_tests.recurrent(x, dropout, model.training, state)
+        loss: Tensor = model(drawn).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
 
-    run = graph_step(step, owners={"model": model}, min_speedup=0)
-    for _ in range(12):
-        run(torch.randn(2, 4))
-    return run.stats.replayed
-
-
-@pytest.mark.usefixtures("recurrent")
-def test_draws_from_an_operators_own_state_are_refused() -> None:
-    with pytest.raises(GeneratorSeekError, match=r"recurrent.default draws dropout .* nn\.Dropout between layers"):
-        _run(nn.Linear(4, 4), _STATE)
+    calls = [(torch.randn(2, 4),) for _ in range(20)]
+    return Rig(step, {"model": model, "optimizer": optimizer}, calls, extra={} if state is None else {"state": state})
 
 
 @pytest.mark.usefixtures("recurrent")
-def test_without_draws_the_operator_is_replayed() -> None:
-    assert _run(nn.Linear(4, 4).eval(), None) > 5
+def test_a_state_that_operators_draw_from_is_state_of_the_step() -> None:
+    """It is put back by checks, and goes on with replays."""
+    step = assert_same_as_eager(lambda: _rig(torch.zeros(1)))
+    assert step.stats.replayed >= 10
+    assert step.stats.verified >= 3
+    assert [e.name for e in step.plan.state if "dropout" in e.name] == ["dropout_states.cpu"]
+
+
+@pytest.mark.usefixtures("recurrent")
+@pytest.mark.parametrize(("state", "dropout"), [(None, 0.5), (torch.zeros(1), 0.0)])
+def test_what_draws_nothing_has_no_state(state: Tensor | None, dropout: float) -> None:
+    step = assert_same_as_eager(lambda: _rig(state, dropout))
+    assert step.stats.replayed >= 10
+    assert not [e.name for e in step.plan.state if "dropout" in e.name]
+
+
+@pytest.mark.usefixtures("recurrent")
+def test_what_does_not_train_has_no_state() -> None:
+    state = torch.zeros(1)
+
+    def make() -> Rig:
+        rig = _rig(state)
+        rig.owners["model"].eval()
+        return rig
+
+    step = assert_same_as_eager(make)
+    assert step.stats.replayed >= 10
+    assert state == 0
+
+
+@pytest.mark.usefixtures("recurrent")
+def test_a_plan_alone_leaves_the_state_as_it_was() -> None:
+    state = torch.zeros(1)
+    rig = _rig(state)
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    assert state == 0
+    assert "dropout_states.cpu" in [e.name for e in plan.state]
+
+
+def test_a_generator_is_put_back() -> None:
+    generator = torch.Generator()
+    state = generator.get_state()
+    first = torch.rand(3, generator=generator)
+    set_generator(generator, state)
+    assert torch.equal(torch.rand(3, generator=generator), first)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
