@@ -149,6 +149,10 @@ class HostScalarError(RefusalError, RuntimeError):
     reason = SkipReason.HOST_SCALAR
 
 
+class NamedValueError(HostScalarError):
+    """The step's code names a Python value that is another one before each step."""
+
+
 class LearningRateError(HostScalarError):
     """The step's own code uses a learning rate that the optimizer reads from the device.
 

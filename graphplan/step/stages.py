@@ -24,6 +24,7 @@ from graphplan.errors import (
     GraphPlanError,
     HostEffectError,
     LearningRateError,
+    NamedValueError,
     OutcomeError,
     RefusalError,
     SkipReason,
@@ -83,6 +84,7 @@ class Stages:
         self._has_begun = False
         self._defers = True
         """Whether reads of numbers wait until values are needed."""
+        self._covers = False
         self._latest: Trace | None = None
         """The latest trace, until there is a plan or a refusal."""
         self._changing = "", 0
@@ -257,6 +259,7 @@ class Stages:
         facts, feed = Trace(), call.feed
         rehearses = self._managed.runs_compiled(call.walk)
         facts.expects = not rehearses and self._peers is None
+        facts.covers = self._covers
         if facts.expects:
             facts.batch = recorder_of(feed)
         if not rehearses and self._defers:
@@ -420,6 +423,10 @@ class Stages:
                 return None
             if self._tells_apart(entry, first, second, walk):
                 line.traces = [second]
+                return None
+            if isinstance(error, NamedValueError) and not self._covers:
+                # Perhaps only a branch names it that the step does not take.
+                self._covers = True
                 return None
             if self._may_trace_anew(entry, line, first, second, walk):
                 return None

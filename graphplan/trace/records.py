@@ -142,6 +142,8 @@ class Trace:
     entry_paths: frozenset[str] = frozenset()
     entry_scalars: dict[str, Any] = field(default_factory=dict)
     entry_metadata: dict[str, Any] = field(default_factory=dict)
+    covers: bool = False
+    """Whether ``reads`` leave out what code names and has not come to."""
     reads: Reads = field(default_factory=Reads)
     unowned_gradients: list[str] = field(default_factory=list)
     host_reads: list[HostRead] = field(default_factory=list)
