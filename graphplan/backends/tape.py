@@ -31,14 +31,13 @@ from graphplan.observe.watching import Aside
 from graphplan.specs.roles import Footprint
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import same_bits
-from graphplan.tensors.dtensors import is_imagined
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_answers import BatchAnswers
 from graphplan.trace.collectives import finish, is_collective, wait_for
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_reads import HostRead, KnownReads, find_place
 from graphplan.trace.mode import LIFTS
-from graphplan.trace.operator_schemas import Schema, has_dynamic_shape, schema_of, tensors_in, written_tensors
+from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 from graphplan.trace.rng import saving_states
 
 _CONSTANT = (
@@ -176,44 +175,41 @@ class _TapeMode(OperatorMode):
         else:
             self.kernels.append(_Kernel(saved.put, (), {}, outs=[], writes=[], constant=False))
 
-    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operate(self, aside: Aside, call: OperatorCall) -> Any:
         """Run an operator and record it."""
-        schema = schema_of(func)
-        if schema.is_ignored or is_imagined():
-            return aside.run(func, args, kwargs)
-        answer = None if self._answers is None else self._answers.take(schema, args, kwargs)
+        answer = None if self._answers is None else self._answers.take(call)
         if answer is not None and answer.value is not None:
             return answer.value[0]
-        if answer is not None:
-            func, args, schema = answer.operator, answer.args, schema_of(answer.operator)
+        call = answer.call if answer is not None and answer.call is not None else call
+        schema = call.schema
         if schema.name in LIFTS:
-            self._record_constant(args[0])
-            return aside.run(func, args, kwargs)
-        taken = {storage_id(tensor) for tensor in tensors_in([args, list(kwargs.values())])}
-        out = aside.run(schema.call, args, kwargs, is_native=schema.is_native)
+            self._record_constant(call.args[0])
+            return aside.run(schema.call, call.args, call.kwargs)
+        taken = {storage_id(tensor) for tensor in call.tensors()}
+        out = aside.run(schema.call, call.args, call.kwargs, is_native=schema.is_native)
         if schema.communicates:
             out = finish(schema.name, out)
-        if schema.reads_values or (schema.may_synchronize and has_dynamic_shape(schema, args, kwargs)):
-            out = self._take_read(schema.name, args[0], out)
-        self._record(func, schema, args, kwargs, out, taken)
+        if schema.reads_values or (schema.may_synchronize and call.has_dynamic_shape()):
+            out = self._take_read(schema.name, call.args[0], out)
+        self._record(call, out, taken)
         return out
 
-    def _record(
-        self, func: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, taken: set[int | None]
-    ) -> None:
+    def _record(self, call: OperatorCall, out: Any, taken: set[int | None]) -> None:
+        schema = call.schema
         results = list(out) if isinstance(out, list | tuple) else [out]
         made = [isinstance(t, Tensor) and storage_id(t) not in taken for t in results]
         for tensor, new in zip(results, made, strict=True):
             if new:
                 self.storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        written = written_tensors(schema, args, kwargs)
+        written = call.written()
         if schema.allocates or not (written or any(made) or out is None):
             return  # None is what an operator gives that only looks at values, and raises.
         outs = [t.detach() if new else None for t, new in zip(results, made, strict=True)]
         aliases: dict[int, Tensor] = {}
-        given, named = _alias(args, aliases), {name: _alias(value, aliases) for name, value in kwargs.items()}
+        given, named = _alias(call.args, aliases), {name: _alias(value, aliases) for name, value in call.kwargs.items()}
         writes = [storage_id(t) for t in [*written, *(o for o in outs if o is not None)]]
         lasts = schema.name in _CONSTANT
+        func = schema.operator
         kernel = _Kernel(func, given, named, outs=outs, writes=writes, constant=lasts, switches=self._switched())
         pure = not written and torch.Tag.nondeterministic_seeded not in func.tags
         kernel.overload = self._overload(kernel) if pure else None

@@ -39,11 +39,11 @@ from graphplan.step.managed import Managed
 from graphplan.step.padding import Kind
 from graphplan.step.runner import Runner
 from graphplan.tensors.copying import copy_all
-from graphplan.tensors.dtensors import is_imagined, local
+from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result, map_result, named_leaves
 from graphplan.trace.composites import OperatorMode
-from graphplan.trace.operator_schemas import Schema, schema_of, tensors_in, written_tensors
+from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 from graphplan.trace.records import Trace
 from graphplan.verify.compare import RESPONSES, SPREADS, Run, Sides, describe, differing_values, fits, lengths, moved
 from graphplan.verify.noise import nudged
@@ -70,21 +70,21 @@ class RehearsalMode(OperatorMode):
         self._places: dict[str, None] = {}
         self.written: set[int | None] = set()
 
-    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operate(self, aside: Aside, call: OperatorCall) -> Any:
         """Run an operator, unless it is dropout."""
-        schema = schema_of(func)
-        if schema.written or schema.hidden:
-            self._save(schema, args, kwargs)
-        out = self._run(aside, func, schema, args, kwargs)
-        for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
+        if call.schema.may_write:
+            self._save(call)
+        out = self._run(aside, call)
+        for tensor in tensors_in(out):
             self._made.add(storage_id(tensor))
             self.record.dtypes.add(tensor.dtype)
         return out
 
-    def _run(self, aside: Aside, func: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, aside: Aside, call: OperatorCall) -> Any:
+        schema, args, kwargs = call.schema, call.args, call.kwargs
         if schema.name == _NOISE:
             # A mask of what is kept, which is divided by its share: by itself, then.
-            share = schema.given(args, kwargs, 1)
+            share = call.given(1)
             return args[0].fill_(0.5 if share is None else share)
         if schema.name == _NATIVE:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
@@ -92,16 +92,16 @@ class RehearsalMode(OperatorMode):
             at = schema.arguments.index(_SHARE)
             args = (*args[:at], 0.0, *args[at + 1 :]) if at < len(args) else args
             kwargs = kwargs if at < len(args) else {**kwargs, _SHARE: 0.0}
-        elif schema.is_random and not is_imagined():
+        elif schema.is_random:
             own = kwargs.get("generator")
             if own is not None and all(own is not known for known, _ in self._states):
                 self._states.append((own, own.get_state()))
             self._places[f"at {find_source()}"] = None
-        return aside.run(func, args, kwargs)
+        return aside.run(schema.operator, args, kwargs)
 
-    def _save(self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _save(self, call: OperatorCall) -> None:
         """Copy what is about to be written and neither has a copy nor was made by the step."""
-        for tensor in written_tensors(schema, args, kwargs):
+        for tensor in call.written():
             storage = storage_id(tensor)
             is_known = storage in self._made or storage in self._copied or storage in self.written
             if storage is not None and not is_known:

@@ -17,9 +17,9 @@ from graphplan.trace.operator_schemas import (
     INDEXING,
     PACKING,
     TO_COPY,
-    Schema,
-    has_dynamic_shape,
+    OperatorCall,
     is_mask,
+    schema_of,
     tensors_in,
     without_masks,
 )
@@ -28,30 +28,32 @@ _SELECT = "aten.masked_select.default"
 _index: Any = torch.ops.aten.index.Tensor
 
 
-def is_read(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_read(call: OperatorCall) -> bool:
     """Return True if an operator's results follow from a read alone."""
-    if not schema.may_synchronize:
+    if not call.schema.may_synchronize:
         return False
-    return schema.reads_values or (has_dynamic_shape(schema, args, kwargs) and not masks_of(schema, args))
+    return call.schema.reads_values or (call.has_dynamic_shape() and not masks_of(call))
 
 
-def masks_of(schema: Schema, args: Sequence[Any]) -> list[Tensor]:
+def masks_of(call: OperatorCall) -> list[Tensor]:
     """The masks that decide on the shape of what an operator gives."""
-    return [mask for mask in masks_among(schema, args) if mask is not None]
+    return [mask for mask in masks_among(call) if mask is not None]
 
 
-def masks_among(schema: Schema, args: Sequence[Any]) -> list[Tensor | None]:
+def masks_among(call: OperatorCall) -> list[Tensor | None]:
     """The masks of an operator in their places, with None in the places of other indices."""
-    if schema.name in INDEXING:
+    name, args = call.schema.name, call.args
+    if name in INDEXING:
         return [index if is_mask(index) else None for index in args[1]]
-    return [args[1]] if schema.name == _SELECT and args[0].shape == args[1].shape else []
+    return [args[1]] if name == _SELECT and args[0].shape == args[1].shape else []
 
 
-def contents_of(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def contents_of(call: OperatorCall) -> list[Tensor]:
     """The tensor of which the host needs all numbers: lengths of packed sequences, and what is copied to the host."""
-    if schema.name == PACKING:
+    name, args = call.schema.name, call.args
+    if name == PACKING:
         return [args[1]]
-    target = kwargs.get("device") if schema.name == TO_COPY else None
+    target = call.kwargs.get("device") if name == TO_COPY else None
     return [args[0]] if target is not None and target.type == "cpu" and args[0].device.type != "cpu" else []
 
 
@@ -61,13 +63,12 @@ def positions_among(masks: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 class Answer(NamedTuple):
-    """What a read gives: its ``value`` in a tuple, or an operator to run instead with its arguments. ``found`` are the
-    tensors that were read; with ``is_content`` they are always the same.
+    """What a read gives: its ``value`` in a tuple, or a ``call`` to make instead. ``found`` are the tensors that were
+    read; with ``is_content`` they are always the same.
     """
 
     value: tuple[Any] | None
-    operator: Any = None
-    args: tuple[Any, ...] = ()
+    call: OperatorCall | None = None
     found: Sequence[Tensor] = ()
     is_content: bool = False
 
@@ -83,12 +84,12 @@ class BatchAnswers:
         for read, found in zip(reads.reads, reads.tensors_of(tensors), strict=True):
             self._answers.setdefault(read.place, []).append((read, found))
 
-    def take(self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer | None:
+    def take(self, call: OperatorCall) -> Answer | None:
         """The answer to a read; None for other operators, and for reads that were none when the batch was looked at."""
-        masks = masks_of(schema, args)
-        if masks and not has_dynamic_shape(schema, args, kwargs):
+        masks = masks_of(call)
+        if masks and not call.has_dynamic_shape():
             return None
-        if not (masks or contents_of(schema, args, kwargs) or is_read(schema, args, kwargs)):
+        if not (masks or contents_of(call) or is_read(call)):
             return None
         place = find_place()
         number, answers = self._taken[place], self._answers.get(place, ())
@@ -98,20 +99,25 @@ class BatchAnswers:
         read, found = answers[number]
         if read.kind is Kind.VALUE:
             return Answer((read.found,))
+        operator, name, args = call.schema.operator, call.schema.name, call.args
         if read.kind is Kind.CONTENT:
             known = read.found.clone()
-            if schema.name == TO_COPY:
+            if name == TO_COPY:
                 return Answer((known,), found=(known,), is_content=True)
-            return Answer(None, schema.operator, (args[0], known, *args[2:]), (known,), is_content=True)
+            return Answer(None, _with_args(call, args[0], known, *args[2:]), (known,), is_content=True)
         if masks and sum(mask.dim() for mask in masks) != len(found):
             # Another mask than the one that was read.
             return None
         if not masks:
-            is_single = len(schema.operator._schema.returns) == 1
+            is_single = len(operator._schema.returns) == 1
             return Answer((found[0] if is_single else tuple(found),), found=found)
-        if schema.name == _SELECT:
-            return Answer(None, _index, (args[0], list(found)), found)
-        return Answer(None, schema.operator, (args[0], _with_positions(args[1], found), *args[2:]), found)
+        if name == _SELECT:
+            return Answer(None, OperatorCall(schema_of(_index), (args[0], list(found)), call.kwargs), found)
+        return Answer(None, _with_args(call, args[0], _with_positions(args[1], found), *args[2:]), found)
+
+
+def _with_args(call: OperatorCall, *args: Any) -> OperatorCall:
+    return OperatorCall(call.schema, args, call.kwargs)
 
 
 def _with_positions(indices: Sequence[Tensor | None], found: Sequence[Tensor]) -> list[Tensor | None]:
@@ -129,15 +135,15 @@ def answers_in(kwargs: Mapping[str, Any]) -> BatchAnswers | None:
     return None if found is None else BatchAnswers(*found)
 
 
-def is_right(answer: Answer, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_right(answer: Answer, call: OperatorCall) -> bool:
     """Return True if a read gives what it is answered with."""
-    masks = masks_among(schema, args)
+    masks = masks_among(call)
     if answer.is_content:
-        real = [tensor.cpu() for tensor in contents_of(schema, args, kwargs)]
+        real = [tensor.cpu() for tensor in contents_of(call)]
     elif any(mask is not None for mask in masks):
         real = positions_among(masks)
     else:
-        out = schema.call(*args, **kwargs)
+        out = call.schema.call(*call.args, **call.kwargs)
         real = tensors_in(out)
         if answer.value is not None and not answer.found:
             return leaf_key(out) == leaf_key(answer.value[0])

@@ -17,7 +17,7 @@ from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_answers import Answer, contents_of, is_right, masks_among, masks_of, positions_among
 from graphplan.trace.batch_reads import POSITIONS, BatchReads, BatchSource, Call, Kind, Read, TensorSlot, reads_in
 from graphplan.trace.host_reads import find_place
-from graphplan.trace.operator_schemas import OF_GEOMETRY, Schema, tensors_in, written_tensors
+from graphplan.trace.operator_schemas import OF_GEOMETRY, OperatorCall, tensors_in
 
 _LARGEST = 4096
 """Elements of a tensor that the host may read as a whole: each content of it needs a program of its own."""
@@ -117,31 +117,30 @@ class BatchRecorder:
                 needed |= call.given | call.changed
         return calls[::-1]
 
-    def note(
-        self, schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: list[Tensor], given: list[Tensor]
-    ) -> None:
+    def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
         """Take in an operator that is no read, after it has run: it was ``given`` tensors, and ``made`` some."""
         self._operators += 1
-        if schema.name in OF_GEOMETRY and not self._has(args[0]) and _is_plain(args[0]):
-            self._note_filled(schema, args, kwargs, made[0])
+        schema = call.schema
+        if schema.name in OF_GEOMETRY and not self._has(call.args[0]) and _is_plain(call.args[0]):
+            self._note_filled(call, made[0])
             return
         follows = schema.is_certain and all(map(self._has, given))
         if not (follows or schema.may_write):
             return
-        written = list(map(storage_id, written_tensors(schema, args, dict(kwargs))))
+        written = list(map(storage_id, call.written()))
         # By now, what has another shape in place is no longer what the operator was given.
         is_kept = torch.get_default_dtype() == self._dtype and torch.Tag.inplace_view not in schema.operator.tags
         if not (follows and is_kept and all(map(_is_plain, made)) and self._outside.isdisjoint(written)):
             self._known.difference_update(written)
         elif made or written:
-            self._add(schema.call, schema.name, args, kwargs, made, written)
+            self._add(schema.call, schema.name, call.args, call.kwargs, made, written)
 
-    def _note_filled(self, schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensor) -> None:
+    def _note_filled(self, call: OperatorCall, made: Tensor) -> None:
         """Take in a tensor of equal numbers that is like another one, which need not be there: ``zeros_like(p)``."""
-        given, *others = args
+        schema, (given, *others) = call.schema, call.args
         with torch._C._DisableTorchDispatch():
             like = torch.empty_strided(given.size(), given.stride(), dtype=given.dtype, device="meta")
-        named = {**kwargs, "device": made.device}
+        named = {**call.kwargs, "device": made.device}
         name = f"{schema.name} {like.dtype} {tuple(like.size())} {like.stride()} {others} {named}"
         self._add(partial(schema.call, like, *others, **named), name, (), {}, [made])
 
@@ -150,19 +149,12 @@ class BatchRecorder:
         name = f"constant {value.dtype} {value.device} {tuple(value.shape)} {value.tolist()}"
         self._add(value.clone, name, (), {}, [made])
 
-    def read(
-        self,
-        schema: Schema,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        error: Callable[[], HostSyncError] | None = None,
-    ) -> bool:
+    def read(self, call: OperatorCall, out: Any, error: Callable[[], HostSyncError] | None = None) -> bool:
         """Take in a read; False if it needs more than the batch. Operators that use masks are noted beside it.
         ``error`` makes what refuses it.
         """
-        place, masks, contents = find_place(), masks_of(schema, args), contents_of(schema, args, kwargs)
-        given = contents or masks or tensors_in([*args, *kwargs.values()])
+        schema, place, masks, contents = call.schema, find_place(), masks_of(call), contents_of(call)
+        given = contents or masks or call.tensors()
         if not given or not all(map(self._has, given)) or not (masks or contents or schema.is_certain):
             return False
         if contents and contents[0].numel() > _LARGEST:
@@ -172,26 +164,27 @@ class BatchRecorder:
             read = Read(place, Kind.CONTENT, contents[0].detach().cpu().clone(), refusal)
             self._add(_itself, "content", (contents[0],), {}, [], read=read)
         elif masks:
-            found = positions_among(masks_among(schema, args))
+            found = positions_among(masks_among(call))
             self._kept += found
             read = Read(place, Kind.SHAPE, [tuple(tensor.shape) for tensor in found], refusal)
-            self._add(positions_among, POSITIONS, (masks_among(schema, args),), {}, found, read=read)
+            self._add(positions_among, POSITIONS, (masks_among(call),), {}, found, read=read)
         elif schema.reads_values:
-            self._add(schema.call, schema.name, args, kwargs, [], read=Read(place, Kind.VALUE, out, refusal))
+            read = Read(place, Kind.VALUE, out, refusal)
+            self._add(schema.call, schema.name, call.args, call.kwargs, [], read=read)
         else:
             made = tensors_in(out)
             read = Read(place, Kind.SHAPE, [tuple(tensor.shape) for tensor in made], refusal)
-            self._add(schema.call, schema.name, args, kwargs, made, read=read)
+            self._add(schema.call, schema.name, call.args, call.kwargs, made, read=read)
         return True
 
-    def takes(self, answer: Answer, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def takes(self, answer: Answer, call: OperatorCall) -> bool:
         """Take in a read that was made before the step; False if it gives something else now."""
         value = None if answer.value is None else answer.value[0]
-        if not (is_right(answer, schema, args, kwargs) and self.read(schema, args, kwargs, value)):
+        if not (is_right(answer, call) and self.read(call, value)):
             self.is_outdated = True
             return False
         if answer.is_content and answer.value is not None:
-            self.note(schema, args, kwargs, tensors_in(value), tensors_in([*args, *kwargs.values()]))
+            self.note(call, tensors_in(value), call.tensors())
         return True
 
     def _has(self, tensor: Tensor) -> bool:

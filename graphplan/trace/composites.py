@@ -11,7 +11,7 @@ that says: then it is a branch on whether all lie below, and an operator whose r
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan.errors import Faults
 from graphplan.observe.watching import Aside, is_kept_from_compiler
 from graphplan.tensors.dtensors import is_imagined, is_wrapped
-from graphplan.trace.operator_schemas import schema_of, tensors_in
+from graphplan.trace.operator_schemas import OperatorCall, schema_of
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _BINCOUNT: Any = torch.ops.aten.bincount.default
@@ -59,7 +59,7 @@ class OperatorMode(TorchDispatchMode):
             self._casting.close()
 
     @abstractmethod
-    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operate(self, aside: Aside, call: OperatorCall) -> Any:
         """Run an operator: with ``aside.run``, since what else is done here is no part of the step."""
 
     def __torch_dispatch__(
@@ -67,28 +67,31 @@ class OperatorMode(TorchDispatchMode):
     ) -> Any:
         if types and is_wrapped(types):
             return NotImplemented
+        schema = schema_of(func)
+        call = OperatorCall(schema, args, kwargs or {})
         with Aside() as aside:
-            if schema_of(func).is_composite and _comes_whole(args, kwargs) and not is_imagined():
+            if schema.is_ignored or is_imagined():
+                return aside.run(func, args, call.kwargs)
+            if schema.is_composite and _comes_whole(call):
                 with self, _as_outside(func, self._casts):
-                    return aside.run(func._op_dk, (_COMPOSITE, *args), kwargs or {})
-            if func is _BINCOUNT and _has_bound(args, kwargs or {}):
+                    return aside.run(func._op_dk, (_COMPOSITE, *args), call.kwargs)
+            if func is _BINCOUNT and _has_bound(call):
                 with self:
-                    counts = aside.run(_count_below, args, kwargs or {})
+                    counts = aside.run(_count_below, args, call.kwargs)
                 if counts is not None:
                     return counts
             try:
-                return self.operate(aside, func, args, kwargs or {})
+                return self.operate(aside, call)
             except Exception as error:  # noqa: BLE001 - the step goes on
-                out = aside.carry_on(error, func, args, kwargs or {})
+                out = aside.carry_on(error, func, args, call.kwargs)
                 self.faults.note(error)
                 return out
 
 
-def _has_bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _has_bound(call: OperatorCall) -> bool:
     """Return True if ``bincount`` counts whole numbers, each as 1, and is told how many there may be."""
-    numbers: Tensor = args[0]
-    schema, named = schema_of(_BINCOUNT), dict(kwargs)
-    weights, minlength = schema.given(args, named, 1), schema.given(args, named, 2)
+    numbers: Tensor = call.args[0]
+    weights, minlength = call.given(1), call.given(2)
     is_plain = numbers.dim() == 1 and not numbers.is_floating_point() and numbers.dtype != torch.bool
     return is_plain and weights is None and bool(minlength)
 
@@ -107,10 +110,9 @@ def _count_below(numbers: Tensor, weights: None = None, minlength: int = 0) -> T
     return counts.scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
-def _comes_whole(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+def _comes_whole(call: OperatorCall) -> bool:
     """Return True if torch does not take a composite operator apart that is given that."""
-    given = tensors_in([*args, *(kwargs or {}).values()])
-    return torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in given)
+    return torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in call.tensors())
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from graphplan.tensors.copying import same_bits
 from graphplan.trace.batch_answers import BatchAnswers
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_reads import HostRead, KnownReads, find_place
-from graphplan.trace.operator_schemas import INDEXING, NONZERO, TRANSFERS, has_dynamic_shape, host_operands, schema_of
+from graphplan.trace.operator_schemas import INDEXING, NONZERO, TRANSFERS, OperatorCall
 from graphplan.trace.records import HostConstant
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -111,30 +111,30 @@ class GivenValues(OperatorMode):
         if self._missing is not None:
             raise self._missing
 
-    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operate(self, aside: Aside, call: OperatorCall) -> Any:
         """Run an operator, or say what it read."""
-        schema = schema_of(func)
-        given = None if self._answers is None else self._answers.take(schema, args, kwargs)
+        given = None if self._answers is None else self._answers.take(call)
         if given is not None and given.value is not None:
             return given.value[0]
-        if given is not None:
-            func, args, schema = given.operator, given.args, schema_of(given.operator)
-        is_shape = schema.name in (*INDEXING, NONZERO) and has_dynamic_shape(schema, args, kwargs)
+        call = given.call if given is not None and given.call is not None else call
+        schema = call.schema
+        is_shape = schema.name in (*INDEXING, NONZERO) and call.has_dynamic_shape()
         if (schema.reads_values or is_shape) and (place := find_place()) in self._known:
             read = self._known.take(place)
             answer = read.value
             if read.expected and self._on_expected is not None:
-                self._on_expected(args[0], read)
+                self._on_expected(call.args[0], read)
             if not is_shape:
                 return answer
             if schema.name == NONZERO:
                 return answer.clone()
-            args = (args[0], answer, *args[2:])
-        operands = host_operands(schema.name, args, kwargs) if self._constants else ()
+            call = OperatorCall(schema, (call.args[0], answer, *call.args[2:]), call.kwargs)
+        args = call.args
+        operands = call.host_operands() if self._constants else ()
         copies = {id(tensor): self._copy_of(tensor, schema.name) for tensor in operands}
         if copies:
             args = tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), args)
-        return aside.run(func, args, kwargs)
+        return aside.run(schema.operator, args, call.kwargs)
 
     def _copy_of(self, tensor: Tensor, name: str) -> Tensor:
         for constant in self._constants:

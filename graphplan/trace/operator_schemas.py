@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -176,20 +176,6 @@ class Schema:
         """Return True if it may write to what it is given."""
         return bool(self.written or self.hidden)
 
-    def drawn_from(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-        """The state of its own that the operator draws from: torch hands one on for a share of 0, too, and where the
-        operator does not train.
-        """
-        if self.own_state is None or any(self.given(args, kwargs, at) is False for at in self.flags):
-            return None
-        share = self.given(args, kwargs, self.arguments.index("dropout")) if "dropout" in self.arguments else None
-        state: Tensor | None = self.given(args, kwargs, self.own_state)
-        return None if share == 0 else state
-
-    def given(self, args: Sequence[Any], kwargs: dict[str, Any], position: int) -> Any:
-        """The argument at ``position``; None if it has its default."""
-        return args[position] if position < len(args) else kwargs.get(self.arguments[position])
-
 
 _SCHEMAS: dict[int, Schema] = {}
 """By the identity of operators, which each holds: their hash is computed in Python."""
@@ -247,51 +233,104 @@ def _has_python_kernel(func: Any) -> bool:
     return registered is None or any(f"{place}/{key}" in registered for key in _KERNELS)
 
 
-def written_tensors(schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Tensors that the operator writes: by its schema, and the running statistics that schemas leave out."""
-    positions = schema.written
-    if schema.hidden and all(schema.given(args, kwargs, at) is not False for at in schema.flags):
-        positions += schema.hidden
-    return [tensor for at in positions for tensor in tensors_in(schema.given(args, kwargs, at))]
+@dataclass(slots=True, eq=False)
+class OperatorCall:
+    """One call of an operator, as a dispatch mode hears of it."""
 
+    schema: Schema
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-def has_dynamic_shape(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the shape of what the operator gives depends on values."""
-    name = schema.name
-    if name == "aten.index.Tensor":
-        return _has_mask(args[1])
-    if name in _INDEX_PUTS:
-        value = args[2]
-        # torch turns a mask with a one-element host value into masked_fill, which has a fixed shape.
-        return _has_mask(args[1]) and not (value.numel() == 1 and value.device.type == "cpu")
-    if name == "aten.repeat_interleave.Tensor":
-        return kwargs.get("output_size") is None
-    if name == "aten.one_hot.default":
-        return schema.given(args, kwargs, 1) in (None, -1)
-    if name == "aten._ctc_loss.default":
-        # Its lengths are numbers, which it copies to a device.
-        return bool(args[0].device.type != "cpu")
-    return schema.has_dynamic_shape
+    def given(self, position: int) -> Any:
+        """The argument at ``position``; None if it has its default."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(self.schema.arguments[position])
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, lists included."""
+        return tensors_in([*self.args, *self.kwargs.values()] if self.kwargs else self.args)
+
+    def tensors_and_others(self) -> tuple[list[Tensor], list[tuple[str, Any]]]:
+        """The tensors among the arguments, lists included, and the other arguments by name."""
+        tensors: list[Tensor] = []
+        others: list[tuple[str, Any]] = []
+        named = zip(self.schema.arguments, self.args, strict=False)
+        for name, value in [*named, *self.kwargs.items()] if self.kwargs else named:
+            kind = type(value)
+            if kind in PLAIN_KINDS:
+                tensors.append(value)
+            elif kind in _ATOMS:
+                others.append((name, value))
+            elif kind is list or kind is tuple:
+                found = tensors_in(value)
+                tensors += found
+                if not found:
+                    others.append((name, tuple(value)))
+            elif isinstance(value, Tensor):
+                tensors.append(value)
+            elif isinstance(value, torch.ScriptObject):
+                others.append((name, name_object(value)))
+            elif not isinstance(value, _UNTOLD):
+                others.append((name, value))
+        return tensors, others
+
+    def written(self) -> list[Tensor]:
+        """Tensors that the operator writes: by its schema, and the running statistics that schemas leave out."""
+        schema = self.schema
+        positions = schema.written
+        if schema.hidden and all(self.given(at) is not False for at in schema.flags):
+            positions += schema.hidden
+        return [tensor for at in positions for tensor in tensors_in(self.given(at))]
+
+    def drawn_from(self) -> Tensor | None:
+        """The state of its own that the operator draws from: torch hands one on for a share of 0, too, and where the
+        operator does not train.
+        """
+        schema = self.schema
+        if schema.own_state is None or any(self.given(at) is False for at in schema.flags):
+            return None
+        share = self.given(schema.arguments.index("dropout")) if "dropout" in schema.arguments else None
+        state: Tensor | None = self.given(schema.own_state)
+        return None if share == 0 else state
+
+    def has_dynamic_shape(self) -> bool:
+        """Return True if the shape of what the operator gives depends on values."""
+        name, args = self.schema.name, self.args
+        if name == "aten.index.Tensor":
+            return _has_mask(args[1])
+        if name in _INDEX_PUTS:
+            value = args[2]
+            # torch turns a mask with a one-element host value into masked_fill, which has a fixed shape.
+            return _has_mask(args[1]) and not (value.numel() == 1 and value.device.type == "cpu")
+        if name == "aten.repeat_interleave.Tensor":
+            return self.kwargs.get("output_size") is None
+        if name == "aten.one_hot.default":
+            return self.given(1) in (None, -1)
+        if name == "aten._ctc_loss.default":
+            # Its lengths are numbers, which it copies to a device.
+            return bool(args[0].device.type != "cpu")
+        return self.schema.has_dynamic_shape
+
+    def host_operands(self) -> list[Tensor]:
+        """The tensors in host memory that a transfer to a device, or what indexes a device's tensor, copies from."""
+        name, args = self.schema.name, self.args
+        if name == TO_COPY:
+            target = self.kwargs.get("device")
+            given, is_on_device = args[:1], target is not None and target.type != "cpu"
+        elif name == "aten.copy_.default" or name in INDEXING:
+            # A number that is put at an index lies on the host; one that is put where a mask says so is filled in.
+            is_put = name in _INDEX_PUTS and not _has_mask(args[1])
+            given, is_on_device = args[1 : 3 if is_put else 2], args[0].device.type != "cpu"
+        else:
+            return []
+        return [tensor for tensor in tensors_in(given) if tensor.device.type == "cpu"] if is_on_device else []
 
 
 def hidden_read(name: str, given: Sequence[Tensor]) -> HiddenRead | None:
     """What an operator that is ``given`` these tensors reads on the host although no tag says so."""
     read = _HOST_READS.get(name)
     return read if read is not None and read.reads(given) else None
-
-
-def host_operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors in host memory that a transfer to a device, or what indexes a device's tensor, copies from."""
-    if name == TO_COPY:
-        target = kwargs.get("device")
-        given, is_on_device = args[:1], target is not None and target.type != "cpu"
-    elif name == "aten.copy_.default" or name in INDEXING:
-        # A number that is put at an index lies on the host; one that is put where a mask says so is filled in there.
-        is_put = name in _INDEX_PUTS and not _has_mask(args[1])
-        given, is_on_device = args[1 : 3 if is_put else 2], args[0].device.type != "cpu"
-    else:
-        return []
-    return [tensor for tensor in tensors_in(given) if tensor.device.type == "cpu"] if is_on_device else []
 
 
 def is_mask(index: Tensor | None) -> bool:
@@ -309,30 +348,3 @@ def without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 def _has_mask(indices: Sequence[Tensor | None]) -> bool:
     return any(map(is_mask, indices))
-
-
-def tensors_and_others(
-    schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Tensor], list[tuple[str, Any]]]:
-    """The operator's tensors, lists included, and its other arguments by name."""
-    tensors: list[Tensor] = []
-    others: list[tuple[str, Any]] = []
-    named = zip(schema.arguments, args, strict=False)
-    for name, value in [*named, *kwargs.items()] if kwargs else named:
-        kind = type(value)
-        if kind in PLAIN_KINDS:
-            tensors.append(value)
-        elif kind in _ATOMS:
-            others.append((name, value))
-        elif kind is list or kind is tuple:
-            found = tensors_in(value)
-            tensors += found
-            if not found:
-                others.append((name, tuple(value)))
-        elif isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, torch.ScriptObject):
-            others.append((name, name_object(value)))
-        elif not isinstance(value, _UNTOLD):
-            others.append((name, value))
-    return tensors, others

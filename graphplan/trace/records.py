@@ -15,7 +15,7 @@ from graphplan.environment.devices import set_generator
 from graphplan.errors import LearningRateError, RefusalError
 from graphplan.observe.executed_code import ExecutedCode
 from graphplan.observe.profile import Reads
-from graphplan.observe.source import Source
+from graphplan.observe.source import Source, find_source
 from graphplan.owners.slots import Slot
 from graphplan.specs.roles import Footprint, TensorSpec
 from graphplan.tensors.attributes import is_freed
@@ -191,6 +191,11 @@ class Trace:
             first is None or (type(error) is LearningRateError and type(first) is not type(error))
         ):
             self.violation = error
+
+    def violate(self, error: type[RefusalError], message: str, *, component: str | None = None) -> None:
+        """Note a violation; the first one counts."""
+        if self.violation is None:
+            self.refuse(error(message, component=component or find_source().component))
 
     def undo_unowned_writes(self) -> None:
         """Put back what the step changed in tensors and generators that no snapshot has: no owner has them."""

@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from graphplan.environment.devices import accelerator_generators
+from graphplan.environment.devices import accelerator_generators, default_generators
+from graphplan.errors import GeneratorSeekError, RefusalError
 from graphplan.observe.capture_state import presents_capture
+from graphplan.observe.source import Source, find_source
 
 Save = Callable[[torch.Generator], Tensor]
 Put = Callable[[torch.Generator, Tensor], object]
@@ -92,11 +95,46 @@ class SavedStates:
     growth: int = 0
 
 
-class TracedStates:
-    """Saves and restores as the step asks, and notes its own states that it restores between the two calls."""
+class GeneratorWatch:
+    """Notes a violation where a generator's state is set in a trace: a replay only draws on. ``refuse`` notes it."""
 
-    def __init__(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        self._before, self._after = before, after
+    def __init__(self, refuse: Callable[[type[RefusalError], str], None]) -> None:
+        self._refuse = refuse
+        self._states = [(gen, gen.get_state()) for gen in default_generators()]
+
+    def add(self, generator: torch.Generator) -> Tensor | None:
+        """Watch a generator of the step's own, too; returns its state, None if it was watched already."""
+        if any(generator is known for known, _ in self._states):
+            return None
+        state = generator.get_state()
+        self._states.append((generator, state))
+        return state
+
+    def check(self, source: Source | None = None) -> None:
+        """Compare the states with those that random operators left: before one at ``source``, or at the step's end."""
+        for position, (generator, state) in enumerate(self._states):
+            now = generator.get_state()
+            if not torch.equal(now, state):
+                self._states[position] = (generator, now)
+                place = f"before the random operator at {source}" if source else "within the step"
+                self._refuse(
+                    GeneratorSeekError,
+                    f"the {generator.device} generator's state was set {place}, to another one than the step had saved "
+                    "itself (manual_seed, Generator.set_state, a state from before the step, or another thread that "
+                    "draws); a replay only draws on. Seed outside the step, or save the state in it with "
+                    "torch.get_rng_state",
+                )
+
+    def take(self) -> None:
+        """Take the states for those that random operators left."""
+        self._states = [(gen, gen.get_state()) for gen, _ in self._states]
+
+
+class TracedStates:
+    """Saves and restores as the step asks, and notes its own states that it restores, which ``watch`` allows."""
+
+    def __init__(self, watch: GeneratorWatch) -> None:
+        self._watch = watch
         self._saved: dict[int, tuple[Tensor, torch.Generator, Restore]] = {}
         self._starts = {generator.device: generator.get_offset() for generator in accelerator_generators()}
         self._restores: list[Restore] = []
@@ -114,9 +152,10 @@ class TracedStates:
         if known is None or known[1] is not generator:
             generator.set_state(state)
             return
-        self._before()
+        with _disable_current_modes():
+            self._watch.check(find_source())
         generator.set_state(state)
-        self._after()
+        self._watch.take()
         self._restores.append(known[2])
 
     def facts(self, device: torch.device | None) -> SavedStates:

@@ -86,7 +86,7 @@ def trace(
     for external in record.externals.values():
         tensor = external.tensor
         is_alone = id(tensor) not in with_slots and id(tensor) not in fed_ids
-        if is_alone and _has_gradient(tensor) and mode.made(tensor.grad):
+        if is_alone and _has_gradient(tensor) and mode.operands.is_internal(tensor.grad):
             record.unowned_gradients.append(paths.get(id(tensor), f"a tensor that is used at {external.source}"))
     for path, items in changes.appended.items():
         changes.appended[path] = pytree.tree_map_only(Tensor, lambda tensor: OutputTensor(), items)
@@ -119,9 +119,9 @@ def _run(
 ) -> Any:
     """Run the step under everything that watches it, and note what it ran, read and drew."""
     coverage = Coverage() if record.covers else None
-    profile = Profile(mode.read, lambda: record.prints.append(str(find_source())), coverage)
+    profile = Profile(mode.syncs.read, lambda: record.prints.append(str(find_source())), coverage)
     drawn, held = host_generators(), sharding.holds_gradients()
-    states = TracedStates(mode.check_states, mode.take_states)
+    states = TracedStates(mode.generators)
     deferring = nullcontext() if record.deferred is None else record.deferred
     with presenting_capture(), saving_states(states.save, states.put), mode, profile, deferring:
         result = fed.lend(partial(call_step, fn))
@@ -132,7 +132,7 @@ def _run(
     if change is not None:
         record.refuse(HostEffectError(change))
     if held or sharding.holds_gradients():
-        mode.refuse(HostEffectError, _HELD)
+        record.violate(HostEffectError, _HELD)
     mode.finish()
     record.states = states.facts(record.device)
     record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]

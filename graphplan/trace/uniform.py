@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-Operand = tuple[str, int]
+from graphplan.trace.operands import Operand
+from graphplan.trace.operator_schemas import OperatorCall
+
 UNIFORM = ("aten.rand.default", "aten.rand.generator")
 """Operators that draw from 0 to 1, without 1."""
 _OUTSIDE = {
@@ -52,14 +54,14 @@ class UniformDraws:
     def __init__(self) -> None:
         self.drawn: dict[Operand, _Drawn] = {}
 
-    def add(self, operand: Operand, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+    def add(self, operand: Operand, call: OperatorCall, out: Tensor) -> None:
         """Note a new draw, of one of :data:`UNIFORM`."""
         if out.device.type != "cpu" or out.dtype not in (torch.float32, torch.float64):
             return
         # What is left out stands for defaults, which may be others by the time of a replay.
-        given = {**kwargs, "dtype": out.dtype, "device": out.device, "layout": out.layout, "pin_memory": False}
+        given = {**call.kwargs, "dtype": out.dtype, "device": out.device, "layout": out.layout, "pin_memory": False}
         memory = StorageWeakRef(out.untyped_storage())
-        self.drawn[operand] = _Drawn(out.dtype, partial(func, *args, **given), memory)
+        self.drawn[operand] = _Drawn(out.dtype, partial(call.schema.operator, *call.args, **given), memory)
 
     def decides(self, name: str, operands: Sequence[Operand]) -> bool:
         """Return True if an operator compares what was drawn."""

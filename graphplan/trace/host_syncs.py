@@ -1,0 +1,194 @@
+"""What comes of an operator in a trace for which the host may wait: a fact, or a refusal.
+
+A read of what is computed from Python's numbers alone, or from the batch alone, is a fact, and so is one that code only
+asserts, or branches on. Others refuse the step, with the line of code and the way out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+from torch import Tensor
+
+from graphplan.environment.origin import is_ours
+from graphplan.errors import HostSyncError, TemporaryCopyError
+from graphplan.observe.conversions import validates
+from graphplan.observe.source import Source, find_source, optimizer_fix, with_users_line
+from graphplan.trace.host_reads import HostRead, find_place, is_asserted
+from graphplan.trace.operands import Operand, Operands
+from graphplan.trace.operator_schemas import (
+    INDEXING,
+    NONZERO,
+    PACKING,
+    TO_COPY,
+    TRANSFERS,
+    OperatorCall,
+    hidden_read,
+    is_mask,
+    without_masks,
+)
+from graphplan.trace.records import HostConstant, Trace
+
+_FIX = (
+    "Keep it on the device (torch.where, a mask of fixed shape), or read it after the step from what the step returns "
+    "(a number of .item() or a copy of .cpu() that is only logged, appended or returned is read then); where only some "
+    "calls do it, eager_if= names those"
+)
+_METRIC_FIX = (
+    "Update the metric after the step, with what the step returns for it (in a Trainer: return a dictionary with the "
+    "loss, and update in on_train_batch_end)"
+)
+_VALUE = "aten._local_scalar_dense.default"
+_Given = Sequence[tuple[Tensor, Operand]]
+"""The tensors that an operator is given."""
+
+
+class HostSyncs:
+    """Notes in ``trace`` what its operators have the host wait for. The step runs in the thread that makes this."""
+
+    def __init__(self, trace: Trace, operands: Operands) -> None:
+        self._trace, self._operands = trace, operands
+        self._thread = get_ident()
+
+    def read(self, name: str, tensor: Tensor | None) -> None:
+        """Note a read of a tensor's memory that is no operator."""
+        given = [(tensor, self._operands.internal(tensor))] if tensor is not None and name == "Tensor.tolist" else []
+        if given and self._are_constants(given):
+            self._trace.host_reads.append(HostRead(find_place(), None))
+            return
+        self._trace.violate(
+            HostSyncError,
+            f"{name} reads a tensor's values on the host at {find_source()}; a replay would keep the value it saw. "
+            "Keep the value in a tensor, or read it after the step from what the step returns; where only some calls "
+            "do it, eager_if= names those",
+        )
+
+    def check(self, call: OperatorCall, out: Any, source: Source, given: _Given) -> None:
+        """Note what the host has waited for in an operator that was ``given`` these tensors, and gave ``out``."""
+        name = call.schema.name
+        if call.schema.reads_values:
+            self._check_value(call, out, source, given)
+        elif call.has_dynamic_shape() and not self._has_constant_shape(call, out, given):
+            self._refuse(f"{name} makes a tensor whose shape depends on values", source, (call, out))
+        if name in TRANSFERS:
+            self._check_copy(call, out, source)
+        for tensor in call.host_operands():
+            if any(one is tensor and operand in self._operands.fixed for one, operand in given):
+                value = tensor.detach().clone()
+                self._trace.host_constants.append(HostConstant(value, value.to(out.device)))
+            elif name in TRANSFERS:
+                self._trace.violate(
+                    TemporaryCopyError,
+                    f"{name} copies host memory to {out.device} at {self._told(source)}; a graph would copy from that "
+                    "address for ever. Feed the tensor to the step, or make it on the device",
+                    component=source.component,
+                )
+        hidden = hidden_read(name, [tensor for tensor, _ in given])
+        if hidden is not None:
+            # The first argument is what is worked on, if there is another tensor. A graph cannot look at a device's.
+            read = [pair for pair in given if pair[0] is not call.args[0]] or given
+            if not self._are_constants(read):
+                of_batch = (call, out) if name == PACKING else None
+                self._refuse(f"{name} {hidden.what}", source, of_batch, fix=hidden.fix)
+            if name == PACKING:
+                # How many rows there are at each step follows from the lengths alone.
+                self._operands.add_constant(out[1])
+
+    def _check_value(self, call: OperatorCall, out: Any, source: Source, given: _Given) -> None:
+        is_torchs, is_constant = validates(), self._are_fixed(given)
+        is_only_asserted = not (is_torchs or is_constant) and is_asserted()
+        if is_torchs or is_constant or is_only_asserted:
+            waits = is_only_asserted or _waits(given)
+            read = HostRead(find_place(), out, is_only_asserted, is_constant and not is_torchs, waits)
+            self._trace.host_reads.append(read)
+            return
+        name, tensor = call.schema.name, call.args[0]
+        is_comparison = name.startswith(("aten.equal", "aten.allclose"))
+        what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
+        is_of_step = get_ident() == self._thread and tensor.device == self._trace.device
+        # A replay can compare a truth value.
+        may_be_expected = type(out) is bool and is_of_step and self._trace.expects and name == _VALUE
+        what = f"{name} {what} (.item(), float(), bool(), if, an index or a size)"
+        self._refuse(what, source, (call, out), may_be_expected=may_be_expected)
+
+    def _check_copy(self, call: OperatorCall, out: Tensor, source: Source) -> None:
+        name = call.schema.name
+        origin = call.args[1] if name == "aten.copy_.default" else call.args[0]
+        if isinstance(origin, Tensor) and out.device.type == "cpu" and origin.device.type != "cpu":
+            of_batch = (call, out) if name == TO_COPY else None
+            self._refuse(f"{name} copies from {origin.device} to the host", source, of_batch)
+
+    def _are_fixed(self, given: _Given) -> bool:
+        """Return True if all values are computed from Python's numbers alone."""
+        return all(operand in self._operands.fixed for _, operand in given)
+
+    def _are_constants(self, given: _Given) -> bool:
+        """Return True if all values are computed on the host from Python's numbers alone."""
+        return self._are_fixed(given) and not _waits(given)
+
+    def _has_constant_shape(self, call: OperatorCall, out: Any, given: _Given) -> bool:
+        """Return True if the shape of ``out`` follows from Python's numbers. A capture gets the positions."""
+        name = call.schema.name
+        if name in INDEXING:
+            deciding = [pair for pair in given if any(pair[0] is index for index in call.args[1] if is_mask(index))]
+        elif name == NONZERO:
+            deciding = list(given)
+        else:
+            return self._are_constants(given)
+        if not self._are_fixed(deciding):
+            return False
+        positions = without_masks(call.args[1]) if name in INDEXING else out.detach().clone()
+        self._trace.host_reads.append(HostRead(find_place(), positions, constant=True, waits=_waits(given)))
+        return True
+
+    def _refuse(
+        self,
+        what: str,
+        source: Source,
+        read: tuple[OperatorCall, Any] | None,
+        *,
+        fix: str = _FIX,
+        may_be_expected: bool = False,
+    ) -> None:
+        """Note a violation, unless it is a ``read`` of the batch alone, given as operator and result, or one that
+        replays may compare.
+        """
+        trace = self._trace
+        refusal = partial(self._error, what, source, fix)
+        place = find_place() if may_be_expected else None
+        # Reads of both kinds at one place could not be told apart.
+        is_expected = any(known.expected and known.place == place for known in trace.host_reads)
+        if not is_expected and read is not None and trace.batch is not None and trace.batch.read(*read, error=refusal):
+            if read[0].schema.name == TO_COPY:
+                self._operands.add_constant(read[1])
+            return
+        error = refusal()
+        if place is not None:
+            assert read is not None
+            trace.host_reads.append(HostRead(place, read[1], waits=True, error=error))
+            trace.undone = frozenset(storage for storage, external in trace.externals.items() if external.mutated)
+        elif trace.violation is None:
+            trace.refuse(error)
+
+    def _error(self, what: str, source: Source, fix: str) -> HostSyncError:
+        source = with_users_line(self._told(source))
+        fix = optimizer_fix(source) if source.component == "optimizer" else fix
+        if source.by is not None and "torchmetrics" in source.by.filename:
+            fix = _METRIC_FIX
+        place = find_place()
+        by = "" if source.by is not None or place.filename == source.filename else f" (by {place})"
+        text = f"{what} at {source}{by}; a replay would keep the first value. {fix}"
+        return HostSyncError(text, component=source.component)
+
+    def _told(self, source: Source) -> Source:
+        """What a message names: the backward that is waited for, if autograd's own thread runs the operator."""
+        return find_source(sys._current_frames()[self._thread]) if is_ours(source.filename) else source
+
+
+def _waits(given: _Given) -> bool:
+    """Return True if the host has to wait for values of ``given``."""
+    return any(tensor.device.type != "cpu" for tensor, _ in given)
