@@ -219,14 +219,9 @@ def _without_key(leaf: Any) -> FeedError:
     )
 
 
-def key_anywhere(key: Sequence[Any]) -> tuple[Any, ...]:
-    """A feed's key without the devices that its tensors lie on."""
-    return (key[0], *(leaf[:3] + leaf[4:] if len(leaf) > 3 else leaf for leaf in key[1:]))
-
-
-def without_shapes(key: Sequence[Any]) -> tuple[Any, ...]:
-    """A feed's key without the shapes and strides of its tensors."""
-    return (key[0], *(leaf[2:] if len(leaf) > 3 else leaf for leaf in key[1:]))
+def without_geometry(key: Sequence[Any]) -> tuple[Any, ...]:
+    """A feed's key without the shapes, strides and devices of its tensors."""
+    return (key[0], *((leaf[2], *leaf[4:]) if len(leaf) > 3 else leaf for leaf in key[1:]))
 
 
 def _with_attributes(leaf: Any) -> FeedError:

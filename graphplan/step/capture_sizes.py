@@ -75,8 +75,9 @@ class CaptureSize:
         self._structure: Any = None
         self._shapes: list[Any] = []
 
-    def meet(self, leaves: Sequence[Any], structure: Any, sizes: Mapping[Place, int]) -> None:
-        """Take in a padded result, if it is the first of its structure."""
+    def meet(self, result: Any, sizes: Mapping[Place, int]) -> list[Any]:
+        """The leaves of a padded result, which is taken in if it is the first of its structure."""
+        leaves, structure = flatten_result(result)
         shapes = [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
         if self.known is None or structure != self._structure or shapes != self._shapes:
             self._structure, self._shapes = structure, shapes
@@ -85,6 +86,7 @@ class CaptureSize:
                 [[None, *(place for place, size in sizes.items() if size == found)] for found in shape or ()]
                 for shape in shapes
             ]
+        return leaves
 
     def is_sure(self, true: Mapping[Place, int], sizes: Mapping[Place, int]) -> bool:
         """Return True if the results of a call of these sizes can be cut."""

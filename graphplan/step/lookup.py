@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphplan.compare.comparing import Checks, facts_of, lie
 from graphplan.environment.collector import no_collections
-from graphplan.feed.signature import Feed, alignment_unit, check_feed, key_anywhere, leaf_key
+from graphplan.feed.signature import Feed, alignment_unit, check_feed, leaf_key
 from graphplan.program.program import Program
 from graphplan.step.batch_variants import reads_of
 from graphplan.step.managed import Managed
@@ -76,10 +76,7 @@ class Lookup:
         if self._programs.knows(self.geometry(feed)):
             self._stats.note(f"another program: {self._managed.why_changed()}", "guards")
         entry = Entry(wants_grad=any(leaf.requires_grad for _, leaf in feed.tensors()))
-        if base is None:
-            # Lightning moves a fit's first batch itself, and leaves the others: their first steps count for both.
-            entry.warm = min(self._programs.warmed.get(_anywhere(key), 0), self._warmup_steps - 1)
-        else:
+        if base is not None:
             # It has warmed up for all ways that its batches may take.
             entry.warm, entry.settled, entry.takes_two = base.warm, base.settled, base.takes_two
             entry.gate, entry.is_decided = base.gate, base.is_decided
@@ -119,16 +116,8 @@ class Lookup:
     def keep(self, feed: Feed, entry: Entry) -> None:
         """Keep ``entry`` under the feed's new key, once a first step has made the owners known."""
         key = self._key(feed, self._managed.fingerprint())
-        if self._moves:
-            self._programs.warmed = {_anywhere(key): entry.warm}
         if self._programs.get(key) is None:
             self._programs.add(key, entry)
-
-
-def _anywhere(key: Key) -> Key:
-    """A call's key without the devices that its tensors are fed from."""
-    ((of_feed, alignments), *others) = key
-    return (key_anywhere(of_feed), alignments, *others)
 
 
 class Layout:
@@ -230,21 +219,20 @@ class FastPath:
     def find(self, args: Sequence[Any]) -> tuple[KnownCall, Sequence[Any]] | None:
         """A call like this one whose program may be replayed, and the leaves of this one."""
         try:
-            call, leaves = self._search(args)
-            if call is None or leaves is None:
+            found = self._search(args)
+            if found is None:
                 return None
-            program = call.program
+            call, program = found[0], found[0].program
             if program.tally.replays + 1 >= program.next_check:
                 return None
             if call.variant is not None and self._managed.grad_presence() != call.variant:
                 return None
-            if call.checks.hold() or (program.adopted.take_gradients() and call.checks.hold()):
-                return call, leaves
-            return None
+            holds = call.checks.hold() or (program.adopted.take_gradients() and call.checks.hold())
+            return found if holds else None
         except Exception:  # noqa: BLE001 - something is gone, or an object raises: the long way says what
             return None
 
-    def _search(self, args: Sequence[Any]) -> tuple[KnownCall | None, Sequence[Any] | None]:
+    def _search(self, args: Sequence[Any]) -> tuple[KnownCall, Sequence[Any]] | None:
         for layout in self._layouts:
             leaves = layout.leaves(args)
             if leaves is None:
@@ -256,7 +244,7 @@ class FastPath:
                 if call is not latest and (taken := call.take(search)) is not None:
                     layout.latest = call
                     return call, taken
-        return None, None
+        return None
 
     def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
         """Serve calls like this one on the fast path, if everything that their key depends on can be compared."""

@@ -20,7 +20,7 @@ from graphplan.program.faults import is_steps_own, lost, refusal_of
 from graphplan.program.program import Program
 from graphplan.step.call_lock import running_step
 from graphplan.step.capture_sizes import ShapeStats
-from graphplan.step.padding import Kind, PaddedCall, Padding
+from graphplan.step.padding import Arguments, Kind, Padding
 from graphplan.step.padding_check import PaddingCheck
 from graphplan.step.runner import brought_to
 from graphplan.step.state_machine import StateMachine
@@ -52,17 +52,7 @@ class PaddedBatches:
         self._host_values = UnreadValues()
         self._calls = 0
         self._stopped_by: RefusalError | None = None
-        machine.timing.leave = self._with_mask
-
-    def _with_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call as it came, with a mask that hides nothing where the step wants one."""
-        if self._options.mask is None:
-            return args, kwargs
-        try:
-            feed = flatten(args, kwargs)
-        except FeedError:
-            return args, kwargs
-        return self.padding.leave(feed)
+        machine.timing.leave = self.padding.leave
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that has the turn, at its capture size if it has one."""
@@ -77,15 +67,21 @@ class PaddedBatches:
                 return self._serve_unpadded(feed, SkipReason.BUCKET, found)
             kind = found
         if feed is None or kind is None or begins:
-            result = self._machine.serve(*self._with_mask(args, kwargs))
+            result = self._machine.serve(*self.padding.leave(args, kwargs))
             # Before a step begins, its calls are the function's own.
             self._calls += self._machine.timing.stock is None and self._runner.device is not None
             return result
         if self._stopped_by is not None and kind.is_padded:
             return self._serve_unpadded(feed, SkipReason.PADDING, str(self._stopped_by))
-        if kind.is_padded and (kind.size.calls + 1 == kind.size.next_check or not kind.is_sure):
-            return self._serve_compared(feed, kind)
-        return self._serve_padded(feed, kind)
+        if not (kind.is_padded and (kind.size.calls + 1 == kind.size.next_check or not kind.is_sure)):
+            return self._serve_padded(feed, kind)
+        error = self._compare_in_time(feed, kind)
+        if error is not None:
+            is_refused = isinstance(error, RefusalError)
+            return self._serve_unpadded(feed, SkipReason.PADDING if is_refused else SkipReason.CHECK, str(error))
+        result = self._serve_padded(feed, kind, is_compared=True)
+        self._runner.stats.end_call("compared")
+        return result
 
     def _plain_feed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed | None:
         """The call, flattened; None if its tensors cannot be replaced by padded ones, or if it will not be replayed."""
@@ -103,9 +99,13 @@ class PaddedBatches:
         modules = [owner for owner in self._machine.managed.owners.values() if isinstance(owner, nn.Module)]
         return any(asks_for_gradients(param) for module in modules for param in module.parameters())
 
+    def _as_it_came(self, feed: Feed) -> Arguments:
+        assert feed.given is not None
+        return self.padding.leave(*feed.given)
+
     def _serve_unpadded(self, feed: Feed, reason: SkipReason, detail: str) -> Any:
         """Make the call as it came: in training as any step, eagerly in inference, where it may never come again."""
-        args, kwargs = self.padding.leave(feed)
+        args, kwargs = self._as_it_came(feed)
         if self._trains:
             if reason is not SkipReason.PADDING:
                 self._runner.stats.note(f"not padded: {detail}")
@@ -115,28 +115,18 @@ class PaddedBatches:
         self._runner.outcome = None
         return result
 
-    def _serve_compared(self, feed: Feed, kind: Kind) -> Any:
-        """Rehearse the step with and without padding, and make the call: padded if that makes no difference."""
-        error = self._compare_in_time(feed, kind)
-        if error is not None:
-            is_refused = isinstance(error, RefusalError)
-            return self._serve_unpadded(feed, SkipReason.PADDING if is_refused else SkipReason.CHECK, str(error))
-        result = self._serve_padded(feed, kind, is_compared=True)
-        self._runner.stats.end_call("compared")
-        return result
-
     def _serve_padded(self, feed: Feed, kind: Kind, *, is_compared: bool = False) -> Any:
         if not (self._trains or kind.is_padded) and isinstance(self._machine.latest, SkipReason):
             # Python ran last, and is given what was passed: it may change containers.
-            return self._machine.serve(*self.padding.leave(feed))
-        call = PaddedCall(self.padding, feed, kind)
-        result = self._machine.serve(call.args, call.kwargs)
+            return self._machine.serve(*self._as_it_came(feed))
+        result = self._machine.serve(*kind.pad(feed))
         self.shapes.count(kind.own.values(), kind.staged.values())
         try:
             latest = self._machine.latest
             program = latest if isinstance(latest, Program) else None
-            call.hand_back(program)
-            leaves = call.take(result)
+            kind.hand_back(feed, program)
+            kind.size.calls += kind.is_padded
+            leaves = kind.size.meet(result, kind.sizes)
             if not (self._trains or is_compared or self._is_known(kind)):
                 why = self._compare_in_time(feed, kind)
                 if why is not None:
@@ -145,7 +135,7 @@ class PaddedBatches:
             if is_compared and program is not None:
                 kind.size.checked.add(program)
             if kind.is_sure:
-                return call.cut(leaves)
+                return kind.cut(feed, leaves)
         except Exception as error:
             if not self._trains and refusal_of(error) is not None:
                 raise lost(error, getattr(self._runner.fn, "__name__", type(self._runner.fn).__name__)) from error
@@ -171,7 +161,7 @@ class PaddedBatches:
         """Rehearse the step both ways. Returns why the call is not to be padded, if so; may raise RefusalError."""
         size, stats = kind.size, self._runner.stats
         number = size.calls + 1
-        args, kwargs = self.padding.pad(feed, kind)
+        args, kwargs = kind.pad(feed)
         settle_companions()
         assert self._runner.device is not None
         timetable = size.timetable = size.timetable or Timetable(self._options.schedule, self._runner.device)
@@ -208,7 +198,7 @@ class PaddedBatches:
         if room is None:
             return reason
         moved = self._machine.lookup.moved
-        own = moved(flatten(*self.padding.leave(feed)))
+        own = moved(flatten(*self._as_it_came(feed)))
         check = PaddingCheck(self._runner, managed, walk, own, allow=self._options.allow, room=room)
         check.run(moved(padded), kind)
         return ""

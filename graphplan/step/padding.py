@@ -6,22 +6,21 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from graphplan.errors import OptionError
+from graphplan.errors import FeedError, OptionError
 from graphplan.feed.buffers import Buffers
-from graphplan.feed.signature import Feed
+from graphplan.feed.signature import Feed, flatten
 from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.program import Program
 from graphplan.step.buckets import Dims, Ladders, PadValue
 from graphplan.step.capture_sizes import CaptureSize, Place, ShapeStats
 from graphplan.step.options import Options
 from graphplan.tensors.storages import storage_id
-from graphplan.tensors.trees import flatten_result
 
 Value = TypeVar("Value")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -135,8 +134,8 @@ def _parse(name: str, value: Any) -> tuple[int, ...]:
 class Kind:
     """Calls of one signature: their capture size, what each dynamic dimension is and becomes, and where the leaves go.
 
-    ``staged`` is the memory of the padded leaves, ``own`` the part of it that is the call's own, ``rests`` what is
-    filled with which value. ``mask`` is the mask and the part of it that is true.
+    ``staged`` is the memory of the padded leaves, ``own`` the part of it that is the call's own, ``fills`` what is
+    filled with which value, in this order. ``mask`` is the argument that padded calls get beside those that came.
     """
 
     size: CaptureSize
@@ -144,9 +143,11 @@ class Kind:
     sizes: Mapping[Place, int]
     staged: Mapping[int, Tensor]
     own: Mapping[int, Tensor]
-    rests: Sequence[tuple[Tensor, PadValue]]
-    mask: tuple[Tensor, Tensor] | None
+    fills: Sequence[tuple[Tensor, PadValue]]
+    mask: Mapping[str, Tensor]
     _sure_of: object = None
+    _versions: list[int] = field(default_factory=list)
+    _gone: set[int] = field(default_factory=set)
 
     def __str__(self) -> str:
         return ", ".join(dict.fromkeys(f"{true} to {self.sizes[place]}" for place, true in self.true.items()))
@@ -163,6 +164,44 @@ class Kind:
         if size.known is None or self._sure_of is not size.known:
             self._sure_of = size.known if size.is_sure(self.true, self.sizes) else None
         return self._sure_of is not None
+
+    def pad(self, feed: Feed) -> Arguments:
+        """The arguments of a call at its capture size."""
+        leaves = list(feed.leaves)
+        with torch.no_grad():
+            for part, value in self.fills:
+                part.fill_(value)
+            for index, memory in self.staged.items():
+                self.own[index].copy_(leaves[index], non_blocking=True)
+                leaves[index] = memory
+        self._versions = [memory._version for memory in self.staged.values()]
+        args, kwargs = feed.rebuild(leaves)
+        return args, {**kwargs, **self.mask}
+
+    def hand_back(self, feed: Feed, program: Program | None) -> None:
+        """After the padded call of ``feed``: copy what was written to its arguments to the caller's, unless ``program``
+        has put its results there.
+        """
+        lent = set() if program is None else {storage_id(lease.tensor) for lease in program.outputs.lent}
+        self._gone = {index for index, leaf in feed.tensors() if storage_id(leaf) in lent} if lent else set()
+        with torch.no_grad():
+            for (index, memory), version in zip(self.staged.items(), self._versions, strict=True):
+                if memory._version != version and index not in self._gone:
+                    feed.leaves[index].copy_(self.own[index])
+
+    def cut(self, feed: Feed, leaves: Sequence[Any]) -> Any:
+        """The results at their true sizes, none of them in memory that the next call overwrites."""
+        return self.size.cut([self._handed_on(feed, leaf) for leaf in leaves], self.true)
+
+    def _handed_on(self, feed: Feed, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, StaticOutput):
+            return leaf
+        for index, memory in self.staged.items():
+            if leaf is memory and index not in self._gone:
+                return feed.leaves[index]
+            if storage_id(leaf) == storage_id(memory):
+                return leaf.clone()
+        return leaf
 
 
 class Padding:
@@ -234,7 +273,8 @@ class Padding:
         roots, pads = self._dynamic.roots(feed), self._dynamic.values(feed, self._pads, "pad")
         true = {place: feed.leaves[place[0]].shape[place[1]] for place in places}
         sizes = {place: self.ladders.round_up(place[1], size) or 0 for place, size in true.items()}
-        staged, own, rests = {}, {}, []
+        staged, own, mask = {}, {}, {}
+        fills: list[tuple[Tensor, PadValue]] = []
         for index in dict.fromkeys(index for index, _ in places):
             leaf, given = feed.leaves[index], pads[index]
             dims = {dim: size for (position, dim), size in sizes.items() if position == index}
@@ -243,20 +283,19 @@ class Padding:
             for dim, size in dims.items():
                 filled = leaf.shape[dim]
                 if filled < size:
-                    rests.append((part.narrow(dim, filled, size - filled), pad))
+                    fills.append((part.narrow(dim, filled, size - filled), pad))
                 part = part.narrow(dim, 0, filled)
             own[index] = part
-        mask = None
         if self._mask is not None and self._mask not in roots:
             index, masked = _masked(places)
             shape, where = tuple(sizes[index, dim] for dim in masked), self._device or feed.leaves[index].device
             make = lambda: torch.zeros(shape, dtype=torch.bool, device=where)  # noqa: E731
-            whole = self._lease(("mask", shape, where), "the mask", make)
-            mask = whole, whole[tuple(slice(true[index, dim]) for dim in masked)]
+            whole = mask[self._mask] = self._lease(("mask", shape, where), "the mask", make)
+            fills += [(whole, False), (whole[tuple(slice(true[index, dim]) for dim in masked)], True)]
         capture_size = self._size(feed, staged)
         if len(self._kinds) >= _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
-        kind = self._kinds[feed.key] = Kind(capture_size, true, sizes, staged, own, rests, mask)
+        kind = self._kinds[feed.key] = Kind(capture_size, true, sizes, staged, own, fills, mask)
         return kind
 
     def _size(self, feed: Feed, staged: Mapping[int, Tensor]) -> CaptureSize:
@@ -292,73 +331,21 @@ class Padding:
             self._leases[key] = Lease(make(), name, writable=True)
         return self._leases[key].tensor
 
-    def pad(self, feed: Feed, kind: Kind) -> Arguments:
-        """The arguments of a call at its capture size."""
-        leaves = list(feed.leaves)
-        with torch.no_grad():
-            for rest, value in kind.rests:
-                rest.fill_(value)
-            for index, memory in kind.staged.items():
-                kind.own[index].copy_(leaves[index], non_blocking=True)
-                leaves[index] = memory
-            if kind.mask is not None:
-                mask, part = kind.mask
-                mask.fill_(False)
-                part.fill_(True)
-        args, kwargs = feed.rebuild(leaves)
-        if kind.mask is not None and self._mask is not None:
-            kwargs[self._mask] = kind.mask[0]
-        return args, kwargs
-
-    def leave(self, feed: Feed) -> Arguments:
+    def leave(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """The arguments of a call as it came, with a mask that hides nothing where the function wants one."""
-        args, kwargs = feed.given or feed.rebuild(feed.leaves)
-        places = [] if self._mask is None else self._places(feed)
-        if self._mask is None or not places or self._mask in self._dynamic.roots(feed):
+        if self._mask is None:
+            return args, dict(kwargs)
+        try:
+            feed = flatten(args, kwargs, lambda structure, leaves: ([], frozenset()))
+        except FeedError:
+            return args, dict(kwargs)
+        places = self._places(feed)
+        if not places or self._mask in self._dynamic.roots(feed):
             return args, dict(kwargs)
         index, dims = _masked(places)
         shape = [feed.leaves[index].shape[dim] for dim in dims]
         where = self._device or feed.leaves[index].device
         return args, {**kwargs, self._mask: torch.ones(shape, dtype=torch.bool, device=where)}
-
-
-class PaddedCall:
-    """One call at its capture size: ``args`` and ``kwargs`` are padded; ``feed`` is what came."""
-
-    def __init__(self, padding: Padding, feed: Feed, kind: Kind) -> None:
-        self.feed, self.kind = feed, kind
-        self.args, self.kwargs = padding.pad(feed, kind)
-        self._versions = [memory._version for memory in kind.staged.values()]
-
-    def take(self, result: Any) -> list[Any]:
-        """The leaves of the padded result, of which the capture size learns."""
-        self.kind.size.calls += self.kind.is_padded
-        leaves, structure = flatten_result(result)
-        self.kind.size.meet(leaves, structure, self.kind.sizes)
-        return leaves
-
-    def hand_back(self, program: Program | None) -> None:
-        """Copy what was written to padded arguments to the caller's, unless ``program`` has put its results there."""
-        lent = set() if program is None else {storage_id(lease.tensor) for lease in program.outputs.lent}
-        self._gone = {index for index, leaf in self.feed.tensors() if storage_id(leaf) in lent} if lent else set()
-        with torch.no_grad():
-            for (index, memory), version in zip(self.kind.staged.items(), self._versions, strict=True):
-                if memory._version != version and index not in self._gone:
-                    self.feed.leaves[index].copy_(self.kind.own[index])
-
-    def cut(self, leaves: Sequence[Any]) -> Any:
-        """The results at their true sizes, none of them in memory that the next call overwrites."""
-        return self.kind.size.cut(list(map(self._handed_on, leaves)), self.kind.true)
-
-    def _handed_on(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, StaticOutput):
-            return leaf
-        for index, memory in self.kind.staged.items():
-            if leaf is memory and index not in self._gone:
-                return self.feed.leaves[index]
-            if storage_id(leaf) == storage_id(memory):
-                return leaf.clone()
-        return leaf
 
 
 def _masked(places: Sequence[Place]) -> tuple[int, list[int]]:

@@ -41,7 +41,7 @@ from graphplan.step.runner import Runner
 from graphplan.tensors.copying import copy_all
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
-from graphplan.tensors.trees import flatten_result, map_result, named_leaves
+from graphplan.tensors.trees import map_result, named_leaves
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 from graphplan.trace.records import Trace
@@ -176,8 +176,7 @@ class PaddingCheck:
             raise
         except Exception as error:  # noqa: BLE001 - whatever padding makes of the user's code
             return [f"the padded step raises {type(error).__name__}: {error}"]
-        leaves, structure = flatten_result(own.result)
-        size.meet(leaves, structure, kind.sizes)
+        leaves = size.meet(own.result, kind.sizes)
         problems, parts = size.learn(came.result, leaves, kind.true)
         problems += map(str, differing_values(own.values, came.values, _SIDES))
         left = {path: tensor for path, tensor in own.tensors.items() if path not in own.names} | parts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphplan.compare.comparing import Row
 from graphplan.errors import NotCapturedError, RecaptureError, RefusalError
-from graphplan.feed.signature import Feed, first_difference, without_shapes
+from graphplan.feed.signature import Feed, first_difference, without_geometry
 from graphplan.observe.comparisons import Comparison, Computed
 from graphplan.owners.slots import Scalar
 from graphplan.plan.plan import Plan
@@ -228,8 +228,6 @@ class Programs:
         """By geometry of the feed, the latest program, or how often it was replayed before it was closed."""
         self._reasons: list[str] = []
         self._unpaid = 0
-        self.warmed: dict[Key, int] = {}
-        """How warm the latest first step of a key made it, by that key without the devices that it was fed from."""
         self.attempts = 0
         """Calls on the way to a program that have returned."""
         self._served: set[Hashable] | None = None
@@ -271,9 +269,9 @@ class Programs:
         return [other for other in self._entries.values() if other.key[1:] == entry.key[1:] and other is not entry]
 
     def other_shapes(self, entry: Entry) -> list[Entry]:
-        """Those of them that differ by shapes of tensors alone."""
-        form = without_shapes(entry.key[0][0])
-        return [other for other in self.others(entry) if without_shapes(other.key[0][0]) == form]
+        """Those of them that differ by tensors' shapes and devices: Lightning moves a fit's first batch itself."""
+        form = without_geometry(entry.key[0][0])
+        return [other for other in self.others(entry) if without_geometry(other.key[0][0]) == form]
 
     def is_further(self, entry: Entry) -> bool:
         """Whether there is a plan of the same step for another shape."""

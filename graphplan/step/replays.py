@@ -28,11 +28,11 @@ _FICKLE, _SHARE = 8, 1 / 4
 """Replays that end before their end, if they are many beside the others, after which a program is given up."""
 
 
-class _Series:
+class _Series(Tally):
     """The programs of one step for several shapes, which are checked as often as a single one."""
 
     def __init__(self, timetable: Timetable, due: int) -> None:
-        self.tally = Tally()
+        super().__init__()
         self.timetable = timetable
         self._due = due
         self._checked: WeakKeyDictionary[Program, int] = WeakKeyDictionary()
@@ -40,7 +40,7 @@ class _Series:
     def takes(self, program: Program) -> bool:
         """Whether ``program`` is checked next: its last check is the longest ago, or that one's turn is overdue."""
         latest = [number for known, number in self._checked.items() if known.is_open]
-        is_overdue = self.tally.replays >= self._due + len(latest)
+        is_overdue = self.replays >= self._due + len(latest)
         return program not in self._checked or is_overdue or self._checked[program] == min(latest)
 
     def note(self, program: Program, number: int) -> None:
@@ -60,7 +60,6 @@ class Replays:
         self._stats = parts.runner.stats
         self._asked = 0
         self._noises: WeakKeyDictionary[Program, Noise] = WeakKeyDictionary()
-        self._series: WeakKeyDictionary[Program, _Series] = WeakKeyDictionary()
         self._by_form: WeakValueDictionary[int, _Series] = WeakValueDictionary()
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
@@ -98,7 +97,7 @@ class Replays:
     def is_due(self, program: Program) -> bool:
         """Whether the next replay of ``program`` is to be checked."""
         series = self._series_of(program)
-        return series.tally.replays + 1 >= program.next_check and series.takes(program)
+        return series.replays + 1 >= program.next_check and series.takes(program)
 
     def check(self, program: Program, feed: Feed, *, is_needed: bool) -> tuple[Any, VerifyError | None]:
         """A replay that is checked against eager; then eager's outcome stands. Where there is no room for that: a
@@ -117,7 +116,7 @@ class Replays:
             return self._unchecked(program, feed, reason, is_needed=is_needed)
         self._asked = 0
         series = self._series_of(program)
-        number = program.tally.replays + 1
+        number = series.replays + 1
         series.timetable.begin(number)
         fed = CallArguments.of(feed).watch()
         try:
@@ -156,15 +155,14 @@ class Replays:
 
     def _series_of(self, program: Program) -> _Series:
         """The series of ``program``. If it communicates, all ranks check in the same steps."""
-        series = self._series.get(program)
-        if series is None:
-            plan, schedule = program.plan, self._options.schedule
-            timetable = Timetable(schedule, plan.device, self._agree_on if plan.communicates else int)
-            series = _Series(timetable, schedule.after(0))
-            if schedule.every is None:
-                series = self._by_form.setdefault(plan.form, series)
-            self._series[program] = series
-            program.tally = series.tally
+        if isinstance(program.tally, _Series):
+            return program.tally
+        plan, schedule = program.plan, self._options.schedule
+        timetable = Timetable(schedule, plan.device, self._agree_on if plan.communicates else int)
+        series = _Series(timetable, schedule.after(0))
+        if schedule.every is None:
+            series = self._by_form.setdefault(plan.form, series)
+        program.tally = series
         return series
 
     def _agree_on(self, following: int) -> int:

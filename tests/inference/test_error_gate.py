@@ -50,14 +50,14 @@ BEFORE = {
     "exact": ["inference.graphed:plain", "step.reasons:flatten", "step.lookup:Lookup.find", "step.managed:trace",
               "step.stages:capture_program"],
     "bucket": ["step.padding:Padding.kind",
-               "step.padding:Padding.kind", "step.padding:Padding._learn", "step.padding:Padding.pad",
+               "step.padding:Padding.kind", "step.padding:Padding._learn", "step.padding:Kind.pad",
                "step.managed:trace"],
 }  # fmt: skip
 PLACES = [(shapes, place) for shapes, places in BEFORE.items() for place in places]
 AFTER = [
     "step.capture_sizes:CaptureSize.meet",
     "step.capture_sizes:CaptureSize.cut",
-    "step.padding:PaddedCall._handed_on",
+    "step.padding:Kind._handed_on",
 ]
 
 

@@ -359,8 +359,8 @@ def test_errors_of_eager_if_come_out_as_they_are() -> None:
 PADDED = [
     "step.padding:Padding.kind", "step.padded_batches:PaddedBatches._plain_feed",
     "step.padded_batches:PaddedBatches._compare",
-    "step.padding:Padding._learn", "step.padding:Padding.pad", "step.capture_sizes:CaptureSize.meet",
-    "step.capture_sizes:CaptureSize.cut", "step.padding:PaddedCall._handed_on", "step.padding_check:PaddingCheck.run",
+    "step.padding:Padding._learn", "step.padding:Kind.pad", "step.capture_sizes:CaptureSize.meet",
+    "step.capture_sizes:CaptureSize.cut", "step.padding:Kind._handed_on", "step.padding_check:PaddingCheck.run",
     "step.managed:trace", "step.replays:Check",
 ]  # fmt: skip
 
