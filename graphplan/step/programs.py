@@ -51,16 +51,15 @@ Variant = tuple[bool, ...]
 class Line:
     """One variant on its way to a program: traces, then a plan, then the program.
 
-    ``state`` are the paths of the optimizer state that the latest trace found. ``traced_anew``: whether a first pair of
-    traces was dropped; ``reordered``: how many pairs were because of autograd's engine, ``straddling``: in a row
-    because of what happened between them. ``outcomes``: traces and captures that came to another value than one before,
-    where the step branches on it. ``is_like_others``: whether the plan comes from one trace. ``is_for_any``: whether
-    the program serves whatever gradients there are, since the step drops them unread.
+    ``state`` are the paths of the optimizer state that the latest trace found. Pairs of traces that were dropped:
+    ``reordered`` because of autograd's engine, ``straddling`` in a row because of what happened between them.
+    ``outcomes``: traces and captures that came to another value than one before, where the step branches on it.
+    ``is_like_others``: whether the plan comes from one trace. ``is_for_any``: whether the program serves whatever
+    gradients there are, since the step drops them unread.
     """
 
     traces: list[Trace] = field(default_factory=list)
     state: list[str] = field(default_factory=list)
-    traced_anew: bool = False
     reordered: int = 0
     straddling: int = 0
     outcomes: int = 0
@@ -343,8 +342,7 @@ class Programs:
         geometry = entry.key[0]
         before = self._latest.pop(geometry, None)
         is_further = len(entry.programs()) > 1
-        was_captured = any(known.captured for known in self._entries.values() if known.key[0] == geometry)
-        self._stats.recaptured += was_captured and not is_further
+        self._stats.recaptured += before is not None and not is_further
         entry.captured = True
         if before is not None:
             replays = before.replays if isinstance(before, Program) else before

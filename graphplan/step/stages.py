@@ -459,27 +459,25 @@ class Stages:
         if self._changing[1] >= _STRADDLING:
             return False
         moved = second.moved_since(first)
-        if moved is not None and not line.traced_anew:
-            # For example, a checkpoint was loaded.
-            line.traced_anew = True
-            self._stats.note(f"traced anew: {moved} is not what it was one step before", "traces")
-            return True
+        # For example, a checkpoint was loaded.
+        changed = None if moved is None else f"{moved} is not what it was one step before"
         # Ranks have to trace in the same steps.
-        if self._peers is None and line.reordered < _REORDERED and is_reordered(first, second):
+        may_reorder = changed is None and self._peers is None and line.reordered < _REORDERED
+        if may_reorder and is_reordered(first, second):
             line.reordered += 1
             entry.warm = self._options.warmup_steps - 2 ** (line.reordered + 1)
             self._stats.note(
                 "traced anew: autograd's engine ran the same operators in another order one step before", "traces"
             )
             return True
-        changed = host_changes(TracePair(first, second, walk, self._options.allow))
+        changed = changed or host_changes(TracePair(first, second, walk, self._options.allow))
         line.straddling += changed is not None
-        if changed is not None and line.straddling < _STRADDLING:
-            # For example, an epoch ended: the second trace is the first of the next pair.
-            line.traces = [second]
-            self._stats.note(f"traced anew: {changed}", "traces")
-            return True
-        return False
+        if changed is None or line.straddling >= _STRADDLING:
+            return False
+        # For example, an epoch ended: the second trace is the first of the next pair.
+        line.traces = [second]
+        self._stats.note(f"traced anew: {changed}", "traces")
+        return True
 
     def _capture(self, call: Call, undo: ExitStack) -> Any:
         """Capture a call, and give it its results. Raises ReadSignal if a placeholder was used."""

@@ -80,15 +80,16 @@ def test_a_literal_is_part_of_the_signature() -> None:
     assert_equals_eager(make, captured=4, replayed=40 - 4 * 6)
 
 
-def test_a_feed_s_key_wherever_its_tensors_lie() -> None:
+def test_a_feed_s_key_without_its_tensors_geometry() -> None:
     """A device that is fed itself is a value like others."""
 
     def key(device: str, *others: Any) -> Any:
-        return signature.key_anywhere(signature.flatten((torch.empty(2, 3, device=device), *others), {}).key)
+        return signature.without_geometry(signature.flatten((torch.empty(2, 3, device=device), *others), {}).key)
 
     assert key("cpu", 1, 2j) == key("meta", 1, 2j) != key("meta", 1, 3j)
     assert key("cpu", torch.device("cpu")) != key("cpu", torch.device("meta"))
-    assert signature.key_anywhere(signature.flatten((torch.empty(3, 2, device="meta").t(),), {}).key) != key("meta")
+    assert signature.without_geometry(signature.flatten((torch.empty(3, 2, device="meta").t(),), {}).key) == key("meta")
+    assert signature.without_geometry(signature.flatten((torch.empty(2, 3).int(),), {}).key) != key("cpu")
     assert signature.flatten((torch.empty(2),), {}).key != signature.flatten((torch.empty(2, device="meta"),), {}).key
 
 
