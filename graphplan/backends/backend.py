@@ -52,6 +52,7 @@ class TracedValues:
         generators: generators other than torch's default ones that the step draws from.
         device_constants: tensors that the step makes from Python values on the device.
         host_constants: tensors that the step makes from Python values on the host and copies to the device.
+        host_draws: what draws again what a step that computes on a device draws on the host, and nothing depends on.
         answers: what was read of the batch before the step, if anything.
         in_mode: the step is to run in a dispatch mode, as in the traces, where some of autograd's formulas do not read
             on the host: results differ by rounding from eager steps.
@@ -62,6 +63,7 @@ class TracedValues:
     generators: Sequence[torch.Generator] = ()
     device_constants: Sequence[Tensor] = ()
     host_constants: Sequence[HostConstant] = ()
+    host_draws: Sequence[Callable[[], Any]] = ()
     answers: BatchAnswers | None = None
     in_mode: bool = False
 

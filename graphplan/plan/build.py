@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -22,9 +22,7 @@ from graphplan.effects.rebindings import Rebindings
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import OutputError
 from graphplan.feed.signature import Feed
-from graphplan.optimizers.rates import LearningRates
 from graphplan.owners.slots import Walk
-from graphplan.owners.walk import walk_owners
 from graphplan.plan.classify import classify
 from graphplan.plan.difference import check_difference, check_marks, form_of
 from graphplan.plan.plan import DRAWS, Handles, Output, Plan
@@ -61,11 +59,9 @@ def build_plan(
     first: Trace,
     second: Trace,
     feed: Feed,
+    handles: Handles,
     *,
-    owners: Callable[[], Mapping[str, Any]],
-    function: Callable[[], Callable[..., Any]],
     allow: Sequence[str] = (),
-    rates: LearningRates,
     walk: Walk | None = None,
     loose: bool = False,
 ) -> Plan:
@@ -76,7 +72,7 @@ def build_plan(
         RefusalError: a subclass for every way in which a replay could differ from the step.
     """
     _check(feed, first, second, allow)
-    walk = walk or walk_owners(owners())
+    walk = walk or handles.walk()
     pair = TracePair(first, second, walk, allow)
     check_draws(pair)
     check_gradients(pair)
@@ -84,10 +80,11 @@ def build_plan(
     effects = _effects(pair)
     rebindings = effects["rebindings"]
     changed = {effect.path for effect in (*effects["numbers"], *effects["counters"])}
-    externals = classify(first, second, feed, walk, carries=rebindings.carries, shadows=rates.storages)
+    shadows = handles.rates.storages
+    externals = classify(first, second, feed, walk, carries=rebindings.carries, shadows=shadows)
     assert second.device is not None
     return Plan(
-        name=getattr(step := function(), "__qualname__", type(step).__name__),
+        name=getattr(step := handles.function(), "__qualname__", type(step).__name__),
         form=form_of(second),
         feed=feed.without_leaves(),
         externals=externals,
@@ -102,7 +99,7 @@ def build_plan(
         traced=_traced_values(second),
         device=second.device,
         reads=Reads.find(pair, changed, loose=loose),
-        twins=_twins(second, externals, rates.storages),
+        twins=_twins(second, externals, shadows),
         shared=_shared_with_owners(second, externals),
         joined=tuple(joined_slots(second, second.externals)),
         host_facts=tuple(_host_facts(second)),
@@ -112,7 +109,8 @@ def build_plan(
         undone=frozenset(slot.path for storage in second.undone for slot in second.entry_slots.get(storage, ())),
         defers=bool(second.deferred),
         last_operators=_last_operators(second),
-        handles=Handles(function, owners, rates, second.host_draws, keep_alive=_shared(first, second)),
+        kept=_shared(first, second),
+        handles=handles,
     )
 
 
@@ -136,6 +134,7 @@ def _traced_values(trace: Trace) -> TracedValues:
         generators=trace.generators,
         device_constants=trace.device_constants,
         host_constants=trace.host_constants,
+        host_draws=trace.host_draws,
         in_mode=trace.derives_otherwise,
     )
 
@@ -274,13 +273,13 @@ def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:
     return needed
 
 
-def _shared(first: Trace, second: Trace) -> list[Tensor]:
+def _shared(first: Trace, second: Trace) -> tuple[Tensor, ...]:
     """Leaves that are views of one storage in both traces: the step may also read that storage by another name."""
     shared = set(first.leaf_storages.values()) & set(second.leaf_storages.values())
-    return [second.externals[storage].tensor for storage in shared if storage in second.externals]
+    return tuple(second.externals[storage].tensor for storage in shared if storage in second.externals)
 
 
-def build_plan_like(known: Iterable[Plan], trace: Trace, feed: Feed, **options: Any) -> Plan | None:
+def build_plan_like(known: Iterable[Plan], trace: Trace, feed: Feed, handles: Handles, **options: Any) -> Plan | None:
     """The plan of a step that was traced once, if it has the operators, operands and effects of a ``known`` plan for
     other shapes; else None.
 
@@ -292,14 +291,12 @@ def build_plan_like(known: Iterable[Plan], trace: Trace, feed: Feed, **options: 
     alike = [plan for plan in known if plan.form == form and not plan.may_reorder]
     if not alike:
         return None
-    plan = build_plan(trace, trace, feed, **options)
+    plan = build_plan(trace, trace, feed, handles, **options)
     like = next((one for one in alike if _is_alike(plan, one)), None)
     if like is None:
         return None
     # Fed memory that two traces have in common is kept alive, and a trace has all of it in common with itself.
-    if like.handles.keep_alive:
-        return plan
-    return replace(plan, handles=replace(plan.handles, keep_alive=()))
+    return plan if like.kept else replace(plan, kept=())
 
 
 def _is_alike(plan: Plan, known: Plan) -> bool:
@@ -315,7 +312,7 @@ def _outline(plan: Plan) -> tuple[Any, ...]:
     traced, externals = plan.traced, [_facts(external) for external in plan.externals]
     outputs = [(output.kind, output.index, output.path, output.marks) for output in plan.outputs]
     restores = [(restore.device, restore.number) for restore in traced.states.restores]
-    parts = (plan.handles.host_draws, traced.reads, traced.device_constants, traced.host_constants)
+    parts = (traced.host_draws, traced.reads, traced.device_constants, traced.host_constants)
     return externals, outputs, traced.states.saves, restores, traced.generators, list(map(len, parts))
 
 

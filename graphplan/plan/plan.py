@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from graphplan.effects.rebindings import Rebindings
 from graphplan.feed.signature import Feed
 from graphplan.optimizers.rates import LearningRates
 from graphplan.owners.slots import Walk
+from graphplan.owners.walk import walk_owners
 from graphplan.specs.paths import Of, names
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import External, Footprint, Role, TensorSpec
@@ -48,21 +49,21 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Handles:
-    """What a plan's programs work with; everything else in a plan is facts.
+    """The living step that plans are facts about, one for all of them: its programs run it, and walk its owners.
 
     Attributes:
         function: returns the step.
         owners: returns the step's owners by name.
         rates: device learning rates of the step's optimizers.
-        host_draws: what draws again what a step that computes on a device draws on the host, and nothing depends on.
-        keep_alive: fed tensors whose memory the step may also read by another name.
     """
 
     function: Callable[[], Callable[..., Any]]
     owners: Callable[[], Mapping[str, Any]]
     rates: LearningRates
-    host_draws: Sequence[Callable[[], Any]]
-    keep_alive: Sequence[Tensor]
+
+    def walk(self) -> Walk:
+        """A walk over the owners as they are now."""
+        return walk_owners(self.owners())
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +96,7 @@ class Plan:
         operators: how often one eager step launches each operator, by name.
         footprint: bytes of what one eager step makes, on the device where it computes.
         traced: what recordings are given from the traces: reads on the host that refuse no step, states of generators
-            that the step saves and puts back, as activation checkpointing does, constants.
+            that the step saves and puts back, as activation checkpointing does, constants, draws on the host.
         reads: what the step's code may have read of its owners.
         twins: further slots of the memory that owned externals have.
         shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
@@ -109,7 +110,8 @@ class Plan:
         undone: paths of what the step has changed when it comes to the last value on which it branches: a replay that
             ends there puts it back.
         defers: whether the step reads numbers from the device that it does not need itself.
-        handles: what programs of the plan work with.
+        kept: fed tensors whose memory the step may also read by another name.
+        handles: the step itself.
     """
 
     name: str
@@ -140,6 +142,7 @@ class Plan:
     may_reorder: bool
     undone: frozenset[str]
     defers: bool
+    kept: tuple[Tensor, ...]
     handles: Handles
 
     def by_role(self, role: Role) -> tuple[External, ...]:

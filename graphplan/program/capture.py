@@ -23,7 +23,6 @@ from graphplan.observe.source import runs_step
 from graphplan.owners.flags import Flags
 from graphplan.owners.sharding import Sharding, come_to_rest
 from graphplan.owners.slots import Walk, holds_plain
-from graphplan.owners.walk import walk_owners
 from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import own_tensors
 from graphplan.program.bindings import Bindings
@@ -82,14 +81,14 @@ def capture_program(
     found = {path: value for path, value in flags.read().items() if path in plan.left}
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
     # A backend that executes records them with the rest.
-    bindings = Bindings(plan, walk, copied.stand_ins, () if backend.executes else plan.handles.host_draws)
+    bindings = Bindings(plan, walk, copied.stand_ins, () if backend.executes else plan.traced.host_draws)
     undo = Undo(plan, walk, inputs) if plan.branches else None
     parts = inputs, copied, bindings
     recording, after, outputs = _record(plan, feed, walk, backend, *parts, undo, sharding=sharding, lends=lends)
     bindings.bind_back(after)
     # A program compares what a call begins with.
     flags.assign(found)
-    walk = walk_owners(plan.handles.owners())
+    walk = plan.handles.walk()
     program = Program(plan, policy, recording, *parts, outputs, undo, walk=walk, values=values, feed=feed)
     flags.assign(plan.left)
     program.adopted.count_uses(before)
@@ -132,7 +131,7 @@ def _record(
         change = fed.change()
         if change is not None:
             raise HostEffectError(change)
-        after = walk_owners(plan.handles.owners())
+        after = plan.handles.walk()
         with torch.no_grad():
             outputs = Outputs(plan, result, bindings.numbers, overwritten=bindings.targets, lent=lent)
             bindings.close_step(after, outside)

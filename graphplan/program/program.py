@@ -17,7 +17,6 @@ from graphplan.feed.call_arguments import hands_over
 from graphplan.feed.signature import Feed, check_match, flatten
 from graphplan.owners.flags import Flags
 from graphplan.owners.slots import Walk
-from graphplan.owners.walk import walk_owners
 from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import AdoptedTensors
 from graphplan.program.bindings import Bindings, settle_companions
@@ -303,7 +302,7 @@ class Program:
         """
         if self._is_spoiled:
             return "something that an eager step keeps lies in memory that replays write"
-        walk = walk_owners(self.plan.handles.owners())
+        walk = self.plan.handles.walk()
         reason = self.bindings.lost_memory() or self.adopted.follow(walk)
         if reason is not None:
             return reason

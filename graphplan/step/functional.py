@@ -24,9 +24,8 @@ from graphplan.owners.flags import Flags
 from graphplan.owners.sharding import come_to_rest
 from graphplan.owners.slots import Namespace, Walk
 from graphplan.owners.snapshot import Snapshot
-from graphplan.owners.walk import walk_owners
 from graphplan.plan.build import build_plan, find_device
-from graphplan.plan.plan import Plan
+from graphplan.plan.plan import Handles, Plan
 from graphplan.program.capture import capture_program
 from graphplan.program.faults import refusing
 from graphplan.program.program import Program
@@ -85,7 +84,7 @@ def compile_plan(
         RefusalError: if the step cannot be replayed correctly.
     """
     traces = _Traces(fn, args, owners, prepare=prepare_optimizers)
-    return traces.plan(restore=restore, allow=allow, function=lambda: fn)
+    return traces.plan(restore=restore, allow=allow)
 
 
 class _Traces:
@@ -104,17 +103,17 @@ class _Traces:
         self._found = self._flags.read()
 
     def plan(
-        self, *, restore: bool, allow: Sequence[str], function: Callable[[], Callable[..., Any]], weak: bool = False
+        self, *, restore: bool, allow: Sequence[str], function: Callable[[], Callable[..., Any]] | None = None
     ) -> Plan:
-        """The plan. ``weak``: it does not keep the owners alive."""
+        """The plan. With a ``function`` that leads to the step, it keeps neither that nor the owners alive."""
         managed = self.managed
         try:
             first, second = self.two()
-            held = _weak_owners(managed.owners) if weak else lambda: managed.owners
+            handles = managed.handles
+            if function is not None:
+                handles = Handles(function, _weak_owners(managed.owners), managed.rates)
             with managed.rates:
-                return build_plan(
-                    first, second, self.feed, owners=held, function=function, allow=allow, rates=managed.rates
-                )
+                return build_plan(first, second, self.feed, handles, allow=allow)
         finally:
             if restore:
                 self.undo()
@@ -243,7 +242,7 @@ def compile_cached(
             return found
 
         traces = _Traces(fn, args, owners, prepare=prepare_optimizers)
-        plans[key] = traces.plan(restore=restore, allow=allow, function=alive, weak=True)
+        plans[key] = traces.plan(restore=restore, allow=allow, function=alive)
     return plans[key]
 
 
@@ -294,7 +293,7 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
     flat = flatten(feed, {})
     check_match(flat, plan.feed)
     check_feed(flat, plan.device)
-    walk = walk_owners(plan.handles.owners())
+    walk = plan.handles.walk()
     refuse_graphs_within(walk, plan.handles.function(), plan.device)
     recorder = make_backend(backend, plan)
     extra = [*plan.changed_tensors(walk), *(tensor for _, tensor in flat.tensors())]
@@ -313,7 +312,7 @@ def _warm_up(plan: Plan, feed: Feed, backend: Backend, walk: Walk) -> None:
     args, kwargs = feed.rebuild(feed.leaves)
     with plan.handles.rates, presenting_capture():
         backend.run(lambda: call_step(plan.handles.function(), args, kwargs))
-    slots = walk_owners(plan.handles.owners()).slots
+    slots = plan.handles.walk().slots
     for external in plan.externals:
         slot = slots.get(external.path or "")
         if slot is not None and slot.param is None and slot.path not in walk.slots:

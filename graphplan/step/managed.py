@@ -31,6 +31,7 @@ from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Namespace, Reached, Walk
 from graphplan.owners.views import GroupCounts, attributes_of
 from graphplan.owners.walk import walk_owners
+from graphplan.plan.plan import Handles
 from graphplan.program.faults import refusing
 from graphplan.program.fingerprint import Fingerprint
 from graphplan.specs.paths import free_name
@@ -67,7 +68,7 @@ class Managed:
     owns optimizers that others step.
 
     Attributes:
-        owners: by name.
+        owners: by name; ``handles`` lead to them from plans.
         refusal: what the next call is refused with.
         changes: what was changed on optimizers to make them capturable.
         is_settled: whether the code that ran last used no new name or object.
@@ -91,6 +92,7 @@ class Managed:
         self._is_scaled = bool(scalers)
         self._scaled_steps = ScaledSteps(scalers)
         self.rates = LearningRates(self._scaled_steps)
+        self.handles = Handles(lambda: fn, lambda: self.owners, self.rates)
         self.modes = Modes()
         self.changes: list[str] = []
         self.refusal: RefusalError | None = None

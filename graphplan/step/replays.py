@@ -15,7 +15,6 @@ from graphplan.errors import CheckMemoryError, OutcomeError, PeerError, VerifyEr
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
-from graphplan.owners.walk import walk_owners
 from graphplan.program.bindings import settle_companions
 from graphplan.program.program import NO_CHECK, Program, Tally
 from graphplan.step.runner import Parts
@@ -81,8 +80,7 @@ class Replays:
 
     def instead(self, program: Program, feed: Feed, outcome: OutcomeError) -> Any:
         """An eager step in place of a replay that ended with ``outcome``."""
-        walk = partial(walk_owners, program.plan.handles.owners())
-        result = self._between(program, CallArguments.of(feed), feed.leaves, walk)
+        result = self._between(program, CallArguments.of(feed), feed.leaves, program.plan.handles.walk)
         self._runner.count_eager(outcome.reason, str(outcome))
         return result
 

@@ -390,20 +390,15 @@ class Stages:
     def _plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
         """The plan of two traces; or of one, if another key has a plan like it and the first replay is checked."""
         entry, line, feed = call.entry, call.line, call.feed
-        planning: dict[str, Any] = {
-            "owners": lambda: self._managed.owners,
-            "function": lambda: self._runner.fn,
-            "allow": self._options.allow,
-            "rates": self._managed.rates,
-            "walk": at_end,
-        }
+        handles = self._managed.handles
+        planning: dict[str, Any] = {"allow": self._options.allow, "walk": at_end}
         first, *others = line.traces
         if not others:
             line.is_like_others = False
             if self._may_take_one(entry):
                 known = [plan for other in self._programs.others(entry) for plan in other.plans]
                 with self._managed.rates, suppress(RefusalError):
-                    plan = build_plan_like(known, first, feed, **planning)
+                    plan = build_plan_like(known, first, feed, handles, **planning)
                     line.is_like_others = plan is not None
                     return plan
             return None
@@ -411,7 +406,7 @@ class Stages:
         loose = max(line.straddling, self._changing[1] - 1) >= _STRADDLING - 1
         try:
             with self._managed.rates:
-                return self._build(first, second, feed, loose=loose, **planning)
+                return self._build(first, second, feed, handles, loose=loose, **planning)
         except RefusalError as error:
             line.traces = []
             if isinstance(error, OutcomeError):
@@ -433,11 +428,11 @@ class Stages:
             self._latest = None
             raise
 
-    def _build(self, *traces_and_feed: Any, allow: Sequence[str], **planning: Any) -> Plan:
+    def _build(self, *parts: Any, allow: Sequence[str], **planning: Any) -> Plan:
         """The plan of two traces. While refusals are collected, what may be allowed is, to find the next one."""
         while True:
             try:
-                return build_plan(*traces_and_feed, allow=allow, **planning)
+                return build_plan(*parts, allow=allow, **planning)
             except RefusalError as error:
                 if error.path is None or error.path in allow or not collect(error):
                     raise

@@ -21,7 +21,6 @@ from graphplan.errors import OutcomeError, PeerError
 from graphplan.feed.call_arguments import BATCH_READS
 from graphplan.owners.slots import Walk
 from graphplan.owners.snapshot import Snapshot, host_generators
-from graphplan.owners.walk import walk_owners
 from graphplan.program.leases import StaticOutput
 from graphplan.program.program import Program
 from graphplan.tensors.copying import copy_all
@@ -133,7 +132,7 @@ class Check:
 
     def walk(self) -> Walk:
         """A walk over the owners now."""
-        return walk_owners(self._program.plan.handles.owners())
+        return self._program.plan.handles.walk()
 
     def snapshot(self, walk: Walk) -> tuple[Snapshot, dict[str, Tensor]]:
         """Copies of all that the step may change, also of what only a name leads to; and these tensors by path."""
