@@ -233,6 +233,7 @@ class Timing:
     Attributes:
         way: makes the calls in place of the state machine, if set.
         stock: ``way`` where it calls the step's function, with nothing of graphplan's around it but a count.
+        down_because: why all calls are such calls, and its wording; None if they are not, or are being timed.
         leave: applied to the arguments of such calls.
     """
 
@@ -253,20 +254,14 @@ class Timing:
         self._own: Serve | None = None
         self._calls = self._left = 0
         """Stock calls that were not counted yet, and those that are left until the step is timed, or timed again."""
-        self._reason: SkipReason | None = None
-        self._detail = ""
+        self.down_because: tuple[SkipReason, str] | None = None
 
     def take_counts(self) -> Stats:
         """What the calls so far were, those of the function alone among them."""
         stats = self._runner.stats
         count, self._calls = self._calls, 0
-        stats.count_stock(count, self._reason, self._detail)
+        stats.count_stock(count, *(self.down_because or ()))
         return stats
-
-    @property
-    def down_because(self) -> tuple[SkipReason, str] | None:
-        """Why calls are calls of the step's function, and nothing else, and its wording; None if they are not."""
-        return (self._reason, self._detail) if self.stock is not None and self._reason is not None else None
 
     def be_stock(self, reason: SkipReason | None, detail: str = "") -> None:
         """Have calls be calls of the step's own function; those that are timed, for no ``reason``."""
@@ -277,7 +272,7 @@ class Timing:
         moved = own if device is None else lambda args, kwargs: brought_to(device, args, kwargs).lend(own)
         self._own = moved if leave is None else lambda args, kwargs: moved(*leave(args, kwargs))
         self.way = self.stock = self._call_stock
-        self._reason, self._detail, self._left = reason, detail, int(reason is None)
+        self.down_because, self._left = (None, 1) if reason is None else ((reason, detail), 0)
         if self._gate is not None and reason is SkipReason.BUSY:
             self._left = self._gate.wait
 
@@ -299,8 +294,12 @@ class Timing:
         """Have calls made in the step's own way."""
         if self._gate is not None:
             self._gate.cancel()
+        self._go_on(None)
+
+    def _go_on(self, way: Serve | None) -> None:
+        """Have calls made in this way, or in the step's own, after those of the function alone."""
         self.take_counts()
-        self.way = self.stock = None
+        self.way, self.stock, self.down_because = way, None, None
 
     def begins(self, feed: Feed) -> bool:
         """Whether the next calls are eager and timed, before anything of the step's is prepared. Asked once."""
@@ -324,7 +323,7 @@ class Timing:
         """
         gate = self._gate
         assert gate is not None
-        if self._reason is not None:
+        if self.down_because is not None:
             self.take_counts().note("timed again: the device was busy all the time")
             self._time_eager_calls(gate.again())
             return
@@ -333,12 +332,11 @@ class Timing:
             if not gate.end_eager():
                 return
             self.take_counts().measured = gate.measured
-            self.stock = None
             if gate.is_busy and self._options.may_stay_eager:
                 self._stand_down(SkipReason.BUSY, "")
             else:
                 self._managed.prepare()
-                self.way = self._timed
+                self._go_on(self._timed)
 
     def _timed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call during the measurement of replays."""
@@ -359,7 +357,7 @@ class Timing:
             else:
                 gate.cancel()
             if pays is not None:
-                self.way = None
+                self._go_on(None)
                 error = self.decide(gate, pays)
                 if error is not None:
                     self._stand_down(error.reason, str(error))
@@ -401,4 +399,5 @@ class Timing:
             refusal = refusal_of(error)
             if refusal is None:
                 raise
-            self._managed.refusal, self.way, self.stock = refusal, None, None
+            self._managed.refusal = refusal
+            self._go_on(None)

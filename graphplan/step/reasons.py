@@ -57,7 +57,7 @@ class Reasons:
             # What the call is fed.
             (on.GRADIENT, self._asks_for_gradients, step.plainly),
             (on.EAGER_IF, lambda call: options.asks_eager(step.calls, call.args, call.kwargs), step.as_traced),
-            (None, lambda call: timing.opens and timing.begins(call.feed), step.as_stock),
+            (None, lambda call: timing.begins(call.feed), step.as_stock),
             (None, lambda call: managed.refusal, None),
             (on.MAX_GRAPHS, lambda call: programs.turns_away(step.lookup.geometry(call.feed)), step.plainly),
             # Its entry, and perhaps a program. To look for them may refuse the step.
