@@ -41,12 +41,13 @@ def _launch(recording: Recording) -> None:
 
 
 class Tally:
-    """Replays of all programs of one step, for whatever shapes."""
+    """Counts the replays of programs that are checked in turn, for whatever shapes; from number ``due`` on, the next is
+    to be checked.
+    """
 
-    __slots__ = ("replays",)
-
-    def __init__(self) -> None:
+    def __init__(self, due: int = NO_CHECK) -> None:
         self.replays = 0
+        self.due = due
 
 
 class Program:
@@ -99,8 +100,6 @@ class Program:
         self.replays = 0
         self.tally = Tally()
         self._shared_at = {index: feed.leaves[index].data_ptr() for index in plan.shared}
-        self.next_check = NO_CHECK
-        """The replay, as ``tally`` counts them, from which on it is to be checked."""
 
     def count_state_bytes(self) -> int:
         """Bytes of the owners' dense tensors, without those that the step has nothing to do with."""

@@ -223,7 +223,7 @@ class FastPath:
             if found is None:
                 return None
             call, program = found[0], found[0].program
-            if program.tally.replays + 1 >= program.next_check:
+            if program.tally.replays + 1 >= program.tally.due:
                 return None
             if call.variant is not None and self._managed.grad_presence() != call.variant:
                 return None

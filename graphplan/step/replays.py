@@ -16,7 +16,7 @@ from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
 from graphplan.program.bindings import settle_companions
-from graphplan.program.program import NO_CHECK, Program, Tally
+from graphplan.program.program import Program, Tally
 from graphplan.step.runner import Parts
 from graphplan.verify.check import Check, Verdict, detached
 from graphplan.verify.copy_placement import find_room
@@ -28,27 +28,32 @@ _FICKLE, _SHARE = 8, 1 / 4
 
 
 class _Series(Tally):
-    """The programs of one step for several shapes, which are checked as often as a single one."""
+    """The programs of one step for several shapes, which are checked as often as a single one: the ``first`` replay of
+    each, and those that the ``timetable`` says.
+    """
 
-    def __init__(self, timetable: Timetable, due: int) -> None:
-        super().__init__()
+    def __init__(self, timetable: Timetable, first: int) -> None:
+        super().__init__(first)
         self.timetable = timetable
-        self._due = due
+        self._first = first
         self._checked: WeakKeyDictionary[Program, int] = WeakKeyDictionary()
 
-    def takes(self, program: Program) -> bool:
-        """Whether ``program`` is checked next: its last check is the longest ago, or that one's turn is overdue."""
+    def is_due(self, program: Program) -> bool:
+        """Whether the next replay, one of ``program``'s, is checked: its last check is the longest ago, or that one's
+        turn is overdue.
+        """
+        number = self.replays + 1
+        if program not in self._checked:
+            return number >= self._first
         latest = [number for known, number in self._checked.items() if known.is_open]
-        is_overdue = self.replays >= self._due + len(latest)
-        return program not in self._checked or is_overdue or self._checked[program] == min(latest)
+        is_overdue = number > self.due + len(latest)
+        return number >= self.due and (is_overdue or self._checked[program] == min(latest))
 
     def note(self, program: Program, number: int) -> None:
         """The replay of that number, one of ``program``'s, was checked."""
         self._checked[program] = number
-        if number >= self._due:
-            self._due = self.timetable.end(number)
-        for known in self._checked:
-            known.next_check = self._due if known.next_check != NO_CHECK else NO_CHECK
+        if number >= self.due:
+            self.due = self.timetable.end(number)
 
 
 class Replays:
@@ -94,8 +99,7 @@ class Replays:
 
     def is_due(self, program: Program) -> bool:
         """Whether the next replay of ``program`` is to be checked."""
-        series = self._series_of(program)
-        return series.replays + 1 >= program.next_check and series.takes(program)
+        return isinstance(program.tally, _Series) and program.tally.is_due(program)
 
     def check(self, program: Program, feed: Feed, *, is_needed: bool) -> tuple[Any, VerifyError | None]:
         """A replay that is checked against eager; then eager's outcome stands. Where there is no room for that: a
@@ -113,7 +117,8 @@ class Replays:
         if room is None or reason:
             return self._unchecked(program, feed, reason, is_needed=is_needed)
         self._asked = 0
-        series = self._series_of(program)
+        series = program.tally
+        assert isinstance(series, _Series)
         number = series.replays + 1
         series.timetable.begin(number)
         fed = CallArguments.of(feed).watch()
@@ -151,17 +156,14 @@ class Replays:
         self._stats.end_call("verified")
         return verdict.result, None
 
-    def _series_of(self, program: Program) -> _Series:
-        """The series of ``program``. If it communicates, all ranks check in the same steps."""
-        if isinstance(program.tally, _Series):
-            return program.tally
+    def begin(self, program: Program) -> None:
+        """Have a new program checked with others of its kind. If it communicates, all ranks check in the same steps."""
         plan, schedule = program.plan, self._options.schedule
         timetable = Timetable(schedule, plan.device, self._agree_on if plan.communicates else int)
         series = _Series(timetable, schedule.after(0))
         if schedule.every is None:
             series = self._by_form.setdefault(plan.form, series)
         program.tally = series
-        return series
 
     def _agree_on(self, following: int) -> int:
         assert self._peers is not None
@@ -222,7 +224,7 @@ class Replays:
 
     def _stop_checks(self, program: Program, reason: str) -> None:
         """Stop checking this program, and note why."""
-        program.next_check = NO_CHECK
+        program.tally = Tally()
         self._stats.note(f"not checked against eager: {reason}", "checks")
 
 

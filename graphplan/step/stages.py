@@ -506,7 +506,6 @@ class Stages:
             program.wait("its capture")
         if options.prefetch and options.feed_device is not None:
             program.inputs.stage()
-        program.next_check = options.schedule.after(0)
         build_later()
         self._keep(call, program)
         return result

@@ -308,6 +308,7 @@ class StateMachine:
                 return result
             program = call.line.program
             assert program is not None
+            self.replays.begin(program)
             self.programs.count_capture(entry, program)
             cramped = self.memory.settle(entry, program, self.runner.backend)
             if cramped is not None:
