@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphplan.errors import PolicyError
+from graphplan.specs.options import Checks, check_values, is_bool
 from graphplan.specs.policy import Policy, parse_policies
-from graphplan.step.options import Checks, Options, TrainingOptions, check_values, is_bool
+from graphplan.step.options import Options, TrainingOptions
 
 VariantOf = Callable[[Any, int], Any] | str | None
 _SIDES = ("forward_backward", "optimizer")

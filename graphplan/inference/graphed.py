@@ -16,12 +16,13 @@ from graphplan.feed.signature import flatten
 from graphplan.inference.prewarming import prewarm
 from graphplan.inference.shared_pool import Pool
 from graphplan.program.leases import plain
+from graphplan.specs.options import Checks, check_values, is_count
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.step.call_lock import runs_within_step
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.methods import owners_of
-from graphplan.step.options import Checks, Options, PlainOptions, check_values, is_count
+from graphplan.step.options import Options, PlainOptions
 from graphplan.step.padding import Dynamic
 from graphplan.tensors.trees import map_result
 

@@ -11,6 +11,7 @@ import torch
 
 from graphplan.errors import OptionError, SkipReason
 from graphplan.feed.signature import Feed
+from graphplan.specs.options import is_count
 from graphplan.step.buckets import Ladders
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.padding import Dynamic, outer_first
@@ -55,7 +56,7 @@ def _parse_sizes(sizes: Sequence[Size] | None, ladders: Ladders | None) -> list[
         parsed = [dict(size) if isinstance(size, Mapping) else {0: size} for size in sizes]
     for dims in parsed:
         for dim, size in dims.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1 or not isinstance(dim, int) or dim < 0:
+            if not (is_count(size) and is_count(dim, 0)):
                 raise OptionError(f"prewarm has the size {size!r} in dimension {dim!r}; expected integers from 1 on")
     if not parsed:
         raise OptionError("prewarm has no sizes; expected at least one, such as [1, 2, 4, 8]")

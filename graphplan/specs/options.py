@@ -1,4 +1,6 @@
-"""Options by keyword: a function takes the fields of a dataclass, whose documentation becomes a part of its own."""
+"""Options by keyword: a function takes the fields of a dataclass, whose documentation becomes a part of its own. What
+good values are.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, get_type_hints
 
-from graphplan.errors import GraphPlanError
+from graphplan.errors import GraphPlanError, OptionError
 
 P = ParamSpec("P")
 First = TypeVar("First")
@@ -18,6 +20,28 @@ Taken = TypeVar("Taken")
 Result = TypeVar("Result")
 _ARGS = re.compile(r"^Args:\n((?: .*\n?)+)", re.MULTILINE)
 _END = re.compile(r"^( *)(?:Returns|Raises):$", re.MULTILINE)
+
+
+def is_count(value: Any, least: int = 1, kind: Any = int) -> bool:
+    """Return True for a number of at least ``least``."""
+    return isinstance(value, kind) and not isinstance(value, bool) and value >= least
+
+
+def is_bool(value: object) -> bool:
+    """Return True for True and False."""
+    return isinstance(value, bool)
+
+
+Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
+"""Of each option its name, what tells good values, and what is expected."""
+
+
+def check_values(options: Any, checks: Checks) -> None:
+    """Raise OptionError for an option that fails its check."""
+    for name, is_good, expected in checks:
+        value = getattr(options, name)
+        if not is_good(value):
+            raise OptionError(f"{name} is {value!r}; expected {expected}")
 
 
 class TakesOptionalFirst(Protocol[P]):

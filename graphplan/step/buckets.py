@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphplan.errors import OptionError
+from graphplan.specs.options import is_count
 
 
 def _parse_ladder(dim: int, sizes: Any) -> tuple[int, ...]:
@@ -20,7 +21,7 @@ def _parse_ladder(dim: int, sizes: Any) -> tuple[int, ...]:
     ladder = tuple(sizes)
     if not ladder:
         raise OptionError(f"{what} has no sizes; expected at least one, such as [1, 2, 4, 8]")
-    wrong = [size for size in ladder if isinstance(size, bool) or not isinstance(size, int) or size < 1]
+    wrong = [size for size in ladder if not is_count(size)]
     if wrong:
         raise OptionError(f"{what} has the size {wrong[0]!r}; expected integers from 1 on")
     return tuple(sorted(set(ladder)))
@@ -39,7 +40,7 @@ class Ladders:
     def __init__(self, sizes: Buckets) -> None:
         by_dim = sizes if isinstance(sizes, Mapping) else {0: sizes}
         for dim in by_dim:
-            if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+            if not is_count(dim, 0):
                 raise OptionError(f"buckets has the dimension {dim!r}; expected dimensions counted from 0")
         if not by_dim:
             raise OptionError("buckets has no dimensions; expected capture sizes, such as {0: [1, 2, 4, 8]}")
@@ -137,10 +138,10 @@ def _check_fit(counts: Mapping[int, int], max_graphs: int, multiple_of: int) -> 
     if not counts:
         raise OptionError("there are no lengths to fit; expected some, or how often each of them comes")
     for length, count in counts.items():
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1 or count < 1:
+        if not is_count(length) or count < 1:
             raise OptionError(f"length {length!r} comes {count!r} times; expected lengths and counts from 1 on")
     for name, value in (("max_graphs", max_graphs), ("multiple_of", multiple_of)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_count(value):
             raise OptionError(f"{name} is {value!r}; expected an int >= 1")
 
 

@@ -259,9 +259,7 @@ class FastPath:
         if modes is None or owners is None:
             return
         variant = self._managed.grad_presence() if program.plan.tells_gradients else None
-        checks = Checks(
-            [entry.row(), self._managed.row(), program.row(), *modes, *owners, *program.adopted.guards.rows]
-        )
+        checks = Checks([entry.row(), program.row(), *owners, *modes, *program.adopted.guards.rows])
         layout = self._layout(args)
         leaves = layout.leaves(args)
         if leaves is None or any(map(is_not, leaves, feed.leaves)):

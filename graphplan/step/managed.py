@@ -360,12 +360,12 @@ class Managed:
         return self._last_id
 
     def rows(self, compared: Collection[int]) -> list[Row] | None:
-        """Guard rows that hold while the fingerprint is unchanged; those ``compared`` elsewhere are left out."""
-        return None if self._fingerprint is None else self._fingerprint.rows(compared)
-
-    def row(self) -> Row:
-        """A guard row that holds while nothing was refused, and no other fingerprint was taken."""
-        return ("same_values", [vars(self)] * len(_STATE), _STATE, list(map(vars(self).get, _STATE)))
+        """Guard rows that hold while nothing was refused and the fingerprint is unchanged; those ``compared`` elsewhere
+        are left out. None if rows do not say enough.
+        """
+        rows = None if self._fingerprint is None else self._fingerprint.rows(compared)
+        own: Row = ("same_values", [vars(self)] * len(_STATE), _STATE, list(map(vars(self).get, _STATE)))
+        return None if rows is None else [own, *rows]
 
     def next_fingerprint(self) -> int:
         """The fingerprint of a call. Raises OptimizerError for a hyper-parameter that keeps changing."""

@@ -12,34 +12,13 @@ from graphplan.backends.backend import check_backend
 from graphplan.environment.origin import watch
 from graphplan.errors import OptionError, PolicyError
 from graphplan.feed.call_arguments import hands_over
+from graphplan.specs.options import Checks, check_values, is_bool, is_count
 from graphplan.specs.policy import Policy, check_mode
 from graphplan.step.buckets import Buckets, Dims, Ladders, PadValue, check_shapes
 from graphplan.verify.schedule import Schedule
 
 EagerIf = Callable[..., bool] | int | None
 _FLAGS = ("prepare_optimizers", "fuse_optimizer", "debug", "prefetch")
-
-
-def is_count(value: Any, least: int = 1, kind: Any = int) -> bool:
-    """Return True for a number of at least ``least``."""
-    return isinstance(value, kind) and not isinstance(value, bool) and value >= least
-
-
-def is_bool(value: object) -> bool:
-    """Return True for True and False."""
-    return isinstance(value, bool)
-
-
-Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
-"""Of each option its name, what tells good values, and what is expected."""
-
-
-def check_values(options: Any, checks: Checks) -> None:
-    """Raise OptionError for an option that fails its check."""
-    for name, is_good, expected in checks:
-        value = getattr(options, name)
-        if not is_good(value):
-            raise OptionError(f"{name} is {value!r}; expected {expected}")
 
 
 _CHECKS: Checks = (

@@ -17,6 +17,7 @@ from graphplan.feed.buffers import Buffers
 from graphplan.feed.signature import Feed, flatten
 from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.program import Program
+from graphplan.specs.options import is_count
 from graphplan.step.buckets import Dims, Ladders, PadValue
 from graphplan.step.capture_sizes import CaptureSize, Place, ShapeStats
 from graphplan.step.options import Options
@@ -124,8 +125,7 @@ class Dynamic:
 
 def _parse(name: str, value: Any) -> tuple[int, ...]:
     dims = (value,) if isinstance(value, int) else value
-    good = isinstance(dims, Sequence) and not isinstance(dims, str)
-    if not good or not all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for dim in dims):
+    if isinstance(dims, str) or not isinstance(dims, Sequence) or not all(is_count(dim, 0) for dim in dims):
         raise OptionError(f"dynamic[{name!r}] is {value!r}; expected a dimension or several, counted from 0")
     return tuple(dims)
 

@@ -36,8 +36,8 @@ class Peers:
         """Wait for the others to come to the end of ``stage``, unless they are out of step. Raises PeerError."""
         if self._apart:
             self.check()
-        elif not self._wait(stage):
-            self._apart = True
+        else:
+            self._apart = not self._wait(stage)
 
     def may_advance(self, is_planned: bool) -> bool:
         """Whether this rank may trace, or with a plan all ranks may capture. Raises PeerError if another cannot."""
@@ -45,15 +45,14 @@ class Peers:
             return True
         self.check()
         if is_planned:
-            self._all_ready = self._wait("ready", only_look=self._asked)
+            self._all_ready = self._wait("ready", 0 if self._asked else _SHORT)
             self._asked = True
         return self._all_ready or not is_planned
 
-    def _wait(self, stage: str, *, only_look: bool = False) -> bool:
+    def _wait(self, stage: str, patience: float = _SHORT) -> bool:
         """Whether every rank comes to ``stage`` in time: what they wait for may be this very step."""
-        keys = [f"{key}/{stage}" for key in self._keys]
         self._store.set(f"{self._own}/{stage}", "1")
-        return self._come(keys, 0 if only_look else _SHORT)
+        return self._come([f"{key}/{stage}" for key in self._keys], patience)
 
     def _come(self, keys: list[str], patience: float) -> bool:
         """Whether all ``keys`` are there within ``patience`` seconds. Raises PeerError if a rank refuses meanwhile."""
