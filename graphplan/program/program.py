@@ -220,7 +220,7 @@ class Program:
         return self.adopted.written | self.bindings.grad_memory
 
     def run_between(
-        self, backend: Backend, body: Callable[[], Any], leaves: Sequence[Any], walk: Callable[[], Walk]
+        self, backend: Backend, leaves: Sequence[Any], walk: Callable[[], Walk], body: Callable[[], Any]
     ) -> Any:
         """Run ``body``, the step fed with ``leaves``, between two replays. ``walk`` is of afterwards."""
         assert self._recording is not None

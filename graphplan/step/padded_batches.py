@@ -189,19 +189,16 @@ class PaddedBatches:
 
     def _compare(self, feed: Feed, kind: Kind, padded: Feed) -> str:
         """Compare the call with and without padding. Returns why there was no room for that, if so."""
-        managed, backend = self._machine.managed, self._runner.backend
-        walk = managed.walk()
-        assert self._runner.device is not None
+        runner, moved = self._runner, self._machine.lookup.moved
+        walk = self._machine.managed.walk()
+        assert runner.device is not None
         tensors = {id(t): t.nbytes for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found}
         # Three rehearsals leave copies, where a check of a replay has those of two steps.
-        room, reason = find_room(sum(tensors.values()) * 4 // 3, self._runner.device, backend.may_take)
-        if room is None:
-            return reason
-        moved = self._machine.lookup.moved
-        own = moved(flatten(*self._as_it_came(feed)))
-        check = PaddingCheck(self._runner, managed, walk, own, allow=self._options.allow, room=room)
-        check.run(moved(padded), kind)
-        return ""
+        room, reason = find_room(sum(tensors.values()) * 4 // 3, runner.device, runner.backend.may_take)
+        if room is not None:
+            own = moved(flatten(*self._as_it_came(feed)))
+            PaddingCheck(self._machine, walk, own, room).run(moved(padded), kind)
+        return reason
 
     def _refuse(self, error: RefusalError) -> None:
         """Raise, or say that batches are no longer padded."""

@@ -17,7 +17,7 @@ Rehearsals have no dropout, which would draw other numbers for a padded batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,8 @@ from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.snapshot import Snapshot, host_generators
 from graphplan.step.capture_sizes import tolerance
 from graphplan.step.compiled import uncompiled
-from graphplan.step.managed import Managed
 from graphplan.step.padding import Kind
-from graphplan.step.runner import Runner
+from graphplan.step.state_machine import StateMachine
 from graphplan.tensors.copying import copy_all
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
@@ -133,15 +132,8 @@ class _Left:
 class PaddingCheck:
     """One comparison with ``feed`` as it came. ``walk`` is over the owners now; copies lie on ``room``."""
 
-    def __init__(
-        self, runner: Runner, managed: Managed, walk: Walk, feed: Feed, *, allow: Sequence[str], room: torch.device
-    ) -> None:
-        self._runner = runner
-        self._managed = managed
-        self._allow = allow
-        self._room = room
-        self._feed = feed
-        self._walk = walk
+    def __init__(self, machine: StateMachine, walk: Walk, feed: Feed, room: torch.device) -> None:
+        self._machine, self._walk, self._feed, self._room = machine, walk, feed, room
         self._snapshot = Snapshot(walk, extra=[tensor for _, tensor in feed.tensors()], device=room)
 
     def run(self, padded: Feed, kind: Kind) -> None:
@@ -220,12 +212,10 @@ class PaddingCheck:
     def _rehearse(self, feed: Feed, extra: Mapping[str, Tensor]) -> _Left:
         """Run the step without dropout and put everything back. ``extra`` are tensors to keep by name."""
         fed = CallArguments(*feed.rebuild(feed.leaves)).watch()
-        mode = RehearsalMode(self._snapshot.storages)
+        mode, runner = RehearsalMode(self._snapshot.storages), self._machine.runner
         try:
             with uncompiled(), mode:
-                result = self._runner.run(
-                    lambda: map_result(lambda tensor: tensor.detach().clone(), self._runner.call(fed))
-                )
+                result = runner.run(lambda: map_result(lambda tensor: tensor.detach().clone(), runner.call(fed)))
             draws, change = mode.draws, fed.change()
             if draws:
                 raise PaddingError(
@@ -243,18 +233,18 @@ class PaddingCheck:
             torch.clear_autocast_cache()
 
     def _left(self, result: Any, extra: Mapping[str, Tensor], mode: RehearsalMode) -> _Left:
-        walk = self._managed.walk()
+        walk, allow = self._machine.managed.walk(), self._machine.options.allow
         named = named_leaves(result)
 
         def is_left_out(path: str) -> bool:
             # What only a name leads to may be a whole dataset.
             tensors = walk.slots[path].tensors() if path in walk.slots else []
             untouched = all(id(t) in walk.found and storage_id(t) not in mode.written for t in tensors)
-            return (bool(tensors) and untouched) or is_allowed(path, self._allow)
+            return (bool(tensors) and untouched) or is_allowed(path, allow)
 
         left = collect_tensors(walk, named, extra, (), is_left_out)
         copies = dict(zip(left, copy_all(list(left.values()), self._room), strict=True))
-        values = collect_values(walk, (), lambda path: is_allowed(path, self._allow), {})
+        values = collect_values(walk, (), lambda path: is_allowed(path, allow), {})
         names = frozenset(name for name, leaf in named if isinstance(leaf, Tensor))
         return _Left(copies, values, result, names, mode.record.rounding)
 

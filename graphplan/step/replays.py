@@ -194,7 +194,8 @@ class Replays:
 
     def _between(self, program: Program, fed: CallArguments, leaves: Sequence[Any], walk: Callable[[], Walk]) -> Any:
         """An eager step between two replays of ``program``."""
-        result = self._runner.run(lambda: detached(self._runner.call(fed)), between=(program, leaves, walk))
+        within = partial(program.run_between, self._runner.backend, leaves, walk)
+        result = self._runner.run(lambda: detached(self._runner.call(fed)), within=within)
         self._runner.outcome = (result,)
         return result
 

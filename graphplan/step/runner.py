@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,11 +21,9 @@ from graphplan.feed.call_arguments import CallArguments, call_step, hands_over
 from graphplan.feed.signature import Feed, check_feed
 from graphplan.observe.capture_state import presenting_capture
 from graphplan.owners.discovery import names_in
-from graphplan.owners.slots import Walk
 from graphplan.owners.walk import walk_owners
 from graphplan.plan.build import find_device
 from graphplan.plan.plan import Plan
-from graphplan.program.program import Program
 from graphplan.report.stats import Stats
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
@@ -139,23 +137,15 @@ class Runner:
         return result
 
     def run(
-        self,
-        body: Callable[[], Any],
-        *,
-        traced: bool = False,
-        between: tuple[Program, Sequence[Any], Callable[[], Walk]] | None = None,
+        self, body: Callable[[], Any], *, traced: bool = False, within: Callable[[Callable[[], Any]], Any] | None = None
     ) -> Any:
-        """Run ``body`` as every managed step runs: as if captured, on the backend's stream, with device learning rates
-        for the optimizers; in a trace for all code. ``between``: the program between whose replays it runs, what it is
-        fed, and what walks the owners afterwards.
+        """Run ``body`` as every managed step runs: as if captured, on the backend's stream or ``within`` what prepares
+        memory for it, with device learning rates for the optimizers; in a trace for all code.
         """
         with presenting_capture(), self._managed.rates if traced else self._managed.rates.within_optimizers():
             if self._backend is None:
                 return body()
-            if between is None:
-                return self._backend.run(body)
-            program, leaves, walk = between
-            return program.run_between(self._backend, body, leaves, walk)
+            return (within or self._backend.run)(body)
 
     def run_walked(self, body: Callable[[], tuple[Any, Walked]], *, traced: bool = False) -> tuple[Any, Walked]:
         """:meth:`run` for a ``body`` that gives a walk beside its result, which is not the backend's."""
