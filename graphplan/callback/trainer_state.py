@@ -22,6 +22,7 @@ from graphplan.trace.mode import refuse_trace
 _TRAINER = (
     "current_epoch", "global_step", "min_epochs", "max_epochs", "min_steps", "max_steps", "is_last_batch",
     "num_training_batches", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
+    "log_every_n_steps",
 )  # fmt: skip
 _LOOP = ("batch_idx", "total_batch_idx", "global_step", "_batches_that_stepped")
 _PROGRESS = ("ready", "started", "processed", "completed")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from types import CodeType
 from typing import Any
 
 from graphplan.effects.trace_pair import TracePair
-from graphplan.observe.comparisons import COMPARABLE, NUMBERS, Attribute, Comparison, comparisons_in
+from graphplan.observe.comparisons import COMPARABLE, NUMBERS, Comparison, Reference, comparisons_in
 from graphplan.owners.slots import Namespace, Scalar
 from graphplan.owners.views import Numbers, attributes_of
 from graphplan.trace.changes import same_value
@@ -21,11 +21,15 @@ def find_comparisons(pair: TracePair) -> dict[str, tuple[Comparison, ...]]:
         return {}
     before, now = (trace.entry_scalars for trace in pair.both)
     attributes = {path: scalar for path, scalar in pair.walk.scalars.items() if _is_attribute(scalar)}
-    known = {
-        (id(scalar.owner), scalar.attribute): now[path]
-        for path, scalar in attributes.items()
-        if path in now and not pair.allows(path) and same_value(before.get(path), now[path])
-    }
+    homes = {id(scalar.owner): path.removesuffix(scalar.attribute) for path, scalar in attributes.items()}
+
+    def number_at(owner: int, names: tuple[str, ...]) -> Any:
+        """The number to which ``names`` lead from an object, if it stays; None if that is not known."""
+        for path in _paths(homes.get(owner, ""), names):
+            if path in now and not pair.allows(path) and same_value(before.get(path), now[path]):
+                return now[path]
+        return None
+
     codes = {(id(code), owner): (code, owner) for trace in pair.both for code, owner in trace.reads.codes}
     of_all = cache(partial(_comparisons_in, codes.values()))
     found = {}
@@ -38,7 +42,7 @@ def find_comparisons(pair: TracePair) -> dict[str, tuple[Comparison, ...]]:
             own = {id(code): code for trace in pair.both for code in trace.reads.methods_on.get(id(scalar.owner), ())}
             methods = [(code, id(scalar.owner)) for code in own.values() if scalar.attribute in code.co_names]
             more = _comparisons_in(methods, scalar.attribute, of_self=True) if methods else []
-            comparisons = None if more is None else _with_numbers([*made, *more], known)
+            comparisons = None if more is None else _with_numbers([*made, *more], number_at)
             if comparisons is not None:
                 found[path] = comparisons
     return found
@@ -71,15 +75,31 @@ def _comparisons_in(
 
 
 def _with_numbers(
-    comparisons: Iterable[tuple[Comparison, int]], numbers: dict[tuple[int, str], Any]
+    comparisons: Iterable[tuple[Comparison, int]], number_at: Callable[[int, tuple[str, ...]], Any]
 ) -> tuple[Comparison, ...] | None:
-    """The comparisons with the values of the attributes that they name, which are guarded; None if one is not known."""
+    """The comparisons with the numbers that they name, which are guarded; None if one is not known."""
     found = []
     for comparison, owner in comparisons:
-        other = comparison.other
-        if isinstance(other, Attribute):
-            other = numbers.get((owner, other.name))
-            if type(other) not in NUMBERS:
-                return None
-        found.append(replace(comparison, other=other))
+
+        def number(other: Any, owner: int = owner) -> Any:
+            return number_at(owner, other.names) if isinstance(other, Reference) else other
+
+        steps = tuple((symbol, number(operand)) for symbol, operand in comparison.steps)
+        made = replace(comparison, other=number(comparison.other), steps=steps)
+        named = [made.other] if isinstance(comparison.other, Reference) else []
+        if any(type(value) not in NUMBERS for value in (*named, *(operand for _, operand in steps))):
+            return None
+        if any(symbol in ("%", "//") and operand == 0 for symbol, operand in steps):
+            return None
+        found.append(made)
     return tuple(dict.fromkeys(found))
+
+
+def _paths(home: str, names: tuple[str, ...]) -> Iterator[str]:
+    """The paths that ``names`` may have from an object whose attributes' paths begin with ``home``: what a property
+    gives mostly lies in an attribute with an underscore before its name. The Trainer is an owner of its own.
+    """
+    first, *others = names
+    for start in (home, ""):
+        for name in (first, f"_{first}"):
+            yield start + ".".join((name, *others))

@@ -16,7 +16,7 @@ from graphplan.effects.appended_lists import AppendedLists
 from graphplan.effects.compared_numbers import find_comparisons
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError, NamedValueError
-from graphplan.observe.comparisons import Comparison, come_out_alike
+from graphplan.observe.comparisons import COMPARABLE, Comparison, come_out_alike
 from graphplan.observe.source import find_load
 from graphplan.owners.contents import is_proxy, unseen
 from graphplan.owners.slots import Scalar, Walk
@@ -178,6 +178,15 @@ def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedL
                 path=path,
             )
     return found
+
+
+def names_changing(pair: TracePair) -> bool:
+    """Return True if the step's code names a number that was another one before each of the traces."""
+    before, now = (trace.entry_scalars for trace in pair.both)
+    return any(
+        type(now.get(path)) in COMPARABLE and not same_value(before.get(path), now[path]) and pair.reads(scalar)
+        for path, scalar in pair.walk.scalars.items()
+    )
 
 
 def changed_metadata(pair: TracePair) -> str | None:

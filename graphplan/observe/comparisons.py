@@ -2,7 +2,7 @@
 
 ``if self.current_epoch < 5`` and ``if self.global_step % 100 == 0`` depend on one answer, not on the number. The
 bytecode is searched for each load of such an attribute. Where a load is followed by anything but a comparison with a
-literal or with another attribute of the same object, code computes with the number. If it does so only after one of
+literal or with what the same object leads to, code computes with the number. If it does so only after one of
 the comparisons has come out one way (``if self.global_step % 100 == 0: self.show(self.global_step)``), a replay is good
 while that comes out the other way.
 """
@@ -41,10 +41,10 @@ _NAMESPACES = frozenset({"locals", "vars", "eval", "exec", "globals"})
 
 
 @dataclass(frozen=True, slots=True)
-class Attribute:
-    """Another attribute of the object whose method compares."""
+class Reference:
+    """Another number, by the attributes and items that lead to it from the object whose method compares."""
 
-    name: str
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +141,11 @@ def _through_variables(code: CodeType, steps: Sequence[Instruction], index: int)
 def _branch_around(
     steps: Sequence[Instruction], load: int, subject: Sequence[str], branches: Iterable[int]
 ) -> tuple[int, bool]:
-    """Which of the comparisons has to come out in one way for ``load`` to be reached, and that outcome: the load lies
-    between a jump and its target, where no other code jumps to, and the names of its object stay what they are.
+    """Which of the comparisons, the innermost one, has to come out in one way for ``load`` to be reached, and that
+    outcome: the load lies between a jump and its target, where no other code jumps to, and the names of its object stay
+    what they are.
     """
-    for place in branches:
+    for place in sorted(branches, reverse=True):
         jump = steps[place]
         if not jump.opname.startswith("POP_JUMP") or not jump.offset < steps[load].offset < jump.argval:
             continue
@@ -218,14 +219,14 @@ def _comparison_at(code: CodeType, steps: Sequence[Instruction], index: int) -> 
         _only(not any(step.is_jump_target for step in steps[index : end + 1]))
         symbol, compared = _symbol_of(steps[end]), str(steps[end].argval)
         if symbol in COMPUTING:
-            _only(isinstance(other, NUMBERS) and not (symbol in ("%", "//") and other == 0))
+            _only(isinstance(other, (*NUMBERS, Reference)) and not (symbol in ("%", "//") and other == 0))
             made, end = (*made, (symbol, other)), end + 1
         elif steps[end].opname == "CONTAINS_OP":
             _only(isinstance(other, tuple | frozenset) and all(isinstance(item, _LITERALS) for item in other))
             return Comparison("in", other, made), end + 1
         else:
             _only(steps[end].opname == "COMPARE_OP" and compared in OPERATORS)
-            _only(isinstance(other, (*_LITERALS, Attribute)))
+            _only(isinstance(other, (*_LITERALS, Reference)))
             return Comparison(compared, other, made), end + 1
     return Comparison(steps=made), end
 
@@ -236,12 +237,28 @@ def _symbol_of(step: Instruction) -> str:
 
 
 def _other_at(code: CodeType, steps: Sequence[Instruction], index: int) -> tuple[Any, int]:
-    """The literal, or the attribute of the method's object, that is loaded at ``index``; and what comes after it."""
-    step, after = steps[index], steps[index + 1]
+    """The literal, or what the method's object leads to, that is loaded at ``index``; and what comes after it."""
+    step = steps[index]
     if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
         return step.argval, index + 1
-    _only(_is_first_argument(code, step) and after.opname == "LOAD_ATTR" and "NULL" not in after.argrepr)
-    return Attribute(str(after.argval)), index + 2
+    _only(_is_first_argument(code, step))
+    names, end = list[str](), index + 1
+    while True:
+        if steps[end].opname == "LOAD_ATTR" and "NULL" not in steps[end].argrepr:
+            names.append(str(steps[end].argval))
+            end += 1
+        elif names and steps[end].opname == "LOAD_CONST" and _is_subscript(steps[end + 1]):
+            _only(isinstance(steps[end].argval, str))
+            names.append(steps[end].argval)
+            end += 2
+        else:
+            break
+    _only(bool(names))
+    return Reference(tuple(names)), end
+
+
+def _is_subscript(step: Instruction) -> bool:
+    return step.opname == "BINARY_SUBSCR" or (step.opname == "BINARY_OP" and step.argrepr == "[]")
 
 
 def _is_first_argument(code: CodeType, step: Instruction) -> bool:

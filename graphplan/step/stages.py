@@ -19,10 +19,12 @@ from graphplan.compare.building import build_later
 from graphplan.effects.compared_numbers import find_comparisons
 from graphplan.effects.host import check_threads, omissions
 from graphplan.effects.host_changes import host_changes
+from graphplan.effects.reads import names_changing
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import (
     GraphPlanError,
     HostEffectError,
+    HostScalarError,
     LearningRateError,
     NamedValueError,
     OutcomeError,
@@ -244,6 +246,12 @@ class Stages:
             changed = changed or "what is read before the step lies in other containers"
         if changed is not None:
             self._stats.note(f"traced anew: {changed}", "traces")
+            compared = line.plan.reads.comparisons
+            scalars = {path: call.walk.scalars[path] for path in compared.keys() & call.walk.scalars.keys()}
+            entry.compare(
+                {path: (scalar, compared[path]) for path, scalar in scalars.items()},
+                {path: scalar.get() for path, scalar in scalars.items()},
+            )
             line.plan = None
             # Two traces refuse what changes after each trace.
             entry.takes_two |= line.is_like_others
@@ -419,14 +427,22 @@ class Stages:
             if self._tells_apart(entry, first, second, walk):
                 line.traces = [second]
                 return None
-            if isinstance(error, NamedValueError) and not self._covers:
-                # Perhaps only a branch names it that the step does not take.
+            if self._may_cover(error, first, second, walk):
                 self._covers = True
                 return None
             if self._may_trace_anew(entry, line, first, second, walk):
                 return None
             self._latest = None
             raise
+
+    def _may_cover(self, error: RefusalError, first: Trace, second: Trace, walk: Walk) -> bool:
+        """Whether traces that leave out what code does not come to may do: a number that changes stands in the way, or
+        what is done in the branch of which it decides.
+        """
+        if self._covers or (isinstance(error, HostScalarError) and not isinstance(error, NamedValueError)):
+            return False
+        pair = TracePair(first, second, walk, self._options.allow)
+        return isinstance(error, NamedValueError) or names_changing(pair)
 
     def _build(self, *parts: Any, allow: Sequence[str], **planning: Any) -> Plan:
         """The plan of two traces. While refusals are collected, what may be allowed is, to find the next one."""
@@ -439,15 +455,20 @@ class Stages:
                 allow = (*allow, error.path)
 
     def _tells_apart(self, entry: Entry, first: Trace, second: Trace, walk: Walk) -> bool:
-        """Whether the traces are for other outcomes of comparisons with owners' numbers, as calls are from now on."""
-        compared = {
-            path: (walk.scalars[path], comparisons)
-            for path, comparisons in find_comparisons(TracePair(first, second, walk, self._options.allow)).items()
-            if not come_out_alike(comparisons, *(trace.entry_scalars.get(path) for trace in (first, second)))
-        }
-        if compared:
-            entry.compare(compared, second.entry_scalars)
-        return bool(compared)
+        """Whether the traces are for other outcomes of comparisons with owners' numbers, as calls are from now on: of
+        both traces, or of one, after whose outcome code does no more with the number.
+        """
+        for one, other in ((first, second), *([(first, first), (second, second)] if self._covers else [])):
+            found = find_comparisons(TracePair(one, other, walk, self._options.allow))
+            compared = {
+                path: (walk.scalars[path], comparisons)
+                for path, comparisons in found.items()
+                if not come_out_alike(comparisons, *(trace.entry_scalars.get(path) for trace in (first, second)))
+            }
+            if compared:
+                entry.compare(compared, second.entry_scalars)
+                return True
+        return False
 
     def _may_trace_anew(self, entry: Entry, line: Line, first: Trace, second: Trace, walk: Walk) -> bool:
         """Whether two traces differ by what happened between them, so that further ones may be alike."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -115,6 +116,88 @@ def test_numbers_that_are_only_compared(step: Any, tmp_path: Path) -> None:
     """``if batch_idx % 2`` and ``if self.global_step % 2`` have two outcomes: each has a program."""
     found = assert_fit_equals_eager(with_step(step), tmp_path, replayed=9, max_epochs=3)
     assert found.callback.stats.recaptured == 0
+
+
+class Showing(LitDigits):
+    """Notes the number of the step now and then, as others show a picture or print a line."""
+
+    first = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"every": 5})
+        self.every, self.options, self.shown = 5, {"every": 5}, list[Any]()
+
+    def is_due(self, batch_idx: int) -> bool:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss_of(batch)
+        if self.is_due(batch_idx):
+            self.shown.append(("step", self.global_step))
+        return loss
+
+
+class ByAttribute(Showing):
+    def is_due(self, batch_idx: int) -> bool:
+        return self.global_step > 0 and (self.global_step + 1) % self.every == 0
+
+
+class ByClass(Showing):
+    def is_due(self, batch_idx: int) -> bool:
+        return not self.global_step % self.first
+
+
+class ByHyperparameter(Showing):
+    def is_due(self, batch_idx: int) -> bool:
+        every: bool = self.global_step % self.hparams.every == 0
+        return every
+
+
+class ByItem(Showing):
+    def is_due(self, batch_idx: int) -> bool:
+        return self.trainer.global_step % self.options["every"] == self.first
+
+
+class ByTrainer(Showing):
+    def is_due(self, batch_idx: int) -> bool:
+        return self.global_step % self.trainer.num_training_batches == 4
+
+
+class ByIndex(Showing):
+    def is_due(self, batch_idx: int) -> bool:
+        return batch_idx % self.every == 2
+
+
+class AtTheEnd(Showing):
+    def is_due(self, batch_idx: int) -> bool:
+        return self.trainer.is_last_batch
+
+
+class AfterBackward(LitDigits):
+    """Asks for what no step comes to, in one line."""
+
+    every, is_on, shown = -1, False, 0
+
+    def on_after_backward(self) -> None:
+        if self.every > 0 and self.global_step % self.every == 0 and self.is_on:
+            self.shown = self.global_step
+
+
+def test_the_number_of_the_step_now_and_then(tmp_path: Path) -> None:
+    """Where a branch asks for it that most steps do not take, the others are replayed."""
+    for kind, replayed in {
+        ByAttribute: 30, ByClass: 20, ByHyperparameter: 30, ByItem: 30, ByTrainer: 30, ByIndex: 25,
+        AtTheEnd: 25, AfterBackward: 35,
+    }.items():  # fmt: skip
+        folder = tmp_path / kind.__name__
+        expected = fit(kind, folder / "eager", max_epochs=6)
+        with warnings.catch_warnings():
+            # The few steps that take the branch are refused, and eager.
+            warnings.filterwarnings("ignore", "graphplan runs", UserWarning)
+            found = fit(kind, folder / "graphed", tape(on_failure="eager"), max_epochs=6)
+        assert_same_fits(expected, found)
+        assert found.callback.stats.replayed >= replayed, (kind, found.callback.report())
 
 
 def test_too_many_questions(tmp_path: Path) -> None:

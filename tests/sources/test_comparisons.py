@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import HostScalarError, graph_step
-from graphplan.observe.comparisons import Attribute, Comparison, come_out_alike, comparisons_in
+from graphplan.observe.comparisons import Comparison, Reference, come_out_alike, comparisons_in
 
 
 class Forms:
@@ -46,6 +46,9 @@ class Forms:
 
     def with_attribute(self) -> Any:
         return self.n < self.other
+
+    def with_what_it_leads_to(self) -> Any:
+        return (self.n + self.other) % self.other.every["batches"] == self.flag.first
 
     def among(self) -> Any:
         return self.n in (1, 2)
@@ -81,7 +84,14 @@ FORMS: dict[str, set[Comparison]] = {
     "with_remainder": {Comparison("==", 0, (("%", 10),))},
     "by_remainder": {Comparison(steps=(("%", 5),))},
     "added": {Comparison("==", 0, (("+", 1), ("%", 4))), Comparison(">", 5, (("-", 3), ("//", 2)))},
-    "with_attribute": {Comparison("<", Attribute("other"))},
+    "with_attribute": {Comparison("<", Reference(("other",)))},
+    "with_what_it_leads_to": {
+        Comparison(
+            "==",
+            Reference(("flag", "first")),
+            (("+", Reference(("other",))), ("%", Reference(("other", "every", "batches")))),
+        )
+    },
     "among": {Comparison("in", (1, 2))},
     "truth": {Comparison()},
     "negated": {Comparison()},
@@ -99,14 +109,14 @@ def test_code_that_only_compares(form: str) -> None:
 COMPUTING: dict[str, Callable[..., Any]] = {
     "returned": lambda self: self.n,
     "exchanged": lambda self: 3 < self.n,  # noqa: SIM300
-    "added to what varies": lambda self: self.n + self.other > 3,
+    "added to what is computed": lambda self: self.n + abs(self.other) > 3,
+    "added to an item": lambda self: self.n + self.other[0] > 3,
     "formatted": lambda self: f"{self.n}",
     "index": lambda self: [1, 2][self.n],
     "handed on": lambda self: abs(self.n),
     "either": lambda self: self.n or 3,
     "between": lambda self: 1 < self.n < 4,
     "a bound that varies": lambda self: self.n > (3 if self.flag else 4),
-    "another's attribute": lambda self: self.n > self.other.limit,
     "by name": lambda self: getattr(self, "n") > 3,  # noqa: B009
     "identity": lambda self: self.n is self.other,
     "all variables": lambda self: locals() and self.n > 3,

@@ -1,0 +1,161 @@
+"""What code names in a branch that no step takes is not read; a debugger's trace function is left alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import graph_step
+from graphplan.errors import HostScalarError
+from graphplan.observe.comparisons import comparisons_in
+from graphplan.observe.coverage import Coverage
+from graphplan.observe.names import names_of
+from tests.twins import Rig, assert_same_as_eager
+
+
+class Thing:
+    """Names its attributes in ways of which a run takes one."""
+
+    number, other, last = 3, 0, 1
+
+    def branch(self) -> Any:
+        return self.number if self.other else self.last
+
+    def conditions(self) -> Any:
+        if self.other and self.number and self.last:
+            return self.last
+        return None
+
+    def loop(self) -> Any:
+        found = 0
+        for each in range(self.other):
+            found += self.number * each
+        else:
+            found += self.last
+        return found
+
+    def handled(self) -> Any:
+        try:
+            raise ValueError(self.last)
+        except KeyError:
+            return self.number
+        except ValueError:
+            return self.other
+
+    def generator(self) -> Any:
+        return list(self._each())
+
+    def _each(self) -> Any:
+        yield self.last
+        if self.other:
+            yield self.number
+        yield self.other
+
+
+def names_after(run: Callable[[], Any], code: CodeType) -> frozenset[str]:
+    """The attributes that ``code`` names as far as it ran."""
+    with Coverage() as coverage:
+        run()
+    return frozenset(name for name in names_of(coverage.of(code)).attributes if not name.endswith("[:]"))
+
+
+@pytest.mark.parametrize("name", ["branch", "conditions", "loop", "handled", "generator"])
+def test_only_what_ran_is_named(name: str) -> None:
+    thing = Thing()
+    code = (Thing._each if name == "generator" else getattr(Thing, name)).__code__
+    assert "number" in names_of(code).attributes
+    expected = {"other"} if name == "conditions" else {"other", "last"}
+    assert names_after(getattr(thing, name), code) == expected
+    thing.other = 1
+    assert "number" in names_after(getattr(thing, name), code) or name == "handled"
+
+
+def test_code_that_was_not_seen_is_as_it_was() -> None:
+    code = Thing.branch.__code__
+    assert Coverage().of(code) is code
+
+
+def test_a_comparison_is_found_in_what_ran() -> None:
+    def now_and_then(thing: Any) -> Any:
+        return thing.number if thing.other > 3 else 0
+
+    thing = Thing()
+    assert comparisons_in(now_and_then.__code__, "number") is None
+    with Coverage() as coverage:
+        now_and_then(thing)
+    assert comparisons_in(coverage.of(now_and_then.__code__), "number") == frozenset()
+
+
+def test_a_trace_function_of_another_stays() -> None:
+    def trace(frame: Any, event: str, arg: Any) -> None:
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with Coverage() as coverage:
+            Thing().branch()
+            assert sys.gettrace() is trace
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(before)
+    assert coverage.of(Thing.branch.__code__) is Thing.branch.__code__
+
+
+class Counting(nn.Module):
+    """Counts its calls outside of the step, and names the count where ``shows``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.count, self.shows = nn.Linear(4, 2), 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return y * self.count if self.shows else y
+
+
+def counting_rig(*, shows_at: int = 99) -> Rig:
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def after(index: int) -> None:
+        model.count += 1
+        model.shows = index == shows_at
+
+    calls = [(torch.randn(3, 4),) for _ in range(30)]
+    return Rig(step, {"model": model, "optimizer": optimizer}, calls, after)
+
+
+def test_a_count_that_only_another_branch_names() -> None:
+    step = assert_same_as_eager(counting_rig)
+    assert step.stats.replayed >= 20, step.report()
+    assert step.stats.traced == 4, "two traces named it, and two more followed what ran"
+
+
+def test_the_other_branch_is_another_program() -> None:
+    """What decides is guarded, so that the branch is not taken unseen."""
+    step = assert_same_as_eager(lambda: counting_rig(shows_at=20))
+    assert step.stats.replayed >= 15, step.report()
+
+
+def test_a_count_that_steps_do_read() -> None:
+    rig = counting_rig()
+    rig.owners["model"].shows = True
+    step = graph_step(rig.step, owners=rig.owners, min_speedup=0)
+    with pytest.raises(HostScalarError, match=r"at test_coverage\.py:\d+ in forward: `return y \* self\.count"):
+        for index, args in enumerate(rig.calls):
+            step(*args)
+            rig.owners["model"].count = index
