@@ -147,10 +147,8 @@ class HostScalarError(RefusalError, RuntimeError):
     """An operator gets a Python number, or a constant made from one, that differs from step to step."""
 
     reason = SkipReason.HOST_SCALAR
-
-
-class NamedValueError(HostScalarError):
-    """The step's code names a Python value that is another one before each step."""
+    is_named = False
+    """Whether it is the step's code that names the number, which perhaps it does not come to."""
 
 
 class LearningRateError(HostScalarError):

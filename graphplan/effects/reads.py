@@ -15,7 +15,7 @@ from graphplan.effects.allowed import allowing
 from graphplan.effects.appended_lists import AppendedLists
 from graphplan.effects.compared_numbers import find_comparisons
 from graphplan.effects.trace_pair import TracePair
-from graphplan.errors import HostEffectError, HostScalarError, NamedValueError
+from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.comparisons import COMPARABLE, Comparison, come_out_alike
 from graphplan.observe.source import find_load
 from graphplan.owners.contents import is_proxy, unseen
@@ -139,11 +139,17 @@ def _refuse_stale(stale: Mapping[str, Scalar], pair: TracePair) -> NoReturn:
     before, after = told_apart(*(trace.entry_scalars[path] for trace in pair.both))
     name = (scalar.via or scalar.attribute).removeprefix(".").removesuffix("[:]")
     found = find_load((code for code, _ in pair.second.reads.codes), name)
-    raise NamedValueError(
+    raise _named(
         f"the step's code reads {path}{f' at {found}' if found else ''}, which is {before} before one step and {after} "
         "before the next; a replay would keep one value. Hold it in a tensor and update that in place, feed it, or, "
         f"{allowing(*stale)}"
     )
+
+
+def _named(message: str, path: str | None = None) -> HostScalarError:
+    error = HostScalarError(message, path=path)
+    error.is_named = True
+    return error
 
 
 def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedLists, *, loose: bool) -> dict[str, Any]:
@@ -171,7 +177,7 @@ def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedL
             found[path] = THERE if passes or not same_value(old, new) else new
         elif not same_value(old, new) and sure and old is not GONE and new is not GONE:
             what, was, now = difference(path, old, new)
-            raise NamedValueError(
+            raise _named(
                 f"the step's code reads {what}, which is {was} before one step and {now} before the next; a replay "
                 "would keep one. Leave it what it is, look at it outside the step, or, "
                 f"{allowing(path)}",

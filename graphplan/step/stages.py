@@ -26,7 +26,6 @@ from graphplan.errors import (
     HostEffectError,
     HostScalarError,
     LearningRateError,
-    NamedValueError,
     OutcomeError,
     RefusalError,
     SkipReason,
@@ -439,10 +438,10 @@ class Stages:
         """Whether traces that leave out what code does not come to may do: a number that changes stands in the way, or
         what is done in the branch of which it decides.
         """
-        if self._covers or (isinstance(error, HostScalarError) and not isinstance(error, NamedValueError)):
+        if self._covers or (isinstance(error, HostScalarError) and not error.is_named):
             return False
-        pair = TracePair(first, second, walk, self._options.allow)
-        return isinstance(error, NamedValueError) or names_changing(pair)
+        is_named = isinstance(error, HostScalarError)
+        return is_named or names_changing(TracePair(first, second, walk, self._options.allow))
 
     def _build(self, *parts: Any, allow: Sequence[str], **planning: Any) -> Plan:
         """The plan of two traces. While refusals are collected, what may be allowed is, to find the next one."""
