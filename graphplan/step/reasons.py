@@ -141,7 +141,6 @@ class Reasons:
             self._step.refusals.warn(
                 f"graphplan runs calls eagerly: {detail}; those for which they come out otherwise are replayed"
             )
-        self._step.count_computing(detail)
         return detail
 
     def _is_timed(self, call: Call) -> Found:

@@ -47,8 +47,8 @@ from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
 from graphplan.step.stages import Stages
 
-_FRUITLESS, _COMPUTING = 8, 64
-"""Refused calls in a row after which a step stands down, and calls that compute with a number that changes."""
+_FRUITLESS = 8
+"""Refused calls in a row after which a step stands down."""
 
 
 class StateMachine:
@@ -96,7 +96,7 @@ class StateMachine:
         self.latest: Program | SkipReason | None = None
         """What ran in the latest call: a program, or Python, on the way to one (None) or for a reason."""
         self.is_closed = False
-        self._fruitless, self._computing, self._refused_by = (0, 0), (0, 0), ""
+        self._fruitless, self._refused_by = (0, 0), ""
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that has the turn: a replay at once if it is like an earlier one."""
@@ -201,20 +201,11 @@ class StateMachine:
         self._count_refused(reason, detail)
         return result
 
-    def count_computing(self, detail: str) -> None:
-        """Stand down after many calls in a row that compute with a number that changes."""
-        self._computing = self._next_in_row(self._computing)
-        if self._computing[0] >= _COMPUTING and self.timing.down_because is None:
-            self.stand_down(SkipReason.HOST_SCALAR, detail)
-
-    def _next_in_row(self, before: tuple[int, int]) -> tuple[int, int]:
-        """The number of a call in its row, which a capture or a replay ends, and how many of these there were."""
-        progress = self.stats.captured + self.stats.replayed
-        return before[0] + 1 if before[1] == progress else 1, progress
-
     def _count_refused(self, reason: SkipReason | None, detail: str, *, is_traced: bool = False) -> None:
         """Stand down after several refused calls in a row, or two traces of other signatures with the same error."""
-        count, progress = self._next_in_row(self._fruitless)
+        count, before = self._fruitless
+        progress = self.stats.captured + self.stats.replayed
+        count = count + 1 if before == progress else 1
         if is_traced:
             count += _FRUITLESS * (count > 1 and self._refused_by == detail)
             self._refused_by = detail
