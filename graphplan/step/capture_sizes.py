@@ -110,33 +110,15 @@ class CaptureSize:
         problems: list[str] = []
         parts: dict[str, Tensor] = {}
         for name, own, leaf, dims in zip(names_of(structure, "result"), wanted, leaves, self.known, strict=True):
-            if not isinstance(leaf, Tensor) or not isinstance(own, Tensor):
-                if own != leaf:
-                    problems.append(f"{name} is {own!r} without padding and {leaf!r} with it")
-                continue
-            what = f"{name} is {_describe(own)} without padding and {_describe(leaf)} with it"
-            if own.ndim != leaf.ndim or own.dtype != leaf.dtype:
-                problems.append(what)
-                continue
-            part = self._narrow(own, leaf, dims, true)
-            if isinstance(part, int):
-                problems.append(f"{what}, and dimension {part} follows no padded dimension of the inputs")
-            else:
-                parts[name] = part
+            if isinstance(leaf, Tensor) and isinstance(own, Tensor):
+                part = _narrow(own, leaf, dims, true)
+                if isinstance(part, Tensor):
+                    parts[name] = part
+                else:
+                    problems.append(f"{name} is {_describe(own)} without padding and {_describe(leaf)} with it{part}")
+            elif own != leaf:
+                problems.append(f"{name} is {own!r} without padding and {leaf!r} with it")
         return problems, parts
-
-    @staticmethod
-    def _narrow(own: Tensor, leaf: Tensor, dims: list[Candidates], true: Mapping[Place, int]) -> Tensor | int:
-        """``leaf`` cut to the size of ``own``; or the dimension that no candidate explains. Others are dropped."""
-        part = leaf
-        for dim, candidates in enumerate(dims):
-            found, whole = own.shape[dim], leaf.shape[dim]
-            fitting = [candidate for candidate in candidates if (true[candidate] if candidate else whole) == found]
-            if not fitting:
-                return dim
-            candidates[:] = fitting
-            part = part.narrow(dim, 0, found)
-        return part
 
     def cut(self, leaves: Sequence[Any], true: Mapping[Place, int]) -> Any:
         """The results, whose ``leaves`` are padded, at their true sizes."""
@@ -149,6 +131,21 @@ class CaptureSize:
                     leaf = leaf if leaf.shape[dim] == size else leaf.narrow(dim, 0, size)
             parts.append(leaf)
         return self._rebuild(parts)
+
+
+def _narrow(own: Tensor, leaf: Tensor, dims: list[Candidates], true: Mapping[Place, int]) -> Tensor | str:
+    """``leaf`` cut to the size of ``own``, or why not. Candidates that do not explain that size are dropped."""
+    if own.ndim != leaf.ndim or own.dtype != leaf.dtype:
+        return ""
+    part = leaf
+    for dim, candidates in enumerate(dims):
+        found, whole = own.shape[dim], leaf.shape[dim]
+        fitting = [candidate for candidate in candidates if (true[candidate] if candidate else whole) == found]
+        if not fitting:
+            return f", and dimension {dim} follows no padded dimension of the inputs"
+        candidates[:] = fitting
+        part = part.narrow(dim, 0, found)
+    return part
 
 
 def _describe(tensor: Tensor) -> str:

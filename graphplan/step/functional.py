@@ -246,14 +246,6 @@ def compile_cached(
     return plans[key]
 
 
-def make_backend(name: str, plan: Plan) -> Backend:
-    """The backend called ``name`` for ``plan``'s device. Raises BackendError if it cannot record there."""
-    resolved = resolve_backend(name, plan.device)
-    if resolved == "eager":
-        raise BackendError("backend='eager' records nothing; choose from: auto, cudagraph, tape")
-    return Backends().get(resolved, plan.device)
-
-
 @refusing()
 @refusing_memory()
 def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, backend: str = "auto") -> Program:
@@ -295,7 +287,10 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
     check_feed(flat, plan.device)
     walk = plan.handles.walk()
     refuse_graphs_within(walk, plan.handles.function(), plan.device)
-    recorder = make_backend(backend, plan)
+    name = resolve_backend(backend, plan.device)
+    if name == "eager":
+        raise BackendError("backend='eager' records nothing; choose from: auto, cudagraph, tape")
+    recorder = Backends().get(name, plan.device)
     extra = [*plan.changed_tensors(walk), *(tensor for _, tensor in flat.tensors())]
     snapshot = Snapshot(walk, extra=extra, generators=plan.traced.generators)
     try:

@@ -44,7 +44,6 @@ from graphplan.plan.plan import Plan
 from graphplan.program.accumulators import renew_accumulators
 from graphplan.program.capture import capture_program, outdated
 from graphplan.program.faults import is_steps_own, refusal_of
-from graphplan.program.program import Program
 from graphplan.specs.policy import Policy
 from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants, reads_of
 from graphplan.step.compiled import Rehearsal, refuse_beside_compiled, refuse_graphs_within, uncompiled
@@ -495,7 +494,9 @@ class Stages:
         return True
 
     def _capture(self, call: Call, undo: ExitStack) -> Any:
-        """Capture a call, and give it its results. Raises ReadSignal if a placeholder was used."""
+        """Capture a call, give it its results, and have its entry serve calls with the program. Raises ReadSignal if a
+        placeholder was used.
+        """
         options, backend, plan = self._options, self._runner.backend, call.line.plan
         assert plan is not None
         compiled = self._managed.runs_compiled(call.walk)
@@ -527,15 +528,11 @@ class Stages:
         if options.prefetch and options.feed_device is not None:
             program.inputs.stage()
         build_later()
-        self._keep(call, program)
-        return result
-
-    def _keep(self, call: Call, program: Program) -> None:
-        """Count a capture, and have its entry serve calls with it."""
         self._stats.captured += 1
-        call.line.program, call.line.is_for_any = program, not program.plan.tells_gradients
+        call.line.program, call.line.is_for_any = program, not plan.tells_gradients
         guards = program.adopted.guards
         call.entry.compare(guards.compares, guards.compared_values)
         self._managed.refresh()
         self._managed.captured()
         self._stats.end_call("captured")
+        return result

@@ -16,7 +16,7 @@ from graphplan import GradientError, Policy, Program, compile_plan, graph_step
 from graphplan.feed.buffers import Buffers
 from graphplan.feed.signature import flatten
 from graphplan.program.capture import capture_program
-from graphplan.step.functional import make_backend
+from graphplan.step.runner import Backends
 from tests.models import CALLS, Memory, attributes, float_batches, updating_rig
 from tests.twins import Rig, assert_equals_eager, build, drive, managed
 
@@ -311,7 +311,7 @@ def test_two_carries_do_not_move_into_one_tensor() -> None:
     x, twin = torch.randn(3, 4), (model.average.clone(), model.other.clone())
     plan = compile_plan(step, x, owners={"model": model})
     home = torch.full((4,), 7.0)
-    backend, homes = make_backend("tape", plan), dict.fromkeys(plan.rebindings.carries, home)
+    backend, homes = Backends().get("tape", plan.device), dict.fromkeys(plan.rebindings.carries, home)
     assert len(homes) == 2
     model.average, model.other = twin[0].clone(), twin[1].clone()
     program = capture_program(
