@@ -25,7 +25,7 @@ from graphplan.effects.appended_lists import Append
 from graphplan.errors import GradientError, GuardError
 from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
-from graphplan.program.static_numbers import StaticNumber, StaticNumbers, copied
+from graphplan.program.static_numbers import StaticNumber, StaticNumbers, cloned
 from graphplan.specs.paths import Of, Path, names
 from graphplan.specs.roles import Overlay
 from graphplan.tensors.attributes import PLAIN_KINDS
@@ -39,10 +39,6 @@ _PENDING: list[weakref.ref[Bindings]] = []
 """What replays of any step have noted, until anything else runs: one step's copies are no writes of the host's."""
 _ACCUMULATED = WeakIdKeyDictionary()
 """Gradients that some program accumulates into: several programs refer to them."""
-
-
-def _clone(value: Any) -> Any:
-    return copied(value, lambda tensor: tensor.detach().clone())
 
 
 @cache
@@ -76,9 +72,9 @@ class _Severed(torch.autograd.Function):
 
 
 def _renew(value: Any, path: str) -> Any:
-    """``_clone`` for a slot: what asked for gradients goes on asking."""
+    """``cloned`` for a slot: what asked for gradients goes on asking."""
     if not any(tensor.requires_grad for tensor in tensor_leaves(value)):
-        return _clone(value)
+        return cloned(value)
     with torch.enable_grad():
         return pytree.tree_map_only(Tensor, lambda tensor: _Severed.apply(tensor, path), value)
 
@@ -274,7 +270,7 @@ class Bindings:
         self._set_numbers = [partial(_set_number, walk.scalars[path], number) for path, number in self._numbers.items()]
         counted = [counter.repeating(walk) for counter in self._plan.counters]
         repeats = filter(None, [*counted, *(assignment.repeating(walk) for assignment in self._plan.assignments)])
-        appends = (append.repeating(walk, items, _clone) for append, items in self._appended.items())
+        appends = (append.repeating(walk, items, cloned) for append, items in self._appended.items())
         self._repeats: list[Callable[[], Any]] = [*self._draws, *repeats, self._set_fresh, *appends, *self._set_numbers]
 
     def _place_in(self, walk: Walk, path: str) -> Slot | None:
@@ -306,7 +302,7 @@ class Bindings:
         self.numbers.fetch()
         for append, items in self._appended.items():
             for number, item in enumerate(items, -len(items)):
-                self._walk.lists[append.path][number] = _clone(item)
+                self._walk.lists[append.path][number] = cloned(item)
         for set_number in self._set_numbers:
             set_number()
         self._set_fresh()

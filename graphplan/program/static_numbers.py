@@ -4,7 +4,7 @@ it makes in host memory for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -89,16 +89,12 @@ class StaticNumbers:
                 self.read[place] = value
 
 
-def copied(value: Any, copy: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with copies of its tensors, and the values of its static numbers and copies."""
+def cloned(value: Any) -> Any:
+    """``value`` with detached clones of its tensors, and the values of its static numbers and copies."""
 
-    def of_leaf(leaf: Any) -> Any:
-        return (
-            copy(leaf)
-            if isinstance(leaf, Tensor)
-            else leaf.value()
-            if type(leaf) in (StaticNumber, StaticCopy)
-            else leaf
-        )
+    def clone(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone()
+        return leaf.value() if isinstance(leaf, (StaticNumber, StaticCopy)) else leaf
 
-    return pytree.tree_map(of_leaf, value)
+    return pytree.tree_map(clone, value)

@@ -40,7 +40,7 @@ def _compiled(walk: Walk, fn: Callable[..., Any]) -> Iterator[Any]:
     # What a class shows may be computed, by code that raises.
     held = (scalar.get() for scalar in walk.scalars.values() if not isinstance(scalar.container, Numbers))
     for value in [*walk.modules, *held, fn, *(value for _, value in names_in(getattr(fn, "__func__", fn)))]:
-        if _is_compiled_module(value) if issubclass(type(value), nn.Module) else _is_compiled_function(value):
+        if _is_compiled(value):
             yield value
 
 
@@ -83,11 +83,9 @@ def _backend_names(context: Any) -> Iterator[str]:
         backend = getattr(backend, "_torchdynamo_orig_backend", None)
 
 
-def _is_compiled_module(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or "dynamo_ctx" in vars(module)
-
-
-def _is_compiled_function(value: Any) -> bool:
+def _is_compiled(value: Any) -> bool:
+    if issubclass(type(value), nn.Module):
+        return getattr(value, "_compiled_call_impl", None) is not None or "dynamo_ctx" in vars(value)
     # Functions that are exempt from compilation are wrapped alike.
     inner = attributes_of(value)
     return inner is not None and "_torchdynamo_orig_callable" in inner and not inner.get("_torchdynamo_disable")

@@ -248,7 +248,6 @@ class Timing:
         if gate is not None:
             self._runner.stats.measured = gate.measured
         self.opens = opens and gate is None
-        self._is_asked_for = False
         self.way: Serve | None = None if gate is None else self._timed
         self.stock: Serve | None = None
         self._own: Serve | None = None
@@ -379,16 +378,16 @@ class Timing:
         """A gate for the calls of one signature, if replays have to pay."""
         self._runner.settle_backend(feed)
         assert self._runner.device is not None
-        return None if self._is_asked_for else Gate.of(self._options, self._runner.device, loops=False)
+        return Gate.of(self._options, self._runner.device, loops=False)
 
     @contextmanager
     def asked_for(self) -> Iterator[None]:
         """Capture the calls of the block without timing them."""
-        self._is_asked_for = True
+        opens, self.opens = self.opens, False
         try:
             yield
         finally:
-            self._is_asked_for = False
+            self.opens = opens
 
     @contextmanager
     def having_run(self) -> Iterator[None]:

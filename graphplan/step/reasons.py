@@ -50,6 +50,7 @@ class Reasons:
     def __init__(self, step: StateMachine) -> None:
         self._step = step
         options, managed, programs, timing, on = step.options, step.managed, step.programs, step.timing, SkipReason
+        may_advance = (lambda is_planned: True) if step.peers is None else step.peers.may_advance
         self._table: tuple[tuple[SkipReason | None, Callable[[Call], Found], Way | None], ...] = (
             # Gradients may flow through calls for results; others are as their neighbours are.
             (on.SURROUNDINGS, lambda call: call.around, step.plainly if options.autograd else step.as_traced),
@@ -74,7 +75,7 @@ class Reasons:
             (on.MAX_GRAPHS, lambda call: not programs.has_room(call.entry), step.plainly),
             (on.SHAPE, lambda call: programs.waits(call.entry), step.plainly),
             (None, lambda call: programs.churn() or step.stages.change(call.entry), None),
-            (on.PEERS, self._waits_for_peers, step.as_traced),
+            (on.PEERS, lambda call: not may_advance(bool(call.entry.plans)), step.as_traced),
             (None, self._is_cold, step.warm_up),
             (None, lambda call: call.line.plan is None, step.advance),
             (on.FEED, self._is_fed_owners_memory, step.as_traced),
@@ -101,10 +102,6 @@ class Reasons:
         settle_companions()
         call.feed = flatten(call.args, call.kwargs, self._step.unread.keys)
         return self._step.options.autograd and any(map(asks_for_gradients, call.feed.leaves))
-
-    def _waits_for_peers(self, call: Call) -> Found:
-        peers = self._step.peers
-        return peers is not None and not peers.may_advance(is_planned=bool(call.entry.plans))
 
     def _takes_no_known_way(self, call: Call) -> Found:
         """Find the entry, and perhaps a program. Applies where the batch takes no known way, and no other is traced."""
@@ -146,8 +143,8 @@ class Reasons:
     def _is_timed(self, call: Call) -> Found:
         """Open the gate of the call's key, if its replays have to pay; applies to calls for the eager time."""
         entry, timing = call.entry, self._step.timing
-        if timing.opens and not entry.is_decided and entry.gate is None:
-            entry.gate = timing.gate_of_calls(self._step.lookup.moved(call.feed))
+        if not entry.is_decided and entry.gate is None:
+            entry.gate = timing.gate_of_calls(self._step.lookup.moved(call.feed)) if timing.opens else None
             entry.is_decided = entry.gate is None
         return entry.gate is not None and entry.gate.eager is None
 
