@@ -18,7 +18,7 @@ def insist(monkeypatch: pytest.MonkeyPatch) -> None:
     def note(tape: Any, mode: Any) -> None:
         record(tape, mode)
         lent = {memory._cdata for memory, _ in tape._lent}
-        used = [t for kernel in mode.kernels for t in kernel.tensors() if t.layout is torch.strided and not is_freed(t)]
+        used = [t for kernel in mode.kernels for t in kernel.tensors if t.layout is torch.strided and not is_freed(t)]
         # Tensors of the tape's own: programs count who has the memory.
         tensors = {tensor.untyped_storage()._cdata: tensor for tensor in used}
         tape.places = [(t, t.untyped_storage().data_ptr()) for key, t in tensors.items() if key not in lent]

@@ -37,7 +37,7 @@ from graphplan.trace.collectives import finish, is_collective, wait_for
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_reads import HostRead, KnownReads, find_place
 from graphplan.trace.mode import LIFTS
-from graphplan.trace.operator_schemas import OperatorCall, tensors_in
+from graphplan.trace.operator_schemas import ATOMS, OperatorCall
 from graphplan.trace.rng import saving_states
 
 _CONSTANT = (
@@ -65,11 +65,14 @@ class _Kernel:
     """
 
     func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outs: list[Tensor | None]
-    writes: list[int | None]
-    constant: bool
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outs: list[Tensor | None] = field(default_factory=list)
+    writes: list[int | None] = field(default_factory=list)
+    """The storages that it writes to."""
+    tensors: list[Tensor] = field(default_factory=list)
+    """What it reads and writes."""
+    constant: bool = False
     overload: tuple[Any, tuple[str, ...]] | None = None
     # Some kernels look at the grad mode (an LSTM keeps a workspace for its backward pass), and only in inference mode
     # may what was made in it be written to.
@@ -79,21 +82,23 @@ class _Kernel:
     switches: dict[str, Any] = field(default_factory=dict)
     """torch's switches that the step had set otherwise than it found them."""
 
-    def tensors(self) -> list[Tensor]:
-        """What it reads and writes."""
-        return tensors_in([self.args, list(self.kwargs.values()), self.outs])
 
-
-def _alias(value: Any, aliases: dict[int, Tensor]) -> Any:
+def _alias(value: Any, aliases: list[tuple[Tensor, Tensor]]) -> Any:
     """The same memory without its autograd history (which would keep a whole step's graph alive).
 
-    One tensor in several places stays one (``aliases`` by identity): torch's attention asks whether two arguments are.
+    One tensor in several places stays one: torch's attention asks whether two arguments are. ``aliases`` has those that
+    were made for the operator.
     """
+    kind = type(value)
+    if kind in ATOMS:
+        return value
     if isinstance(value, Tensor):
-        if id(value) not in aliases:
-            aliases[id(value)] = value.detach()
-        return aliases[id(value)]
-    return type(value)(_alias(item, aliases) for item in value) if isinstance(value, list | tuple) else value
+        for tensor, alias in aliases:
+            if tensor is value:
+                return alias
+        aliases.append((value, value.detach()))
+        return aliases[-1][1]
+    return kind([_alias(item, aliases) for item in value]) if isinstance(value, list | tuple) else value
 
 
 class _SavedState:
@@ -150,7 +155,7 @@ class _TapeMode(OperatorMode):
         if self.changed is None and out != read.value:
             self.changed = read, out
         compare = partial(_compare, tensor.detach(), read)
-        self.kernels.append(_Kernel(compare, (), {}, outs=[], writes=[], constant=False))
+        self.kernels.append(_Kernel(compare))
         return read.value
 
     def check_outcome(self) -> None:
@@ -163,7 +168,7 @@ class _TapeMode(OperatorMode):
         """Have replays save the generator's state where the step does now."""
         state = generator.get_state()
         self._saved[id(state)] = saved = _SavedState(generator, state)
-        self.kernels.append(_Kernel(saved.save, (), {}, outs=[], writes=[], constant=False))
+        self.kernels.append(_Kernel(saved.save))
         return state
 
     def put_state(self, generator: torch.Generator, state: Tensor) -> None:
@@ -173,7 +178,7 @@ class _TapeMode(OperatorMode):
         if saved is None or saved.generator is not generator:
             self.fail("the state of a generator is set to one that the step did not save")
         else:
-            self.kernels.append(_Kernel(saved.put, (), {}, outs=[], writes=[], constant=False))
+            self.kernels.append(_Kernel(saved.put))
 
     def operate(self, aside: Aside, call: OperatorCall) -> Any:
         """Run an operator and record it."""
@@ -196,27 +201,31 @@ class _TapeMode(OperatorMode):
 
     def _record(self, call: OperatorCall, out: Any, taken: set[int | None]) -> None:
         schema = call.schema
-        results = list(out) if isinstance(out, list | tuple) else [out]
-        made = [isinstance(t, Tensor) and storage_id(t) not in taken for t in results]
-        for tensor, new in zip(results, made, strict=True):
-            if new:
-                self.storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        written = call.written()
-        if schema.allocates or not (written or any(made) or out is None):
-            return  # None is what an operator gives that only looks at values, and raises.
-        outs = [t.detach() if new else None for t, new in zip(results, made, strict=True)]
-        aliases: dict[int, Tensor] = {}
+        outs: list[Tensor | None] = []
+        writes = list(map(storage_id, call.written())) if schema.may_write else []
+        is_pure = not writes and torch.Tag.nondeterministic_seeded not in schema.operator.tags
+        for result in out if isinstance(out, list | tuple) else (out,):
+            is_new = isinstance(result, Tensor) and storage_id(result) not in taken
+            if is_new:
+                memory = result.untyped_storage()
+                self.storages[memory._cdata] = memory.nbytes()
+                writes.append(memory._cdata)
+            outs.append(result.detach() if is_new else None)
+        # None is what an operator gives that only looks at values, and raises.
+        if schema.allocates or not (writes or out is None):
+            return
+        aliases: list[tuple[Tensor, Tensor]] = []
         given, named = _alias(call.args, aliases), {name: _alias(value, aliases) for name, value in call.kwargs.items()}
-        writes = [storage_id(t) for t in [*written, *(o for o in outs if o is not None)]]
-        lasts = schema.name in _CONSTANT
-        func = schema.operator
-        kernel = _Kernel(func, given, named, outs=outs, writes=writes, constant=lasts, switches=self._switched())
-        pure = not written and torch.Tag.nondeterministic_seeded not in func.tags
-        kernel.overload = self._overload(kernel) if pure else None
+        tensors = [alias for _, alias in aliases] + [made for made in outs if made is not None]
+        kernel = _Kernel(schema.operator, given, named, outs, writes, tensors, constant=schema.name in _CONSTANT)
+        kernel.switches = self._switched()
+        kernel.overload = self._overload(kernel) if is_pure else None
         self._keep(kernel)
 
     def _overload(self, kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
         """What :func:`_working_overload` says of the first kernel of this form, which holds for the others."""
+        if _out_overload(kernel.func) is None:
+            return None
         form = _form(kernel)
         if form not in self._overloads:
             self._overloads[form] = _working_overload(kernel)
@@ -224,7 +233,7 @@ class _TapeMode(OperatorMode):
 
     def _keep(self, kernel: _Kernel) -> None:
         self.kernels.append(kernel)
-        for memory in (t.untyped_storage() for t in kernel.tensors() if t.layout is torch.strided):
+        for memory in (t.untyped_storage() for t in kernel.tensors if t.layout is torch.strided):
             self.sizes[memory._cdata] = max(memory.nbytes(), self.sizes.get(memory._cdata, 0))
 
     def _switched(self) -> dict[str, Any]:
@@ -236,7 +245,8 @@ class _TapeMode(OperatorMode):
 
     def _record_constant(self, value: Tensor) -> None:
         args = (value.detach(), value.detach().clone())
-        self._keep(_Kernel(torch.ops.aten.copy_.default, args, {}, outs=[], writes=[storage_id(value)], constant=True))
+        copy = torch.ops.aten.copy_.default
+        self._keep(_Kernel(copy, args, writes=[storage_id(value)], tensors=list(args), constant=True))
 
 
 def _compare(tensor: Tensor, read: HostRead) -> None:
@@ -352,7 +362,7 @@ class TapeRecording:
 
     def __init__(self, mode: _TapeMode) -> None:
         writers = Counter(storage for kernel in mode.kernels for storage in kernel.writes)
-        lent = {storage_id(t): t.untyped_storage() for k in mode.kernels for t in k.tensors() if is_freed(t)}
+        lent = {storage_id(t): t.untyped_storage() for k in mode.kernels for t in k.tensors if is_freed(t)}
         self._lent = [(memory, mode.sizes[memory._cdata]) for memory in lent.values()]
         # What depends on no values need not run again, unless something else writes where it does.
         live = [

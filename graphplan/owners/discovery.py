@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
 from inspect import unwrap
@@ -51,7 +52,9 @@ class Discovery:
         self._on_first_sight = on_first_sight
         self._on_made = on_made
         # Weakly: what the step makes and drops again is no owner.
-        self._modules, self._optimizers, self._made = (WeakIdKeyDictionary() for _ in range(3))
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        """By identity."""
+        self._optimizers, self._made = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._handle: Any = None
         self._thread = get_ident()
         self._token: Token[Discovery | None] | None = None
@@ -70,12 +73,13 @@ class Discovery:
             _ENTERED.reset(self._token)
 
     def _saw_module(self, module: nn.Module) -> None:
-        if module not in self._modules:
+        known = self._modules.get(id(module))
+        if known is None or known() is not module:
             with self.faults.noting():
                 self._take_module(module)
 
     def _take_module(self, module: nn.Module) -> None:
-        self._modules[module] = True
+        self._modules[id(module)] = weakref.ref(module)
         if module not in self._made:
             self._on_first_sight(module)
 
@@ -104,7 +108,8 @@ class Discovery:
         """What was seen and no owner holds, nor held ``before``, top modules only, by the names that ``fn`` has."""
         modules = [*walk.modules, *(before.modules if before is not None else ())]
         known = {id(module) for module in modules} | {id(opt) for opt in walk.optimizers.values()}
-        fresh = [module for module in self._modules if id(module) not in known and module not in self._made]
+        unknown = [reference() for number, reference in self._modules.items() if number not in known]
+        fresh = [module for module in unknown if module is not None and module not in self._made]
         inner = {id(child) for module in fresh for child in module.modules() if child is not module}
         found: list[Any] = [module for module in fresh if id(module) not in inner]
         found += [optimizer for optimizer in self._optimizers if id(optimizer) not in known]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from operator import is_, is_not
@@ -49,7 +49,8 @@ class Snapshot:
         self._places = [(space, key, space[key]) for space, key in walk.places]
         if tensors is None:
             # What a step's code only knows by name may be a whole dataset: callers name what they need in ``extra``.
-            slots = [t for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found]
+            found = walk.found
+            slots = [t for slot in walk.slots.values() for t in slot.tensors() if not (found and id(t) in found)]
             tensors = [*slots, *extra]
         each = list({id(t): t for t in tensors}.values())
         # A scripted module keeps its mode in C++.
@@ -122,10 +123,12 @@ class Snapshot:
             if (live.shape, live.dtype) != (copy.shape, copy.dtype):
                 # It was given memory of another kind (``tensor.data = ...``).
                 live.data = torch.empty_like(copy, device=live.device)
-        open_ = [pair for pair in pairs if pair[0].is_cpu and storage_id(pair[0]) not in changed]
+        open_: list[tuple[Tensor, Tensor]] = []
+        written: list[tuple[Tensor, Tensor]] = []
+        for pair in pairs:
+            (open_ if pair[0].is_cpu and storage_id(pair[0]) not in changed else written).append(pair)
         unequal = Unequal([live for live, _ in open_], [copy for _, copy in open_])
-        left_alone = {id(live) for live, _ in open_} - {id(open_[index][0]) for index in unequal.places()}
-        written = [pair for pair in pairs if id(pair[0]) not in left_alone]
+        written += [open_[index] for index in unequal.places()]
         write_all([live for live, _ in written], [copy for _, copy in written])
 
 
@@ -170,8 +173,9 @@ def _shallow(container: Container, without: Sequence[str]) -> Any:
     kind = _kind(container)
     if kind in (set, list, deque):
         return (set if kind is set else list)(kind.__iter__(container))
-    if kind is dict and not without:
-        return dict(dict.items(container))  # type: ignore[arg-type]
+    if type(container) in (dict, defaultdict) and not without:
+        # Without hashes of the keys: those of tensors are computed in Python.
+        return dict.copy(container)  # type: ignore[arg-type]
     return {key: value for key, value in kind.items(container) if key not in without}
 
 

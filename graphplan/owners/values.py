@@ -77,9 +77,11 @@ class ValueWalker:
         self._weakly_held: list[tuple[str, Any, Scalar]] = []
 
     def _first_visit(self, thing: Any) -> bool:
-        if id(thing) in self._seen:
+        # Audit hooks of other packages hear of each ``id``, so it is asked for once.
+        number = id(thing)
+        if number in self._seen:
             return False
-        self._seen.add(id(thing))
+        self._seen.add(number)
         return True
 
     def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
@@ -136,9 +138,10 @@ class ValueWalker:
 
     def _parameter(self, param: Tensor, path: str, container: Any, key: Any, source: Source) -> None:
         self.walk.slots[path] = Slot(container, key, *source, path=path, is_parameter=True)
-        if id(param) not in self.walk.parameters:
+        number = id(param)
+        if number not in self.walk.parameters:
             self._marks(param, path)
-            self.walk.parameters[id(param)] = (path, param)
+            self.walk.parameters[number] = (path, param)
             if param.requires_grad or param.grad is not None:
                 place = Path.gradient(path)
                 self.walk.slots[place] = Slot(None, None, param, "grad", path=place, param=param)

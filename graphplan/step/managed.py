@@ -258,8 +258,10 @@ class Managed:
         # Its defaults, and what a partial function holds for it.
         is_new = self._names.add("the step", self._root, "step")
         self.owners.setdefault(_NAMES, self._names)
-        known = {id(container) for container in (self.walk() if grown or is_new else walk).containers}
-        for thing in executed.objects():
+        things = list(executed.objects())
+        walk = self.walk() if things and (grown or is_new) else walk
+        known = {id(container) for container in walk.containers} if things else ()
+        for thing in things:
             inner = attributes_of(thing)
             if inner is not None and id(inner) not in known and has_met(thing):
                 self.owners[free_name(type(thing).__name__.lower(), self.owners)] = thing

@@ -22,7 +22,7 @@ generator was seeded or its state was set.
 """
 _TRAINING = ("training", "train", "use_input_stats")
 """Arguments that say whether they do."""
-_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 """Types of arguments that are no tensors and hold none."""
 _UNTOLD = (torch.Generator, torch.UntypedStorage, torch.TypedStorage)
 """Types of arguments that differ from call to call without telling anything."""
@@ -122,7 +122,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     """Tensors in an operator's argument or result, lists included."""
     kind = type(value)
     # Asked several times for each operator of a trace: most are decided by their type, without a call.
-    if kind in _ATOMS:
+    if kind in ATOMS:
         return []
     if kind in PLAIN_KINDS or isinstance(value, Tensor):
         return [value]
@@ -132,7 +132,7 @@ def tensors_in(value: Any) -> list[Tensor]:
             kind = type(item)
             if kind in PLAIN_KINDS:
                 found += (item,)
-            elif kind not in _ATOMS:
+            elif kind not in ATOMS:
                 found += tensors_in(item)
     return found
 
@@ -233,13 +233,14 @@ def _has_python_kernel(func: Any) -> bool:
     return registered is None or any(f"{place}/{key}" in registered for key in _KERNELS)
 
 
-@dataclass(slots=True, eq=False)
 class OperatorCall:
     """One call of an operator, as a dispatch mode hears of it."""
 
-    schema: Schema
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    __slots__ = ("args", "kwargs", "schema")
+
+    def __init__(self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Not a dataclass's: a trace would hear of each call of code that is in no file.
+        self.schema, self.args, self.kwargs = schema, args, kwargs
 
     def given(self, position: int) -> Any:
         """The argument at ``position``; None if it has its default."""
@@ -260,7 +261,7 @@ class OperatorCall:
             kind = type(value)
             if kind in PLAIN_KINDS:
                 tensors.append(value)
-            elif kind in _ATOMS:
+            elif kind in ATOMS:
                 others.append((name, value))
             elif kind is list or kind is tuple:
                 found = tensors_in(value)

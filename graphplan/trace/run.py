@@ -85,9 +85,10 @@ def trace(
     with_slots = {id(slot.param) for slot in after.slots.values() if slot.param is not None}
     for external in record.externals.values():
         tensor = external.tensor
-        is_alone = id(tensor) not in with_slots and id(tensor) not in fed_ids
+        number = id(tensor)
+        is_alone = number not in with_slots and number not in fed_ids
         if is_alone and _has_gradient(tensor) and mode.operands.is_internal(tensor.grad):
-            record.unowned_gradients.append(paths.get(id(tensor), f"a tensor that is used at {external.source}"))
+            record.unowned_gradients.append(paths.get(number, f"a tensor that is used at {external.source}"))
     for path, items in changes.appended.items():
         changes.appended[path] = pytree.tree_map_only(Tensor, lambda tensor: OutputTensor(), items)
     watch.finish(after, leaves)
@@ -106,7 +107,8 @@ def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Shardin
     storages = ((index, storage_id(leaf)) for index, leaf in feed.tensors())
     record.leaf_storages.update((index, storage) for index, storage in storages if storage is not None)
     found = recorder.walk.found
-    record.found = {storage_id(t) for slot in recorder.walk.slots.values() for t in slot.tensors() if id(t) in found}
+    slots = recorder.walk.slots.values() if found else ()
+    record.found = {storage_id(t) for slot in slots for t in slot.tensors() if id(t) in found}
     record.entry_paths = frozenset(recorder.places)
     record.entry_slots = recorder.entry_slots()
     record.entry_scalars = {**recorder.scalars, **recorder.objects}
