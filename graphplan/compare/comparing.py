@@ -24,9 +24,10 @@ _keys = dict.__iter__
 _identity_of = attrgetter("_cdata")
 
 
-def _are_same(look_up: Callable[[Any, Any], Any], holders: list[Any], keys: list[Any], values: list[Any]) -> bool:
-    """Whether what is looked up is still the value, everywhere."""
-    return not any(map(is_not, map(look_up, holders, keys), values))
+def _are_same(look_up: Callable[..., Any], *columns: list[Any]) -> bool:
+    """Whether what is looked up is still the value, everywhere; the last column has the values."""
+    *places, values = columns
+    return not any(map(is_not, map(look_up, *places), values))
 
 
 def _are_equal(
@@ -103,16 +104,24 @@ def _is_named(items: dict[Any, Any]) -> bool:
     return all(type(key) is str for key in items)
 
 
-_KINDS: dict[str, Callable[..., bool]] = {
-    "same_items": partial(_are_same, getitem),
-    "same_attributes": partial(_are_same, getattr),
+_LOOK_UPS: dict[str, Callable[..., Any]] = {
+    "same_items": getitem,
+    "same_attributes": getattr,
     # Of dictionaries themselves, None if there is nothing.
-    "same_values": partial(_are_same, dict.get),
-    "equal_items": partial(_are_equal, getitem),
-    "equal_attributes": partial(_are_equal, getattr),
-    "none_there": lambda dicts, keys: not any(map(contains, dicts, keys)),
-    "same_types": lambda things, types: not any(map(is_not, map(type, things), types)),
+    "same_values": dict.get,
+    "same_types": type,
+    "same_lengths": len,
+    "equal_items": getitem,
+    "equal_attributes": getattr,
+}
+"""What comparisons of columns look up."""
+_KINDS: dict[str, Callable[..., bool]] = {
+    **{
+        name: partial(_are_equal if name.startswith("equal") else _are_same, look_up)
+        for name, look_up in _LOOK_UPS.items()
+    },
     "same_lengths": lambda containers, lengths: list(map(len, containers)) == lengths,
+    "none_there": lambda dicts, keys: not any(map(contains, dicts, keys)),
     "all_empty": lambda containers: not any(containers),
     "same_dicts": _same_dicts,
     "same_lists": lambda lists, lengths, items: (
@@ -123,6 +132,30 @@ _KINDS: dict[str, Callable[..., bool]] = {
     ),
 }
 """Comparisons by their names, of lists as long as the first one."""
+
+
+class Column:
+    """Places of Python values that are read in one way, and compared in one row.
+
+    Args:
+        kind: what the row is called.
+        places: what messages call each place, and what it is looked up by: a container and a key, or a thing alone.
+    """
+
+    def __init__(self, kind: str, places: Iterable[tuple[Any, ...]]) -> None:
+        kept = list(places)
+        self.kind = kind
+        self.paths: list[str] = [place[0] for place in kept]
+        width = 1 if kind in ("same_types", "same_lengths") else 2
+        self._where = [[place[number] for place in kept] for number in range(1, width + 1)]
+
+    def read(self) -> list[Any]:
+        """The values now."""
+        return list(map(_LOOK_UPS[self.kind], *self._where))
+
+    def row(self, values: list[Any] | None = None, *more: Any) -> Row:
+        """A comparison that holds while the values are what they are now, or ``values``; ``more`` as the kind needs."""
+        return (self.kind, *self._where, self.read() if values is None else values, *more)
 
 
 class _Checks:

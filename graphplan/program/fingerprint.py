@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from itertools import repeat, zip_longest
-from operator import contains, is_not
+from collections.abc import Collection, Iterable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
 
-from graphplan.compare.comparing import Checks, Row, contents_of, facts_of, row_of
+from graphplan.compare.comparing import Checks, Column, Row, contents_of, facts_of, row_of
 from graphplan.compare.tensors import GEOMETRY, geometry
 from graphplan.owners.contents import has_contents, state_of
 from graphplan.owners.kinds import PLAIN
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Walk
-from graphplan.program.registered_hooks import Hooks, Own
+from graphplan.program.registered_hooks import Hooks
 from graphplan.specs.paths import Of, Path, names
 from graphplan.trace.changes import same_value
 
@@ -29,98 +28,77 @@ class Fingerprint:
     """
 
     def __init__(self, walk: Walk, left_out: Collection[tuple[int, str]] = ()) -> None:
-        self._modules = list(walk.modules)
-        self._parameters = [param for _, param in walk.parameters.values()]
-        self._paths = [path for path, _ in walk.parameters.values()]
+        modules = [(type(module).__name__, module) for module in walk.modules]
+        optimizers = walk.optimizers.items()
+        groups = [(f"{path}.param_groups[{n}]", g) for path, o in optimizers for n, g in enumerate(o.param_groups)]
+        # A layer, parameter or buffer that comes or goes changes what a step runs.
+        parts = [(f"{kind}.{part}", getattr(module, part)) for kind, module in modules for part in _PARTS]
+        self._empty = [items for _, items in parts if not len(items)]
+        sized = [part for part in parts if len(part[1])]
+        sized += [(f"{path}.param_groups", optimizer.param_groups) for path, optimizer in optimizers]
+        sized += [pair for path, group in groups for pair in ((path, group), (f"{path}['params']", group["params"]))]
+        self._hypers = Column("same_values", _hypers_of(walk, left_out))
+        self._methods = _attributes_on(optimizers, _OPTIMIZER_METHODS)
+        self._modes = _attributes_on(modules, ["training"])
+        self._forwards = _attributes_on(modules, ["forward"])
+        self._types = Column("same_types", [(f"the class of a {kind}", module) for kind, module in modules])
+        self._sizes = Column("same_lengths", sized)
+        # Paths, which loading a state dictionary leaves as they are. A program's guards compare the lists themselves.
+        paths = {number: path for number, (path, _) in walk.parameters.items()}
+        self._members = {Path.members(path): tuple(paths[id(p)] for p in group["params"]) for path, group in groups}
+        outer = [optimizer.param_groups for _, optimizer in optimizers]
+        lists = [group["params"] for _, group in groups]
+        self._membership = Checks([
+            ("same_values", [vars(optimizer) for _, optimizer in optimizers], ["param_groups"] * len(outer), outer),
+            ("same_values", [group for _, group in groups], ["params"] * len(lists), lists),
+            *contents_of([*outer, *lists]),
+        ])  # fmt: skip
         # A dictionary of layers or parameters may be put in another order.
         self._order = tuple(
             name
-            for module in self._modules
+            for module in walk.modules
             for part in (module._modules, module._parameters)
             # A scripted module keeps them in what is no dictionary, and cannot be iterated.
             for name in part.keys()  # noqa: SIM118
         )
-        self._containers: list[Any] = []
-        self._keys: list[str] = []
-        self.labels: list[str] = []
-        # A layer, parameter or buffer that comes or goes changes what a step runs.
-        parts = [
-            (getattr(module, part), f"{type(module).__name__}.{part}") for module in walk.modules for part in _PARTS
-        ]
-        self._empty = [items for items, _ in parts if not len(items)]
-        self._sized: list[Any] = [items for items, _ in parts if len(items)]
-        self._size_labels = [label for items, label in parts if len(items)]
         self._hooks = Hooks(walk)
-        self._dicts = [vars(module) for module in walk.modules]
-        self._training, self._forward = (list(repeat(name, len(self._dicts))) for name in ("training", "forward"))
         self._sharding = Sharding(walk.modules)
+        self._parameters = [param for _, param in walk.parameters.values()]
+        self._paths = [path for path, _ in walk.parameters.values()]
         self._facts: Any = None
         self._flags: tuple[Any, ...] = ()
-        self._steppers = [vars(optimizer) for optimizer in walk.optimizers.values() for _ in _OPTIMIZER_METHODS]
-        self._methods = [name for _ in walk.optimizers for name in _OPTIMIZER_METHODS]
-        self._method_labels = [f"{path}.{name}" for path in walk.optimizers for name in _OPTIMIZER_METHODS]
-        self._groups = _Groups(walk)
-        for path, optimizer in walk.optimizers.items():
-            self._sized.append(optimizer.param_groups)
-            self._size_labels.append(f"{path}.param_groups")
-            for index, group in enumerate(optimizer.param_groups):
-                place = f"{path}.param_groups[{index}]"
-                self._sized += [group, group["params"]]
-                self._size_labels += [place, f"{place}['params']"]
-                # Groups that change places have their keys in other orders.
-                for key, value in sorted(group.items(), key=lambda item: str(item[0])):
-                    if key == "params" or isinstance(value, Tensor) or (id(group), key) in left_out:
-                        continue
-                    self._containers.append(group)
-                    self._keys.append(key)
-                    self.labels.append(f"{type(optimizer).__name__} {place}.{key}")
 
     def is_of_today(self) -> bool:
-        """Return True if the optimizers' groups have the same parameters as in the walk."""
-        return self._groups.hold()
+        """Return True if the optimizers' groups are those of the walk, with the same parameters."""
+        return bool(self._membership.hold())
 
     def rows(self, placed: Collection[int]) -> list[Row] | None:
         """After :meth:`values`: comparisons that hold while everything is as it was; None if these cannot tell.
         ``placed`` are the ids of tensors that others compare.
         """
-        if (
-            any(self._empty)
-            or any(map(contains, self._dicts, repeat("forward")))
-            or self._sharding.is_there
-            or (hooks := self._hooks.rows()) is None
-            or not all(map(_stays, map(dict.get, self._containers, self._keys)))
-        ):
+        hooks = self._hooks.rows()
+        if hooks is None or any(self._empty) or self._sharding.is_there or not all(map(_stays, self._hypers.read())):
             return None
-        left: list[Tensor] = [param for param in self._parameters if id(param) not in placed]
-        return [
-            ("same_values", self._containers, self._keys, list(map(dict.get, self._containers, self._keys))),
-            ("same_values", self._dicts, self._training, list(map(dict.get, self._dicts, repeat("training")))),
-            ("same_types", self._modules, list(map(type, self._modules))),
-            ("same_values", self._steppers, self._methods, list(map(dict.get, self._steppers, self._methods))),
-            ("same_lengths", self._sized, list(map(len, self._sized))),
-            ("all_empty", self._empty),
-            ("none_there", self._dicts, self._forward),
-            *hooks,
-            row_of(left, placed=False),
-        ]
+        columns = (self._hypers, self._modes, self._types, self._methods, self._sizes, self._forwards)
+        left = [param for param in self._parameters if id(param) not in placed]
+        return [*(column.row() for column in columns), ("all_empty", self._empty), *hooks, row_of(left, placed=False)]
 
     def values(self) -> tuple[Any, ...]:
         """The values now: hyper-parameters first, in the order of :attr:`labels`."""
-        # One that is gone shows in the group's length.
-        hypers = tuple(map(dict.get, self._containers, self._keys))
-        if not PLAIN.issuperset(map(type, hypers)):
-            hypers = tuple(map(_frozen, hypers))
+        forwards = self._forwards.read()
         return (
-            *hypers,
-            *map(dict.get, self._dicts, repeat("training")),
-            tuple(map(type, self._modules)),
+            # One that is gone shows in the group's length.
+            *_frozen_all(self._hypers.read()),
+            *_frozen_all(self._methods.read()),
+            *self._modes.read(),
+            *self._types.read(),
+            *self._sizes.read(),
+            *self._members.values(),
             self._order,
-            *[own and Own(own) for own in map(dict.get, self._steppers, self._methods)],
-            *map(len, self._sized),
-            *self._groups.values,
             # Which of those that were empty are filled.
             tuple((n, len(items)) for n, items in enumerate(self._empty) if items) if any(self._empty) else (),
-            self._own_forwards(),
+            # An instance's own forward stands before its class's.
+            tuple(_frozen_all(forwards)) if any(forwards) else (),
             self._hooks.values(),
             *self._sharding.values(),
             self._parameter_flags(),
@@ -134,22 +112,13 @@ class Fingerprint:
             self._flags = tuple(fact for column in columns for fact in column)
         return self._flags
 
-    def _own_forwards(self) -> tuple[tuple[int, Own], ...]:
-        """Which instances have a ``forward`` of their own, which stands before their class's."""
-        if not any(map(dict.get, self._dicts, repeat("forward"))):
-            return ()
-        own = enumerate(map(dict.get, self._dicts, repeat("forward")))
-        return tuple((index, Own(forward)) for index, forward in own if forward is not None)
-
     def _all_labels(self) -> list[str]:
+        columns = (self._hypers, self._methods, self._modes, self._types)
         return [
-            *self.labels,
-            *(f"{type(module).__name__}.training" for module in self._modules),
-            "the classes of the modules",
+            *(path for column in columns for path in column.paths),
+            *map(Path.length, self._sizes.paths),
+            *self._members,
             "the order of layers or parameters",
-            *self._method_labels,
-            *map(Path.length, self._size_labels),
-            *self._groups.labels,
             "layers, parameters or buffers where there were none",
             "a module's own forward",
             "hooks",
@@ -160,11 +129,11 @@ class Fingerprint:
     @property
     def layout(self) -> tuple[list[str], list[str], list[str]]:
         """What the values are of: parameters, containers, hyper-parameters. Only values of one layout compare."""
-        return (self._paths, self._size_labels, self.labels)
+        return (self._paths, self._sizes.paths, self._hypers.paths)
 
     def changed_hypers(self, layout: Any, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
         """Descriptions of the hyper-parameters that differ. ``layout`` is that of the ``old`` values."""
-        return _differences(self.labels, old, new) if layout == self.layout else []
+        return _differences(self._hypers.paths, old, new) if layout == self.layout else []
 
     def changed(self, layout: Any, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
         """Descriptions of everything that differs. ``layout`` is that of the ``old`` values."""
@@ -176,62 +145,39 @@ class Fingerprint:
         return _differences(self._all_labels(), (*old[:-1], *old[-1]), (*new[:-1], *new[-1]))
 
 
+def _attributes_on(things: Iterable[tuple[str, Any]], attributes: Iterable[str]) -> Column:
+    """What instances themselves have under names that stand before their class's; None for one that has nothing."""
+    return Column(
+        "same_values", [(f"{path}.{name}", vars(thing), name) for path, thing in things for name in attributes]
+    )
+
+
+def _hypers_of(walk: Walk, left_out: Collection[tuple[int, str]]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The values in the parameter groups of optimizers: what they are called, the group and the key in it."""
+    for path, optimizer in walk.optimizers.items():
+        for index, group in enumerate(optimizer.param_groups):
+            # Groups that change places have their keys in other orders.
+            for key, value in sorted(group.items(), key=lambda item: str(item[0])):
+                if key != "params" and not isinstance(value, Tensor) and (id(group), key) not in left_out:
+                    yield f"{type(optimizer).__name__} {path}.param_groups[{index}].{key}", group, key
+
+
 def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
     rows = zip(labels, old, new, strict=False)
     return [f"{label}: {_difference(label, a, b)}" for label, a, b in rows if not same_value(a, b)]
 
 
 def _difference(label: str, old: Any, new: Any) -> str:
-    return _first_difference(old, new) if names(label, Of.MEMBERS) and old and new else f"{old!r} then {new!r}"
-
-
-def _first_difference(old: tuple[str, ...], new: tuple[str, ...]) -> str:
-    """What the first place at which two groups' paths differ has in each, and how many more do."""
+    """What two values of one label are; of a group's parameters, the first that differ, and how many more do."""
+    if not (names(label, Of.MEMBERS) and old and new):
+        return f"{old!r} then {new!r}"
     differ = [pair for pair in zip_longest(old, new, fillvalue="nothing") if pair[0] != pair[1]]
-    first, then = differ[0]
     more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
-    return f"{first} then {then}{more}"
-
-
-class _Groups:
-    """The parameters in the groups of a walk's optimizers. ``values`` are the paths of each group's parameters, which
-    loading a state dictionary leaves as they are. A program's guards compare the lists themselves.
-    """
-
-    def __init__(self, walk: Walk) -> None:
-        self._optimizers = list(walk.optimizers.values())
-        self._parameters = self._now()
-        paths = {number: path for number, (path, _) in walk.parameters.items()}
-        self.values = [tuple(paths[id(param)] for param in params) for params in self._parameters]
-        self.labels = [
-            Path.members(f"{path}.param_groups[{index}]")
-            for path, optimizer in walk.optimizers.items()
-            for index in range(len(optimizer.param_groups))
-        ]
-        spaces, outer = list(map(vars, self._optimizers)), [optimizer.param_groups for optimizer in self._optimizers]
-        groups = [group for groups in outer for group in groups]
-        lists = [group["params"] for group in groups]
-        self._checks = Checks([
-            ("same_values", spaces, ["param_groups"] * len(outer), outer),
-            ("same_values", groups, ["params"] * len(lists), lists),
-            *contents_of([*outer, *lists]),
-        ])  # fmt: skip
-
-    def _now(self) -> list[list[Any]]:
-        return [list(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    def hold(self) -> bool:
-        """Return True if all groups have the same parameters in the same order, perhaps in other lists."""
-        if self._checks.hold():
-            return True
-        before, now = self._parameters, self._now()
-        return list(map(len, before)) == list(map(len, now)) and not any(
-            any(map(is_not, *pair)) for pair in zip(before, now, strict=True)
-        )
+    return f"{differ[0][0]} then {differ[0][1]}{more}"
 
 
 class _Odd:
-    """A hyper-parameter of a type with an ``__eq__`` of its own, or without a hash."""
+    """A value of a type with an ``__eq__`` of its own, or without a hash."""
 
     __slots__ = ("value",)
 
@@ -246,6 +192,11 @@ class _Odd:
 
     def __repr__(self) -> str:
         return repr(self.value)
+
+
+def _frozen_all(values: list[Any]) -> list[Any]:
+    """What can be compared and hashed in the place of ``values``."""
+    return values if PLAIN.issuperset(map(type, values)) else list(map(_frozen, values))
 
 
 def _frozen(value: Any) -> Any:

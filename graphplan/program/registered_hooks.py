@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-from graphplan.compare.comparing import Row, contents_of
+from graphplan.compare.comparing import Column, Row, contents_of
 from graphplan.compare.fast_compare import accumulator_hooks, hooks_registered
 from graphplan.feed.signature import Identity
 from graphplan.owners.slots import Walk
@@ -56,7 +56,7 @@ class Hooks:
         self._parameters = list(walk.parameters.values())
         self._registered: int | None = None
         self._empty: list[Any] = []
-        self._filled: list[tuple[str, Any, str]] = []
+        self._filled = Column("same_attributes", [])
         self._on_nodes: list[tuple[str, Any]] = []
 
     def values(self) -> tuple[tuple[str, tuple[tuple[int, Own], ...]], ...]:
@@ -66,18 +66,19 @@ class Hooks:
         registered = hooks_registered()
         if registered != self._registered or any(self._empty):
             self._registered = registered
-            there = [getattr(owner, name) for _, owner, name in self._places]
-            self._empty = [hooks for hooks in there if isinstance(hooks, dict) and not hooks]
+            found = [getattr(owner, name) for _, owner, name in self._places]
+            self._empty = [hooks for hooks in found if isinstance(hooks, dict) and not hooks]
             filled = [place for place in self._places if getattr(*place[1:])]
             # Where hooks lie, and what says how they are called.
             parts = [(*place, part) for place in filled for part in (place[2], *_MODULE_HOOKS.get(place[2], ()))]
-            self._filled = [(label, owner, part) for label, owner, _, part in parts if hasattr(owner, part)]
+            there = [(label, owner, part) for label, owner, _, part in parts if hasattr(owner, part)]
+            self._filled = Column("same_attributes", there)
             self._on_nodes = [
                 (f"the AccumulateGrad node of {path}", reference)
                 for path, param in self._parameters
                 for reference in accumulator_hooks(param)
             ]
-        found = [(label, getattr(owner, name)) for label, owner, name in self._filled]
+        found = list(zip(self._filled.paths, self._filled.read(), strict=True))
         found += [(label, reference()) for label, reference in self._on_nodes]
         return tuple(
             [(label, tuple([(number, Own(hook)) for number, hook in hooks.items()])) for label, hooks in found if hooks]
@@ -87,11 +88,9 @@ class Hooks:
         """After :meth:`values`: what holds while no hook is added; None where that does not say enough."""
         if self._on_nodes:
             return None
-        owners, names = [owner for _, owner, _ in self._filled], [name for *_, name in self._filled]
-        hooks = list(map(getattr, owners, names))
         return [
             ("same_results", [hooks_registered], [self._registered]),
             ("all_empty", self._empty),
-            ("same_attributes", owners, names, hooks),
-            *contents_of(hooks),
+            self._filled.row(),
+            *contents_of(self._filled.read()),
         ]
