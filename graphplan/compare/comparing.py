@@ -134,6 +134,12 @@ _KINDS: dict[str, Callable[..., bool]] = {
 """Comparisons by their names, of lists as long as the first one."""
 
 
+def columns(rows: Iterable[Sequence[Any]], width: int) -> list[list[Any]]:
+    """The columns of a table, of which there are ``width`` without rows, too."""
+    kept = list(rows)
+    return [[row[number] for row in kept] for number in range(width)]
+
+
 class Column:
     """Places of Python values that are read in one way, and compared in one row.
 
@@ -143,11 +149,9 @@ class Column:
     """
 
     def __init__(self, kind: str, places: Iterable[tuple[Any, ...]]) -> None:
-        kept = list(places)
         self.kind = kind
-        self.paths: list[str] = [place[0] for place in kept]
-        width = 1 if kind in ("same_types", "same_lengths") else 2
-        self._where = [[place[number] for place in kept] for number in range(1, width + 1)]
+        self.paths: list[str]
+        self.paths, *self._where = columns(places, 2 if kind in ("same_types", "same_lengths") else 3)
 
     def read(self) -> list[Any]:
         """The values now."""

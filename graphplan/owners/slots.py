@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.tensor_metadata import GONE, metadata_of
-from graphplan.owners.views import Cell, GroupCounts, Members, present
+from graphplan.owners.views import Cell, GroupCounts, Members, View, present
 from graphplan.specs.paths import free_name
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
 from graphplan.tensors.dtensors import local
@@ -46,6 +46,15 @@ class Scalar:
             # A gradient, which lies in no container.
             return getattr(self.owner, self.attribute)
         return present(self.container)[self.key]
+
+    def look_up(self) -> tuple[str, Any, Any]:
+        """How guards read the value: the kind of row, and what it is looked up by."""
+        container = self.container
+        return (
+            container.look_up(self.key)
+            if isinstance(container, View)
+            else ("equal_items", present(container), self.key)
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -19,12 +19,26 @@ _MOST_ITEMS = 65536
 """Items of a list or dictionary that are compared before each replay."""
 
 
-class Numbers:
+class View:
+    """What is used like a dictionary, or like one that cannot be written to."""
+
+    def look_up(self, key: Any) -> tuple[str, Any, Any]:
+        """How guards read what lies under ``key``: the kind of row, and the holder and key in it. The fastest way that
+        makes nothing anew.
+        """
+        return "equal_items", self, key
+
+
+class Numbers(View):
     """Attributes of an object of torch's, Lightning's or Python's own, properties too: read, guarded, never written."""
 
     def __init__(self, thing: Any, names: Iterable[str] = ()) -> None:
         self.thing = thing
         self.names = tuple(names)
+
+    def look_up(self, key: Any) -> tuple[str, Any, Any]:
+        """Without a detour."""
+        return "equal_attributes", self.thing, key
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self.thing, name)
@@ -84,7 +98,7 @@ class Attributes(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-class GroupCounts:
+class GroupCounts(View):
     """The integers in one parameter group that the optimizer's own step changes: its state, not hyper-parameters.
     Whichever dictionary the group is now: loading a checkpoint makes new ones.
     """
@@ -117,7 +131,7 @@ def attributes_of(thing: Any) -> dict[str, Any] | None:
     return inner if isinstance(inner, dict) else None
 
 
-class Told:
+class Told(View):
     """What ``read`` tells of ``items``, as an item: read and guarded, never written. What is made anew for each look is
     the same object for as long as it does not change.
     """
@@ -157,7 +171,7 @@ def rest(start: int, items: Collection[Any]) -> Any:
     return tuple(islice(values, start, None))
 
 
-class Cell:
+class Cell(View):
     """A closure's variable, used like a dictionary of one item."""
 
     def __init__(self, cell: CellType) -> None:
@@ -173,7 +187,7 @@ class Cell:
         self.cell.cell_contents = value
 
 
-class Members:
+class Members(View):
     """What a class itself holds, used like a dictionary that can be written to. ``space`` is the dictionary behind the
     class's ``__dict__``, or the view of it where Python keeps that to itself.
     """
@@ -182,6 +196,10 @@ class Members:
         self.kind = kind
         behind = gc.get_referents(vars(kind))
         self.space: Any = behind[0] if len(behind) == 1 and type(behind[0]) is dict else vars(kind)
+
+    def look_up(self, key: Any) -> tuple[str, Any, Any]:
+        """In the dictionary itself."""
+        return "equal_items", self.space, key
 
     def __getitem__(self, name: str) -> Any:
         return self.space[name]

@@ -6,19 +6,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from operator import is_not
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
-from graphplan.compare.comparing import Checks, Row, contents_of, facts_of, row_of
-from graphplan.effects.reads import Reads
-from graphplan.observe.comparisons import come_out_alike
+from graphplan.compare.comparing import Checks, Column, Row, columns, contents_of, facts_of, row_of
+from graphplan.observe.comparisons import Comparison, come_out_alike
 from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
 from graphplan.owners.tensor_metadata import TensorMetadata, metadata_of
-from graphplan.owners.views import Inherited, Members, Numbers, attributes_of, home, present
+from graphplan.owners.views import Inherited, attributes_of, home
 from graphplan.plan.plan import Plan
 from graphplan.specs.paths import Path
 from graphplan.tensors.attributes import PLAIN_KINDS
@@ -27,7 +25,6 @@ from graphplan.trace.changes import is_alike, same_value
 
 Place = tuple[Any, Any, Any]
 """A container, a key in it, and what lies there."""
-_Scalars = Sequence[tuple[str, Scalar]]
 
 
 class Guards:
@@ -53,83 +50,75 @@ class Guards:
         entry_grads: Mapping[str, Tensor | None],
     ) -> None:
         slots = [slot for slot in slots if slot.param is None]
-        self._links = walk.links
-        self._missing = list(walk.empty.values())
-        read = [(path, value) for path in plan.reads.values if (value := walk.value(path)) is not None]
+        read = {path: value for path in plan.reads.values if (value := walk.value(path)) is not None}
         self._reads = plan.reads
-        places = [(slot.container, slot.key, slot.get()) for slot in slots]
         self._shown = _Metadata(plan.reads.metadata, walk)
-        holders = [[place.container for place in places] for places in (slots, self._shown.slots, dict(read).values())]
-        links = _used_links(walk, plan, *holders)
-        self._shared = _with_other_names(links)
-        structure = [*links, *((parts, name, None) for parts, name in self._missing)]
-        places += structure
-        things = [thing for thing, _ in walk.attributes]
-        # Code that asks a tensor of another class for an attribute may find its class's where it has none.
-        self._marked = [(path, inner) for path, inner, kind in walk.marks if kind not in PLAIN_KINDS]
-        self._marks = [len(inner) for _, inner in self._marked]
+        holders = [place.container for place in (*slots, *self._shown.slots, *read.values())]
+        links = _used_links(walk, plan, holders)
+        self._structure_places = [*links, *((parts, name, None) for parts, name in walk.empty.values())]
+        self._names = Counter(id(child) for _, _, child in links if not isinstance(child, Tensor | Module))
+        """How many links lead to each container: what is in it was found by the name of one of them."""
         # Those of modules are part of the program's key.
-        self._things = [thing for thing in things if not issubclass(type(thing), Module)]
-        self._types = list(map(type, self._things))
+        things = [thing for thing, _ in walk.attributes if not issubclass(type(thing), Module)]
+        self._types = Column("same_types", [("an object", thing) for thing in things])
+        # Code that asks a tensor of another class for an attribute may find its class's where it has none.
+        marks = [(path, inner) for path, inner, kind in walk.marks if kind not in PLAIN_KINDS]
+        self._marks = Column("same_lengths", marks)
+        self._known = self._types.read(), self._marks.read()
         by_path = dict(walk.parameters.values())
-        self._grad_params = [by_path[path] for path in plan.entry_grads if path in by_path]
-        self._grads = [entry_grads.get(Path.gradient(path)) for path in plan.entry_grads if path in by_path]
+        gradients = [(Path.gradient(path), by_path[path], "grad") for path in plan.entry_grads if path in by_path]
+        self._grads = Column("same_attributes", gradients)
+        self._entry_grads = [entry_grads.get(path) for path in self._grads.paths]
         # An attribute of the instance's own would stand before the class's.
-        inherited = [value for _, value in read if type(value.container) is Inherited]
+        inherited = [value for value in read.values() if type(value.container) is Inherited]
         dicts = [(inner, v.key) for v in inherited if (inner := attributes_of(v.owner)) is not None]
         rows_of_structure: list[Row] = [
-            ("none_there", [inner for inner, _ in dicts], [key for _, key in dicts]),
-            ("same_lengths", [inner for _, inner in self._marked], self._marks),
-            ("same_types", self._things, self._types),
+            ("none_there", *columns(dicts, 2)),
+            self._marks.row(),
+            self._types.row(),
             *self._rows_of_values(read, values),
         ]
+        places = [*((slot.container, slot.key, slot.get()) for slot in slots), *self._structure_places]
         self.rows: list[Row] = [
             *_rows_of_places(places),
             *rows_of_structure,
-            ("same_attributes", self._grad_params, ["grad"] * len(self._grads), self._grads),
+            self._grads.row(self._entry_grads),
             *self._rows_of_tensors(slots, list(extra)),
             *([("same_results", [self._shown.hold], [True])] if plan.reads.metadata else []),
         ]
         self._checks = Checks(self.rows)
-        self._structure = Checks([*_rows_of_places(structure), *rows_of_structure])
+        self._structure = Checks([*_rows_of_places(self._structure_places), *rows_of_structure])
 
-    def _rows_of_values(self, read: _Scalars, known: Mapping[str, Any]) -> list[Row]:
+    def _rows_of_values(self, read: Mapping[str, Scalar], known: Mapping[str, Any]) -> list[Row]:
         """Python values that the step's code reads; ``known``: what they were."""
-        # What an object shows as attributes is looked up there, without a detour.
-        compared = [pair for pair in read if pair[0] in self._reads.comparisons]
-        read = [pair for pair in read if pair[0] not in self._reads.comparisons]
-        shown = [pair for pair in read if type(pair[1].container) is Numbers]
-        items = [pair for pair in read if type(pair[1].container) is not Numbers]
-        groups = (shown, items, compared)
-        self._labels = [path for group in groups for path, _ in group]
-        self._values = [[known[path] if path in known else value.get() for path, value in group] for group in groups]
-        self.compares = {path: (value, self._reads.comparisons[path]) for path, value in compared}
+        compared = {path: read[path] for path in self._reads.comparisons if path in read}
+        places: dict[str, list[Any]] = {}
+        for path, value in read.items():
+            if path not in compared:
+                kind, *where = value.look_up()
+                places.setdefault(kind, []).append((path, *where))
+        alike = [Column(kind, found) for kind, found in places.items()]
+        groups = [*(column.paths for column in alike), list(compared)]
+        self._values = [(paths, [known[p] if p in known else read[p].get() for p in paths]) for paths in groups]
+        self.compares = {path: (value, self._reads.comparisons[path]) for path, value in compared.items()}
         """Numbers that the step's code only compares, and how."""
-        self.compared_values = dict(zip(self.compares, self._values[2], strict=True))
-        keys = [[value.key for _, value in group] for group in groups]
-        # Read the fastest way that makes nothing anew.
-        found = [value.container for _, value in items]
-        spaces = [c.space if isinstance(c, Members) else present(c) for c in found]
-        return [
-            ("equal_attributes", [v.container.thing for _, v in shown], keys[0], self._values[0], same_value),
-            ("equal_items", spaces, keys[1], self._values[1], same_value),
-            _row_of_comparisons(compared, self._values[2], self._reads),
-        ]
+        rows = [column.row(values, same_value) for column, (_, values) in zip(alike, self._values, strict=False)]
+        return [*rows, _row_of_comparisons(self.compares.values(), self._values[-1][1])]
 
     def _rows_of_tensors(self, slots: Sequence[Slot], extra: list[Tensor]) -> list[Row]:
         """Where tensors lie, and what they are like."""
         held = [tensor for slot in slots for tensor in tensor_leaves(slot.get())]
-        grads = [local(grad) for grad in self._grads if grad is not None]
+        grads = [local(grad) for grad in self._entry_grads if grad is not None]
         tensors = list({id(tensor): tensor for tensor in [*held, *extra, *grads]}.values())
         self.compared = frozenset(map(id, tensors))
         """Tensors of which everything is compared, by identity."""
-        sharded = [value for value in (*(slot.get() for slot in slots), *self._grads) if is_sharded(value)]
+        sharded = [value for value in (*(slot.get() for slot in slots), *self._entry_grads) if is_sharded(value)]
         return [*_rows_of_shards(sharded), row_of(tensors, placed=True)]
 
     def gradients_fit(self) -> bool:
         """Return True if gradients exist where the program reads them, and are None where it makes new ones."""
-        fit = all((p.grad is None) == (g is None) for p, g in zip(self._grad_params, self._grads, strict=True))
-        return fit and self._shown.gradients_are_there()
+        pairs = zip(self._grads.read(), self._entry_grads, strict=True)
+        return all((now is None) == (grad is None) for now, grad in pairs) and self._shown.gradients_are_there()
 
     def hold(self) -> bool:
         """Return True if nothing has changed."""
@@ -141,27 +130,28 @@ class Guards:
 
     def changed_structure(self) -> str | None:
         """The first layer, parameter or buffer that came, went or was replaced, described."""
-        for container, key, child in self._links:
-            if isinstance(child, Module) and Slot(container, key).get() is not child:
+        for container, key, child in self._structure_places:
+            if Slot(container, key).get() is child:
+                continue
+            if child is None:
+                return f"{key!r} was None at capture and is there now"
+            if isinstance(child, Module):
                 return f"the {type(child).__name__} {key!r} was replaced or removed"
-        for container, key, child in self._shared:
-            if Slot(container, key).get() is not child:
+            if self._names[id(child)] > 1:
                 return f"{key!r} was one of several names of a {type(child).__name__}, and is not now"
-        for parts, name in self._missing:
-            if parts.get(name) is not None:
-                return f"{name!r} was None at capture and is there now"
-        for thing, kind in zip(self._things, self._types, strict=True):
-            if type(thing) is not kind:
-                return f"an object was a {kind.__name__} at capture and is a {type(thing).__name__} now"
-        for (path, inner), count in zip(self._marked, self._marks, strict=True):
-            if len(inner) != count:
-                return f"{path} had {count} attributes of its own at capture and has {len(inner)} now"
+        types, counts = self._known
+        for kind, now in zip(types, self._types.read(), strict=True):
+            if now is not kind:
+                return f"an object was a {kind.__name__} at capture and is a {now.__name__} now"
+        for path, count, left in zip(self._marks.paths, counts, self._marks.read(), strict=True):
+            if left != count:
+                return f"{path} had {count} attributes of its own at capture and has {left} now"
         return None
 
     @property
     def values(self) -> dict[str, Any]:
         """The Python values that the program was captured with, by path."""
-        return dict(zip(self._labels, chain(*self._values), strict=True))
+        return {path: value for group in self._values for path, value in zip(*group, strict=True)}
 
 
 class _Metadata:
@@ -178,26 +168,29 @@ class _Metadata:
         self.slots = [slot for _, slot in found]
         self._is_whole = len(found) == len(known)
         # Single tensors are compared in one call; others are tuples, or only have to be there.
-        single = [(metadata, slot) for metadata, slot in found if isinstance(metadata, TensorMetadata)]
-        self._others = [(metadata, slot) for metadata, slot in found if not isinstance(metadata, TensorMetadata)]
-        self._metadata, self._single = [metadata for metadata, _ in single], [slot for _, slot in single]
-        self._kinds = [metadata.kind for metadata in self._metadata]
+        self._single = [pair for pair in found if isinstance(pair[0], TensorMetadata)]
+        self._others = [pair for pair in found if not isinstance(pair[0], TensorMetadata)]
+        self._kinds = [metadata.kind for metadata, _ in self._single]
         self._facts: Any = None
 
     def hold(self) -> bool:
         """Return True if all tensors exist and have the properties that they had."""
         if not self._is_whole or not self.gradients_are_there():
             return False
-        tensors = [slot.get() for slot in self._single]
+        tensors = [slot.get() for _, slot in self._single]
         if self._facts is None or list(map(type, tensors)) != self._kinds or not self._facts.fit(tensors):
-            if not all(map(same_value, self._metadata, map(metadata_of, tensors))):
+            if not _are_alike(self._single):
                 return False
             self._facts = facts_of(tensors, placed=False)
-        return all(is_alike(metadata, metadata_of(slot.get())) for metadata, slot in self._others)
+        return _are_alike(self._others)
 
     def gradients_are_there(self) -> bool:
         """Return True if the gradients exist whose existence alone the code reads."""
         return all(slot.param.grad is not None for slot in self.slots if slot.param is not None)
+
+
+def _are_alike(known: Iterable[tuple[Any, Slot]]) -> bool:
+    return all(is_alike(metadata, metadata_of(slot.get())) for metadata, slot in known)
 
 
 def _rows_of_shards(sharded: list[Any]) -> list[Row]:
@@ -209,21 +202,21 @@ def _rows_of_shards(sharded: list[Any]) -> list[Row]:
     return [("same_results", [lambda: not any(map(is_not, map(local, sharded), shards))], [True])] if sharded else []
 
 
-def _row_of_comparisons(compared: _Scalars, known: list[Any], reads: Reads) -> Row:
+def _row_of_comparisons(compares: Iterable[tuple[Scalar, tuple[Comparison, ...]]], known: list[Any]) -> Row:
     """A comparison that holds while the step's comparisons of numbers come out as they did for the ``known`` ones,
     which are then those of now.
     """
-    made = [reads.comparisons[path] for path, _ in compared]
+    numbers, made = columns(compares, 2)
 
     def hold() -> bool:
-        now = [value.get() for _, value in compared]
+        now = [number.get() for number in numbers]
         if now != known:
             if not all(map(come_out_alike, made, known, now)):
                 return False
             known[:] = now
         return True
 
-    return ("same_results", [hold] if compared else [], [True] if compared else [])
+    return ("same_results", [hold] if numbers else [], [True] if numbers else [])
 
 
 def _hold(checks: Any) -> bool:
@@ -234,12 +227,12 @@ def _hold(checks: Any) -> bool:
         return False
 
 
-def _used_links(walk: Walk, plan: Plan, *containers: Iterable[Any]) -> list[Place]:
+def _used_links(walk: Walk, plan: Plan, containers: Iterable[Any]) -> list[Place]:
     """Links to modules, and to what holds anything that the program uses, counts or fills, directly or further down.
 
     Others may come and go: a scheduler's list of rates is another one after each step.
     """
-    used = {id(home(container)) for group in containers for container in group}
+    used = {id(home(container)) for container in containers}
     numbers = [*(c.path for c in plan.counters), *(a.path for a in plan.assignments), *(n.path for n in plan.numbers)]
     paths = [*plan.rebindings.paths, *numbers]
     used |= {id(place.container) for path in paths if (place := walk.place(path)) is not None}
@@ -253,19 +246,12 @@ def _used_links(walk: Walk, plan: Plan, *containers: Iterable[Any]) -> list[Plac
     return kept[::-1]
 
 
-def _with_other_names(links: Iterable[Place]) -> list[Place]:
-    """Links to containers that others of ``links`` lead to, too: what is in them was found by one of these names."""
-    containers = [link for link in links if not isinstance(link[2], Tensor | Module)]
-    names = Counter(id(child) for _, _, child in containers)
-    return [link for link in containers if names[id(link[2])] > 1]
-
-
 def _rows_of_places(places: list[Place]) -> list[Row]:
     """Comparisons of what lies in containers."""
     whole, places = _take_whole(places)
     # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
-    in_dicts = _columns(place for place in places if isinstance(place[0], dict))
-    in_others = _columns(place for place in places if not isinstance(place[0], dict))
+    in_dicts = columns((place for place in places if isinstance(place[0], dict)), 3)
+    in_others = columns((place for place in places if not isinstance(place[0], dict)), 3)
     return [*contents_of(whole), ("same_values", *in_dicts), ("same_items", *in_others)]
 
 
@@ -290,8 +276,3 @@ def _take_whole(places: list[Place]) -> tuple[list[Any], list[Place]]:
         else:
             left += group
     return whole, left
-
-
-def _columns(rows: Iterable[tuple[Any, Any, Any]]) -> tuple[list[Any], list[Any], list[Any]]:
-    kept = list(rows)
-    return [row[0] for row in kept], [row[1] for row in kept], [row[2] for row in kept]

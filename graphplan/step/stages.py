@@ -531,7 +531,7 @@ class Stages:
         self._stats.captured += 1
         call.line.program, call.line.is_for_any = program, not plan.tells_gradients
         guards = program.adopted.guards
-        call.entry.compare(guards.compares, guards.compared_values)
+        call.entry.compare(guards.compares, guards.values)
         self._managed.refresh()
         self._managed.captured()
         self._stats.end_call("captured")
