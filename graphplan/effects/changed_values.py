@@ -17,7 +17,7 @@ from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.names import plain_steps
 from graphplan.owners.flags import is_assignable
 from graphplan.owners.slots import Scalar, Walk
-from graphplan.owners.views import GroupCounts, Inherited, Numbers, Told
+from graphplan.owners.views import GroupCounts
 from graphplan.trace.changes import ABSENT, same_value
 from graphplan.trace.records import Trace
 
@@ -147,8 +147,7 @@ class Assignment:
         """
         found = []
         for path, scalar in pair.walk.scalars.items():
-            is_read_only = isinstance(scalar.container, (Numbers, Inherited, Told, tuple))
-            if path in changed or pair.allows(path) or is_read_only:
+            if path in changed or pair.allows(path) or not scalar.is_assignable:
                 continue
             if all(trace.reads.may_store(scalar) for trace in pair.both):
                 found.append(cls(path, scalar.get()))

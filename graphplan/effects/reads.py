@@ -168,14 +168,11 @@ def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedL
     for path, scalar in _untouched(pair):
         if id(scalar.container) in lists or appended.hides(path, scalar):
             continue
-        sure = pair.reads(scalar)
-        if not sure and (scalar.container is None or not pair.may_read(scalar)):
-            continue
         old, new = pair.at_entry(path)
-        passes = _passes_through(scalar)
-        if is_there(old) and is_there(new) and (loose or passes or same_value(old, new)):
-            found[path] = THERE if passes or not same_value(old, new) else new
-        elif not same_value(old, new) and sure and old is not GONE and new is not GONE:
+        if is_there(old) and is_there(new) and (loose or not _has_changed(scalar, old, new)):
+            if pair.reads(scalar) or pair.may_read(scalar):
+                found[path] = new if same_value(old, new) and not _passes_through(scalar) else THERE
+        elif _has_changed(scalar, old, new) and pair.reads(scalar):
             what, was, now = difference(path, old, new)
             raise _named(
                 f"the step's code reads {what}, which is {was} before one step and {now} before the next; a replay "
@@ -199,11 +196,17 @@ def changed_metadata(pair: TracePair) -> str | None:
     """The first tensor that became another kind of thing between two traces, if code may tell; described, or None."""
     for path, scalar in _untouched(pair):
         old, new = pair.at_entry(path)
-        differ = not same_value(old, new) and (is_there(old) != is_there(new) or not _passes_through(scalar))
-        if differ and old is not GONE and new is not GONE and pair.reads(scalar):
+        if _has_changed(scalar, old, new) and pair.reads(scalar):
             what, was, now = difference(path, old, new)
             return f"{what} was {was} one step before and is {now}"
     return None
+
+
+def _has_changed(scalar: Scalar, old: Any, new: Any) -> bool:
+    """Whether a place holds another kind of thing than before, as far as that matters."""
+    if same_value(old, new) or old is GONE or new is GONE:
+        return False
+    return not (_passes_through(scalar) and is_there(old) and is_there(new))
 
 
 def _untouched(pair: TracePair) -> Iterator[tuple[str, Scalar]]:

@@ -134,7 +134,7 @@ class Reads:
 
     def may_assign(self, scalar: Scalar) -> bool:
         """Whether code that is no method of the object that has ``scalar`` may have assigned it."""
-        is_named = scalar.attribute in self.assigned and scalar.via is None and scalar.container is not None
+        is_named = scalar.attribute in self.assigned and scalar.via is None
         return is_named and self._is_stored(scalar) and not self.may_store(scalar)
 
     def _is_stored(self, scalar: Scalar) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.tensor_metadata import GONE, metadata_of
-from graphplan.owners.views import Cell, GroupCounts, Members, View, present
+from graphplan.owners.views import Cell, GroupCounts, Inherited, Members, Numbers, Told, View, present
 from graphplan.specs.paths import free_name
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
 from graphplan.tensors.dtensors import local
@@ -42,10 +42,17 @@ class Scalar:
 
     def get(self) -> Any:
         """The value now."""
-        if self.container is None:
-            # A gradient, which lies in no container.
-            return getattr(self.owner, self.attribute)
         return present(self.container)[self.key]
+
+    @property
+    def lies_here(self) -> bool:
+        """Return False for what an object only shows of what lies elsewhere, such as a property."""
+        return not isinstance(self.container, (Numbers, Inherited))
+
+    @property
+    def is_assignable(self) -> bool:
+        """Return True if another value can be put in its place."""
+        return self.lies_here and not isinstance(self.container, (Told, tuple))
 
     def look_up(self) -> tuple[str, Any, Any]:
         """How guards read the value: the kind of row, and what it is looked up by."""
@@ -67,8 +74,6 @@ class Slot(Scalar):
 
     def get(self) -> Any:
         """What the slot holds now; None if it is gone."""
-        if self.param is not None:
-            return self.param.grad
         try:
             return present(self.container)[self.key]
         except (KeyError, IndexError):
@@ -76,10 +81,7 @@ class Slot(Scalar):
 
     def set(self, value: Any) -> None:
         """Bind ``value`` here."""
-        if self.param is not None:
-            self.param.grad = value
-        else:
-            self.container[self.key] = value
+        self.container[self.key] = value
 
     def tensors(self) -> list[Tensor]:
         """The tensor leaves of what the slot holds now: those that have the memory."""

@@ -144,7 +144,7 @@ class ValueWalker:
             self.walk.parameters[number] = (path, param)
             if param.requires_grad or param.grad is not None:
                 place = Path.gradient(path)
-                self.walk.slots[place] = Slot(None, None, param, "grad", path=place, param=param)
+                self.walk.slots[place] = Slot(Setting(param), "grad", param, "grad", path=place, param=param)
 
     def _marks(self, tensor: Tensor, path: str) -> None:
         """What code hung on a tensor."""

@@ -20,7 +20,6 @@ from graphplan.owners.flags import COMPUTED, Flags
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.slots import Items, Slot, Walk, holds_plain, tensor_leaves
 from graphplan.owners.tensor_metadata import THERE, is_there, metadata_of
-from graphplan.owners.views import Inherited, Numbers
 from graphplan.owners.walk import walk_owners
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.dtensors import local
@@ -132,7 +131,7 @@ class Recorder:
         if moved:
             self._note_moved(found, moved, places)
         for path, scalar in now.scalars.items():
-            if isinstance(scalar.container, (Numbers, Inherited)):
+            if not scalar.lies_here:
                 continue
             value = scalar.get()
             old = self.scalars.get(path, ABSENT)

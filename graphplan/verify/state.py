@@ -12,7 +12,6 @@ from torch import Tensor
 from graphplan.environment.devices import default_generators
 from graphplan.owners.flags import Flags
 from graphplan.owners.slots import Walk
-from graphplan.owners.views import Inherited, Numbers
 from graphplan.specs.paths import Path
 from graphplan.tensors.attributes import has_memory, is_freed
 from graphplan.tensors.dtensors import local
@@ -53,7 +52,7 @@ def collect_values(
     """The Python values of owners and ``result`` now, flags of owners and of what is ``fed``, and torch's switches."""
     values = {name: leaf for name, leaf in result if not isinstance(leaf, Tensor)}
     for path, scalar in walk.scalars.items():
-        if not isinstance(scalar.container, (Numbers, Inherited)) and not allowed(path):
+        if scalar.lies_here and not allowed(path):
             values[path] = scalar.get()
     flags = Flags(walk, fed).read().items()
     values.update((path, flag) for path, flag in flags if not (isinstance(flag, Tensor) or allowed(path)))
