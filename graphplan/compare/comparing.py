@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from gc import get_referents
@@ -153,13 +153,13 @@ class Column:
         self.paths: list[str]
         self.paths, *self._where = columns(places, 2 if kind in ("same_types", "same_lengths") else 3)
 
-    def read(self) -> list[Any]:
+    def read(self) -> Iterator[Any]:
         """The values now."""
-        return list(map(_LOOK_UPS[self.kind], *self._where))
+        return map(_LOOK_UPS[self.kind], *self._where)
 
     def row(self, values: list[Any] | None = None, *more: Any) -> Row:
         """A comparison that holds while the values are what they are now, or ``values``; ``more`` as the kind needs."""
-        return (self.kind, *self._where, self.read() if values is None else values, *more)
+        return (self.kind, *self._where, list(self.read()) if values is None else values, *more)
 
 
 class _Checks:

@@ -286,8 +286,8 @@ class ValueWalker:
                 else:
                     self._slot(f"{path}.{name}", parts, name, (module, name))
                     self._marks(part, f"{path}.{name}")
-        for kind in _HOOKS:
-            hooks = inner.get(kind)
+        for kind in filter(inner.get, _HOOKS):
+            hooks = inner[kind]
             for number, hook in hooks.items() if isinstance(hooks, (dict, Mapping)) else ():
                 # What a hook has that is no plain function: a partial's arguments, an object's attributes.
                 if isinstance(hook, partial) or is_user_object(hook):

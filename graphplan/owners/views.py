@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
 from operator import is_
@@ -32,9 +32,9 @@ class View:
 class Numbers(View):
     """Attributes of an object of torch's, Lightning's or Python's own, properties too: read, guarded, never written."""
 
-    def __init__(self, thing: Any, names: Iterable[str] = ()) -> None:
+    def __init__(self, thing: Any, names: Sequence[str] = ()) -> None:
         self.thing = thing
-        self.names = tuple(names)
+        self.names = names
 
     def look_up(self, key: Any) -> tuple[str, Any, Any]:
         """Without a detour."""

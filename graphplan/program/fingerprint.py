@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from itertools import zip_longest
+from operator import contains
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +41,7 @@ class Fingerprint:
         self._hypers = Column("same_values", _hypers_of(walk, left_out))
         self._methods = _attributes_on(optimizers, _OPTIMIZER_METHODS)
         self._modes = _attributes_on(modules, ["training"])
-        self._forwards = _attributes_on(modules, ["forward"])
+        self._spaces, self._forward = [vars(module) for _, module in modules], ["forward"] * len(modules)
         self._types = Column("same_types", [(f"the class of a {kind}", module) for kind, module in modules])
         self._sizes = Column("same_lengths", sized)
         # Paths, which loading a state dictionary leaves as they are. A program's guards compare the lists themselves.
@@ -77,15 +78,22 @@ class Fingerprint:
         ``placed`` are the ids of tensors that others compare.
         """
         hooks = self._hooks.rows()
-        if hooks is None or any(self._empty) or self._sharding.is_there or not all(map(_stays, self._hypers.read())):
+        if hooks is None or any(self._empty) or self._has_own_forward() or self._sharding.is_there:
             return None
-        columns = (self._hypers, self._modes, self._types, self._methods, self._sizes, self._forwards)
+        if not all(map(_stays, self._hypers.read())):
+            return None
+        columns = (self._hypers, self._modes, self._types, self._methods, self._sizes)
         left = [param for param in self._parameters if id(param) not in placed]
-        return [*(column.row() for column in columns), ("all_empty", self._empty), *hooks, row_of(left, placed=False)]
+        return [
+            *(column.row() for column in columns),
+            ("all_empty", self._empty),
+            ("none_there", self._spaces, self._forward),
+            *hooks,
+            row_of(left, placed=False),
+        ]
 
     def values(self) -> tuple[Any, ...]:
         """The values now: hyper-parameters first, in the order of :attr:`labels`."""
-        forwards = self._forwards.read()
         return (
             # One that is gone shows in the group's length.
             *_frozen_all(self._hypers.read()),
@@ -97,12 +105,15 @@ class Fingerprint:
             self._order,
             # Which of those that were empty are filled.
             tuple((n, len(items)) for n, items in enumerate(self._empty) if items) if any(self._empty) else (),
-            # An instance's own forward stands before its class's.
-            tuple(_frozen_all(forwards)) if any(forwards) else (),
+            # An instance's own stands before its class's.
+            tuple(map(_frozen, map(dict.get, self._spaces, self._forward))) if self._has_own_forward() else (),
             self._hooks.values(),
             *self._sharding.values(),
             self._parameter_flags(),
         )
+
+    def _has_own_forward(self) -> bool:
+        return any(map(contains, self._spaces, self._forward))
 
     def _parameter_flags(self) -> tuple[Any, ...]:
         """The geometry of every parameter: a frozen one, or one in another memory format."""
@@ -194,9 +205,10 @@ class _Odd:
         return repr(self.value)
 
 
-def _frozen_all(values: list[Any]) -> list[Any]:
+def _frozen_all(values: Iterable[Any]) -> Iterable[Any]:
     """What can be compared and hashed in the place of ``values``."""
-    return values if PLAIN.issuperset(map(type, values)) else list(map(_frozen, values))
+    values = tuple(values)
+    return values if PLAIN.issuperset(map(type, values)) else map(_frozen, values)
 
 
 def _frozen(value: Any) -> Any:

@@ -64,7 +64,7 @@ class Guards:
         # Code that asks a tensor of another class for an attribute may find its class's where it has none.
         marks = [(path, inner) for path, inner, kind in walk.marks if kind not in PLAIN_KINDS]
         self._marks = Column("same_lengths", marks)
-        self._known = self._types.read(), self._marks.read()
+        self._known = list(self._types.read()), list(self._marks.read())
         by_path = dict(walk.parameters.values())
         gradients = [(Path.gradient(path), by_path[path], "grad") for path in plan.entry_grads if path in by_path]
         self._grads = Column("same_attributes", gradients)

@@ -78,7 +78,7 @@ class Hooks:
                 for path, param in self._parameters
                 for reference in accumulator_hooks(param)
             ]
-        found = list(zip(self._filled.paths, self._filled.read(), strict=True))
+        found = list(zip(self._filled.paths, self._filled.read(), strict=True)) if self._filled.paths else []
         found += [(label, reference()) for label, reference in self._on_nodes]
         return tuple(
             [(label, tuple([(number, Own(hook)) for number, hook in hooks.items()])) for label, hooks in found if hooks]
@@ -92,5 +92,5 @@ class Hooks:
             ("same_results", [hooks_registered], [self._registered]),
             ("all_empty", self._empty),
             self._filled.row(),
-            *contents_of(self._filled.read()),
+            *contents_of(list(self._filled.read())),
         ]
