@@ -134,10 +134,12 @@ _KINDS: dict[str, Callable[..., bool]] = {
 """Comparisons by their names, of lists as long as the first one."""
 
 
-def columns(rows: Iterable[Sequence[Any]], width: int) -> list[list[Any]]:
-    """The columns of a table, of which there are ``width`` without rows, too."""
-    kept = list(rows)
-    return [[row[number] for row in kept] for number in range(width)]
+def rows_of(comparisons: Iterable[tuple[Any, ...]]) -> list[Row]:
+    """One row for all single comparisons of each kind: a kind, and what is the one item of each of a row's lists."""
+    found: dict[str, list[Any]] = {}
+    for kind, *parts in comparisons:
+        found.setdefault(kind, []).append(parts)
+    return [(kind, *map(list, zip(*parts, strict=True))) for kind, parts in found.items()]
 
 
 class Column:
@@ -149,9 +151,11 @@ class Column:
     """
 
     def __init__(self, kind: str, places: Iterable[tuple[Any, ...]]) -> None:
+        kept = list(places)
+        width = 2 if kind in ("same_types", "same_lengths") else 3
         self.kind = kind
-        self.paths: list[str]
-        self.paths, *self._where = columns(places, 2 if kind in ("same_types", "same_lengths") else 3)
+        self.paths: list[str] = [place[0] for place in kept]
+        self._where = [[place[number] for place in kept] for number in range(1, width)]
 
     def read(self) -> Iterator[Any]:
         """The values now."""

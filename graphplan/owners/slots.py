@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.tensor_metadata import GONE, metadata_of
-from graphplan.owners.views import Cell, GroupCounts, Inherited, Members, Numbers, Told, View, present
+from graphplan.owners.views import Cell, GroupCounts, Inherited, Members, Numbers, Told, present
 from graphplan.specs.paths import free_name
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
 from graphplan.tensors.dtensors import local
@@ -57,11 +57,9 @@ class Scalar:
     def look_up(self) -> tuple[str, Any, Any]:
         """How guards read the value: the kind of row, and what it is looked up by."""
         container = self.container
-        return (
-            container.look_up(self.key)
-            if isinstance(container, View)
-            else ("equal_items", present(container), self.key)
-        )
+        if isinstance(container, Numbers):
+            return "equal_attributes", container.thing, self.key
+        return "equal_items", container.space if isinstance(container, Members) else present(container), self.key
 
 
 @dataclass(slots=True, eq=False)
@@ -183,9 +181,8 @@ class Walk:
     ``objects`` are objects by identity and sizes of containers: a step can depend on them, but their changes are seen
     elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are tensors that are
     only known by a name in the step's code, ``reached`` the paths of those that a library's object leads to.
-    ``attributes`` are modules and objects, with their dictionaries, ``marks`` the dictionaries of tensors, with their
-    classes. ``empty`` are the containers and keys of parameters and buffers that are None, ``parts`` modules and
-    optimizers that lie in other owners, both by path.
+    ``attributes`` are modules and objects, with their dictionaries. ``empty`` are the containers and keys of parameters
+    and buffers that are None, ``parts`` modules and optimizers that lie in other owners, both by path.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -198,7 +195,6 @@ class Walk:
     links: list[tuple[Any, Any, Any]] = field(default_factory=list)
     containers: list[Container] = field(default_factory=list)
     attributes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
-    marks: list[tuple[str, dict[str, Any], type]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     parts: dict[str, Any] = field(default_factory=dict)
     empty: dict[str, tuple[Any, str]] = field(default_factory=dict)

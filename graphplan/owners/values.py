@@ -150,9 +150,7 @@ class ValueWalker:
         """What code hung on a tensor."""
         if is_sharded(tensor) or not self._first_visit(inner := attributes_on(tensor)):
             return
-        kind = type(tensor)
-        self.walk.marks.append((path, inner, kind))
-        if kind not in PLAIN_KINDS:
+        if type(tensor) not in PLAIN_KINDS:
             self._class_values(tensor, path)
         for name, value in list(inner.items()):
             if not name.startswith("__"):

@@ -19,26 +19,12 @@ _MOST_ITEMS = 65536
 """Items of a list or dictionary that are compared before each replay."""
 
 
-class View:
-    """What is used like a dictionary, or like one that cannot be written to."""
-
-    def look_up(self, key: Any) -> tuple[str, Any, Any]:
-        """How guards read what lies under ``key``: the kind of row, and the holder and key in it. The fastest way that
-        makes nothing anew.
-        """
-        return "equal_items", self, key
-
-
-class Numbers(View):
+class Numbers:
     """Attributes of an object of torch's, Lightning's or Python's own, properties too: read, guarded, never written."""
 
     def __init__(self, thing: Any, names: Sequence[str] = ()) -> None:
         self.thing = thing
         self.names = names
-
-    def look_up(self, key: Any) -> tuple[str, Any, Any]:
-        """Without a detour."""
-        return "equal_attributes", self.thing, key
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self.thing, name)
@@ -98,7 +84,7 @@ class Attributes(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-class GroupCounts(View):
+class GroupCounts:
     """The integers in one parameter group that the optimizer's own step changes: its state, not hyper-parameters.
     Whichever dictionary the group is now: loading a checkpoint makes new ones.
     """
@@ -131,7 +117,7 @@ def attributes_of(thing: Any) -> dict[str, Any] | None:
     return inner if isinstance(inner, dict) else None
 
 
-class Told(View):
+class Told:
     """What ``read`` tells of ``items``, as an item: read and guarded, never written. What is made anew for each look is
     the same object for as long as it does not change.
     """
@@ -171,7 +157,7 @@ def rest(start: int, items: Collection[Any]) -> Any:
     return tuple(islice(values, start, None))
 
 
-class Cell(View):
+class Cell:
     """A closure's variable, used like a dictionary of one item."""
 
     def __init__(self, cell: CellType) -> None:
@@ -187,7 +173,7 @@ class Cell(View):
         self.cell.cell_contents = value
 
 
-class Members(View):
+class Members:
     """What a class itself holds, used like a dictionary that can be written to. ``space`` is the dictionary behind the
     class's ``__dict__``, or the view of it where Python keeps that to itself.
     """
@@ -196,10 +182,6 @@ class Members(View):
         self.kind = kind
         behind = gc.get_referents(vars(kind))
         self.space: Any = behind[0] if len(behind) == 1 and type(behind[0]) is dict else vars(kind)
-
-    def look_up(self, key: Any) -> tuple[str, Any, Any]:
-        """In the dictionary itself."""
-        return "equal_items", self.space, key
 
     def __getitem__(self, name: str) -> Any:
         return self.space[name]

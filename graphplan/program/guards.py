@@ -12,14 +12,13 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from graphplan.compare.comparing import Checks, Column, Row, columns, contents_of, facts_of, row_of
-from graphplan.observe.comparisons import Comparison, come_out_alike
+from graphplan.compare.comparing import Checks, Row, contents_of, facts_of, row_of, rows_of
+from graphplan.observe.comparisons import come_out_alike
 from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
 from graphplan.owners.tensor_metadata import TensorMetadata, metadata_of
 from graphplan.owners.views import Inherited, attributes_of, home
 from graphplan.plan.plan import Plan
 from graphplan.specs.paths import Path
-from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.trace.changes import is_alike, same_value
 
@@ -51,74 +50,54 @@ class Guards:
     ) -> None:
         slots = [slot for slot in slots if slot.param is None]
         read = {path: value for path in plan.reads.values if (value := walk.value(path)) is not None}
-        self._reads = plan.reads
+        self.values = {path: values[path] if path in values else value.get() for path, value in read.items()}
+        """The Python values that the program was captured with, by path."""
+        self.compares = {path: (read[path], made) for path, made in plan.reads.comparisons.items() if path in read}
+        """Numbers that the step's code only compares, and how."""
         self._shown = _Metadata(plan.reads.metadata, walk)
-        holders = [place.container for place in (*slots, *self._shown.slots, *read.values())]
-        links = _used_links(walk, plan, holders)
+        links = _used_links(walk, plan, [place.container for place in (*slots, *self._shown.slots, *read.values())])
         self._structure_places = [*links, *((parts, name, None) for parts, name in walk.empty.values())]
         self._names = Counter(id(child) for _, _, child in links if not isinstance(child, Tensor | Module))
         """How many links lead to each container: what is in it was found by the name of one of them."""
         # Those of modules are part of the program's key.
-        things = [thing for thing, _ in walk.attributes if not issubclass(type(thing), Module)]
-        self._types = Column("same_types", [("an object", thing) for thing in things])
-        # Code that asks a tensor of another class for an attribute may find its class's where it has none.
-        marks = [(path, inner) for path, inner, kind in walk.marks if kind not in PLAIN_KINDS]
-        self._marks = Column("same_lengths", marks)
-        self._known = list(self._types.read()), list(self._marks.read())
-        by_path = dict(walk.parameters.values())
-        gradients = [(Path.gradient(path), by_path[path], "grad") for path in plan.entry_grads if path in by_path]
-        self._grads = Column("same_attributes", gradients)
-        self._entry_grads = [entry_grads.get(path) for path in self._grads.paths]
-        # An attribute of the instance's own would stand before the class's.
-        inherited = [value for value in read.values() if type(value.container) is Inherited]
-        dicts = [(inner, v.key) for v in inherited if (inner := attributes_of(v.owner)) is not None]
-        rows_of_structure: list[Row] = [
-            ("none_there", *columns(dicts, 2)),
-            self._marks.row(),
-            self._types.row(),
-            *self._rows_of_values(read, values),
-        ]
+        self._types = [(thing, type(thing)) for thing, _ in walk.attributes if not issubclass(type(thing), Module)]
+        params = [(path, param) for path, param in walk.parameters.values() if path in plan.entry_grads]
+        self._grads = [(param, entry_grads.get(Path.gradient(path))) for path, param in params]
+        structure = rows_of([
+            # An attribute of the instance's own would stand before the class's.
+            *(("none_there", *hiding) for value in read.values() if (hiding := _hiding(value)) is not None),
+            *(("same_types", *pair) for pair in self._types),
+            *((*value.look_up(), self.values[path]) for path, value in read.items() if path not in self.compares),
+        ])  # fmt: skip
+        structure = [(*row, same_value) if row[0].startswith("equal") else row for row in structure]
+        if self.compares:
+            structure.append(_row_of_comparisons(self.compares, self.values))
         places = [*((slot.container, slot.key, slot.get()) for slot in slots), *self._structure_places]
         self.rows: list[Row] = [
             *_rows_of_places(places),
-            *rows_of_structure,
-            self._grads.row(self._entry_grads),
+            *structure,
+            *rows_of(("same_attributes", param, "grad", grad) for param, grad in self._grads),
             *self._rows_of_tensors(slots, list(extra)),
             *([("same_results", [self._shown.hold], [True])] if plan.reads.metadata else []),
         ]
         self._checks = Checks(self.rows)
-        self._structure = Checks([*_rows_of_places(self._structure_places), *rows_of_structure])
-
-    def _rows_of_values(self, read: Mapping[str, Scalar], known: Mapping[str, Any]) -> list[Row]:
-        """Python values that the step's code reads; ``known``: what they were."""
-        compared = {path: read[path] for path in self._reads.comparisons if path in read}
-        places: dict[str, list[Any]] = {}
-        for path, value in read.items():
-            if path not in compared:
-                kind, *where = value.look_up()
-                places.setdefault(kind, []).append((path, *where))
-        alike = [Column(kind, found) for kind, found in places.items()]
-        groups = [*(column.paths for column in alike), list(compared)]
-        self._values = [(paths, [known[p] if p in known else read[p].get() for p in paths]) for paths in groups]
-        self.compares = {path: (value, self._reads.comparisons[path]) for path, value in compared.items()}
-        """Numbers that the step's code only compares, and how."""
-        rows = [column.row(values, same_value) for column, (_, values) in zip(alike, self._values, strict=False)]
-        return [*rows, _row_of_comparisons(self.compares.values(), self._values[-1][1])]
+        self._structure = Checks([*_rows_of_places(self._structure_places), *structure])
 
     def _rows_of_tensors(self, slots: Sequence[Slot], extra: list[Tensor]) -> list[Row]:
         """Where tensors lie, and what they are like."""
         held = [tensor for slot in slots for tensor in tensor_leaves(slot.get())]
-        grads = [local(grad) for grad in self._entry_grads if grad is not None]
-        tensors = list({id(tensor): tensor for tensor in [*held, *extra, *grads]}.values())
+        grads = [grad for _, grad in self._grads]
+        held += [*extra, *(local(grad) for grad in grads if grad is not None)]
+        tensors = list({id(tensor): tensor for tensor in held}.values())
         self.compared = frozenset(map(id, tensors))
         """Tensors of which everything is compared, by identity."""
-        sharded = [value for value in (*(slot.get() for slot in slots), *self._entry_grads) if is_sharded(value)]
+        sharded = [value for value in (*(slot.get() for slot in slots), *grads) if is_sharded(value)]
         return [*_rows_of_shards(sharded), row_of(tensors, placed=True)]
 
     def gradients_fit(self) -> bool:
         """Return True if gradients exist where the program reads them, and are None where it makes new ones."""
-        pairs = zip(self._grads.read(), self._entry_grads, strict=True)
-        return all((now is None) == (grad is None) for now, grad in pairs) and self._shown.gradients_are_there()
+        fit = all((param.grad is None) == (grad is None) for param, grad in self._grads)
+        return fit and self._shown.gradients_are_there()
 
     def hold(self) -> bool:
         """Return True if nothing has changed."""
@@ -139,19 +118,10 @@ class Guards:
                 return f"the {type(child).__name__} {key!r} was replaced or removed"
             if self._names[id(child)] > 1:
                 return f"{key!r} was one of several names of a {type(child).__name__}, and is not now"
-        types, counts = self._known
-        for kind, now in zip(types, self._types.read(), strict=True):
-            if now is not kind:
-                return f"an object was a {kind.__name__} at capture and is a {now.__name__} now"
-        for path, count, left in zip(self._marks.paths, counts, self._marks.read(), strict=True):
-            if left != count:
-                return f"{path} had {count} attributes of its own at capture and has {left} now"
+        for thing, kind in self._types:
+            if type(thing) is not kind:
+                return f"an object was a {kind.__name__} at capture and is a {type(thing).__name__} now"
         return None
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The Python values that the program was captured with, by path."""
-        return {path: value for group in self._values for path, value in zip(*group, strict=True)}
 
 
 class _Metadata:
@@ -202,11 +172,10 @@ def _rows_of_shards(sharded: list[Any]) -> list[Row]:
     return [("same_results", [lambda: not any(map(is_not, map(local, sharded), shards))], [True])] if sharded else []
 
 
-def _row_of_comparisons(compares: Iterable[tuple[Scalar, tuple[Comparison, ...]]], known: list[Any]) -> Row:
-    """A comparison that holds while the step's comparisons of numbers come out as they did for the ``known`` ones,
-    which are then those of now.
-    """
-    numbers, made = columns(compares, 2)
+def _row_of_comparisons(compares: Mapping[str, tuple[Scalar, Any]], values: Mapping[str, Any]) -> Row:
+    """A comparison that holds while the step's comparisons of numbers come out as they did for those of ``values``."""
+    numbers, made = zip(*compares.values(), strict=True)
+    known = [values[path] for path in compares]
 
     def hold() -> bool:
         now = [number.get() for number in numbers]
@@ -216,7 +185,13 @@ def _row_of_comparisons(compares: Iterable[tuple[Scalar, tuple[Comparison, ...]]
             known[:] = now
         return True
 
-    return ("same_results", [hold] if numbers else [], [True] if numbers else [])
+    return "same_results", [hold], [True]
+
+
+def _hiding(value: Scalar) -> tuple[dict[str, Any], Any] | None:
+    """The instance's dictionary and the key in it that would stand before what its class holds; None if none would."""
+    inner = attributes_of(value.owner) if type(value.container) is Inherited else None
+    return None if inner is None else (inner, value.key)
 
 
 def _hold(checks: Any) -> bool:
@@ -250,9 +225,8 @@ def _rows_of_places(places: list[Place]) -> list[Row]:
     """Comparisons of what lies in containers."""
     whole, places = _take_whole(places)
     # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
-    in_dicts = columns((place for place in places if isinstance(place[0], dict)), 3)
-    in_others = columns((place for place in places if not isinstance(place[0], dict)), 3)
-    return [*contents_of(whole), ("same_values", *in_dicts), ("same_items", *in_others)]
+    kinds = ("same_values" if isinstance(container, dict) else "same_items" for container, _, _ in places)
+    return [*contents_of(whole), *rows_of((kind, *place) for kind, place in zip(kinds, places, strict=True))]
 
 
 def _take_whole(places: list[Place]) -> tuple[list[Any], list[Place]]:
