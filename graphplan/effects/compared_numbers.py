@@ -52,10 +52,7 @@ def _is_attribute(scalar: Scalar) -> bool:
     """Return True if the number is an attribute's value itself, not in something that the attribute leads to."""
     if isinstance(scalar.owner, Namespace) or scalar.name is not None or scalar.key != scalar.attribute:
         return False
-    if type(scalar.container) is Numbers:
-        return True
-    inner = attributes_of(scalar.owner)
-    return inner is not None and inner.get(scalar.attribute) is scalar.get()
+    return type(scalar.container) is Numbers or scalar.container is attributes_of(scalar.owner)
 
 
 def _comparisons_in(
@@ -65,13 +62,10 @@ def _comparisons_in(
     method makes it. None if one of the codes does more, or none of them names it.
     """
     naming = [(code, owner) for code, owner in codes if name in code.co_names or name in code.co_consts]
-    found: list[tuple[Comparison, int]] = []
-    for code, owner in naming:
-        comparisons = comparisons_in(code, name, of_self=of_self)
-        if comparisons is None:
-            return None
-        found += [(comparison, owner) for comparison in comparisons]
-    return found if naming else None
+    made = [(comparisons_in(code, name, of_self=of_self), owner) for code, owner in naming]
+    if not made or any(comparisons is None for comparisons, _ in made):
+        return None
+    return [(comparison, owner) for comparisons, owner in made for comparison in comparisons or ()]
 
 
 def _with_numbers(

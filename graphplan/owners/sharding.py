@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphplan.compare.comparing import Column
 from graphplan.owners.slots import Walk
 from graphplan.owners.walk import walk_owners
 from graphplan.tensors.dtensors import loaded
@@ -30,10 +31,11 @@ class Sharding:
         self._params = [param for group in self._groups for param in group.fsdp_params]
 
     @cached_property
-    def _settings(self) -> list[tuple[Any, list[str]]]:
-        """The plain values among the attributes of its notes, of which there are many: the object, and their names."""
-        things = (*self._states, *self._groups)
-        return [(t, [name for name, value in vars(t).items() if isinstance(value, _PLAIN)]) for t in things]
+    def _settings(self) -> Column:
+        """The plain values among the attributes of its notes, of which there are many."""
+        spaces = [(type(thing).__name__, vars(thing)) for thing in (*self._states, *self._groups)]
+        settings = ((kind, space, name) for kind, space in spaces for name in space if isinstance(space[name], _PLAIN))
+        return Column("same_values", [(f"{kind}.{name}", space, name) for kind, space, name in settings])
 
     @property
     def is_there(self) -> bool:
@@ -60,17 +62,13 @@ class Sharding:
 
     def labels(self) -> list[str]:
         """Names for :meth:`values`."""
-        if not self._modules:
-            return []
-        settings = [f"{type(thing).__name__}.{name}" for thing, names in self._settings for name in names]
-        return [*settings, "gradients held by fully_shard"]
+        return [*self._settings.paths, "gradients held by fully_shard"] if self._modules else []
 
     def values(self) -> tuple[Any, ...]:
         """What its code branches on, and whether it holds gradients."""
         if not self._modules:
             return ()
-        read = (getattr(thing, name, None) for thing, names in self._settings for name in names)
-        plain = (value if isinstance(value, _PLAIN) else id(value) for value in read)
+        plain = (value if isinstance(value, _PLAIN) else id(value) for value in self._settings.read())
         return (*plain, self.holds_gradients())
 
     def containers(self) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.tensor_metadata import GONE, metadata_of
-from graphplan.owners.views import Cell, GroupCounts, Inherited, Members, Numbers, Told, present
+from graphplan.owners.views import Cell, GroupCounts, Inherited, Members, Numbers, Told, attributes_of, present
 from graphplan.specs.paths import free_name
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
 from graphplan.tensors.dtensors import local
@@ -54,12 +54,19 @@ class Scalar:
         """Return True if another value can be put in its place."""
         return self.lies_here and not isinstance(self.container, (Told, tuple))
 
-    def look_up(self) -> tuple[str, Any, Any]:
-        """How guards read the value: the kind of row, and what it is looked up by."""
-        container = self.container
+    def rows(self, value: Any) -> Iterator[tuple[Any, ...]]:
+        """What guards compare to see ``value`` here, the fastest way: single comparisons of
+        :func:`graphplan.compare.comparing.rows_of`.
+        """
+        container, inner = self.container, attributes_of(self.owner)
+        if isinstance(container, Inherited) and inner is not None:
+            # An attribute of the instance's own would stand before the class's.
+            yield "none_there", inner, self.key
         if isinstance(container, Numbers):
-            return "equal_attributes", container.thing, self.key
-        return "equal_items", container.space if isinstance(container, Members) else present(container), self.key
+            yield "equal_attributes", container.thing, self.key, value
+        else:
+            space = container.space if isinstance(container, Members) else present(container)
+            yield "equal_items", space, self.key, value
 
 
 @dataclass(slots=True, eq=False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +27,7 @@ THERE = StandIn("a tensor")
 """For the metadata of a tensor, or a tuple with tensors, of which it only matters that it is there."""
 
 
-# Not frozen: one is made for each tensor of a trace, and that takes a frozen one three times as long.
-@dataclass(slots=True, unsafe_hash=True)
-class TensorMetadata:
+class TensorMetadata(NamedTuple):
     """What one tensor is like, apart from its values and from where it lies."""
 
     kind: type
@@ -71,16 +68,15 @@ def _metadata_of_item(item: Any) -> Any:
 
 def is_there(metadata: Any) -> bool:
     """Whether these are metadata of a tensor, or of what is in a tuple."""
-    return isinstance(metadata, TensorMetadata | tuple)
+    return isinstance(metadata, tuple)
 
 
 def difference(path: str, old: Any, new: Any) -> tuple[str, str, str]:
     """What differs between two unequal metadata of what lies at ``path``: its name, what it was, and what it is."""
     if isinstance(old, TensorMetadata) and isinstance(new, TensorMetadata):
-        for field in fields(TensorMetadata):
-            was, now = getattr(old, field.name), getattr(new, field.name)
-            if was != now:
-                if field.name == "kind":
-                    return f"the type of {path}", was.__name__, now.__name__
-                return f"{path}.{field.name}", repr(was), repr(now)
+        if old.kind is not new.kind:
+            return f"the type of {path}", old.kind.__name__, new.kind.__name__
+        facts = zip(TensorMetadata._fields, old, new, strict=True)
+        name, was, now = next((name, was, now) for name, was, now in facts if was != now)
+        return f"{path}.{name}", repr(was), repr(now)
     return path, repr(old), repr(new)

@@ -111,26 +111,23 @@ class ValueWalker:
             self._tuple(value, path, container, key, depth, source)
         elif depth > MAX_DEPTH:
             self.walk.objects[path] = Scalar({path: TOO_DEEP}, path, *source)
-        elif issubclass(kind, nn.Module):
+        elif issubclass(kind, nn.Module | dict | list | deque | set) or is_user_object(value):
             self.walk.links.append((container, key, value))
-            self._module(value, path, depth)
-        elif issubclass(kind, dict | list | deque):
-            self.walk.links.append((container, key, value))
-            self._items(value, path, depth, source)
-        elif issubclass(kind, set):
-            self.walk.links.append((container, key, value))
-            self._contents(value, path, source, depth)
-        elif is_user_object(value):
-            self.walk.links.append((container, key, value))
-            self.walk.objects[path] = Scalar(container, key, *source)
-            self._object(value, path, depth)
-        elif is_loader(value):
-            self.walk.scalars[path] = Scalar(container, key, *source)
-            self._loader(value, path, depth, source)
+            if issubclass(kind, nn.Module):
+                self._module(value, path, depth)
+            elif issubclass(kind, dict | list | deque):
+                self._items(value, path, depth, source)
+            elif issubclass(kind, set):
+                self._contents(value, path, source, depth)
+            else:
+                self.walk.objects[path] = Scalar(container, key, *source)
+                self._object(value, path, depth)
         else:
             # Numbers and strings, but also functions, types, dtypes: whatever a step's code can tell apart.
             self.walk.scalars[path] = Scalar(container, key, *source)
-            if not issubclass(kind, SCALARS):
+            if is_loader(value):
+                self._loader(value, path, depth, source)
+            elif not issubclass(kind, SCALARS):
                 self._behind(value, path, depth, source)
 
     def _slot(self, path: str, container: Any, key: Any, source: Source) -> None:

@@ -16,7 +16,7 @@ from graphplan.compare.comparing import Checks, Row, contents_of, facts_of, row_
 from graphplan.observe.comparisons import come_out_alike
 from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
 from graphplan.owners.tensor_metadata import TensorMetadata, metadata_of
-from graphplan.owners.views import Inherited, attributes_of, home
+from graphplan.owners.views import attributes_of, home
 from graphplan.plan.plan import Plan
 from graphplan.specs.paths import Path
 from graphplan.tensors.dtensors import is_sharded, local
@@ -54,6 +54,7 @@ class Guards:
         """The Python values that the program was captured with, by path."""
         self.compares = {path: (read[path], made) for path, made in plan.reads.comparisons.items() if path in read}
         """Numbers that the step's code only compares, and how."""
+        alike = {path: source for path, source in read.items() if path not in self.compares}
         self._shown = _Metadata(plan.reads.metadata, walk)
         links = _used_links(walk, plan, [place.container for place in (*slots, *self._shown.slots, *read.values())])
         self._structure_places = [*links, *((parts, name, None) for parts, name in walk.empty.values())]
@@ -64,10 +65,8 @@ class Guards:
         params = [(path, param) for path, param in walk.parameters.values() if path in plan.entry_grads]
         self._grads = [(param, entry_grads.get(Path.gradient(path))) for path, param in params]
         structure = rows_of([
-            # An attribute of the instance's own would stand before the class's.
-            *(("none_there", *hiding) for value in read.values() if (hiding := _hiding(value)) is not None),
             *(("same_types", *pair) for pair in self._types),
-            *((*value.look_up(), self.values[path]) for path, value in read.items() if path not in self.compares),
+            *(row for path, source in alike.items() for row in source.rows(self.values[path])),
         ])  # fmt: skip
         structure = [(*row, same_value) if row[0].startswith("equal") else row for row in structure]
         if self.compares:
@@ -186,12 +185,6 @@ def _row_of_comparisons(compares: Mapping[str, tuple[Scalar, Any]], values: Mapp
         return True
 
     return "same_results", [hold], [True]
-
-
-def _hiding(value: Scalar) -> tuple[dict[str, Any], Any] | None:
-    """The instance's dictionary and the key in it that would stand before what its class holds; None if none would."""
-    inner = attributes_of(value.owner) if type(value.container) is Inherited else None
-    return None if inner is None else (inner, value.key)
 
 
 def _hold(checks: Any) -> bool:
