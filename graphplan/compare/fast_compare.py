@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from graphplan.compare.comparing import Row
+from graphplan.compare.comparing import Checks, Row, rows_of
 from graphplan.environment.surroundings import COUNTS, LEVEL, surroundings
-from graphplan.environment.switches import COMPARED, USED, answers, count_of_modes, default_device, read_all
+from graphplan.environment.switches import COMPARED, USED, count_of_modes, default_device, read_all
 from graphplan.tensors.attributes import has_memory
 from graphplan.tensors.dtensors import is_sharded
 
@@ -57,13 +57,12 @@ def accumulator_hooks(param: torch.Tensor) -> list[weakref.ref[dict[int, Any]]]:
 
 
 class Modes:
-    """torch's global switches: those that its guard knows are read again only when one of them changed."""
+    """torch's global switches: they are read again only when a comparison says that one may have changed."""
 
     def __init__(self) -> None:
         self._getters = COMPARED
-        self._state: Any = None
-        self._compared: list[Any] = []
-        self._device: Any = None
+        self._rows: list[Row] | None = None
+        self._checks: Any = None
         self._known: tuple[Any, ...] = ()
 
     def watch(self, uses: Collection[str]) -> bool:
@@ -71,40 +70,30 @@ class Modes:
         used = dict.fromkeys(switch.get for name in uses for switch in USED.get(name, ()))
         new = [get for get in used if get not in self._getters]
         if new:
-            self._getters, self._state = [*self._getters, *new], None
+            self._getters, self._rows = [*self._getters, *new], None
         return bool(new)
-
-    def unchanged(self) -> bool:
-        """Whether all are what :meth:`now` said last."""
-        return (
-            self._state is not None
-            and answers(self._getters) == self._compared
-            and self._state.check()
-            and default_device() == self._device
-        )
 
     def rows(self) -> list[Row] | None:
         """Comparisons that hold while all are what :meth:`now` said last; None if this torch has none."""
-        if self._state is None:
-            return None
-        asked: list[tuple[Callable[[], Any], Any]]
-        asked = [(default_device, self._device) if self._device is not None else (count_of_modes, 0)]
-        # Modes that change nothing may be active.
-        bare = self._device is None and all(function() == none for function, none in COUNTS)
-        asked += COUNTS if bare else [(surroundings, None)]
-        functions = [self._state.check, *(function for function, _ in asked), *self._getters]
-        space, name, outside = LEVEL
-        return [
-            ("same_results", functions, [True, *(answer for _, answer in asked), *self._compared]),
-            ("same_values", [space], [name], [outside]),
-        ]
+        return self._rows
 
     def now(self) -> tuple[Any, ...]:
         """The values of the switches, which are part of a program's key."""
-        if not self.unchanged():
-            self._compared = answers(self._getters)
-            self._device = default_device()
+        if self._rows is None or not self._checks.hold():
             known = tuple([tuple(value) if type(value) is list else value for value in read_all()])
             self._known = known if known != self._known else self._known
-            self._state = _guards.GlobalStateGuard() if hasattr(_guards, "GlobalStateGuard") else None
+            self._rows = _rows_of_today(self._getters) if hasattr(_guards, "GlobalStateGuard") else None
+            self._checks = Checks(self._rows or ())
         return self._known
+
+
+def _rows_of_today(getters: list[Callable[[], Any]]) -> list[Row]:
+    """Comparisons that hold while torch's state guard, the default device, modes and ``getters`` say the same."""
+    device = default_device()
+    # Modes that change nothing may be active.
+    is_bare = device is None and all(function() == none for function, none in COUNTS)
+    asked: list[tuple[Callable[[], Any], Any]] = [(_guards.GlobalStateGuard().check, True)]
+    asked.append((default_device, device) if device is not None else (count_of_modes, 0))
+    asked += [*(COUNTS if is_bare else [(surroundings, None)]), *((get, get()) for get in getters)]
+    space, name, outside = LEVEL
+    return rows_of([*(("same_results", *pair) for pair in asked), ("same_values", space, name, outside)])
