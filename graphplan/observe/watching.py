@@ -154,21 +154,13 @@ class Monitor(Watcher):
         # Neither is this part of what is watched, nor the end.
         self.pause()
         self._outer = _HERE.watcher
-        with held_shortly(_LOCK):
-            self._take_turns(self._outer, self)
-            self._install()
+        self._take_turns(self._outer, self)
         self.resume()
 
     def stop(self) -> None:
         """See :meth:`Watcher.stop`."""
         self.pause()
-        with held_shortly(_LOCK):
-            self._take_turns(self, self._outer)
-            if not self._watching:
-                self._uninstall()
-            else:
-                # What this one did not want to hear of again.
-                _monitoring.restart_events()
+        self._take_turns(self, self._outer)
 
     def pause(self) -> bool:
         """See :meth:`Watcher.pause`."""
@@ -180,11 +172,13 @@ class Monitor(Watcher):
         self.is_paused = False
 
     def _take_turns(self, last: Watcher | None, following: Watcher | None) -> None:
-        if isinstance(last, Monitor):
-            self._watching.discard(last)
-        if isinstance(following, Monitor):
-            self._watching.add(following)
-        _HERE.watcher = following
+        with held_shortly(_LOCK):
+            if isinstance(last, Monitor):
+                self._watching.discard(last)
+            if isinstance(following, Monitor):
+                self._watching.add(following)
+            _HERE.watcher = following
+            self._listen()
 
     @staticmethod
     def place() -> int | None:
@@ -194,38 +188,27 @@ class Monitor(Watcher):
         return found[0] if found else None
 
     @classmethod
-    def _callbacks(cls) -> dict[int, Callable[..., object]]:
-        events = _monitoring.events
-        return {
+    def _listen(cls) -> None:
+        """Have the interpreter tell of calls for as long as there are monitors."""
+        events, place, are_there = _monitoring.events, cls.place(), bool(cls._watching)
+        is_known = place is not None and _monitoring.get_tool(place) == _NAME
+        if not (is_known or are_there):
+            return
+        if not is_known:
+            _monitoring.use_tool_id(place, _NAME)
+        callbacks = {
             events.PY_START: cls._starts,
             events.PY_RESUME: cls._starts,
             events.PY_THROW: cls._is_thrown_into,
             events.CALL: cls._calls,
         }
-
-    @classmethod
-    def _install(cls) -> None:
-        place = cls.place()
-        assert place is not None
-        if _monitoring.get_tool(place) is None:
-            _monitoring.use_tool_id(place, _NAME)
-        for event, callback in cls._callbacks().items():
-            _monitoring.register_callback(place, event, callback)
-        _monitoring.set_events(place, sum(cls._callbacks()))
-        # What an earlier one did not want to hear of again.
+        for event, callback in callbacks.items():
+            _monitoring.register_callback(place, event, callback if are_there else None)
+        _monitoring.set_events(place, sum(callbacks) if are_there else 0)
+        # What an earlier one did not want to hear of again, or another tool that is here next.
         _monitoring.restart_events()
-
-    @classmethod
-    def _uninstall(cls) -> None:
-        place = cls.place()
-        if place is None or _monitoring.get_tool(place) != _NAME:
-            return
-        _monitoring.set_events(place, 0)
-        for event in cls._callbacks():
-            _monitoring.register_callback(place, event, None)
-        # For the next tool in this place.
-        _monitoring.restart_events()
-        _monitoring.free_tool_id(place)
+        if not are_there:
+            _monitoring.free_tool_id(place)
 
     @classmethod
     def _starts(cls, code: CodeType, offset: int) -> object:
