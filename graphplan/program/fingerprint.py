@@ -15,7 +15,7 @@ from graphplan.owners.contents import has_contents, state_of
 from graphplan.owners.kinds import PLAIN
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Walk
-from graphplan.program.registered_hooks import Hooks
+from graphplan.program.registered_hooks import Hooks, Odd
 from graphplan.specs.paths import Of, Path, names
 from graphplan.trace.changes import same_value
 
@@ -187,24 +187,6 @@ def _difference(label: str, old: Any, new: Any) -> str:
     return f"{differ[0][0]} then {differ[0][1]}{more}"
 
 
-class _Odd:
-    """A value of a type with an ``__eq__`` of its own, or without a hash."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Odd) and same_value(self.value, other.value)
-
-    def __hash__(self) -> int:
-        return hash(type(self.value))
-
-    def __repr__(self) -> str:
-        return repr(self.value)
-
-
 def _frozen_all(values: Iterable[Any]) -> Iterable[Any]:
     """What can be compared and hashed in the place of ``values``."""
     values = tuple(values)
@@ -219,7 +201,7 @@ def _frozen(value: Any) -> Any:
         return tuple(map(_frozen, value))
     if type(value) in PLAIN:
         return value
-    return state_of(value) if has_contents(value) else _Odd(value)
+    return state_of(value) if has_contents(value) else Odd(value)
 
 
 def _stays(value: Any) -> bool:

@@ -9,8 +9,8 @@ from torch.optim import optimizer as optimizers
 
 from graphplan.compare.comparing import Column, Row, contents_of
 from graphplan.compare.fast_compare import accumulator_hooks, hooks_registered
-from graphplan.feed.signature import Identity
 from graphplan.owners.slots import Walk
+from graphplan.trace.changes import same_value
 
 _MODULE_HOOKS = {
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -33,13 +33,22 @@ _GLOBAL_HOOKS = [
 ]
 
 
-class Own(Identity):
-    """A function that stands on an instance before its class's."""
+class Odd:
+    """A value of a type with an ``__eq__`` of its own, or without a hash, as a part of a key."""
 
-    __slots__ = ()
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Odd) and same_value(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
 
     def __repr__(self) -> str:
-        return repr(self.thing)
+        return repr(self.value)
 
 
 class Hooks:
@@ -59,7 +68,7 @@ class Hooks:
         self._filled = Column("same_attributes", [])
         self._on_nodes: list[tuple[str, Any]] = []
 
-    def values(self) -> tuple[tuple[str, tuple[tuple[int, Own], ...]], ...]:
+    def values(self) -> tuple[tuple[str, tuple[tuple[int, Odd], ...]], ...]:
         """Hooks by their numbers in torch's count. All places are asked again only after one was registered, or written
         where there was none; that one was removed shows where it was.
         """
@@ -81,7 +90,7 @@ class Hooks:
         found = list(zip(self._filled.paths, self._filled.read(), strict=True)) if self._filled.paths else []
         found += [(label, reference()) for label, reference in self._on_nodes]
         return tuple(
-            [(label, tuple([(number, Own(hook)) for number, hook in hooks.items()])) for label, hooks in found if hooks]
+            [(label, tuple([(number, Odd(hook)) for number, hook in hooks.items()])) for label, hooks in found if hooks]
         )
 
     def rows(self) -> list[Row] | None:
