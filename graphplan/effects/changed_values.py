@@ -17,7 +17,7 @@ from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.names import plain_steps
 from graphplan.owners.flags import is_assignable
 from graphplan.owners.slots import Scalar, Walk
-from graphplan.owners.views import GroupCounts
+from graphplan.owners.views import GroupCounts, Told
 from graphplan.trace.changes import ABSENT, same_value
 from graphplan.trace.records import Trace
 
@@ -147,7 +147,8 @@ class Assignment:
         """
         found = []
         for path, scalar in pair.walk.scalars.items():
-            if path in changed or pair.allows(path) or not scalar.is_assignable:
+            is_read_only = not scalar.lies_here or isinstance(scalar.container, (Told, tuple))
+            if path in changed or pair.allows(path) or is_read_only:
                 continue
             if all(trace.reads.may_store(scalar) for trace in pair.both):
                 found.append(cls(path, scalar.get()))

@@ -16,8 +16,6 @@ from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.tensor_metadata import StandIn
 from graphplan.owners.views import Setting
 
-_Place = tuple[str, Any, str]
-"""A path, and the container and key that hold what lies there."""
 _CONTAINERS = (list, dict, set)
 COMPUTED = StandIn("a result's")
 """For whether a tensor asks for gradients that an operator made, whose flag cannot be set."""
@@ -38,8 +36,14 @@ class Flags:
     """The places of all of them. ``walk`` is over the owners; ``fed`` are further tensors, by name."""
 
     def __init__(self, walk: Walk, fed: Mapping[str, Tensor] = MappingProxyType({})) -> None:
-        places = [*_modes(walk), *_tensors(walk), *map(_asking, fed, fed.values())]
-        self._places = {path: (container, key) for path, container, key in places}
+        self._places: dict[str, tuple[Any, str]] = {}
+        for path, module in walk.parts.items():
+            if isinstance(module, nn.Module) and hasattr(module, "training"):
+                # A scripted module keeps it in C++.
+                space = vars(module) if "training" in vars(module) else Setting(module)
+                self._places[f"{path}.training"] = space, "training"
+        for path, tensor in (*_tensors(walk), *fed.items()):
+            self._places[f"{path}.requires_grad"] = _Asking(tensor), "requires_grad"
         self._groups = {
             f"{path}.param_groups[{index}].": group
             for path, optimizer in walk.optimizers.items()
@@ -77,24 +81,12 @@ def is_assignable(path: str, value: Any) -> bool:
     return type(value) not in _CONTAINERS and not isinstance(value, Tensor)
 
 
-def _modes(walk: Walk) -> Iterator[_Place]:
-    for path, module in walk.parts.items():
-        if isinstance(module, nn.Module) and hasattr(module, "training"):
-            # A scripted module keeps it in C++.
-            yield f"{path}.training", vars(module) if "training" in vars(module) else Setting(module), "training"
-
-
-def _asking(path: str, tensor: Tensor) -> _Place:
-    return f"{path}.requires_grad", _Asking(tensor), "requires_grad"
-
-
-def _tensors(walk: Walk) -> Iterator[_Place]:
-    for path, param in walk.parameters.values():
-        yield _asking(path, param)
+def _tensors(walk: Walk) -> Iterator[tuple[str, Tensor]]:
+    yield from walk.parameters.values()
     for path, slot in walk.slots.items():
         if not slot.is_parameter and slot.param is None and not is_optimizer_state(path):
             for number, tensor in enumerate(slot.tensors()):
-                yield _asking(f"{path}[{number}]" if number else path, tensor)
+                yield f"{path}[{number}]" if number else path, tensor
 
 
 def _kept(value: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.tensor_metadata import GONE, metadata_of
-from graphplan.owners.views import Cell, GroupCounts, Inherited, Members, Numbers, Told, attributes_of, present
+from graphplan.owners.views import Cell, GroupCounts, Inherited, Members, Numbers, attributes_of, present
 from graphplan.specs.paths import free_name
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
 from graphplan.tensors.dtensors import local
@@ -48,11 +48,6 @@ class Scalar:
     def lies_here(self) -> bool:
         """Return False for what an object only shows of what lies elsewhere, such as a property."""
         return not isinstance(self.container, (Numbers, Inherited))
-
-    @property
-    def is_assignable(self) -> bool:
-        """Return True if another value can be put in its place."""
-        return self.lies_here and not isinstance(self.container, (Told, tuple))
 
     def rows(self, value: Any) -> Iterator[tuple[Any, ...]]:
         """What guards compare to see ``value`` here, the fastest way: single comparisons of
