@@ -218,9 +218,9 @@ class Bindings:
             self._release_kept()
 
     def grads_in_place(self) -> list[Tensor]:
-        """The gradients that lie where the recording makes new ones."""
+        """The memory of gradients that lie where the recording makes new ones."""
         pairs = zip(self._written_params, self._written, strict=True)
-        return [grad for param, grad in pairs if param.grad is grad and grad not in _ACCUMULATED]
+        return [local(grad).detach() for param, grad in pairs if param.grad is grad and grad not in _ACCUMULATED]
 
     def take_grads(self) -> None:
         """After an eager step: have gradients that nothing else refers to lie where replays leave them."""

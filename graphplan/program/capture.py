@@ -140,11 +140,8 @@ def _record(
     # Casts of the weights that the caller's autocast remembers would be missing from the recording.
     torch.clear_autocast_cache()
     copied.load({}, walk)
-    copied.swap_in(walk)
-    try:
+    with copied.swapped_in(walk):
         recording = backend.record(body, replace(plan.traced, answers=answers_in(fed.kwargs)))[0]
-    finally:
-        copied.swap_out()
     return recording, *found[-1]
 
 

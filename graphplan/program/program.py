@@ -189,15 +189,12 @@ class Program:
         if self._undo is None:
             _launch(self._recording)
             return
-        self._undo.begin(self.bindings.grads_in_place())
         try:
-            _launch(self._recording)
+            with self._undo.undoing(self.bindings.grads_in_place()):
+                _launch(self._recording)
         except OutcomeError:
             self.outcomes += 1
-            self._undo.undo()
             raise
-        finally:
-            self._undo.end()
 
     def wait(self, when: str) -> None:
         """Wait for the device, so that what failed there by ``when`` is told now.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from graphplan.errors import FeedError, PolicyError, UncoveredRoleError
 from graphplan.feed.buffers import Buffers, distinct
-from graphplan.owners.slots import Walk
+from graphplan.owners.slots import Slot, Walk
 from graphplan.plan.plan import Plan
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import External, Role, TensorSpec
@@ -58,10 +58,11 @@ class CopiedOwned:
             assert external.path is not None
             self.stand_ins[external.path] = buffers.view(("owned", external.name), like, plan.device)
         self._names = _short_names(self.externals)
-        self._swapped: list[tuple[Any, Any]] = []
 
-    def swap_in(self, walk: Walk) -> None:
-        """Bind the buffers where the owners' tensors are (and at every other name of the same tensor)."""
+    @contextmanager
+    def swapped_in(self, walk: Walk) -> Iterator[None]:
+        """Bind the buffers where the owners' tensors are (and at every other name of the same tensor) in the block."""
+        swapped: list[tuple[Slot, Tensor]] = []
         for external, static in zip(self.externals, self.stand_ins.values(), strict=True):
             held = _held(external, walk)
             stand_in = (
@@ -69,14 +70,13 @@ class CopiedOwned:
             )
             for slot in walk.slots.values():
                 if slot.param is None and slot.get() is held:
-                    self._swapped.append((slot, held))
+                    swapped.append((slot, held))
                     slot.set(stand_in)
-
-    def swap_out(self) -> None:
-        """Undo :meth:`swap_in`."""
-        for slot, held in reversed(self._swapped):
-            slot.set(held)
-        self._swapped = []
+        try:
+            yield
+        finally:
+            for slot, held in reversed(swapped):
+                slot.set(held)
 
     def load(self, given: Mapping[Role, Mapping[str, Tensor]], walk: Walk) -> list[tuple[Tensor, Tensor]]:
         """Copy values in: those given by name, else the owners' own in ``walk``. Returns pairs to write back.

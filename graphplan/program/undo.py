@@ -6,12 +6,14 @@ goes on if it is the one of the traces. If not, what it has changed until then i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from graphplan.environment.devices import default_generators, set_generator
+from graphplan.errors import OutcomeError
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
 from graphplan.program.inputs import StaticInputs
@@ -32,32 +34,26 @@ class Undo:
         self._memories = _memories([*changed, *inputs.changed_in_place])
         self._copies: list[Tensor] = []
         self._generators = [*default_generators(), *plan.traced.generators] if plan.draws else []
-        self._states: list[Tensor] = []
-        self._grads: list[Tensor] = []
-        self._old_grads: list[Tensor] = []
 
     def copy(self) -> None:
         """Copy the memory. Recorded as the first work of a replay."""
         self._copies = copy_all(self._memories)
 
-    def begin(self, grads: Sequence[Tensor]) -> None:
-        """Before a replay: take the states of random generators, and copy the ``grads`` that lie where the recording
-        makes others. The step may keep them in its other branch.
+    @contextmanager
+    def undoing(self, grads: Sequence[Tensor]) -> Iterator[None]:
+        """Undo the replay in the block if it ends with OutcomeError. ``grads`` is memory of gradients where the
+        recording makes others: the step may keep them in its other branch.
         """
-        self._states = [generator.get_state() for generator in self._generators]
-        self._grads = [local(grad).detach() for grad in grads]
-        self._old_grads = copy_all(self._grads)
-
-    def undo(self) -> None:
-        """Put everything back."""
-        with torch.no_grad():
-            write_all([*self._memories, *self._grads], [*self._copies, *self._old_grads])
-        for generator, state in zip(self._generators, self._states, strict=True):
-            set_generator(generator, state)
-
-    def end(self) -> None:
-        """After a replay: let go of the copies of gradients."""
-        self._grads, self._old_grads = [], []
+        states = [generator.get_state() for generator in self._generators]
+        copies = copy_all(grads)
+        try:
+            yield
+        except OutcomeError:
+            with torch.no_grad():
+                write_all([*self._memories, *grads], [*self._copies, *copies])
+            for generator, state in zip(self._generators, states, strict=True):
+                set_generator(generator, state)
+            raise
 
 
 def _memories(tensors: Iterable[Tensor]) -> list[Tensor]:
