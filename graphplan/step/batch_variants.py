@@ -48,18 +48,15 @@ class BatchVariants:
         return len(self._known) >= (_MOST if self._proven else _UNPROVEN)
 
     @property
-    def refusal(self) -> HostSyncError:
-        """Why there is no program for batches that take no known way."""
+    def refusal(self) -> HostSyncError | None:
+        """The error once the batches differ too much."""
+        if self._misses < _MISSES:
+            return None
         return HostSyncError(
             f"{str(self._error).rstrip('.')}. What the batch decides may be read before the step, but the batches "
             f"differ too much: {_MISSES} in a row were unlike those that were traced",
             component=self._error.component,
         )
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the batches differ too much."""
-        return self._misses >= _MISSES
 
     def extend(self, feed: Feed) -> Feed | None:
         """``feed`` with what is read of it before the step; None if that takes no known way."""

@@ -121,28 +121,24 @@ class Lookup:
 
 
 class Layout:
-    """The containers and records of a call's arguments. ``calls`` are those known with it, by shapes of tensors, and
-    ``latest`` the one that was found last.
+    """The containers and records of a call's arguments: ``structures``. ``calls`` are those known with it, by shapes of
+    tensors, and ``latest`` the one that was found last.
     """
 
     def __init__(self, args: Sequence[Any]) -> None:
-        self._structures = [flatten_arguments(arg)[1] for arg in args]
-        self._is_flat = not any(self._structures)
+        self.structures = [flatten_arguments(arg)[1] for arg in args]
+        self._is_flat = not any(self.structures)
         self.calls: dict[Any, list[KnownCall]] = {}
         self.latest: KnownCall | None = None
 
     def leaves(self, args: Sequence[Any]) -> list[Any] | None:
         """The leaves of ``args``, if they lie in such containers and records."""
-        if len(args) != len(self._structures):
+        if len(args) != len(self.structures):
             return None
         if self._is_flat:
             return list(args)
         leaves: list[Any] = []
-        return leaves if all(map(take_leaves, args, self._structures, repeat(leaves))) else None
-
-    def is_like(self, other: Layout) -> bool:
-        """Whether both are of the same containers and records. Known layouts are told apart by identity."""
-        return self._structures == other._structures
+        return leaves if all(map(take_leaves, args, self.structures, repeat(leaves))) else None
 
 
 class KnownCall:
@@ -277,7 +273,7 @@ class FastPath:
     def _layout(self, args: Sequence[Any]) -> Layout:
         """The layout of ``args``, which is known from now on; as many are as there may be kinds of calls."""
         layout = Layout(args)
-        layout = next(filter(layout.is_like, self._layouts), layout)
+        layout = next((known for known in self._layouts if known.structures == layout.structures), layout)
         self._layouts = [layout, *(known for known in self._layouts if known is not layout)][:_KINDS]
         return layout
 

@@ -111,16 +111,15 @@ class Reasons:
         if base.batch is None or base.refusal is not None:
             return None
         feed = base.batch.extend(lookup.moved(call.feed))
-        if feed is None and base.batch.is_over:
-            base.refusal = base.batch.refusal
-            self._step.refusals.refuse(base.refusal)
-        elif feed is None:
-            return base.batch.is_full
-        else:
+        if feed is not None:
             entry, program = lookup.find(feed, base)
             if base.batch is not None:
                 call.feed, call.entry, call.program = feed, entry, program
-        return None
+            return None
+        base.refusal = base.batch.refusal
+        if base.refusal is not None:
+            self._step.refusals.refuse(base.refusal)
+        return base.refusal is None and base.batch.is_full
 
     def _is_refused(self, call: Call) -> Found:
         entry = call.entry
