@@ -103,14 +103,14 @@ class Managed:
         self._fingerprint: Fingerprint | None = None
         self._walked: Walk | None = None
         self._sharding: Sharding | None = None
-        self._last: tuple[Any, ...] | None = None
+        self._last: tuple[Any, tuple[Any, ...]] | None = None
+        """Layout and values of the latest fingerprint; ``_before`` those of the one before it."""
         self._last_id = 0
         self._seen: dict[tuple[Any, ...], int] = {}
         self._taken = 0
         self._churn = 0
         self._names = Namespace()
         self._root = {"step": fn}
-        self._layout: Any = None
         self._before: tuple[Any, tuple[Any, ...]] | None = None
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         for owner in self.owners.values():
@@ -351,14 +351,13 @@ class Managed:
         if self._fingerprint is None:
             return -1
         values = self._fingerprint.values()
-        if values != self._last:
-            self._last = values
+        if self._last is None or values != self._last[1]:
+            self._last = self._fingerprint.layout, values
             self._last_id = self._seen.pop(values, self._taken)
             self._seen[values] = self._last_id
             self._taken = max(self._taken, self._last_id + 1)
             if len(self._seen) > _FINGERPRINTS:
                 del self._seen[next(iter(self._seen))]
-            self._layout = self._fingerprint.layout
         return self._last_id
 
     def rows(self, compared: Collection[int]) -> list[Row] | None:
@@ -373,16 +372,15 @@ class Managed:
         """The fingerprint of a call. Raises OptimizerError for a hyper-parameter that keeps changing."""
         if self._fingerprint is not None and not self._fingerprint.is_of_today():
             self.refresh()
-        before, layout, taken = self._last, self._layout, self._taken
+        before, taken = self._last, self._taken
         number = self.fingerprint()
-        if before is None:
+        if before is None or before is self._last:
             return number
-        if before is not self._last:
-            self._before = (layout, before)
+        self._before = before
         if self._taken > taken:
             assert self._fingerprint is not None
             assert self._last is not None
-            changed = self._fingerprint.changed_hypers(layout, before, self._last)
+            changed = self._fingerprint.changed_hypers(*before, self._last[1])
             self._churn += bool(changed)
             if self._churn >= _CHURN:
                 self._churn = 0
@@ -394,7 +392,7 @@ class Managed:
         """Describe the last change of the fingerprint."""
         changed: list[str] = []
         if self._fingerprint is not None and self._before is not None and self._last is not None:
-            changed = self._fingerprint.changed(*self._before, self._last)
+            changed = self._fingerprint.changed(*self._before, self._last[1])
         return "; ".join(changed[:3]) or "other modes, flags, or objects"
 
     def captured(self) -> None:

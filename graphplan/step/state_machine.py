@@ -218,20 +218,17 @@ class StateMachine:
         program = self.latest = call.program
         assert program is not None
         try:
-            return self._replay(call, program)
+            if self.replays.is_due(program):
+                with no_collections():
+                    return self._check(call, program)
+            if call.entry.gate is not None:
+                return self._replay_timed(call, program, call.entry.gate)
+            if not call.kwargs and self.options.eager_if is None:
+                self.fast_path.remember(call.args, call.feed, call.entry, program)
+            return self.replays.replay(program, call.feed.leaves)
         except OutcomeError as error:
             outcome = error.with_traceback(None)
         return self._instead(call, program, outcome)
-
-    def _replay(self, call: Call, program: Program) -> Any:
-        if self.replays.is_due(program):
-            with no_collections():
-                return self._check(call, program)
-        if call.entry.gate is not None:
-            return self._replay_timed(call, program, call.entry.gate)
-        if not call.kwargs and self.options.eager_if is None:
-            self.fast_path.remember(call.args, call.feed, call.entry, program)
-        return self.replays.replay(program, call.feed.leaves)
 
     def _replay_timed(self, call: Call, program: Program, gate: Gate) -> Any:
         """A replay that the gate of its key times."""
