@@ -83,7 +83,6 @@ class Gate:
         loops: whether steps are timed from end to end, or else by themselves.
         peers: other ranks, which decide alike.
         eager: seconds per step without graphplan, if known.
-        before: the gate of the same run before this one: each puts questions of its own to ``peers``.
 
     Attributes:
         wait: steps after which a device that was busy is looked at again.
@@ -99,13 +98,13 @@ class Gate:
         loops: bool = True,
         peers: Peers | None = None,
         eager: float | None = None,
-        before: Gate | None = None,
     ) -> None:
         self._least, self._clock, self._period = least, clock, period
         self._loops, self._peers = loops, peers
-        self._family: Iterator[int] = count() if before is None else before._family
-        self._number = next(self._family)
-        self.wait: int = AGAIN if before is None else before.wait * 2
+        self._numbers = count()
+        """Those of the gates of one run: each puts questions of its own to ``peers``."""
+        self._number = next(self._numbers)
+        self.wait = AGAIN
         self._skips = SKIPPED
         self._times: list[float] = []
         """The ends of the steps that are timed, or the seconds of the calls."""
@@ -123,10 +122,9 @@ class Gate:
 
     def again(self, eager: float | None = None) -> Gate:
         """A gate for another form of the step, or for another measurement without the ``eager`` time."""
-        return Gate(
-            self._least, self._clock, period=self._period, loops=self._loops, peers=self._peers, eager=eager,
-            before=self,
-        )  # fmt: skip
+        gate = Gate(self._least, self._clock, period=self._period, loops=self._loops, peers=self._peers, eager=eager)
+        gate._numbers, gate._number, gate.wait = self._numbers, next(self._numbers), self.wait * 2
+        return gate
 
     @property
     def measured(self) -> dict[str, float]:
