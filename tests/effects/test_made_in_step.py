@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -335,3 +336,41 @@ def test_a_plan_is_compiled_of_a_step_whose_optimizer_dies_in_it() -> None:
     rig = build(partial(rig_of, DYING["Adam"]))
     plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
     assert not any("adam" in external.name for external in plan.externals)
+
+
+class Referring(nn.Module):
+    """Notes weakly what each call makes, as torch's transforms of distributions note their inverses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.latest = nn.Linear(4, 2), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = nn.Identity()
+        self.latest = weakref.ref(made)  # type: ignore[assignment]
+        y: Tensor = self.net(made(x))
+        return y
+
+
+def test_weak_references_to_what_is_gone_are_alike() -> None:
+    def make() -> Rig:
+        model = Referring()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Rig(step, {"model": model, "optimizer": optimizer}, [(torch.randn(8, 4),) for _ in range(16)])
+
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig)
+    found = drive(rig, step)
+    assert all(map(torch.equal, expected.outputs, found.outputs))
+    assert step.stats.replayed == 10
+    assert rig.owners["model"].latest() is None
