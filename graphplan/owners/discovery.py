@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from graphplan.compare.fast_compare import register_own
 from graphplan.errors import Faults
 from graphplan.owners.slots import Walk
 from graphplan.owners.views import attributes_of
@@ -64,7 +65,7 @@ class Discovery:
 
     def __enter__(self) -> Discovery:
         self._token = _ENTERED.set(self)
-        self._handle = register_optimizer_step_pre_hook(self._saw_optimizer)
+        self._handle = register_own(register_optimizer_step_pre_hook, self._saw_optimizer)
         return self
 
     def __exit__(self, *exc: object) -> None:

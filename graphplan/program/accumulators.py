@@ -24,7 +24,9 @@ def renew_accumulators(params: Iterable[Tensor]) -> None:
     if distributed.is_available() and distributed.is_initialized():
         return
     for param in params:
-        if not (param.requires_grad and param.is_leaf and type(param.data) in PLAIN_KINDS) or accumulator_hooks(param):
+        if not (param.requires_grad and param.is_leaf and type(param.data) in PLAIN_KINDS) or accumulator_hooks(
+            [("", param)]
+        ):
             continue
         data = param.data
         other = torch.float32 if data.dtype != torch.float32 else torch.float64

@@ -82,11 +82,7 @@ class Hooks:
             parts = [(*place, part) for place in filled for part in (place[2], *_MODULE_HOOKS.get(place[2], ()))]
             there = [(label, owner, part) for label, owner, _, part in parts if hasattr(owner, part)]
             self._filled = Column("same_attributes", there)
-            self._on_nodes = [
-                (f"the AccumulateGrad node of {path}", reference)
-                for path, param in self._parameters
-                for reference in accumulator_hooks(param)
-            ]
+            self._on_nodes = accumulator_hooks(self._parameters)
         found = list(zip(self._filled.paths, self._filled.read(), strict=True)) if self._filled.paths else []
         found += [(label, reference()) for label, reference in self._on_nodes]
         return tuple(
