@@ -34,17 +34,17 @@ class BatchVariants:
         self._proven = False
 
     def add(self, reads: BatchReads) -> None:
-        """Take in another way."""
+        """Add a way."""
         self._known.insert(0, reads)
 
     @property
     def guesses(self) -> int:
-        """How many ways are known, if no batch has taken one of them again."""
+        """The number of ways, if no batch has taken one of them again; else 0."""
         return 0 if self._proven or any(reads.is_taken for reads in self._known) else len(self._known)
 
     @property
     def is_full(self) -> bool:
-        """Whether no other way is taken in."""
+        """Return True if no further way is added."""
         return len(self._known) >= (_MOST if self._proven else _UNPROVEN)
 
     @property

@@ -101,7 +101,7 @@ class CaptureSize:
     def learn(
         self, expected: Any, leaves: Sequence[Any], true: Mapping[Place, int]
     ) -> tuple[list[str], dict[str, Tensor]]:
-        """What is not explained between an unpadded result and a padded one's ``leaves``, and the unpadded leaves."""
+        """Compare an unpadded result with a padded one's ``leaves``. Return the differences, and the leaves cut."""
         assert self.known is not None
         wanted, structure = flatten_result(expected)
         if structure != self._structure:
@@ -153,5 +153,5 @@ def _describe(tensor: Tensor) -> str:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Largest relative difference of results of other kernels, which are chosen by size. Integers are exact."""
+    """Largest relative difference between kernels, which are chosen by size. Integers are exact."""
     return 2 * torch.finfo(dtype).eps ** 0.5 if dtype.is_floating_point or dtype.is_complex else 0.0

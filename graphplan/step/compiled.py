@@ -66,14 +66,14 @@ def refuse_graphs_within(
 
 
 def _context_of(compiled: Any) -> Any:
-    """What ``compiled`` was compiled with, which torch keeps where a closure leads."""
+    """What ``compiled`` was compiled with: torch keeps it in a closure."""
     call = getattr(compiled, "_compiled_call_impl", None) or compiled
     get_config = getattr(call, "get_compiler_config", None)
     return None if get_config is None else inspect.getclosurevars(get_config).nonlocals.get("self")
 
 
 def _backend_names(context: Any) -> Iterator[str]:
-    """What the compiler's backend is called, which torch wraps several times."""
+    """The names of the compiler's backend, which torch wraps several times."""
     backend = getattr(context, "callback", None)
     while backend is not None:
         for part in (backend, getattr(backend, "compiler_fn", None)):
@@ -133,7 +133,7 @@ class Rehearsal:
 
 
 def _from_the_top() -> AbstractContextManager[Any]:
-    """Have the compiler take in a container's own call, which is a frame of torch's."""
+    """Let the compiler trace a container's own call, which is a frame of torch's."""
     config: Any = importlib.import_module("torch._dynamo.config")
     if not hasattr(config, "wrap_top_frame"):
         return nullcontext()
@@ -169,7 +169,7 @@ class CompiledModules:
                 self.notes.append(f"compiled: {name}")
 
     def undo(self) -> None:
-        """Have the modules called as they are written."""
+        """Call the modules uncompiled again."""
         for module in self._ours:
             module._compiled_call_impl = None
         self._ours = []

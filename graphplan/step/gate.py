@@ -64,12 +64,12 @@ class Clock:
         return perf_counter()
 
     def rest(self) -> float:
-        """Wait for the device; the time then."""
+        """Wait for the device, and return the time."""
         synchronize(self._device)
         return self.now()
 
     def watch(self) -> Callable[[], float]:
-        """Begin to watch the device; what is returned ends that, and gives the share of time in which it was idle."""
+        """Begin to watch the device. The result ends that, and returns the share of time that it was idle."""
         return Idleness([current_stream(self._device)]).end if is_accelerator(self._device) else lambda: 1.0
 
 
@@ -121,7 +121,7 @@ class Gate:
         return cls(least, Clock(device), **others) if options.backend != "eager" and least > 0 else None
 
     def again(self, eager: float | None = None) -> Gate:
-        """A gate for another form of the step, or for another measurement without the ``eager`` time."""
+        """Make a gate for another form of the step, or without the ``eager`` time for another measurement."""
         gate = Gate(self._least, self._clock, period=self._period, loops=self._loops, peers=self._peers, eager=eager)
         gate._numbers, gate._number, gate.wait = self._numbers, next(self._numbers), self.wait * 2
         return gate
@@ -141,11 +141,11 @@ class Gate:
         return answer if self._peers is None else self._peers.vote(f"{what} {self._number}", answer, _PATIENCE) is True
 
     def begin(self) -> float:
-        """A step or call begins; the result is passed to ``end_eager`` or ``end_replay``."""
+        """Begin a step or a call. Pass the result to ``end_eager`` or ``end_replay``."""
         return 0.0 if self._loops else self._clock.rest()
 
     def _end(self, start: float) -> float | None:
-        """A step or call has ended: seconds of one, once there were enough."""
+        """End a step or a call. Return the seconds of one, once there were enough."""
         if self._loops:
             return self._end_lap()
         self._times.append(self._clock.rest() - start)
@@ -155,7 +155,7 @@ class Gate:
         return median(times)
 
     def _end_lap(self) -> float | None:
-        """A step of a loop has ended. Steps in a row are timed again if one took longer than all others together."""
+        """End a step of a loop. Steps in a row are timed again if one took longer than all others together."""
         if not self._times:
             self._times = [self._clock.rest()]
             return None
@@ -173,7 +173,7 @@ class Gate:
         return (self._clock.rest() - ends[0]) / steps
 
     def end_eager(self, start: float = 0.0) -> bool:
-        """A step without graphplan has ended; whether its time is known now."""
+        """End a step without graphplan. Return True once its time is known."""
         if self._skips > 1 or (self._skips and not self._loops):
             self._skips -= 1
             return False
@@ -186,7 +186,7 @@ class Gate:
         return self.eager is not None
 
     def end_replay(self, start: float = 0.0) -> bool | None:
-        """A replay has ended. True: replays pay; False: they do not; None: that is not known yet."""
+        """End a replay. Return whether replays pay; None while that is not known."""
         assert self.eager is not None
         seconds = self._end(start)
         if seconds is None:
@@ -200,7 +200,7 @@ class Gate:
         return False if is_last or needed > self.eager * _CLEAR else None
 
     def cancel(self) -> None:
-        """Something else has run: a loop is measured anew, and that call is not counted."""
+        """Do not count this call, since something else has run. A loop is measured anew."""
         if self._loops:
             self._times = []
         if self._watch is not None:
@@ -208,7 +208,7 @@ class Gate:
             self._watch = None
 
     def error(self, what: str, costs: str = "") -> SlowerError:
-        """The error that says that replays of ``what`` do not pay."""
+        """Make the error for replays of ``what`` that do not pay."""
         eager, replayed = (self.measured[kind] * 1e6 for kind in ("eager", "replayed"))
         return SlowerError(
             f"{what} was measured to take {eager:.0f} µs per {'step' if self._loops else 'call'} eagerly and "
@@ -254,14 +254,14 @@ class Timing:
         self.down_because: tuple[SkipReason, str] | None = None
 
     def take_counts(self) -> Stats:
-        """What the calls so far were, those of the function alone among them."""
+        """Return the counts of all calls so far, those of the function alone among them."""
         stats = self._runner.stats
         count, self._calls = self._calls, 0
         stats.count_stock(count, *(self.down_because or ()))
         return stats
 
     def be_stock(self, reason: SkipReason | None, detail: str = "") -> None:
-        """Have calls be calls of the step's own function; those that are timed, for no ``reason``."""
+        """From now on, call the step's function alone: for a ``reason``, or to time it."""
         self.take_counts()
         fn, device, leave = self._runner.stock, self._options.feed_device, self.leave
         # The first of several may be made within a call that is not stock.
@@ -288,18 +288,18 @@ class Timing:
         return result
 
     def close(self) -> None:
-        """Have calls made in the step's own way."""
+        """Make calls in the step's own way again."""
         if self._gate is not None:
             self._gate.cancel()
         self._go_on(None)
 
     def _go_on(self, way: Serve | None) -> None:
-        """Have calls made in this way, or in the step's own, after those of the function alone."""
+        """End calls of the function alone. Make the next ones this way, or in the step's own."""
         self.take_counts()
         self.way, self.stock, self.down_because = way, None, None
 
     def begins(self, feed: Feed) -> bool:
-        """Whether the next calls are eager and timed, before anything of the step's is prepared. Asked once."""
+        """Return True if the next calls are eager and timed, before anything is prepared. Asked once."""
         if not self.opens or self._options.mode != "train":
             return False
         self.opens = False
@@ -336,7 +336,7 @@ class Timing:
                 self._go_on(self._timed)
 
     def _timed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call during the measurement of replays."""
+        """Make a call while replays are timed."""
         gate = self._gate
         assert gate is not None
         start = gate.begin()
@@ -361,7 +361,7 @@ class Timing:
         return result
 
     def decide(self, gate: Gate, pays: bool) -> SlowerError | None:
-        """Note what was measured; the error if replays do not pay."""
+        """Note what was measured. Return the error if replays do not pay."""
         stats = self.take_counts()
         stats.measured = gate.measured
         if pays:
@@ -373,7 +373,7 @@ class Timing:
         return error
 
     def gate_of_calls(self, feed: Feed) -> Gate | None:
-        """A gate for the calls of one signature, if replays have to pay."""
+        """Make a gate for the calls of one signature, if replays have to pay."""
         self._runner.settle_backend(feed)
         assert self._runner.device is not None
         return Gate.of(self._options, self._runner.device, loops=False)
@@ -389,7 +389,7 @@ class Timing:
 
     @contextmanager
     def having_run(self) -> Iterator[None]:
-        """Report an error of the block in the next call: the step of this one has run."""
+        """Leave an error of the block to the next call, since the step of this one has run."""
         try:
             yield
         except Exception as error:

@@ -173,7 +173,7 @@ class KnownCall:
         ]
 
     def take(self, search: Search) -> Sequence[Any] | None:
-        """The leaves of such a call, with what is read of the batch before the step; None for another one's."""
+        """The leaves of a call of this kind, with what is read of the batch before the step; else None."""
         leaves = search.leaves
         if self._reads is not None:
             tensors = self._reads.find(search)
@@ -196,7 +196,7 @@ class KnownCall:
 
 
 def _shapes(leaves: Sequence[Any]) -> Any:
-    """The shapes of tensors, which known calls are filed under."""
+    """The shapes of tensors, by which known calls are found."""
     try:
         return tuple([leaf.shape if type(leaf) is Tensor else None for leaf in leaves])
     except RuntimeError:
@@ -205,7 +205,7 @@ def _shapes(leaves: Sequence[Any]) -> Any:
 
 
 class FastPath:
-    """The kinds of calls of one step that were replayed of late."""
+    """Finds the programs of calls that are like earlier ones, without making their keys."""
 
     def __init__(self, managed: Managed) -> None:
         self._managed = managed
@@ -213,7 +213,7 @@ class FastPath:
         self._layouts: list[Layout] = []
 
     def find(self, args: Sequence[Any]) -> tuple[KnownCall, Sequence[Any]] | None:
-        """A call like this one whose program may be replayed, and the leaves of this one."""
+        """Find a known call like this one whose program may be replayed, and the leaves of this one."""
         try:
             found = self._search(args)
             if found is None:
@@ -243,7 +243,7 @@ class FastPath:
         return None
 
     def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
-        """Serve calls like this one on the fast path, if everything that their key depends on can be compared."""
+        """Remember a call, if everything that its key depends on can be compared."""
         read = [leaf for index, leaf in enumerate(feed.leaves) if index not in feed.unread]
         plain = _COMPARABLE.issuperset(map(type, read)) and not entry.wants_grad
         plain = plain and not any(attributes_on(leaf) for _, leaf in feed.tensors())
@@ -271,7 +271,7 @@ class FastPath:
                 del layout.calls[next(iter(layout.calls))]
 
     def _layout(self, args: Sequence[Any]) -> Layout:
-        """The layout of ``args``, which is known from now on; as many are as there may be kinds of calls."""
+        """Remember the layout of ``args``, in place of the one that was used longest ago."""
         layout = Layout(args)
         layout = next((known for known in self._layouts if known.structures == layout.structures), layout)
         self._layouts = [layout, *(known for known in self._layouts if known is not layout)][:_KINDS]
@@ -288,7 +288,7 @@ class FastPath:
         return None if found is None else taken
 
     def forget(self) -> None:
-        """Let go of programs that were closed."""
+        """Forget calls whose programs were closed."""
         for layout in self._layouts:
             layout.latest = None
             alive = {key: [call for call in calls if call.program.is_open] for key, calls in layout.calls.items()}

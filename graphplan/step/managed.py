@@ -285,7 +285,7 @@ class Managed:
 
     @property
     def unborn(self) -> bool:
-        """Whether an optimizer has no state yet, because its scaler skipped the step that would have made it."""
+        """Return True if an optimizer has no state yet, because its scaler skipped the step that would have made it."""
         return self._scaled_steps.unborn
 
     def refresh(self, walk: Walk | None = None) -> None:
@@ -320,7 +320,7 @@ class Managed:
             self.refresh()
 
     def walk_before(self) -> Walk:
-        """The walk over the owners before the step of this call, made once per call."""
+        """The walk over the owners before this call's step, made once per call."""
         if self._walked is None:
             self._walked = self.walk()
         return self._walked
@@ -331,12 +331,12 @@ class Managed:
         return walk
 
     def end_call(self) -> None:
-        """Let go of the walk, which references what the owners held."""
+        """Drop the walk, which references what the owners held."""
         self._walked = None
 
     @property
     def sharding(self) -> Sharding:
-        """What FSDP2 does with the modules that it shards."""
+        """The modules that FSDP2 shards, and how to put them at rest."""
         if self._sharding is None:
             try:
                 self._sharding = Sharding(self.walk_before().modules)
@@ -423,7 +423,7 @@ class Managed:
 
 
 def _churn_error(changed: Sequence[str], settings: Container[str]) -> OptimizerError:
-    """The refusal of hyper-parameters that change too fast; ``settings`` are those of torch's optimizers."""
+    """Make the error for hyper-parameters that change too fast; ``settings`` are those of torch's optimizers."""
     what = f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured"
     names = [change.partition(": ")[0].rpartition(".")[2] for change in changed]
     if all(name not in settings for name in names):

@@ -50,7 +50,7 @@ class Peers:
         return self._all_ready or not is_planned
 
     def _wait(self, stage: str, patience: float = _SHORT) -> bool:
-        """Whether every rank comes to ``stage`` in time: what they wait for may be this very step."""
+        """Return True if every rank comes to ``stage`` in time. They may be waiting for this step."""
         self._store.set(f"{self._own}/{stage}", "1")
         return self._come([f"{key}/{stage}" for key in self._keys], patience)
 
@@ -70,7 +70,7 @@ class Peers:
             self._store.set(self._own, str(error))
 
     def check(self) -> None:
-        """Look whether a rank has told that it cannot. Raises PeerError naming the rank, and why."""
+        """Raise PeerError, with the rank and its reason, if another rank cannot."""
         for rank, key in enumerate(self._keys):
             if key != self._own and self._store.check([key]):
                 said = self._store.get(key).decode()
@@ -95,7 +95,7 @@ class Peers:
         return {b"yes": True, b"no": False}.get(decided)
 
     def settle(self, question: str, number: int) -> int:
-        """The number that the first rank to ask ``question`` came with; nothing waits."""
+        """Return the ``number`` of the first rank that asks ``question``, without waiting."""
         return int(self._store.compare_set(f"{self._prefix}/{question}", "", str(number)))
 
 

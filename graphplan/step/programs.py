@@ -144,7 +144,7 @@ class Entry:
         return next((program for program in ready if program.adopted.guards.gradients_fit()), None)
 
     def compare(self, compared: Mapping[str, Compared], values: Mapping[str, Any]) -> None:
-        """Take in what a program compares, made for ``values``. Programs not told apart by that are closed."""
+        """Tell programs apart by these comparisons, too; the current ones are for ``values``. Others are closed."""
         before = {path: comparisons for path, (_, comparisons) in self.compared.items()}
         self.compared = {**self.compared, **compared}
         if all(before.get(path) == comparisons for path, (_, comparisons) in compared.items()):
@@ -157,7 +157,7 @@ class Entry:
         self.groups = {self.answers: lines}
 
     def _turn(self, answers: Answers) -> None:
-        """Have the lines for these answers."""
+        """Select the lines for these answers."""
         if answers == self.answers:
             return
         if not self.lines:
@@ -168,7 +168,7 @@ class Entry:
             self.forget_oldest()
 
     def newly_computes_with(self) -> str | None:
-        """The number that code computes with, as comparisons come out now; None if it was so in the last call."""
+        """The path of the number that code computes with now; None if comparisons came out so in the last call."""
         paths = (path for path, (_, comparisons) in self.compared.items() for _ in comparisons)
         path = next((path for path, answer in zip(paths, self.answers, strict=False) if type(answer) is Computed), None)
         if path is None or self.lines or self.computed == self.answers:
@@ -182,7 +182,7 @@ class Entry:
         return len(self.programs()) > len(_ready(self.lines))
 
     def forget_oldest(self) -> None:
-        """Close the programs for the answers that have not been there for longest."""
+        """Close the programs for the answers that came longest ago."""
         for program in _ready(self.groups.pop(next(iter(self.groups)))):
             program.close()
 
@@ -199,7 +199,7 @@ class Entry:
 
 
 def answers_of(compared: Mapping[str, Compared], values: Mapping[str, Any] = MappingProxyType({})) -> Answers:
-    """What all comparisons come to for ``values``, or those of now; nothing where one cannot be made."""
+    """The outcomes of all comparisons for ``values``, or for the numbers of now; none where one cannot be made."""
     try:
         return tuple(
             comparison.outcome(values[path] if path in values else number.get())
@@ -320,7 +320,7 @@ class Programs:
         self._served = None
 
     def evict_for_memory(self, kept: Entry) -> int:
-        """Drop the oldest generation of programs, unless it is ``kept``'s; how many entries lost theirs."""
+        """Drop the oldest generation of programs, unless it is ``kept``'s. Return how many entries lost theirs."""
         used: dict[object, int] = {}
         for entry in self._entries.values():
             for program in entry.programs():
@@ -338,7 +338,7 @@ class Programs:
         return len(losers)
 
     def count_capture(self, entry: Entry, program: Program) -> None:
-        """Note a capture, and whether the one before it for such a feed has paid; evict what is too many."""
+        """Count a capture, and whether the one before it for such a feed has paid. Evict programs that are too many."""
         geometry = entry.key[0]
         before = self._latest.pop(geometry, None)
         is_further = len(entry.programs()) > 1
@@ -362,7 +362,7 @@ class Programs:
         self._let_go()
 
     def has_room(self, entry: Entry) -> bool:
-        """Whether ``entry`` may have one more program, for one that is not in use; else others are turned away."""
+        """Return True if ``entry`` may have another program, for one that is not in use. If not, turn others away."""
         others = [other for other in self._entries.values() if other is not entry and other.programs()]
         if len(self.all()) < self._options.max_graphs or not others:
             return True
@@ -376,7 +376,7 @@ class Programs:
         return used + _IDLE * len(self._entries)
 
     def waits(self, entry: Entry) -> bool:
-        """Whether a new signature waits until replays have saved what starting took, less an allowance; if timed."""
+        """Return True if a new signature waits until replays have saved what starting took, less an allowance."""
         eager = self._stats.step_us("eager")
         if eager is None or not (self._may_wait and self._latest and entry.is_new):
             return False
@@ -384,7 +384,7 @@ class Programs:
         return self._stats.spent(eager) - (0.0 if gain is None else gain.saved) >= _ALLOWANCE * eager / 1e6
 
     def count_new(self) -> None:
-        """A call has a signature that was not there before."""
+        """Count a call with a new signature."""
         progress = self._stats.replayed + self._stats.captured
         self._misses = self._misses + 1 if progress == self._paid else 1
         self._paid = progress
@@ -412,7 +412,7 @@ class Programs:
         return False
 
     def churn(self) -> RecaptureError | None:
-        """The error if captures follow each other without paying."""
+        """Return the error if captures follow each other without paying."""
         if self._unpaid < self._options.max_recaptures:
             return None
         why = "; ".join(dict.fromkeys(self._reasons)) or "its signature or its flags change each time"
@@ -423,7 +423,7 @@ class Programs:
         )
 
     def check_due(self, feed: Feed) -> NotCapturedError | None:
-        """The error, once, if no capture has come in time. ``feed`` is the call's, whose entry was found last."""
+        """Return the error, once, if no capture has come in time. The entry of ``feed`` was found last."""
         if self._latest or self._said:
             return None
         needed = self._options.warmup_steps + 3

@@ -50,7 +50,7 @@ class _Series(Tally):
         return number >= self.due and (is_overdue or self._checked[program] == min(latest))
 
     def note(self, program: Program, number: int) -> None:
-        """The replay of that number, one of ``program``'s, was checked."""
+        """Note that the replay of this number, one of ``program``'s, was checked."""
         self._checked[program] = number
         if number >= self.due:
             self.due = self.timetable.end(number)
@@ -67,7 +67,7 @@ class Replays:
         self._by_form: WeakValueDictionary[int, _Series] = WeakValueDictionary()
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
-        """One replay. Raises OutcomeError, with everything as it was, if the step branches otherwise."""
+        """Replay once. Raises OutcomeError, with everything as it was, if the step branches otherwise."""
         settle_companions()
         start = perf_counter()
         result = program.run(leaves)
@@ -84,7 +84,7 @@ class Replays:
         return result
 
     def instead(self, program: Program, feed: Feed, outcome: OutcomeError) -> Any:
-        """An eager step in place of a replay that ended with ``outcome``."""
+        """Run the step eagerly in place of a replay that ended with ``outcome``."""
         result = self._between(program, CallArguments.of(feed), feed.leaves, program.plan.handles.walk)
         self._runner.count_eager(outcome.reason, str(outcome))
         return result
@@ -170,7 +170,7 @@ class Replays:
         return self._peers.settle(f"after check {self._stats.calls}", following)
 
     def _ask_peers(self, reason: str) -> str:
-        """Why this check is impossible, if so. It runs collectives twice, so all ranks have to check the same step."""
+        """Why this check is impossible, if so: it runs collectives twice, so all ranks have to check the same step."""
         if self._peers is None:
             return "the step communicates with other ranks, which a check on one of them would keep waiting"
         can = self._peers.vote(f"check {self._stats.calls}", not reason)
@@ -193,7 +193,7 @@ class Replays:
             ) from error
 
     def _between(self, program: Program, fed: CallArguments, leaves: Sequence[Any], walk: Callable[[], Walk]) -> Any:
-        """An eager step between two replays of ``program``."""
+        """Run the step eagerly between two replays of ``program``."""
         within = partial(program.run_between, self._runner.backend, leaves, walk)
         result = self._runner.run(lambda: detached(self._runner.call(fed)), within=within)
         self._runner.outcome = (result,)

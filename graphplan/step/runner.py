@@ -115,7 +115,7 @@ class Runner:
         return self._backend
 
     def call(self, fed: CallArguments) -> Any:
-        """The step's function itself on what it is fed."""
+        """Call the step's function."""
         return fed.lend(self._call_and_note)
 
     def _call_and_note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -127,7 +127,7 @@ class Runner:
 
     @property
     def stock(self) -> Callable[..., Any]:
-        """The step's function alone. What FSDP2 has gathered is settled around it."""
+        """The step's function, with what FSDP2 has gathered settled before and after it."""
         return self._settled if self._managed.sharding.is_there else self.fn
 
     def _settled(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ class Parts:
 
 
 def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArguments:
-    """Arguments of any kind with their tensors on ``device``, if that is given."""
+    """Move the tensors among arguments of any kind to ``device``, if that is given."""
     if device is None:
         return CallArguments(args, kwargs)
     are_moved = []
