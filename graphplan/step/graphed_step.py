@@ -19,7 +19,7 @@ from graphplan.report.stats import Stats
 from graphplan.specs.options import takes
 from graphplan.step.call_lock import CallLock
 from graphplan.step.capture_sizes import ShapeStats
-from graphplan.step.gate import Gate, Serve
+from graphplan.step.gate import Gate
 from graphplan.step.methods import Methods, check_form, owners_of
 from graphplan.step.options import Options, StepOptions
 from graphplan.step.padded_batches import PaddedBatches
@@ -136,11 +136,6 @@ class GraphedStep(CallLock, Reports):
             self.machine.close()
 
     @property
-    def stock(self) -> Serve | None:
-        """What makes calls of the step's function alone, while it is timed or once it stands down."""
-        return self.machine.timing.stock
-
-    @property
     def is_down(self) -> bool:
         """Whether calls are calls of the step's function, and nothing else."""
         return self.down_because is not None
@@ -182,15 +177,10 @@ class GraphedStep(CallLock, Reports):
         return Figures(stats, stats.captured - stats.recaptured, notes, programs=programs)
 
     @property
-    def prepared(self) -> list[str]:
-        """What was changed on the optimizers to make them capturable."""
-        return self.machine.managed.changes
-
-    @property
     def facts(self) -> list[str]:
-        """What the report says of the step beside its counts: what was prepared, and what was padded."""
+        """What the report says beside counts: what was changed on optimizers to make them capturable, and padding."""
         padded = [] if self._padded is None else [f"{self.shapes} ({self._padded.padding.ladders})"]
-        return [*(f"prepared: {change}" for change in self.prepared), *padded]
+        return [*(f"prepared: {change}" for change in self.machine.managed.changes), *padded]
 
 
 @takes(StepOptions)

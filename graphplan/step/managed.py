@@ -90,8 +90,8 @@ class Managed:
         self.owners = name_owners(owners)
         scalers = [owner for owner in self.owners.values() if isinstance(owner, GradScaler) and owner.is_enabled()]
         self._is_scaled = bool(scalers)
-        self._scaled_steps = ScaledSteps(scalers)
-        self.rates = LearningRates(self._scaled_steps)
+        self.scaled_steps = ScaledSteps(scalers)
+        self.rates = LearningRates(self.scaled_steps)
         self.handles = Handles(lambda: fn, lambda: self.owners, self.rates)
         self.modes = Modes()
         self.changes: list[str] = []
@@ -282,11 +282,6 @@ class Managed:
         """How many owners are reached through objects of libraries, by names that the step's code uses."""
         reached = [owner for owner in self.owners.values() if isinstance(owner, Reached)]
         return sum(not self._names.attributes.isdisjoint(owner.names) for owner in reached)
-
-    @property
-    def unborn(self) -> bool:
-        """Return True if an optimizer has no state yet, because its scaler skipped the step that would have made it."""
-        return self._scaled_steps.unborn
 
     def refresh(self, walk: Walk | None = None) -> None:
         """Update everything that is derived from the owners; ``walk`` is over them as they are now."""

@@ -147,7 +147,7 @@ class Stages:
         self._runner.backend.note_eager()
         entry.eager_calls += 1
         self._runner.count_eager(None)
-        if self._managed.unborn:
+        if self._managed.scaled_steps.unborn:
             self._stats.skip(SkipReason.UNBORN)
         elif self._options.autograd and any(map(asks_for_gradients, flatten_result(result)[0])):
             entry.outside = True

@@ -43,7 +43,7 @@ def test_row_08_a_stock_optimizer_with_a_scaler(name: str) -> None:
     step = managed(rig, backend=BACKEND)
     assert_same(expected, facts(rig, drive(rig, step)))
     assert (step.stats.captured, step.stats.replayed) == (1, CALLS - BEFORE_REPLAY)
-    assert any("'fused'" in change for change in step.prepared)
+    assert any("'fused'" in change for change in step.facts)
     step.close()
     optimizer = rig.owners["optimizer"]
     assert [dict(group, params=None) for group in optimizer.param_groups] == flags

@@ -82,7 +82,7 @@ def test_fused_optimizers_are_replayed_under_any_schedule(name: str, scheduled: 
     found, step = train(name, scheduled=scheduled, graphed=True)
     assert_same(expected, found)
     assert (step.stats.captured, step.stats.replayed) == (1, 24)
-    assert any("fused" in change for change in step.prepared)
+    assert any("fused" in change for change in step.facts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
