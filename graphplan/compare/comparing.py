@@ -200,20 +200,22 @@ Tensors: Any = getattr(_built, "Tensors", None)
 """``Tensors(list, placed).fit(list)`` is that of :class:`TorchTensors`, for dense tensors. None if it was not built."""
 
 
-def facts_of(tensors: Sequence[Tensor], *, placed: bool) -> Any:
+def facts_of(tensors: Sequence[Tensor], *, placed: bool, alone: bool = False) -> Any:
     """What these tensors are like, and where they lie if ``placed``: ``facts.fit(others)`` is True if others are the
-    same, and False if they may differ.
+    same, and False if they may differ. ``alone``: that they are ``placed`` is enough.
     """
     if Tensors is not None:
         # Not sparse and nested tensors, and wrappers such as DTensor.
         with suppress(TypeError, RuntimeError):
-            return Tensors(list(tensors), placed)
+            return Tensors(list(tensors), placed, alone)
     return TorchTensors(tensors, placed)
 
 
-def row_of(tensors: list[Tensor], *, placed: bool) -> Row:
-    """A comparison that holds while ``tensors`` are what they are like now, and lie where they do if ``placed``."""
-    facts = facts_of(tensors, placed=placed)
+def row_of(tensors: list[Tensor], *, placed: bool, alone: bool = False) -> Row:
+    """A comparison that holds while ``tensors`` are what they are like now, and lie where they do if ``placed``;
+    ``alone``: see :func:`facts_of`.
+    """
+    facts = facts_of(tensors, placed=placed, alone=alone)
     if isinstance(facts, TorchTensors):
         return ("same_results", [partial(facts.fit, tensors)], [True])
     return ("fit", tensors, facts)

@@ -49,6 +49,8 @@ struct Facts {
   std::vector<Kind> kinds;
   std::vector<Fact> of;
   bool placed = false;
+  // Only where they lie is compared.
+  bool alone = false;
 
   ~Facts() {
     for (const Kind& kind : kinds) {
@@ -111,13 +113,22 @@ inline bool equal(c10::IntArrayRef found, const std::vector<int64_t>& known) {
   return true;
 }
 
-inline void prefetch(const Fact& fact, const PyObject* item) {
+inline void prefetch(const Fact& fact, const PyObject* item, bool alone) {
   const char* impl = reinterpret_cast<const char*>(fact.impl);
   prefetch(item);
-  for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) {
+  for (size_t line = 0; line < (alone ? 64 : sizeof(c10::TensorImpl)); line += 64) {
     prefetch(impl + line);
   }
   prefetch(fact.storage);
+}
+
+// Whether `item` has the memory that was found. That is told from half as many places in memory as `fits` looks at.
+inline bool lies(const Fact& fact, const Kind& kind, PyObject* item) {
+  if (Py_TYPE(item) != kind.type) {
+    return false;
+  }
+  const c10::StorageImpl* storage = THPVariable_Unpack(item).unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  return storage == fact.storage && storage->data() == fact.memory;
 }
 
 // Whether `item` is as was found. The same dispatch keys mean the same layout, and memory of its own.
@@ -148,10 +159,12 @@ inline bool fit(const Facts& facts, PyObject* list) {
   }
   for (size_t i = 0; i < count; i++) {
     if (i + kAhead < count) {
-      prefetch(facts.of[i + kAhead], PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i + kAhead)));
+      prefetch(facts.of[i + kAhead], PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i + kAhead)), facts.alone);
     }
     const Fact& fact = facts.of[i];
-    if (!fits(fact, facts.kinds[fact.kind], PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i)), facts.placed)) {
+    const Kind& kind = facts.kinds[fact.kind];
+    PyObject* item = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i));
+    if (!(facts.alone ? lies(fact, kind, item) : fits(fact, kind, item, facts.placed))) {
       return false;
     }
   }
@@ -162,11 +175,13 @@ inline PyObject* tensors_new(PyTypeObject* type, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject* list;
   int placed;
-  if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &list, &placed)) {
+  int alone = 0;
+  if (!PyArg_ParseTuple(args, "O!p|p", &PyList_Type, &list, &placed, &alone)) {
     return nullptr;
   }
   auto facts = std::make_unique<Facts>();
   facts->placed = placed;
+  facts->alone = alone;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
     PyObject* item = PyList_GET_ITEM(list, i);
     if (!THPVariable_Check(item) || !is_dense(THPVariable_Unpack(item))) {

@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from graphplan.compare.comparing import Checks, Row, contents_of, facts_of, row_of, rows_of
 from graphplan.observe.comparisons import come_out_alike
-from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
+from graphplan.owners.slots import Scalar, Slot, Walk, is_optimizer_state, tensor_leaves
 from graphplan.owners.tensor_metadata import TensorMetadata, metadata_of
 from graphplan.owners.views import attributes_of, home
 from graphplan.plan.plan import Plan
@@ -83,15 +83,18 @@ class Guards:
         self._structure = Checks([*_rows_of_places(self._structure_places), *structure])
 
     def _rows_of_tensors(self, slots: Sequence[Slot], extra: list[Tensor]) -> list[Row]:
-        """Where tensors lie, and what they are like."""
-        held = [tensor for slot in slots for tensor in tensor_leaves(slot.get())]
+        """Where tensors lie, and what they are like; of optimizers' state, which code leaves as it is, the former."""
         grads = [grad for _, grad in self._grads]
-        held += [*extra, *(local(grad) for grad in grads if grad is not None)]
-        tensors = list({id(tensor): tensor for tensor in held}.values())
-        self.compared = frozenset(map(id, tensors))
-        """Tensors of which everything is compared, by identity."""
+        held = {id(tensor): tensor for tensor in (*extra, *(local(grad) for grad in grads if grad is not None))}
+        state: dict[int, Tensor] = {}
+        for slot in slots:
+            found = state if is_optimizer_state(slot.path) else held
+            found.update((id(tensor), tensor) for tensor in tensor_leaves(slot.get()))
+        tensors, lying = list(held.values()), [tensor for tensor in state.values() if id(tensor) not in held]
+        self.compared = frozenset([*held, *state])
+        """Tensors of which is compared what they are like, by identity."""
         sharded = [value for value in (*(slot.get() for slot in slots), *grads) if is_sharded(value)]
-        return [*_rows_of_shards(sharded), row_of(tensors, placed=True)]
+        return [*_rows_of_shards(sharded), row_of(tensors, placed=True), row_of(lying, placed=True, alone=True)]
 
     def gradients_fit(self) -> bool:
         """Return True if gradients exist where the program reads them, and are None where it makes new ones."""

@@ -317,6 +317,18 @@ def test_tensors_that_moved(move: str, placed: bool, module: Any, monkeypatch: p
     assert checks.hold() is (move in SAME_GEOMETRY and not placed)
 
 
+@needs_build
+@pytest.mark.parametrize("move", MOVES)
+def test_tensors_of_which_only_the_place_matters(move: str) -> None:
+    tensors = _tensors()
+    facts = comparing.facts_of(tensors, placed=True, alone=True)
+    tensors[0].grad = torch.ones(3, 3)
+    assert facts.fit(tensors)
+    MOVES[move](tensors)
+    assert facts.fit(tensors) is (move in ("a slice of it", "transposed", "frozen", "conjugated"))
+    assert not facts.fit([*tensors[1:], object()])
+
+
 class Wrapper(Tensor):
     """A tensor that has no memory of its own."""
 
