@@ -109,7 +109,7 @@ class Plan:
             apart in :func:`graphplan.plan.difference.is_reordered`.
         undone: paths of what the step has changed when it comes to the last value on which it branches: a replay that
             ends there puts it back.
-        defers: whether the step reads numbers from the device that it does not need itself.
+        defers: whether numbers or copies that the step reads from the device were deferred in its traces.
         kept: fed tensors whose memory the step may also read by another name.
         handles: the step itself.
     """

@@ -51,6 +51,8 @@ class DeferredReads:
         self._is_lost = False
         self._reads = False
         self._is_over = False
+        self._has_copied = False
+        """Whether there were copies that code has needed: it was told of them where it needed them."""
         self.copies: dict[int, tuple[HostCopy, Tensor]] = {}
         """Copies whose values were not needed and what they are copies of, by the identity of the copy."""
         self._moved: set[int] = set()
@@ -71,7 +73,7 @@ class DeferredReads:
             copy.settle()
 
     def __bool__(self) -> bool:
-        return bool(self._made or self.copies or self._is_lost)
+        return bool(self._made or self.copies or self._is_lost or self._has_copied)
 
     def _copy(self, tensor: Tensor) -> Tensor | None:
         if type(tensor) is HostCopy:
@@ -110,6 +112,7 @@ class DeferredReads:
         # C code has passed its memory to an operator already: the trace, which is being told of that, hears of no read.
         self._is_lost |= torch._C._len_torch_dispatch_stack() < self._modes
         _, source = self.copies.pop(id(copy))
+        self._has_copied = True
         copy.settle()
         self._reads = True
         try:

@@ -19,7 +19,7 @@ LENGTHS = [4, 3]
 class Recurrent(nn.Module):
     """Layers with dropout between them, and a dropout of torch's own before them."""
 
-    def __init__(self, kind: Any, *, packed: bool = False, **options: Any) -> None:
+    def __init__(self, kind: Any, *, packed: str = "", **options: Any) -> None:
         super().__init__()
         self.first = nn.Dropout(0.2)
         self.layers = kind(8, 8, num_layers=3, dropout=0.5, **options)
@@ -27,11 +27,15 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The last layer's outputs."""
+        lengths: Any = LENGTHS
+        if self.packed == "copied":
+            # Sorted on the host: the copy waits, and is needed there.
+            lengths = x[..., 0].bool().sum(0).cpu()
         x = self.first(x)
         if not self.packed:
             out: Tensor = self.layers(x)[0]
             return out
-        packed = pack_padded_sequence(x, LENGTHS)
+        packed = pack_padded_sequence(x, lengths, enforce_sorted=not isinstance(lengths, Tensor))
         return pad_packed_sequence(self.layers(packed)[0])[0]
 
 
@@ -46,11 +50,14 @@ def _rig(kind: Any, **options: Any) -> Rig:
         optimizer.step()
         return loss
 
-    calls = [(torch.randn(4, 2, 8).to(DEVICE),) for _ in range(24)]
+    calls = [(torch.randn(4, 2, 8),) for _ in range(24)]
+    for (x,) in calls:
+        x[LENGTHS[1] :, 1] = 0
+    calls = [(x.to(DEVICE),) for (x,) in calls]
     return Rig(step, {"model": model, "optimizer": optimizer}, calls)
 
 
-@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"packed": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"packed": "listed"}, {"packed": "copied"}], ids=str)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_dropout_between_layers_is_replayed(kind: Any, options: dict[str, Any]) -> None:
     """Checks put the state back, and do not have cuDNN draw a new one."""

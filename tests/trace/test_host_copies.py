@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from graphplan import HostSyncError, compile_plan, graphed
 from graphplan.check.cuda_rules import cuda_rules
 from graphplan.tensors.deferred import HostCopy
+from graphplan.trace.deferred_reads import DeferredReads
+from graphplan.trace.operator_schemas import AS_ON_DEVICE
 from tests.lightning.parts import assert_fit_equals_eager, with_step
 from tests.models import keeping_rig
 from tests.twins import Rig, assert_refused, build, drive, line_of, managed
@@ -326,3 +328,16 @@ def test_a_fit_keeps_and_logs_copies(tmp_path: Path) -> None:
     kind = with_step(logs, on_train_epoch_start=starts, on_train_epoch_end=ends)
     found = assert_fit_equals_eager(kind, tmp_path, replayed=4)
     assert found.callback.stats.captured == 1
+
+
+def test_it_is_remembered_that_a_copy_was_deferred_until_code_needed_it() -> None:
+    """A capture has to read where the traces did."""
+    token = AS_ON_DEVICE.set(True)
+    try:
+        with DeferredReads() as reads:
+            assert not reads
+            assert torch.ones(3).cpu().sum() == 3
+        assert reads
+        assert reads.are_over()
+    finally:
+        AS_ON_DEVICE.reset(token)
