@@ -118,8 +118,8 @@ class _SavedState:
 
 class _TapeMode(OperatorMode):
     def __init__(self, reads: KnownReads, given: BatchAnswers | None) -> None:
-        super().__init__()
-        self._reads, self._answers = reads, given
+        super().__init__(given)
+        self._reads = reads
         self.kernels: list[_Kernel] = []
         self.failure: str | None = None
         self.changed: tuple[HostRead, Any] | None = None
@@ -182,10 +182,6 @@ class _TapeMode(OperatorMode):
 
     def operate(self, aside: Aside, call: OperatorCall) -> Any:
         """Run an operator and record it."""
-        answer = None if self._answers is None else self._answers.take(call)
-        if answer is not None and answer.value is not None:
-            return answer.value[0]
-        call = answer.call if answer is not None and answer.call is not None else call
         schema = call.schema
         if schema.name in LIFTS:
             self._record_constant(call.args[0])

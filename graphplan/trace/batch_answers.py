@@ -63,11 +63,11 @@ def positions_among(masks: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 class Answer(NamedTuple):
-    """What a read gives: its ``value`` in a tuple, or a ``call`` to make instead. ``found`` are the tensors that were
-    read; with ``is_content`` they are always the same.
+    """What a read gives: a ``value``, or a ``call`` to make instead. ``found`` are the tensors that were read; with
+    ``is_content`` they are always the same.
     """
 
-    value: tuple[Any] | None
+    value: Any = None
     call: OperatorCall | None = None
     found: Sequence[Tensor] = ()
     is_content: bool = False
@@ -98,26 +98,26 @@ class BatchAnswers:
         self._taken[place] += 1
         read, found = answers[number]
         if read.kind is Kind.VALUE:
-            return Answer((read.found,))
+            return Answer(read.found)
         operator, name, args = call.schema.operator, call.schema.name, call.args
         if read.kind is Kind.CONTENT:
             known = read.found.clone()
             if name == TO_COPY:
-                return Answer((known,), found=(known,), is_content=True)
+                return Answer(known, found=(known,), is_content=True)
             return Answer(None, _with_args(call, args[0], known, *args[2:]), (known,), is_content=True)
         if masks and sum(mask.dim() for mask in masks) != len(found):
             # Another mask than the one that was read.
             return None
         if not masks:
             is_single = len(operator._schema.returns) == 1
-            return Answer((found[0] if is_single else tuple(found),), found=found)
+            return Answer(found[0] if is_single else tuple(found), found=found)
         if name == _SELECT:
-            return Answer(None, OperatorCall(schema_of(_index), (args[0], list(found)), call.kwargs), found)
+            return Answer(None, OperatorCall(schema_of(_index), (args[0], list(found)), call.kwargs, call), found)
         return Answer(None, _with_args(call, args[0], _with_positions(args[1], found), *args[2:]), found)
 
 
 def _with_args(call: OperatorCall, *args: Any) -> OperatorCall:
-    return OperatorCall(call.schema, args, call.kwargs)
+    return OperatorCall(call.schema, args, call.kwargs, call)
 
 
 def _with_positions(indices: Sequence[Tensor | None], found: Sequence[Tensor]) -> list[Tensor | None]:
@@ -145,6 +145,6 @@ def is_right(answer: Answer, call: OperatorCall) -> bool:
     else:
         out = call.schema.call(*call.args, **call.kwargs)
         real = tensors_in(out)
-        if answer.value is not None and not answer.found:
-            return leaf_key(out) == leaf_key(answer.value[0])
+        if answer.call is None and not answer.found:
+            return leaf_key(out) == leaf_key(answer.value)
     return len(answer.found) == len(real) and all(map(same_bits, answer.found, real))

@@ -179,12 +179,11 @@ class BatchRecorder:
 
     def takes(self, answer: Answer, call: OperatorCall) -> bool:
         """Take in a read that was made before the step; False if it gives something else now."""
-        value = None if answer.value is None else answer.value[0]
-        if not (is_right(answer, call) and self.read(call, value)):
+        if not (is_right(answer, call) and self.read(call, answer.value)):
             self.is_outdated = True
             return False
-        if answer.is_content and answer.value is not None:
-            self.note(call, tensors_in(value), call.tensors())
+        if answer.is_content and answer.call is None:
+            self.note(call, tensors_in(answer.value), call.tensors())
         return True
 
     def _has(self, tensor: Tensor) -> bool:

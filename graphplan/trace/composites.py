@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan.errors import Faults
 from graphplan.observe.watching import Aside, is_kept_from_compiler
 from graphplan.tensors.dtensors import is_imagined, is_wrapped
+from graphplan.trace.batch_answers import Answer, BatchAnswers
 from graphplan.trace.operator_schemas import OperatorCall, schema_of
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -32,10 +33,13 @@ _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchK
 
 
 class OperatorMode(TorchDispatchMode):
-    """A mode whose :meth:`operate` hears of every operator, and of composite ones only in parts."""
+    """A mode whose :meth:`operate` hears of every operator, of composite ones only in parts, and of no read that was
+    made before the step: ``answers`` has those.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, answers: BatchAnswers | None = None) -> None:
         super().__init__()
+        self._answers = answers
         self._casts: dict[str, bool] = {}
         self._casting = ExitStack()
         self._depth = 0
@@ -57,6 +61,10 @@ class OperatorMode(TorchDispatchMode):
         self._depth -= 1
         if not self._depth:
             self._casting.close()
+
+    def takes(self, answer: Answer, call: OperatorCall) -> bool:
+        """Return True if ``answer`` is what the call, a read of the batch, gives."""
+        return True
 
     @abstractmethod
     def operate(self, aside: Aside, call: OperatorCall) -> Any:
@@ -81,7 +89,10 @@ class OperatorMode(TorchDispatchMode):
                 if counts is not None:
                     return counts
             try:
-                return self.operate(aside, call)
+                answer = None if self._answers is None else self._answers.take(call)
+                if answer is None or not self.takes(answer, call):
+                    return self.operate(aside, call)
+                return self.operate(aside, answer.call) if answer.call is not None else answer.value
             except Exception as error:  # noqa: BLE001 - the step goes on
                 out = aside.carry_on(error, func, args, call.kwargs)
                 self.faults.note(error)

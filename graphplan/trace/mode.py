@@ -57,7 +57,7 @@ class TraceMode(OperatorMode):
     def __init__(
         self, record: Trace, rates: RateWatch, before: Trace | None = None, answers: BatchAnswers | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(answers)
         before = before or Trace()
         self.record = record
         self.operands = Operands(record.device)
@@ -65,7 +65,7 @@ class TraceMode(OperatorMode):
         self.generators = GeneratorWatch(record.violate)
         self.writes: defaultdict[int | None, int] = defaultdict(int)
         """How often each storage was written to."""
-        self._answers, self._rates = answers, rates
+        self._rates = rates
         self._before = before.operators
         self._source: Source | None = None
         """Where the operator at hand comes from, if that was looked for."""
@@ -81,13 +81,6 @@ class TraceMode(OperatorMode):
 
     def operate(self, aside: Aside, call: OperatorCall) -> Any:
         """Run an operator and write it down."""
-        asked = call
-        answer = None if self._answers is None else self._answers.take(call)
-        if answer is not None and self._takes(answer, call):
-            if answer.value is not None:
-                return answer.value[0]
-            assert answer.call is not None
-            call = answer.call
         schema, record, fixed = call.schema, self.record, self.operands.fixed
         name = schema.name
         self._source = None
@@ -111,7 +104,7 @@ class TraceMode(OperatorMode):
         self._rates.check(name, tensors, made, source)
         if schema.may_synchronize:
             self.syncs.check(call, out, source, list(zip(tensors, operands, strict=True)))
-        self._follow_batch(asked, tensors if call is asked else None, out, made, constant)
+        self._follow_batch(call, tensors, out, made, constant)
         is_fresh = False
         for tensor in made:
             record.dtypes.add(tensor.dtype)
@@ -145,16 +138,16 @@ class TraceMode(OperatorMode):
             record.graph_elsewhere = torch.is_grad_enabled() and not is_recomputed()
 
     def _follow_batch(
-        self, call: OperatorCall, given: list[Tensor] | None, out: Any, made: list[Tensor], constant: Tensor | None
+        self, call: OperatorCall, given: list[Tensor], out: Any, made: list[Tensor], constant: Tensor | None
     ) -> None:
-        """Take in an operator that may follow from the batch alone. What it was ``given`` is looked up if not known."""
-        batch = self.record.batch
+        """Take in an operator that may follow from the batch alone."""
+        batch, asked = self.record.batch, call.asked or call
         if batch is None:
             return
         if constant is not None:
             batch.note_constant(out, constant)
-        elif not is_read(call):
-            batch.note(call, made, call.tensors() if given is None else given)
+        elif not is_read(asked):
+            batch.note(asked, made, given if call is asked else asked.tensors())
 
     def finish(self) -> None:
         """Check what only shows once the step is over."""
@@ -262,7 +255,7 @@ class TraceMode(OperatorMode):
         if state is not None:
             self.record.unowned_draws.append((generator, state))
 
-    def _takes(self, answer: Answer, call: OperatorCall) -> bool:
+    def takes(self, answer: Answer, call: OperatorCall) -> bool:
         """Take in a read that was made before the step; False if it gives something else now."""
         assert self.record.batch is not None
         # What it reads may be an owner's.

@@ -234,13 +234,15 @@ def _has_python_kernel(func: Any) -> bool:
 
 
 class OperatorCall:
-    """One call of an operator, as a dispatch mode hears of it."""
+    """One call of an operator, as a dispatch mode hears of it, or one that is made instead of what was ``asked``."""
 
-    __slots__ = ("args", "kwargs", "schema")
+    __slots__ = ("args", "asked", "kwargs", "schema")
 
-    def __init__(self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], asked: OperatorCall | None = None
+    ) -> None:
         # Not a dataclass's: a trace would hear of each call of code that is in no file.
-        self.schema, self.args, self.kwargs = schema, args, kwargs
+        self.schema, self.args, self.kwargs, self.asked = schema, args, kwargs, asked
 
     def given(self, position: int) -> Any:
         """The argument at ``position``; None if it has its default."""
