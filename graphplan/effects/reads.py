@@ -139,17 +139,13 @@ def _refuse_stale(stale: Mapping[str, Scalar], pair: TracePair) -> NoReturn:
     before, after = told_apart(*(trace.entry_scalars[path] for trace in pair.both))
     name = (scalar.via or scalar.attribute).removeprefix(".").removesuffix("[:]")
     found = find_load((code for code, _ in pair.second.reads.codes), name)
-    raise _named(
+    error = HostScalarError(
         f"the step's code reads {path}{f' at {found}' if found else ''}, which is {before} before one step and {after} "
         "before the next; a replay would keep one value. Hold it in a tensor and update that in place, feed it, or, "
         f"{allowing(*stale)}"
     )
-
-
-def _named(message: str, path: str | None = None) -> HostScalarError:
-    error = HostScalarError(message, path=path)
     error.is_named = True
-    return error
+    raise error
 
 
 def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedLists, *, loose: bool) -> dict[str, Any]:
@@ -174,7 +170,7 @@ def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedL
                 found[path] = new if same_value(old, new) and not _passes_through(scalar) else THERE
         elif _has_changed(scalar, old, new) and pair.reads(scalar):
             what, was, now = difference(path, old, new)
-            raise _named(
+            raise HostScalarError(
                 f"the step's code reads {what}, which is {was} before one step and {now} before the next; a replay "
                 "would keep one. Leave it what it is, look at it outside the step, or, "
                 f"{allowing(path)}",

@@ -22,6 +22,7 @@ from graphplan.effects.host_changes import host_changes
 from graphplan.effects.reads import names_changing
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import (
+    ControlFlowError,
     GraphPlanError,
     HostEffectError,
     HostScalarError,
@@ -427,6 +428,7 @@ class Stages:
                 return None
             if self._may_cover(error, first, second, walk):
                 self._covers = True
+                self._stats.note(f"traced anew, with a look at what code comes to: {error}", "traces")
                 return None
             if self._may_trace_anew(entry, line, first, second, walk):
                 return None
@@ -437,10 +439,12 @@ class Stages:
         """Whether traces that leave out what code does not come to may do: a number that changes stands in the way, or
         what is done in the branch of which it decides.
         """
-        if self._covers or (isinstance(error, HostScalarError) and not error.is_named):
+        if self._covers:
             return False
-        is_named = isinstance(error, HostScalarError)
-        return is_named or names_changing(TracePair(first, second, walk, self._options.allow))
+        if isinstance(error, HostScalarError):
+            return error.is_named
+        is_effect = isinstance(error, (HostEffectError, ControlFlowError))
+        return is_effect and names_changing(TracePair(first, second, walk, self._options.allow))
 
     def _build(self, *parts: Any, allow: Sequence[str], **planning: Any) -> Plan:
         """The plan of two traces. While refusals are collected, what may be allowed is, to find the next one."""
