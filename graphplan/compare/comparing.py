@@ -161,9 +161,9 @@ class Column:
         """The values now."""
         return map(_LOOK_UPS[self.kind], *self._where)
 
-    def row(self, values: list[Any] | None = None, *more: Any) -> Row:
-        """A comparison that holds while the values are what they are now, or ``values``; ``more`` as the kind needs."""
-        return (self.kind, *self._where, list(self.read()) if values is None else values, *more)
+    def row(self) -> Row:
+        """A comparison that holds while the values are what they are now."""
+        return (self.kind, *self._where, list(self.read()))
 
 
 class _Checks:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphplan.compare.comparing import Checks, Column, Row, contents_of, facts_of, row_of
+from graphplan.compare.comparing import Checks, Column, Row, contents_of, facts_of, row_of, rows_of
 from graphplan.compare.tensors import GEOMETRY, geometry
 from graphplan.owners.contents import has_contents, state_of
 from graphplan.owners.kinds import PLAIN
@@ -47,13 +47,10 @@ class Fingerprint:
         # Paths, which loading a state dictionary leaves as they are. A program's guards compare the lists themselves.
         paths = {number: path for number, (path, _) in walk.parameters.items()}
         self._members = {Path.members(path): tuple(paths[id(p)] for p in group["params"]) for path, group in groups}
-        outer = [optimizer.param_groups for _, optimizer in optimizers]
-        lists = [group["params"] for _, group in groups]
-        self._membership = Checks([
-            ("same_values", [vars(optimizer) for _, optimizer in optimizers], ["param_groups"] * len(outer), outer),
-            ("same_values", [group for _, group in groups], ["params"] * len(lists), lists),
-            *contents_of([*outer, *lists]),
-        ])  # fmt: skip
+        lists: list[tuple[Any, ...]]
+        lists = [("same_attributes", optimizer, "param_groups", optimizer.param_groups) for _, optimizer in optimizers]
+        lists += [("same_values", group, "params", group["params"]) for _, group in groups]
+        self._membership = Checks([*rows_of(lists), *contents_of([items for *_, items in lists])])
         # A dictionary of layers or parameters may be put in another order.
         self._order = tuple(
             name
