@@ -234,6 +234,26 @@ def test_all_rows_are_asked(module: Any) -> None:
     assert not checks.hold()
 
 
+def test_single_comparisons_of_a_kind_are_one_row() -> None:
+    singles = [("same_types", 1, int), ("same_values", {"a": 2}, "a", 2), ("same_types", "x", str)]
+    rows = comparing.rows_of(singles)
+    assert rows == [("same_types", [1, "x"], [int, str]), ("same_values", [{"a": 2}], ["a"], [2])]
+    assert comparing.Checks(rows).hold()
+    assert comparing.rows_of([]) == []
+
+
+@pytest.mark.parametrize("kind", ["same_values", "same_attributes", "same_types", "same_lengths"])
+def test_a_column_is_read_and_compared(kind: str) -> None:
+    """An empty one, too."""
+    *places, values = HELD[kind]()
+    names = list(map(str, range(len(values))))
+    column = comparing.Column(kind, zip(names, *places, strict=True))
+    assert column.paths == names
+    assert list(column.read()) == values
+    assert column.row() == (kind, *places, values)
+    assert comparing.Checks([column.row(), comparing.Column(kind, []).row()]).hold()
+
+
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 def test_checks_of_things_that_lead_back_to_them_are_collected(module: Any) -> None:
     kept = Asked()
