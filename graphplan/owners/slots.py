@@ -152,14 +152,6 @@ class Namespace:
         self.entries[free_name(label, self.entries)] = (space, key)
         return True
 
-    def held(self, label: str) -> Any:
-        """What a name leads to; None if there is nothing any more."""
-        space, key = self.entries[label]
-        try:
-            return space[key]
-        except KeyError:
-            return None
-
     def plain(self) -> Namespace:
         """The names that lead to nothing but a number, a string or nothing: holding on to them keeps nothing alive."""
         plain = Namespace()

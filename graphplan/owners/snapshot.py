@@ -55,16 +55,14 @@ class Snapshot:
         each = list({id(t): t for t in tensors}.values())
         # A scripted module keeps its mode in C++.
         self._modes = [(m, m.training) for m in walk.modules if "training" not in vars(m) and hasattr(m, "training")]
+        self._switches = None if within else read_all()
         with _as_memory():
             # The step may have one ask for gradients that does not yet.
             leaves = [*(param for _, param in walk.parameters.values()), *(tensor for tensor in each if tensor.is_leaf)]
             self._grads = [(leaf, leaf.requires_grad, leaf.grad) for leaf in leaves]
-        self._switches = None if within else read_all()
-        with _as_memory():
             # An expanded tensor cannot be written to, by the step no more than by us.
             live = list(filter(_is_copied, each))
-        _check_copies(walk, live)
-        with _as_memory():
+            _check_copies(walk, live)
             copies = copy_all(live, device)
         self._tensors = {id(t): (t, copy) for t, copy in zip(live, copies, strict=True)}
         of_torch = [(partial(set_generator, g), g.get_state()) for g in (*default_generators(), *generators)]
@@ -147,8 +145,7 @@ def _check_copies(walk: Walk, tensors: Iterable[Tensor]) -> None:
         if type(tensor) in PLAIN_KINDS or not has_own_operators(tensor):
             continue
         try:
-            with _as_memory():
-                tensor.detach().clone()
+            tensor.detach().clone()
         except Exception as error:
             path = next((path for path, slot in walk.slots.items() if slot.get() is tensor), "an argument")
             raise CaptureError(

@@ -86,26 +86,28 @@ class _Walker(ValueWalker):
 
     def _names(self, names: Namespace) -> None:
         known = len(self.walk.slots)
-        for label, space, key, value in names.there():
+        there = list(names.there())
+        held = {label: value for label, _, _, value in there}
+        for label, space, key, value in there:
             if not isinstance(space, MappingProxyType):
                 self.walk.places.append((space, key))
             settled = names.settled.get(label)
             if settled is not None and settled[0] is value:
                 self.walk.scalars[label] = settled[1]
                 continue
-            path = self._path_of(label, value, names)
+            path = self._path_of(label, value, names, held)
             # What a module or a class holds is used as an attribute, which the dot says.
             self._value(value, path, space, key, 0, (names, f".{key}" if "." in label else key))
             if path == label and is_plain_code(value):
                 names.settled[label] = value, self.walk.scalars[label]
         self._take_found(known)
 
-    def _path_of(self, label: str, value: Any, names: Namespace) -> str:
+    def _path_of(self, label: str, value: Any, names: Namespace, held: Mapping[str, Any]) -> str:
         """``label``, but what the owner of that name holds, or the variable of that name, is at paths of its own."""
         root, dot, rest = label.partition(".")
         if root not in self._roots and not (dot and root in names.entries):
             return label
-        holder = self._roots[root] if root in self._roots else names.held(root)
+        holder = self._roots[root] if root in self._roots else held.get(root)
         if (holder is value and not dot) or isinstance(holder, (ModuleType, type, NoneType)):
             return label
         return free_name(root, self._roots.keys() | names.entries.keys()) + dot + rest
