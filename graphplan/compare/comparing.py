@@ -30,15 +30,10 @@ def _are_same(look_up: Callable[..., Any], *columns: list[Any]) -> bool:
     return not any(map(is_not, map(look_up, *places), values))
 
 
-def _are_equal(
-    look_up: Callable[[Any, Any], Any],
-    holders: list[Any],
-    keys: list[Any],
-    values: list[Any],
-    equal: Callable[[Any, Any], bool],
-) -> bool:
-    """Whether what is looked up is still as good as the value, everywhere; ``values`` are then what was found."""
-    now = list(map(look_up, holders, keys))
+def _are_equal(look_up: Callable[..., Any], *columns: Any) -> bool:
+    """Whether what is looked up is still as good as the value, everywhere; the values are then what was found."""
+    *places, values, equal = columns
+    now = list(map(look_up, *places))
     if any(map(is_not, now, values)):
         if not all(map(equal, now, values)):
             return False
@@ -105,21 +100,15 @@ def _is_named(items: dict[Any, Any]) -> bool:
 
 
 _LOOK_UPS: dict[str, Callable[..., Any]] = {
-    "same_items": getitem,
-    "same_attributes": getattr,
     # Of dictionaries themselves, None if there is nothing.
-    "same_values": dict.get,
-    "same_types": type,
-    "same_lengths": len,
-    "equal_items": getitem,
-    "equal_attributes": getattr,
-}
-"""What comparisons of columns look up."""
+    "same_values": dict.get, "same_attributes": getattr, "same_types": type, "same_lengths": len,
+}  # fmt: skip
+"""What is looked up in columns."""
 _KINDS: dict[str, Callable[..., bool]] = {
-    **{
-        name: partial(_are_equal if name.startswith("equal") else _are_same, look_up)
-        for name, look_up in _LOOK_UPS.items()
-    },
+    **{name: partial(_are_same, look_up) for name, look_up in _LOOK_UPS.items()},
+    "same_items": partial(_are_same, getitem),
+    "equal_items": partial(_are_equal, getitem),
+    "equal_attributes": partial(_are_equal, getattr),
     "same_lengths": lambda containers, lengths: list(map(len, containers)) == lengths,
     "none_there": lambda dicts, keys: not any(map(contains, dicts, keys)),
     "all_empty": lambda containers: not any(containers),
@@ -143,18 +132,14 @@ def rows_of(comparisons: Iterable[tuple[Any, ...]]) -> list[Row]:
 
 
 class Column:
-    """Places of Python values that are read in one way, and compared in one row.
-
-    Args:
-        kind: what the row is called.
-        places: what messages call each place, and what it is looked up by: a container and a key, or a thing alone.
+    """Places of Python values that are read in one way, and compared in one row of a ``kind``. Each of ``places`` is
+    what messages call it, and what it is looked up by: a container and a key, or a thing alone.
     """
 
     def __init__(self, kind: str, places: Iterable[tuple[Any, ...]]) -> None:
-        kept = list(places)
-        width = 2 if kind in ("same_types", "same_lengths") else 3
-        self.kind = kind
+        self.kind, kept = kind, list(places)
         self.paths: list[str] = [place[0] for place in kept]
+        width = 2 if kind in ("same_types", "same_lengths") else 3
         self._where = [[place[number] for place in kept] for number in range(1, width)]
 
     def read(self) -> Iterator[Any]:
