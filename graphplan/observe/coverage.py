@@ -22,22 +22,26 @@ _LEAVING = ("RETURN", "RAISE", "RERAISE")
 
 class Coverage:
     """Notes what this thread runs, while it is entered, of the user's code and that of installed packages. Nothing
-    where another trace function (of a debugger) is set.
+    where another trace function (of a debugger) is set, or comes to be.
     """
 
     def __init__(self) -> None:
         self._ran: dict[int, tuple[CodeType, set[int]]] = {}
-        self._is_set = False
+        self._trace = self._enter if sys.gettrace() is None else None
 
     def __enter__(self) -> Coverage:
-        if sys.gettrace() is None:
-            self._is_set = True
-            sys.settrace(self._enter)
+        if self._trace is not None:
+            sys.settrace(self._trace)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._is_set:
+        if self._trace is None:
+            return
+        if sys.gettrace() is self._trace:
             sys.settrace(None)
+        else:
+            # What ran after that is not known.
+            self._ran.clear()
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
@@ -54,8 +58,8 @@ class Coverage:
 
     def of(self, code: CodeType) -> CodeType:
         """``code`` without the instructions that did not run; itself if it was not seen to run."""
-        known = self._ran.get(id(code))
-        return code if known is None else _without_unused(code, known[1])
+        _, ran = self._ran.get(id(code), (code, set()))
+        return _without_unused(code, ran) if ran else code
 
 
 is_kept_from_compiler(Coverage._enter.__code__)

@@ -108,6 +108,19 @@ def test_a_trace_function_of_another_stays() -> None:
     assert coverage.of(Thing.branch.__code__) is Thing.branch.__code__
 
 
+def test_a_trace_function_that_is_set_meanwhile_ends_it() -> None:
+    """A debugger that is entered in the middle of a step."""
+    before = sys.gettrace()
+    try:
+        with Coverage() as coverage:
+            Thing().branch()
+            sys.settrace(None)
+            Thing().branch()
+    finally:
+        sys.settrace(before)
+    assert coverage.of(Thing.branch.__code__) is Thing.branch.__code__
+
+
 class Counting(nn.Module):
     """Counts its calls outside of the step, and names the count where ``shows``."""
 
