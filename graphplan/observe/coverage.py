@@ -16,21 +16,25 @@ from graphplan.environment.origin import is_library
 from graphplan.observe.names import jumps_to
 from graphplan.observe.watching import is_kept_from_compiler
 
+_monitoring: Any = getattr(sys, "monitoring", None)
+"""Since Python 3.12, in which a trace function does not hear of all instructions of the first call that it sees."""
+_NAME = "graphplan coverage"
 _NOP = bytes((dis.opmap["NOP"], 0))
 _LEAVING = ("RETURN", "RAISE", "RERAISE")
 
 
 class Coverage:
-    """Notes what this thread runs, while it is entered, of the user's code and that of installed packages. Nothing
-    where another trace function (of a debugger) is set, or comes to be.
+    """Notes what runs, while it is entered, of the user's code and that of installed packages: of this thread, by a
+    trace function, unless another one (of a debugger) is set or comes to be.
     """
 
     def __init__(self) -> None:
         self._ran: dict[int, tuple[CodeType, set[int]]] = {}
-        self._trace = self._enter if sys.gettrace() is None else None
+        self._trace: Any = None
 
     def __enter__(self) -> Coverage:
-        if self._trace is not None:
+        if sys.gettrace() is None:
+            self._trace = self._call
             sys.settrace(self._trace)
         return self
 
@@ -43,7 +47,7 @@ class Coverage:
             # What ran after that is not known.
             self._ran.clear()
 
-    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
         if is_library(code.co_filename):
             return None
@@ -62,7 +66,53 @@ class Coverage:
         return _without_unused(code, ran) if ran else code
 
 
-is_kept_from_compiler(Coverage._enter.__code__)
+class MonitoredCoverage(Coverage):
+    """The same by ``sys.monitoring`` (:pep:`669`), of all threads, if a number for another tool is left."""
+
+    def __enter__(self) -> Coverage:
+        self._tool = next((number for number in range(6) if _monitoring.get_tool(number) is None), None)
+        if self._tool is not None:
+            _monitoring.use_tool_id(self._tool, _NAME)
+            for event, callback in self._callbacks().items():
+                _monitoring.register_callback(self._tool, event, callback)
+            _monitoring.set_events(self._tool, _monitoring.events.PY_START | _monitoring.events.PY_RESUME)
+            # What an earlier one need not be told of again.
+            _monitoring.restart_events()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._tool is None:
+            return
+        _monitoring.set_events(self._tool, 0)
+        for code, _ in self._ran.values():
+            _monitoring.set_local_events(self._tool, code, 0)
+        for event in self._callbacks():
+            _monitoring.register_callback(self._tool, event, None)
+        _monitoring.restart_events()
+        _monitoring.free_tool_id(self._tool)
+
+    def _callbacks(self) -> dict[int, Any]:
+        events = _monitoring.events
+        return {events.PY_START: self._starts, events.PY_RESUME: self._starts, events.INSTRUCTION: self._runs}
+
+    def _starts(self, code: CodeType, offset: int) -> Any:
+        if not is_library(code.co_filename) and id(code) not in self._ran:
+            self._ran[id(code)] = code, {offset}
+            _monitoring.set_local_events(self._tool, code, _monitoring.events.INSTRUCTION)
+        return _monitoring.DISABLE
+
+    def _runs(self, code: CodeType, offset: int) -> Any:
+        self._ran[id(code)][1].add(offset)
+        return _monitoring.DISABLE
+
+
+for _code in (Coverage._call, MonitoredCoverage._starts, MonitoredCoverage._runs):
+    is_kept_from_compiler(_code.__code__)
+
+
+def new_coverage() -> Coverage:
+    """The kind that hears of all instructions here."""
+    return Coverage() if _monitoring is None else MonitoredCoverage()
 
 
 def _without_unused(code: CodeType, ran: set[int]) -> CodeType:

@@ -15,7 +15,7 @@ from graphplan.errors import HostEffectError
 from graphplan.feed.call_arguments import CallArguments, call_step
 from graphplan.feed.signature import Feed, is_dense, is_literal
 from graphplan.observe.capture_state import presenting_capture
-from graphplan.observe.coverage import Coverage
+from graphplan.observe.coverage import new_coverage
 from graphplan.observe.profile import Profile
 from graphplan.observe.source import find_source, runs_step
 from graphplan.owners.sharding import Sharding, come_to_rest
@@ -120,7 +120,7 @@ def _run(
     fn: Callable[..., Any], feed: Feed, fed: CallArguments, mode: TraceMode, record: Trace, sharding: Sharding
 ) -> Any:
     """Run the step under everything that watches it, and note what it ran, read and drew."""
-    coverage = Coverage() if record.covers else None
+    coverage = new_coverage() if record.covers else None
     profile = Profile(mode.syncs.read, lambda: record.prints.append(str(find_source())), coverage)
     drawn, held = host_generators(), sharding.holds_gradients()
     states = TracedStates(mode.generators)

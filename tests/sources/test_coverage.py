@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from graphplan import graph_step
 from graphplan.errors import HostScalarError
 from graphplan.observe.comparisons import comparisons_in
-from graphplan.observe.coverage import Coverage
+from graphplan.observe.coverage import Coverage, MonitoredCoverage, new_coverage
 from graphplan.observe.names import names_of
 from tests.twins import Rig, assert_same_as_eager
+
+monitored = pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="since Python 3.12")
+by_trace_function = pytest.mark.skipif(hasattr(sys, "monitoring"), reason="before Python 3.12")
 
 
 class Thing:
@@ -60,7 +63,7 @@ class Thing:
 
 def names_after(run: Callable[[], Any], code: CodeType) -> frozenset[str]:
     """The attributes that ``code`` names as far as it ran."""
-    with Coverage() as coverage:
+    with new_coverage() as coverage:
         run()
     return frozenset(name for name in names_of(coverage.of(code)).attributes if not name.endswith("[:]"))
 
@@ -87,11 +90,12 @@ def test_a_comparison_is_found_in_what_ran() -> None:
 
     thing = Thing()
     assert comparisons_in(now_and_then.__code__, "number") is None
-    with Coverage() as coverage:
+    with new_coverage() as coverage:
         now_and_then(thing)
     assert comparisons_in(coverage.of(now_and_then.__code__), "number") == frozenset()
 
 
+@by_trace_function
 def test_a_trace_function_of_another_stays() -> None:
     def trace(frame: Any, event: str, arg: Any) -> None:
         return None
@@ -108,6 +112,7 @@ def test_a_trace_function_of_another_stays() -> None:
     assert coverage.of(Thing.branch.__code__) is Thing.branch.__code__
 
 
+@by_trace_function
 def test_a_trace_function_that_is_set_meanwhile_ends_it() -> None:
     """A debugger that is entered in the middle of a step."""
     before = sys.gettrace()
@@ -119,6 +124,29 @@ def test_a_trace_function_that_is_set_meanwhile_ends_it() -> None:
     finally:
         sys.settrace(before)
     assert coverage.of(Thing.branch.__code__) is Thing.branch.__code__
+
+
+@monitored
+def test_without_a_number_for_a_tool_nothing_is_known() -> None:
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+    taken = [number for number in range(6) if monitoring.get_tool(number) is None]
+    for number in taken:
+        monitoring.use_tool_id(number, "another")
+    try:
+        with MonitoredCoverage() as coverage:
+            Thing().branch()
+    finally:
+        for number in taken:
+            monitoring.free_tool_id(number)
+    assert coverage.of(Thing.branch.__code__) is Thing.branch.__code__
+
+
+@monitored
+def test_each_one_hears_of_everything_again() -> None:
+    thing, code = Thing(), Thing.branch.__code__
+    for other, expected in ((0, {"other", "last"}), (1, {"other", "number"}), (0, {"other", "last"})):
+        thing.other = other
+        assert names_after(thing.branch, code) == expected
 
 
 class Counting(nn.Module):
