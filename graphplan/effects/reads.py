@@ -180,11 +180,15 @@ def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedL
 
 
 def names_changing(pair: TracePair) -> bool:
-    """Return True if the step's code names a number that was another one before each of the traces."""
+    """Return True if the step's code names a number that was another one before each of the traces, and that it does
+    not change itself.
+    """
     before, now = (trace.entry_scalars for trace in pair.both)
+    own = {path for trace in pair.both for path in trace.changes.scalars}
     return any(
         type(now.get(path)) in COMPARABLE and not same_value(before.get(path), now[path]) and pair.reads(scalar)
         for path, scalar in pair.walk.scalars.items()
+        if path not in own and not names(path, Of.LENGTH)
     )
 
 
