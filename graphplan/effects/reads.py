@@ -185,10 +185,10 @@ def names_changing(pair: TracePair) -> bool:
     """
     before, now = (trace.entry_scalars for trace in pair.both)
     own = {path for trace in pair.both for path in trace.changes.scalars}
+    both = {path: scalar for path, scalar in pair.walk.scalars.items() if path in before.keys() & now.keys() - own}
     return any(
-        type(now.get(path)) in COMPARABLE and not same_value(before.get(path), now[path]) and pair.reads(scalar)
-        for path, scalar in pair.walk.scalars.items()
-        if path not in own and not names(path, Of.LENGTH)
+        type(now[path]) in COMPARABLE and not same_value(before[path], now[path]) and pair.reads(scalar)
+        for path, scalar in both.items()
     )
 
 
