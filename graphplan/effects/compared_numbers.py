@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from inspect import getattr_static
 from types import CodeType
 from typing import Any
 
 from graphplan.effects.trace_pair import TracePair
+from graphplan.environment.origin import is_library
 from graphplan.observe.comparisons import COMPARABLE, NUMBERS, Comparison, Reference, comparisons_in
 from graphplan.owners.slots import Namespace, Scalar
 from graphplan.owners.views import Numbers, attributes_of
@@ -21,11 +23,11 @@ def find_comparisons(pair: TracePair) -> dict[str, tuple[Comparison, ...]]:
         return {}
     before, now = (trace.entry_scalars for trace in pair.both)
     attributes = {path: scalar for path, scalar in pair.walk.scalars.items() if _is_attribute(scalar)}
-    homes = {id(scalar.owner): path.removesuffix(scalar.attribute) for path, scalar in attributes.items()}
+    objects = _Objects(attributes)
 
     def number_at(owner: int, names: tuple[str, ...]) -> Any:
         """The number to which ``names`` lead from an object, if it stays; None if that is not known."""
-        for path in _paths(homes.get(owner, ""), names):
+        for path in objects.paths(owner, names):
             if path in now and not pair.allows(path) and same_value(before.get(path), now[path]):
                 return now[path]
         return None
@@ -89,11 +91,30 @@ def _with_numbers(
     return tuple(dict.fromkeys(found))
 
 
-def _paths(home: str, names: tuple[str, ...]) -> Iterator[str]:
-    """The paths that ``names`` may have from an object whose attributes' paths begin with ``home``: what a property
-    gives mostly lies in an attribute with an underscore before its name. The Trainer is an owner of its own.
-    """
-    first, *others = names
-    for start in (home, ""):
-        for name in (first, f"_{first}"):
-            yield start + ".".join((name, *others))
+class _Objects:
+    """The objects that have ``attributes``, by identity, and how the paths of what they lead to begin."""
+
+    def __init__(self, attributes: Mapping[str, Scalar]) -> None:
+        self._found: dict[int, tuple[Any, set[str]]] = {}
+        for path, scalar in attributes.items():
+            thing = scalar.container.thing if type(scalar.container) is Numbers else scalar.owner
+            self._found.setdefault(id(thing), (thing, set()))[1].add(path.removesuffix(scalar.attribute))
+
+    def paths(self, owner: int, names: Sequence[str]) -> Iterator[str]:
+        """The paths of what ``names`` lead to from an object, which may be an owner of its own (the Trainer)."""
+        thing, homes = self._found.get(owner, (None, set[str]()))
+        first, *others = names
+        # A property of Lightning's or torch's gives what lies in an attribute with an underscore before its name.
+        known = (first, f"_{first}") if _is_librarys_property(type(thing), first) else (first,)
+        for name in known:
+            for home in homes:
+                yield home + ".".join((name, *others))
+            behind = (attributes_of(thing) or {}).get(name)
+            if others and id(behind) in self._found:
+                yield from self.paths(id(behind), others)
+
+
+def _is_librarys_property(kind: type, name: str) -> bool:
+    found: Any = getattr_static(kind, name, None)
+    code = getattr(found.fget, "__code__", None) if isinstance(found, property) else None
+    return code is not None and is_library(code.co_filename)

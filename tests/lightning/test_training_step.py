@@ -154,6 +154,21 @@ class ByHyperparameter(Showing):
         return every
 
 
+class ByProperty(Showing):
+    """Not what lies in the attribute of almost this name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._often = 5
+
+    @property
+    def often(self) -> int:
+        return 2 * self._often
+
+    def is_due(self, batch_idx: int) -> bool:
+        return self.global_step % self.often == 0
+
+
 class ByItem(Showing):
     def is_due(self, batch_idx: int) -> bool:
         return self.trainer.global_step % self.options["every"] == self.first
@@ -188,7 +203,7 @@ def test_the_number_of_the_step_now_and_then(tmp_path: Path) -> None:
     """Where a branch asks for it that most steps do not take, the others are replayed."""
     for kind, replayed in {
         ByAttribute: 30, ByClass: 20, ByHyperparameter: 30, ByItem: 30, ByTrainer: 30, ByIndex: 25,
-        AtTheEnd: 25, AfterBackward: 35,
+        AtTheEnd: 25, AfterBackward: 35, ByProperty: 0,
     }.items():  # fmt: skip
         folder = tmp_path / kind.__name__
         expected = fit(kind, folder / "eager", max_epochs=6)
