@@ -423,10 +423,11 @@ class Stages:
                 line.traces = [second]
                 self._stats.note(f"traced anew: {error}", "traces")
                 return None
-            if self._tells_apart(entry, first, second, walk):
+            may_cover = self._may_cover(error, first, second, walk)
+            if self._tells_apart(entry, first, second, walk, only_compared=may_cover):
                 line.traces = [second]
                 return None
-            if self._may_cover(error, first, second, walk):
+            if may_cover:
                 self._covers = True
                 self._stats.note(f"traced anew, with a look at what code comes to: {error}", "traces")
                 return None
@@ -456,9 +457,10 @@ class Stages:
                     raise
                 allow = (*allow, error.path)
 
-    def _tells_apart(self, entry: Entry, first: Trace, second: Trace, walk: Walk) -> bool:
+    def _tells_apart(self, entry: Entry, first: Trace, second: Trace, walk: Walk, *, only_compared: bool) -> bool:
         """Whether the traces are for other outcomes of comparisons with owners' numbers, as calls are from now on: of
-        both traces, or of one, after whose outcome code does no more with the number.
+        both traces, or of one, after whose outcome code does no more with the number. ``only_compared``: not of numbers
+        with which code computes after an outcome, since it may not come to that.
         """
         for one, other in ((first, second), *([(first, first), (second, second)] if self._covers else [])):
             found = find_comparisons(TracePair(one, other, walk, self._options.allow))
@@ -467,7 +469,8 @@ class Stages:
                 for path, comparisons in found.items()
                 if not come_out_alike(comparisons, *(trace.entry_scalars.get(path) for trace in (first, second)))
             }
-            if compared:
+            computes = any(made.computes is not None for _, comparisons in compared.values() for made in comparisons)
+            if compared and not (computes and only_compared):
                 entry.compare(compared, second.entry_scalars)
                 return True
         return False
