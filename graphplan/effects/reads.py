@@ -185,11 +185,9 @@ def names_changing(pair: TracePair) -> bool:
     """
     before, now = (trace.entry_scalars for trace in pair.both)
     own = {path for trace in pair.both for path in trace.changes.scalars}
-    both = {path: scalar for path, scalar in pair.walk.scalars.items() if path in before.keys() & now.keys() - own}
-    return any(
-        type(now[path]) in COMPARABLE and not same_value(before[path], now[path]) and pair.reads(scalar)
-        for path, scalar in both.items()
-    )
+    kept = (before.keys() & now.keys() & pair.walk.scalars.keys()) - own
+    changed = (path for path in kept if type(now[path]) in COMPARABLE and not same_value(before[path], now[path]))
+    return any(pair.reads(pair.walk.scalars[path]) for path in changed)
 
 
 def changed_metadata(pair: TracePair) -> str | None:

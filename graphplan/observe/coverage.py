@@ -84,7 +84,8 @@ class MonitoredCoverage(Coverage):
         if self._tool is None:
             return
         _monitoring.set_events(self._tool, 0)
-        for code, _ in self._ran.values():
+        # Other threads may be about to add theirs.
+        for code, _ in list(self._ran.values()):
             _monitoring.set_local_events(self._tool, code, 0)
         for event in self._callbacks():
             _monitoring.register_callback(self._tool, event, None)
