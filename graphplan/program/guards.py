@@ -91,8 +91,8 @@ class Guards:
             found = state if is_optimizer_state(slot.path) else held
             found.update((id(tensor), tensor) for tensor in tensor_leaves(slot.get()))
         tensors, lying = list(held.values()), [tensor for tensor in state.values() if id(tensor) not in held]
-        self.compared = frozenset([*held, *state])
-        """Tensors of which is compared what they are like, by identity."""
+        self.compared = frozenset(held)
+        """Tensors of which everything is compared, by identity."""
         sharded = [value for value in (*(slot.get() for slot in slots), *grads) if is_sharded(value)]
         return [*_rows_of_shards(sharded), row_of(tensors, placed=True), row_of(lying, placed=True, alone=True)]
 
