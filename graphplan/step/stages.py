@@ -7,8 +7,7 @@ an error ends.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,16 +15,10 @@ import torch
 
 from graphplan.backends.backend import is_out_of_memory, refusing_memory
 from graphplan.compare.building import build_later
-from graphplan.effects.compared_numbers import find_comparisons
 from graphplan.effects.host import check_threads, omissions
-from graphplan.effects.host_changes import host_changes
-from graphplan.effects.reads import names_changing
-from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import (
-    ControlFlowError,
     GraphPlanError,
     HostEffectError,
-    HostScalarError,
     LearningRateError,
     OutcomeError,
     RefusalError,
@@ -36,12 +29,8 @@ from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.placeholders import ReadSignal, compares_classes
 from graphplan.feed.signature import Feed, asks_for_gradients
 from graphplan.feed.unread import UnreadValues, with_placeholders
-from graphplan.observe.comparisons import come_out_alike
 from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.snapshot import Snapshot
-from graphplan.plan.build import build_plan, build_plan_like
-from graphplan.plan.difference import is_reordered
-from graphplan.plan.plan import Plan
 from graphplan.program.accumulators import renew_accumulators
 from graphplan.program.capture import capture_program, outdated
 from graphplan.program.faults import is_steps_own, refusal_of
@@ -49,13 +38,14 @@ from graphplan.specs.policy import Policy
 from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants, reads_of
 from graphplan.step.compiled import Rehearsal, refuse_beside_compiled, refuse_graphs_within, uncompiled
 from graphplan.step.memory_budget import MemoryBudget
-from graphplan.step.programs import Entry, Line
+from graphplan.step.planner import FICKLE_TRACES, Planner
+from graphplan.step.programs import Entry
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
 from graphplan.tensors.trees import flatten_result
 from graphplan.trace.batch_recorder import BatchRecorder, recorder_of
 from graphplan.trace.deferred_reads import DeferredReads
-from graphplan.trace.records import Trace, collect
+from graphplan.trace.records import Trace
 
 _NO_ACCIDENT = 2
 """Steps in a row that are no coincidence."""
@@ -63,12 +53,6 @@ _OFTEN = 32
 """A key that comes again within so many calls gets its program early, if that costs less than usual."""
 _TURNS = 2
 """Calls for which a key waits for another one's plan."""
-_REORDERED = 5
-"""Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps."""
-_FICKLE_TRACES = 3
-"""Traces and captures of one line that may come to another value than a trace before, where the step branches on it."""
-_STRADDLING = 3
-"""Pairs of traces in a row between which host code changed something: it is no coincidence any more."""
 
 
 class Stages:
@@ -85,16 +69,12 @@ class Stages:
         self._has_begun = False
         self._defers = True
         """Whether reads of numbers wait until values are needed."""
-        self._covers = False
-        self._latest: Trace | None = None
-        """The latest trace, until there is a plan or a refusal."""
-        self._changing = "", 0
-        """The path whose value differs between consecutive traces of any key, and how often in a row."""
+        self._planner = Planner(parts)
 
     def forget(self) -> None:
         """Let go of what was traced."""
         self._changes = []
-        self._latest, self._changing = None, ("", 0)
+        self._planner.forget()
 
     def is_ready(self, entry: Entry) -> bool:
         """Whether the next call of ``entry`` is traced or captured instead of one more eager step. Asked once for each.
@@ -106,11 +86,11 @@ class Stages:
         calls = self._stats.calls
         is_often, entry.called = calls - entry.called <= _OFTEN, calls
         enough = self._options.warmup_steps
-        if self._options.mode != "train" or not (entry.is_new and self._may_take_one(entry)):
+        if self._options.mode != "train" or not (entry.is_new and self._planner.may_take_one(entry)):
             return entry.warm >= enough
         others = self._programs.other_shapes(entry)
         is_planned = self._programs.is_further(entry)
-        waits = not (is_planned or self._changing[1])
+        waits = not (is_planned or self._planner.is_changing)
         is_begun = waits and any(line.traces for other in others for line in other.lines.values())
         if entry.warm < enough:
             warm = entry.warm + sum(other.warm for other in others)
@@ -119,10 +99,6 @@ class Stages:
             entry.warm = enough
         entry.waited += is_begun
         return not (is_begun and entry.waited <= _TURNS)
-
-    def _may_take_one(self, entry: Entry) -> bool:
-        """Whether one trace may be enough: the first replay is checked, and no other ranks train along."""
-        return self._peers is None and not entry.takes_two and self._options.schedule.after(0) == 1
 
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
         """An eager step that takes in the owners that it uses; they are known if another shape has a plan."""
@@ -199,7 +175,7 @@ class Stages:
             # It would keep the frames of the recorded step.
             refusal.__traceback__ = None
             call.line.outcomes += 1
-            if call.line.outcomes < _FICKLE_TRACES:
+            if call.line.outcomes < FICKLE_TRACES:
                 return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal), managed=True)
             refusal = refusal.refusal
         self._refuse(entry, refusal)
@@ -266,7 +242,7 @@ class Stages:
         facts, feed = Trace(), call.feed
         rehearses = self._managed.runs_compiled(call.walk)
         facts.expects = not rehearses and self._peers is None
-        facts.covers = self._covers
+        facts.covers = self._planner.covers
         if facts.expects:
             facts.batch = recorder_of(feed)
         if not rehearses and self._defers:
@@ -346,16 +322,14 @@ class Stages:
         if facts.batch is not None and not self._take_reads(call, facts.batch, facts):
             line.traces = []
             return
-        self._note_change(facts, walk)
+        self._planner.note(facts, walk)
         # What turned up for the first time is the step's own, or a name that one more trace will know.
         entry.takes_two |= not self._managed.is_settled
         line.traces.append(facts)
         line.state = [path for path in facts.entry_paths if is_optimizer_state(path)]
-        plan = line.plan = self._plan(call, walk, at_end)
+        plan = line.plan = self._planner.plan(call, walk, at_end)
         if plan is None:
             return
-        line.traces, self._latest = [], None
-        line.straddling = 0
         for text in omissions(facts, self._options.allow):
             self._refusals.warn(text)
         self._runner.plan = plan
@@ -386,119 +360,6 @@ class Stages:
             return False
         found.is_outdated = not reads.is_like(found)
         return not found.is_outdated
-
-    def _note_change(self, facts: Trace, walk: Walk) -> None:
-        before, self._latest = self._latest, facts
-        if before is not None:
-            changed = host_changes(TracePair(before, facts, walk, self._options.allow))
-            path = "" if changed is None else changed.split(" was ")[0]
-            self._changing = path, self._changing[1] + 1 if path and path == self._changing[0] else int(bool(path))
-
-    def _plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
-        """The plan of two traces; or of one, if another key has a plan like it and the first replay is checked."""
-        entry, line, feed = call.entry, call.line, call.feed
-        handles = self._managed.handles
-        planning: dict[str, Any] = {"allow": self._options.allow, "walk": at_end}
-        first, *others = line.traces
-        if not others:
-            line.is_like_others = False
-            if self._may_take_one(entry):
-                known = [plan for other in self._programs.others(entry) for plan in other.plans]
-                with self._managed.rates, suppress(RefusalError):
-                    plan = build_plan_like(known, first, feed, handles, **planning)
-                    line.is_like_others = plan is not None
-                    return plan
-            return None
-        (second,) = others
-        loose = max(line.straddling, self._changing[1] - 1) >= _STRADDLING - 1
-        try:
-            with self._managed.rates:
-                return self._build(first, second, feed, handles, loose=loose, **planning)
-        except RefusalError as error:
-            line.traces = []
-            if isinstance(error, OutcomeError):
-                line.outcomes += 1
-                if line.outcomes >= _FICKLE_TRACES:
-                    raise error.refusal from None
-                line.traces = [second]
-                self._stats.note(f"traced anew: {error}", "traces")
-                return None
-            may_cover = self._may_cover(error, first, second, walk)
-            if self._tells_apart(entry, first, second, walk, only_compared=may_cover):
-                line.traces = [second]
-                return None
-            if may_cover:
-                self._covers = True
-                self._stats.note(f"traced anew, with a look at what code comes to: {error}", "traces")
-                return None
-            if self._may_trace_anew(entry, line, first, second, walk):
-                return None
-            self._latest = None
-            raise
-
-    def _may_cover(self, error: RefusalError, first: Trace, second: Trace, walk: Walk) -> bool:
-        """Whether traces that leave out what code does not come to may do: a number that changes stands in the way, or
-        what is done in the branch of which it decides.
-        """
-        if self._covers:
-            return False
-        if isinstance(error, HostScalarError):
-            return error.is_named
-        is_effect = isinstance(error, (HostEffectError, ControlFlowError))
-        return is_effect and names_changing(TracePair(first, second, walk, self._options.allow))
-
-    def _build(self, *parts: Any, allow: Sequence[str], **planning: Any) -> Plan:
-        """The plan of two traces. While refusals are collected, what may be allowed is, to find the next one."""
-        while True:
-            try:
-                return build_plan(*parts, allow=allow, **planning)
-            except RefusalError as error:
-                if error.path is None or error.path in allow or not collect(error):
-                    raise
-                allow = (*allow, error.path)
-
-    def _tells_apart(self, entry: Entry, first: Trace, second: Trace, walk: Walk, *, only_compared: bool) -> bool:
-        """Whether the traces are for other outcomes of comparisons with owners' numbers, as calls are from now on: of
-        both traces, or of one, after whose outcome code does no more with the number. ``only_compared``: not of numbers
-        with which code computes after an outcome, since it may not come to that.
-        """
-        for one, other in ((first, second), *([(first, first), (second, second)] if self._covers else [])):
-            found = find_comparisons(TracePair(one, other, walk, self._options.allow))
-            compared = {
-                path: (walk.scalars[path], comparisons)
-                for path, comparisons in found.items()
-                if not come_out_alike(comparisons, *(trace.entry_scalars.get(path) for trace in (first, second)))
-            }
-            computes = any(made.computes is not None for _, comparisons in compared.values() for made in comparisons)
-            if compared and not (computes and only_compared):
-                entry.compare(compared, second.entry_scalars)
-                return True
-        return False
-
-    def _may_trace_anew(self, entry: Entry, line: Line, first: Trace, second: Trace, walk: Walk) -> bool:
-        """Whether two traces differ by what happened between them, so that further ones may be alike."""
-        if self._changing[1] >= _STRADDLING:
-            return False
-        moved = second.moved_since(first)
-        # For example, a checkpoint was loaded.
-        changed = None if moved is None else f"{moved} is not what it was one step before"
-        # Ranks have to trace in the same steps.
-        may_reorder = changed is None and self._peers is None and line.reordered < _REORDERED
-        if may_reorder and is_reordered(first, second):
-            line.reordered += 1
-            entry.warm = self._options.warmup_steps - 2 ** (line.reordered + 1)
-            self._stats.note(
-                "traced anew: autograd's engine ran the same operators in another order one step before", "traces"
-            )
-            return True
-        changed = changed or host_changes(TracePair(first, second, walk, self._options.allow))
-        line.straddling += changed is not None
-        if changed is None or line.straddling >= _STRADDLING:
-            return False
-        # For example, an epoch ended: the second trace is the first of the next pair.
-        line.traces = [second]
-        self._stats.note(f"traced anew: {changed}", "traces")
-        return True
 
     def _capture(self, call: Call, undo: ExitStack) -> Any:
         """Capture a call, give it its results, and have its entry serve calls with the program. Raises ReadSignal if a

@@ -102,7 +102,7 @@ def test_odd_tensors_in_a_trainer(name: str, tmp_path: Path) -> None:
         "callback.loop.training_loop:LoopSeam.__init__",
         "callback.logging.late_numbers:LateRows.install",
         "callback.loop.seam:Seam.__init__",
-        "step.stages:build_plan", "verify.check:Check.compare", "program.program:Program.fits",
+        "step.planner:build_plan", "verify.check:Check.compare", "program.program:Program.fits",
     ],
 )  # fmt: skip
 @pytest.mark.crossed(2, 1)

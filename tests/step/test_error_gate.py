@@ -78,9 +78,10 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.program.guards": ["Guards.hold"],
     "graphplan.program.program": ["Program.fits", "Program.misfit", "Program.run_recorded"],
     "graphplan.step.stages": [
-        "Snapshot", "with_placeholders", "capture_program", "build_plan", "omissions",
+        "Snapshot", "with_placeholders", "capture_program", "omissions",
         "check_threads",
     ],
+    "graphplan.step.planner": ["build_plan"],
     "graphplan.step.memory_budget": ["MemoryBudget.make", "MemoryBudget.settle"],
     "graphplan.trace.mode": ["TraceMode.operate", "TraceMode.finish"],
     "graphplan.trace.operands": ["Operands.add"],
