@@ -67,14 +67,19 @@ from graphplan.step.graphed_step import graph_step as graph_step
 
 if TYPE_CHECKING:
     from graphplan.callback.callback import GraphPlanCallback as GraphPlanCallback
+    from graphplan.callback.transformers_trainer import GraphPlanTrainer as GraphPlanTrainer
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Lightning callback only when it is asked for: the core needs torch alone."""
+    """Import Lightning or transformers only when what is for them is asked for: the core needs torch alone."""
     if name == "GraphPlanCallback":
         from graphplan.environment.lightnings import installed_callback_class
 
         return installed_callback_class()
+    if name == "GraphPlanTrainer":
+        from graphplan.callback.transformers_trainer import GraphPlanTrainer
+
+        return GraphPlanTrainer
     raise AttributeError(f"module 'graphplan' has no attribute {name!r}")

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
-from graphplan.transformers import GraphPlanTrainer
+from graphplan import GraphPlanTrainer
 
 LENGTH = 32
 

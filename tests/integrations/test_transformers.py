@@ -15,8 +15,7 @@ pytest.importorskip("accelerate", reason="the Trainer of transformers needs acce
 
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from graphplan import HostSyncError
-from graphplan.transformers import GraphPlanTrainer
+from graphplan import GraphPlanTrainer, HostSyncError
 from tests.facts import assert_same, flatten
 
 pytestmark = [
