@@ -57,8 +57,7 @@ class HostSyncs:
     def read(self, name: str, tensor: Tensor | None) -> None:
         """Note a read of a tensor's memory that is no operator."""
         given = [(tensor, self._operands.internal(tensor))] if tensor is not None and name == "Tensor.tolist" else []
-        if given and self._are_constants(given):
-            self._trace.host_reads.append(HostRead(find_place(), None))
+        if given and self._is_constant_read(given):
             return
         self._trace.violate(
             HostSyncError,
@@ -130,6 +129,13 @@ class HostSyncs:
         """Return True if all values are computed on the host from Python's numbers alone."""
         return self._are_fixed(given) and not _waits(given)
 
+    def _is_constant_read(self, given: _Given) -> bool:
+        """Note a read of constants on the host, which a capture may make as well; False if they are none."""
+        if not self._are_constants(given):
+            return False
+        self._trace.host_reads.append(HostRead(find_place(), None))
+        return True
+
     def _has_constant_shape(self, call: OperatorCall, out: Any, given: _Given) -> bool:
         """Return True if the shape of ``out`` follows from Python's numbers. A capture gets the positions."""
         name = call.schema.name
@@ -138,7 +144,7 @@ class HostSyncs:
         elif name == NONZERO:
             deciding = list(given)
         else:
-            return self._are_constants(given)
+            return self._is_constant_read(given)
         if not self._are_fixed(deciding):
             return False
         positions = without_masks(call.args[1]) if name in INDEXING else out.detach().clone()

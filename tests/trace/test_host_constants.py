@@ -117,6 +117,17 @@ def test_a_capture_that_copies_other_values_is_refused() -> None:
         constants.check()
 
 
+def test_shapes_that_follow_from_them_are_replayed() -> None:
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.repeat_interleave(torch.tensor([2, 1])), torch.tensor([1, 0, 1]).bincount() * x
+
+    fast = graph_step(step, backend="tape", warmup_steps=1)
+    for number in range(6):
+        x = torch.tensor([1.0, number])
+        assert all(map(torch.equal, fast(x), step(x)))
+    assert fast.stats.replayed == 2
+
+
 def test_beside_compiled_code_they_are_refused() -> None:
     """That does not run compiled within the mode that answers a capture."""
     plan = compile_plan(lambda x: [x * 2, torch.arange(4).to("meta")][0], torch.ones(2), owners={})
