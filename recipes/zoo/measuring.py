@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +22,9 @@ Row = dict[str, Any]
 Oracle = tuple[str, Callable[[], State]]
 Stage = Callable[[Run, Row], None]
 _WARM_EAGER = 10
-_TURNS = 3
+_TURNS = 4
+_COUNTED = 15
+"""Steps of which the calls are counted."""
 _SPREAD = 3
 """How many times as far from eager as eager is from itself a run may be."""
 
@@ -96,17 +99,57 @@ def in_trainer(run: Run, row: Row) -> None:
         row |= compare(found, oracles_of(run, state, train, with_optimizer=row.get("form") == "whole"))
 
 
+class Calls(pl.Callback):
+    """Counts the functions, in Python and C, that the last steps of a fit call, as a profiler hears of them."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+        self.count = 0
+
+    def _note(self, frame: Any, event: str, arg: Any) -> None:
+        self.count += event in ("call", "c_call")
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Count from the first of them to the beginning of the last."""
+        if batch_idx == self._last - _COUNTED:
+            sys.setprofile(self._note)
+        elif batch_idx == self._last:
+            sys.setprofile(None)
+
+
+def calls_in(run: Run, callback: pl.Callback) -> float:
+    """Calls per step of a late part of a fit."""
+    counts = Calls(run.warm + run.steps)
+    fit(run, callback, counts)
+    return counts.count / _COUNTED
+
+
 def in_turns(run: Run, row: Row) -> None:
     """A Trainer without and with the callback, several times each, in turns: a host's speed drifts within minutes, by
-    more than what a step that is not replayed may lose.
+    more than what a step that is not replayed may lose, so that the order is turned round each time. The calls of a
+    step do not depend on it: they are counted with the callback, and with one that does nothing in its place.
     """
-    eager, managed = [], []
-    for _ in range(_TURNS):
+    eager, managed = list[float](), list[float]()
+
+    def without() -> None:
         eager.append(fit(replace(run, warm=_WARM_EAGER))[0]["us"])
+
+    def with_ours() -> None:
         facts, _ = fit(run, GraphPlanCallback(on_failure="eager"))
         managed.append(facts["us"])
-    row |= facts
+        row.update(facts)
+
+    for number in range(_TURNS):
+        for train in (without, with_ours) if number % 2 == 0 else (with_ours, without):
+            train()
     row |= {"eager_us": median(eager), "us": median(managed), "eager_runs_us": eager, "runs_us": managed}
+    short = replace(run, steps=_COUNTED)
+    row["eager_calls"], row["calls"] = (
+        calls_in(short, pl.Callback()),
+        calls_in(short, GraphPlanCallback(on_failure="eager")),
+    )
 
 
 def in_loop(run: Run, row: Row) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,43 @@ def test_the_kernels_of_an_optimizer(repeatable: bool, monkeypatch: pytest.Monke
     assert flags[TIMED : TIMED + 5] == [True] * 5
     assert flags[-40:] == [repeatable] * 40
     assert not found.trainer.optimizers[0].param_groups[0]["fused"]
+
+
+class Calls(Callback):
+    """Counts the functions that the last steps call, in Python and C, by file or class and name."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+    def _note(self, frame: Any, event: str, arg: Any) -> None:
+        if event == "call":
+            self.counts[frame.f_code.co_filename, frame.f_code.co_name] += 1
+        elif event == "c_call":
+            self.counts["", arg.__name__] += 1
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == EPOCHS - 1 and batch_idx == 2:
+            sys.setprofile(self._note)
+        elif batch_idx == BATCHES - 2:
+            sys.setprofile(None)
+
+
+@pytest.mark.parametrize("name", ["refused", "refused parts"])
+def test_the_rest_makes_the_calls_of_a_fit_without(name: str, tmp_path: Path) -> None:
+    """As one with a callback in its place that does nothing: so it takes as long."""
+    make, options, _ = WAYS[name]
+    counted = list[Counter[tuple[str, str]]]()
+    for callback in (tape(**options), None):
+        calls = Calls()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit(
+                make,
+                tmp_path / str(len(counted)),
+                callback,
+                more=[calls] if callback else [Callback(), calls],
+                **OPTIONS,
+            )
+        counted.append(calls.counts)
+    assert counted[0].total() > 1000
+    assert counted[0] - counted[1] == counted[1] - counted[0] == Counter()

@@ -163,6 +163,19 @@ def test_a_row_is_written_after_each_stage(tmp_path: Path) -> None:
     assert "at" not in row
 
 
+def test_turns_time_fits_and_count_their_calls(tmp_path: Path) -> None:
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        found = _mean(model, batch)
+        return found * 2 if float(found.detach()) > 1e9 else found
+
+    run = replace(_run(lambda scale: replace(_linear(scale), loss=loss)), warm=60, stages=("turns",))
+    measure(run, tmp_path / "row.json")
+    row = json.loads((tmp_path / "row.json").read_text())["turns"]
+    assert row["share"] == 0
+    assert 100 < row["calls"] < 1.005 * row["eager_calls"]
+    assert len(row["runs_us"]) == len(row["eager_runs_us"])
+
+
 def test_an_error_in_one_stage_leaves_the_others(tmp_path: Path) -> None:
     def loss(model: Any, batch: Tensor) -> Tensor:
         if isinstance(model, nn.Linear) and not model.in_features:
