@@ -20,7 +20,7 @@ from torch import Tensor
 
 from graphplan.callback.lightning_code import is_known
 from graphplan.callback.logging.late_numbers import LateRows
-from graphplan.callback.patches import Recover, recovering
+from graphplan.callback.patches import Patches, Recover, recovering
 
 _OWN_REFERENCES = 2
 """Reference count of a dictionary that only the connector holds, during ``getrefcount``."""
@@ -149,26 +149,17 @@ class LazyConnector(_LoggerConnector):
                 values[name] = value.item()
         return values
 
+    def end(self) -> None:
+        """Write the pending rows, and leave numbers in the dictionaries of metrics."""
+        self.rows.end()
+        self.settle()
+        self._progress_bar_metrics = convert_tensors_to_scalars(self._progress_bar_metrics)
 
-class LazyNumbers:
-    """Gives a Trainer's connector that class, unless it has one of the user's own."""
 
-    def __init__(self, trainer: Trainer, recover: Recover) -> None:
-        self._connector: Any = trainer._logger_connector
-        self._recover, self._rows = recover, LateRows(trainer)
-
-    def install(self) -> None:
-        """Put it in."""
-        if type(self._connector) is _LoggerConnector and is_known("logs"):
-            self._connector.__class__ = LazyConnector
-            vars(self._connector).update(recover=self._recover, rows=self._rows)
-            self._rows.install()
-
-    def remove(self) -> None:
-        """Write the pending rows, fill the dictionaries of metrics, and give the connector its class back."""
-        if isinstance(self._connector, LazyConnector):
-            self._rows.remove()
-            self._connector.settle()
-            self._connector._progress_bar_metrics = convert_tensors_to_scalars(self._connector._progress_bar_metrics)
-            del vars(self._connector)["recover"], vars(self._connector)["rows"]
-            self._connector.__class__ = _LoggerConnector  # type: ignore[assignment]
+def defer_numbers(trainer: Trainer, recover: Recover, patches: Patches) -> None:
+    """Make a Trainer's connector a lazy one, unless its class is the user's own."""
+    connector: Any = trainer._logger_connector
+    kind: type = type(connector)
+    if kind is _LoggerConnector and is_known("logs"):
+        patches.kind(connector, LazyConnector, recover=recover, rows=LateRows(trainer, patches))
+        patches.callback(connector.end)

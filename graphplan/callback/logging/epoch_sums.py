@@ -18,6 +18,8 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
 
+from graphplan.callback.patches import Patches
+
 _value_of = itemgetter("value")
 _LAZY = ("value", "cumulated_batch_size", "_update_count", "_forward_cache", "_computed", "has_reset")
 """Attributes that Lightning changes in a metric when a value is logged."""
@@ -76,7 +78,7 @@ class Group:
         is_whole: whether no metric was changed since that step.
     """
 
-    def __init__(self, number: int, metrics: Mapping[str, Any]) -> None:
+    def __init__(self, number: int, metrics: Mapping[str, Any], patches: Patches) -> None:
         """A group of metrics that have none."""
         keys = sorted(metrics, key=lambda key: not metrics[key].meta.on_epoch)
         means = [metrics[key].value.detach() for key in keys if metrics[key].meta.on_epoch]
@@ -90,8 +92,8 @@ class Group:
         self._views = self.totals.unbind() if means else ()
         self._inner = [vars(metric) for metric in self.metrics.values()][: self.means]
         for place, metric in enumerate(self.metrics.values()):
-            vars(metric).update(group=self, number=place, since=0)
-            metric.__class__ = GroupedMetric
+            patches.kind(metric, GroupedMetric, group=self, number=place, since=0)
+        patches.callback(self._settle)
 
     def bind(self) -> None:
         """Have the means hold the elements of the vector again, with the values of the tensors that they hold now."""
@@ -138,11 +140,3 @@ class Group:
         if not self.is_whole or dict.__len__(results) != len(self.metrics):
             return None
         return partial(self._shown, results, self.values)
-
-    def dissolve(self) -> None:
-        """Give the metrics their class back."""
-        self._settle()
-        for metric in self.metrics.values():
-            for name in ("group", "number", "since"):
-                del vars(metric)[name]
-            metric.__class__ = _ResultMetric

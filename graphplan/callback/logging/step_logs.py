@@ -27,6 +27,7 @@ from torch import Tensor
 from graphplan.callback.lightning_code import is_known
 from graphplan.callback.logging.epoch_sums import Group
 from graphplan.callback.logging.late_copies import LOSS, LateCopies
+from graphplan.callback.patches import Patches
 from graphplan.compare.moving import apart
 from graphplan.errors import Faults, HostEffectError, HostSyncError
 from graphplan.feed.call_arguments import hands_over
@@ -140,7 +141,7 @@ class StepLogs:
         faults: graphplan's own errors in the middle of a step, told before the next one.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, *, sums_in_step: bool) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, patches: Patches, *, sums_in_step: bool) -> None:
         self._trainer = trainer
         self._connector: Any = trainer._logger_connector
         self.late = LateCopies(module)
@@ -149,6 +150,8 @@ class StepLogs:
         self.faults = Faults()
         self.loop: Any = None
         self.sums_in_step = sums_in_step
+        # Those of the groups come late, and are undone late, when all else that reads metrics is gone.
+        self._patches = patches.enter_context(Patches())
         self._groups: list[Group] = []
         self._grouped: dict[str, tuple[LogCall, Any]] = {}
         """Grouped calls, and their metrics, by Lightning's keys."""
@@ -376,15 +379,10 @@ class StepLogs:
             if new and self._may_be_grouped(metric, value):
                 self._grouped[call.key], found[call.key] = (call, metric), metric
         if found:
-            group = Group(len(self._groups), found)
+            group = Group(len(self._groups), found, self._patches)
             self._groups.append(group)
             if group.means:
                 self.totals[f"group {group.number}"] = group.totals
-
-    def dissolve(self) -> None:
-        """Give the groups' metrics their class back."""
-        for group in self._groups:
-            group.dissolve()
 
     def _may_be_grouped(self, metric: Any, value: Any) -> bool:
         """Return True for the mean of scalars of the group's dtype and device, which Lightning does not cast."""
