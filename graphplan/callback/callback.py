@@ -30,7 +30,7 @@ from graphplan.environment.lightnings import blank_callback, callback_class, nam
 from graphplan.environment.origin import leave_out_own_frames
 from graphplan.errors import FaultError, GraphPlanError, NotCapturedError, OptionError, SkipReason
 from graphplan.plan.plan import Plan
-from graphplan.program.faults import refusing
+from graphplan.program.faults import refusal_of, refusing
 from graphplan.report.figures import CLOSED, Figures, without_programs
 from graphplan.report.rendering import check_format, report_of_runs
 from graphplan.report.stats import Stats
@@ -234,8 +234,8 @@ class GraphPlanCallback(Callback):
         direct = may and keeps_stock_transfer(trainer, pl_module) is None
         options = replace(self.options, device=trainer.strategy.root_device) if direct else self.options
         kind = AutomaticSeam if pl_module.automatic_optimization else ManualSeam
-        stand_down = partial(self._stand_down, _TRAINING)
-        seam = self._seams[_TRAINING] = kind(trainer, pl_module, options, given, self._backends, stand_down, gate)
+        ways_out = partial(self._stand_down, _TRAINING), partial(self._recover, _TRAINING)
+        seam = self._seams[_TRAINING] = kind(trainer, pl_module, options, given, self._backends, *ways_out, gate)
         defer_numbers(trainer, seam.recover, seam.patches)
         ThrottledBar(trainer, seam.patches)
         seam.install()
@@ -245,6 +245,20 @@ class GraphPlanCallback(Callback):
             seam.notes.append(f"Lightning's own loop: {reason}")
         else:
             LoopSeam(trainer, pl_module, seam.logs, seam.recover, seam.patches, direct=direct)
+
+    def _recover(self, part: str, error: Exception) -> None:
+        """Remove graphplan from the running fit after an error of its own: the caller then runs Lightning's code.
+
+        An error that is not graphplan's, and any under ``on_failure="raise"``, is raised.
+        """
+        refusal = refusal_of(error)
+        if refusal is None:
+            raise error
+        if self.options.on_failure == "raise":
+            refusal.is_raised = True
+            raise refusal
+        self._stand_down(part, refusal.reason, str(refusal))
+        warnings.warn(f"graphplan runs this fit eagerly: {refusal}", UserWarning, stacklevel=2)
 
     def _stand_down(self, part: str, reason: SkipReason, detail: str) -> None:
         """Remove everything from the running fit, which goes on in Lightning's own loop, and keep the figures."""
@@ -265,8 +279,9 @@ class GraphPlanCallback(Callback):
             if reason is not None:
                 self._refuse(_EVALUATION, reason)
                 return
-            options, stand_down = self._given.of_evaluation(), partial(self._stand_down, _EVALUATION)
-            seam = EvaluationSeam(trainer, pl_module, options, self._given, self._backends, stand_down)
+            options = self._given.of_evaluation()
+            ways_out = partial(self._stand_down, _EVALUATION), partial(self._recover, _EVALUATION)
+            seam = EvaluationSeam(trainer, pl_module, options, self._given, self._backends, *ways_out)
             self._seams[_EVALUATION] = seam
             seam.install()
 

@@ -29,7 +29,7 @@ class InstancePatch(partial[Any]):
     def remove(self) -> None:
         """Have the method back, unless something else was put there since."""
         if vars(self._owner).get(self._name) is self:
-            delattr(self._owner, self._name)
+            del vars(self._owner)[self._name]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._owner, self._name)  # Of a copy that is still being made, and has no attributes yet.
@@ -40,8 +40,7 @@ class Patches(ExitStack):
 
     def method(self, owner: Any, name: str, run: Callable[..., Any]) -> InstancePatch:
         """Call ``run`` in the place of a method."""
-        patch = InstancePatch(owner, name, run)
-        setattr(owner, name, patch)
+        patch = vars(owner)[name] = InstancePatch(owner, name, run)
         self.callback(patch.remove)
         return patch
 

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from graphplan.callback.callback_options import CallbackOptions
 from graphplan.callback.gates import needed_warmup
 from graphplan.callback.logging.step_logs import StepLogs
-from graphplan.callback.patches import Patches, recovering
+from graphplan.callback.patches import Patches, Recover, recovering
 from graphplan.callback.trainer_state import (
     WRAPPER,
     WRAPPERS_NOTE,
@@ -93,10 +93,11 @@ class Seam(ABC):
         given: CallbackOptions,
         backends: Backends,
         stand_down: Callable[[SkipReason, str], None],
+        recover: Recover,
         gate: Gate | None = None,
     ) -> None:
         self._trainer, self._module, self._backends = trainer, module, backends
-        self._stand_down, self._timed = stand_down, gate
+        self._stand_down, self.recover, self._timed = stand_down, recover, gate
         trains = options.mode == "train"
         self._variant, model = given.variant if trains else None, trainer.strategy.model
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
@@ -230,20 +231,6 @@ class Seam(ABC):
         if self._options.feed_device is not None:
             kwargs = OrderedDict(kwargs, batch=move_data_to_device(kwargs["batch"], self._options.feed_device))
         return kwargs
-
-    def recover(self, error: Exception) -> None:
-        """Remove graphplan from the running fit after an error of its own: the caller then runs Lightning's code.
-
-        An error that is not graphplan's, and any under ``on_failure="raise"``, is raised.
-        """
-        refusal = refusal_of(error)
-        if refusal is None:
-            raise error
-        if self._options.on_failure == "raise":
-            refusal.is_raised = True
-            raise refusal
-        self._stand_down(refusal.reason, str(refusal))
-        warnings.warn(f"graphplan runs this fit eagerly: {refusal}", UserWarning, stacklevel=2)
 
     @recovering(lambda self: False)
     def _start_logs(self) -> bool:
