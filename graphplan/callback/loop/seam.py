@@ -188,7 +188,6 @@ class Seam(ABC):
         facts = [fact for step in self._steps for fact in step.facts]
         return Figures(
             stats=stats,
-            plans=sum(step.stats.captured - step.stats.recaptured for step in self._steps),
             notes=[*dict.fromkeys((*facts, *self.notes))],
             plan=next((step.plan for step in reversed(self._steps) if step.plan is not None), None),
             part=self.part,
