@@ -57,6 +57,33 @@ def _put_back(thing: Any, kind: type, names: Iterable[str]) -> None:
     thing.__class__ = kind
 
 
+def telling(tell: str, plain: Any) -> Callable[..., Any]:
+    """Make a method that calls the method ``tell`` of its object, then ``plain``."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        getattr(self, tell)()
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+def settled(name: str, changed: Callable[[Any], None] = lambda thing: None) -> Any:
+    """Make a property for an attribute that ``settle`` of its object brings up to date before it is read or set.
+    ``changed`` is called with the object when it was set.
+    """
+
+    def read(self: Any) -> Any:
+        self.settle()
+        return vars(self)[name]
+
+    def write(self: Any, value: Any) -> None:
+        self.settle()
+        vars(self)[name] = value
+        changed(self)
+
+    return property(read, write)
+
+
 def recovering(stock: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a method in the place of Lightning's code: after an error of graphplan's own it calls ``recover`` of its
     object, then ``stock``, Lightning's code, with the same arguments.

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.optim import Optimizer
 
 from graphplan.callback.gates import has_hook
+from graphplan.callback.patches import telling
 from graphplan.effects.allowed import allowing
 from graphplan.errors import HostScalarError
 from graphplan.observe.comparisons import COMPUTING, OPERATORS, Comparison, is_only_compared
@@ -173,16 +174,6 @@ def unwatch(thing: Any) -> None:
             vars(thing)[name] = value.plain()
 
 
-def _used(name: str) -> Callable[..., Any]:
-    plain = getattr(int, name)
-
-    def method(self: WatchedIndex, *args: Any) -> Any:
-        self.on_use()
-        return plain(self, *args)
-
-    return method
-
-
 def _compared(symbol: str, function: Callable[[Any, Any], Any]) -> Callable[[WatchedIndex, Any], Any]:
     def method(self: WatchedIndex, other: Any) -> Any:
         if type(other) in (int, float, bool):
@@ -226,7 +217,7 @@ _USES = (
     "hash format repr str int float index"
 )
 for _use in _USES.split():
-    setattr(WatchedIndex, f"__{_use}__", _used(f"__{_use}__"))
+    setattr(WatchedIndex, f"__{_use}__", telling("on_use", getattr(int, f"__{_use}__")))
 # The user has given an int: what messages say of its type, Python's own too, is that.
 WatchedIndex.__name__ = WatchedIndex.__qualname__ = int.__name__
 WatchedIndex.__module__ = int.__module__

@@ -20,25 +20,10 @@ from torch import Tensor
 
 from graphplan.callback.lightning_code import is_known
 from graphplan.callback.logging.late_numbers import LateRows
-from graphplan.callback.patches import Patches, Recover, recovering
+from graphplan.callback.patches import Patches, Recover, recovering, settled
 
 _OWN_REFERENCES = 2
 """Reference count of a dictionary that only the connector holds, during ``getrefcount``."""
-
-
-def _settled(name: str) -> Any:
-    """A property for one of the connector's dictionaries, which is filled before it is read or replaced."""
-
-    def read(self: LazyConnector) -> dict[str, Any]:
-        self.settle()
-        found: dict[str, Any] = vars(self)[name]
-        return found
-
-    def write(self: LazyConnector, value: dict[str, Any]) -> None:
-        self.settle()
-        vars(self)[name] = value
-
-    return property(read, write)
 
 
 class LazyConnector(_LoggerConnector):
@@ -78,9 +63,9 @@ class LazyConnector(_LoggerConnector):
         inner["_callback_metrics"].update(found["callback"])
         inner["_logged_metrics"].update(found["log"])
 
-    _progress_bar_metrics = _settled("_progress_bar_metrics")
-    _callback_metrics = _settled("_callback_metrics")
-    _logged_metrics = _settled("_logged_metrics")
+    _progress_bar_metrics = settled("_progress_bar_metrics")
+    _callback_metrics = settled("_callback_metrics")
+    _logged_metrics = settled("_logged_metrics")
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Do as Lightning does, but perhaps write a step's row later."""

@@ -18,21 +18,19 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
 
-from graphplan.callback.patches import Patches
+from graphplan.callback.patches import Patches, settled
 
 _value_of = itemgetter("value")
-_LAZY = ("value", "cumulated_batch_size", "_update_count", "_forward_cache", "_computed", "has_reset")
-"""Attributes that Lightning changes in a metric when a value is logged."""
 
 
 class GroupedMetric(_ResultMetric):
-    """The class of a metric in a group, which catches up with its group before such an attribute is read or set."""
+    """The class of a metric in a group, which catches up with its group before its attributes are read or set."""
 
     group: Group
     number: int
     since: int
 
-    def settle(self) -> dict[str, Any]:
+    def settle(self) -> None:
         """Do what ``update`` does, except for the sum of values, for each step since the last time."""
         inner, group = vars(self), self.group
         missing = group.steps - self.since
@@ -46,22 +44,15 @@ class GroupedMetric(_ResultMetric):
                 inner["_forward_cache"] = group.values[self.number]
                 if not self.meta.on_epoch:
                     inner["value"] = inner["_forward_cache"]
-        return inner
 
-
-def _lazy(name: str) -> Any:
-    def read(self: GroupedMetric) -> Any:
-        return self.settle()[name]
-
-    def write(self: GroupedMetric, value: Any) -> None:
-        self.settle()[name] = value
+    def note_change(self) -> None:
+        """The metric does not show what the latest step logged any more."""
         self.group.is_whole = False
 
-    return property(read, write)
 
-
-for _name in _LAZY:
-    setattr(GroupedMetric, _name, _lazy(_name))
+for _name in ("value", "cumulated_batch_size", "_update_count", "_forward_cache", "_computed", "has_reset"):
+    # What Lightning changes in a metric when a value is logged.
+    setattr(GroupedMetric, _name, settled(_name, GroupedMetric.note_change))
 
 
 class Group:

@@ -38,8 +38,8 @@ class HostCopy:
         if not is_accelerator(tensor.device):
             self._host = tensor.detach().to("cpu", copy=True)
             return
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._host.copy_(tensor.detach(), non_blocking=True)
+        # In pinned memory.
+        self._host = tensor.detach().to("cpu", non_blocking=True)
         self._event = module_of(tensor.device).Event()
         self._event.record(current_stream(tensor.device))
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from graphplan.callback.lightning_code import is_known
 from graphplan.callback.logging.epoch_sums import Group
 from graphplan.callback.logging.late_copies import LOSS, LateCopies
-from graphplan.callback.patches import Patches
+from graphplan.callback.patches import Patches, telling
 from graphplan.compare.moving import apart
 from graphplan.errors import Faults, HostEffectError, HostSyncError
 from graphplan.feed.call_arguments import hands_over
@@ -88,19 +88,8 @@ class _NotingResults(_ResultCollection):
         """Do nothing: resets come with the calls that are made later."""
 
 
-def _reading(name: str) -> Callable[..., Any]:
-    plain = getattr(dict, name)
-
-    def method(self: _NotingResults, *args: Any) -> Any:
-        self.log_now()
-        return plain(self, *args)
-
-    method.__name__ = name
-    return method
-
-
 for _name in ("__contains__", "__getitem__", "__iter__", "__len__", "get", "items", "keys", "values"):
-    setattr(_NotingResults, _name, _reading(_name))
+    setattr(_NotingResults, _name, telling("log_now", getattr(dict, _name)))
 
 
 def _undo_of(results: _ResultCollection) -> Callable[[], None]:
