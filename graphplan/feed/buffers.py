@@ -36,7 +36,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._flat: dict[tuple[object, ...], Tensor] = {}
-        self._views: list[weakref.ref[Tensor]] = []
+        self._views: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def view(self, position: object, like: Tensor, device: torch.device) -> Tensor:
         """A static tensor on ``device`` with the geometry of ``like``, for the leaf at ``position``.
@@ -62,13 +62,13 @@ class Buffers:
             static = flat.as_strided(shape, stride, alignment(like) // like.element_size())
             static = static.conj() if like.is_conj() else static
             static = torch._neg_view(static) if like.is_neg() else static
-        self._views = [*(view for view in self._views if view() is not None), weakref.ref(static)]
+        self._views[id(static)] = static
         return static.requires_grad_(like.requires_grad)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, with older allocations that programs still read."""
-        held = [*self._flat.values(), *(view for known in self._views if (view := known()) is not None)]
+        held = [*self._flat.values(), *self._views.values()]
         return sum({storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, held)}.values())
 
     def clear(self) -> None:

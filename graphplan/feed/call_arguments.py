@@ -56,18 +56,19 @@ def call_step(fn: Callable[..., Result], args: Sequence[Any], kwargs: Mapping[st
 
 @dataclass(slots=True)
 class _Container:
-    """One container, and what it held. A ``hidden`` one is a part of an object that is only put back with it."""
+    """One container, and what it held. One that ``is_hidden`` belongs to a node of pytree's, which does not lead to it:
+    it is put back, and not compared.
+    """
 
     path: str
     node: Any
     before: Contents
-    attributes: Contents | None
-    hidden: bool = False
+    is_hidden: bool = False
 
     def change(self) -> str | None:
         """Describe the first difference from what it held; None if there is none."""
         now = _contents(self.node) or {}
-        if self.hidden or _are_same(self.before, now):
+        if self.is_hidden or _are_same(self.before, now):
             return None
         if len(now) != len(self.before) and not is_record(self.node):
             number = len(self.before)
@@ -86,8 +87,6 @@ class _Container:
         """Restore what it held."""
         if not _hold_same_objects(self.before, _contents(self.node) or {}):
             _fill(self.node, self.before)
-        if self.attributes is not None and not _hold_same_objects(self.attributes, vars(self.node)):
-            _fill(vars(self.node), self.attributes)
 
 
 class CallArguments:
@@ -167,15 +166,16 @@ def _containers_in(path: str, node: Any, seen: set[int]) -> Iterator[_Container]
     if contents is None or id(node) in seen:
         return
     seen.add(id(node))
-    attributes = dict(vars(node)) if _is_registered(node) and hasattr(node, "__dict__") else None
     if not isinstance(node, tuple):
-        yield _Container(path, node, contents, attributes)
+        yield _Container(path, node, contents)
     for key, value in contents.items():
         yield from _containers_in(_place(path, node, key), value, seen)
-    for name, value in (attributes or {}).items():
-        if isinstance(value, (list, dict)) and id(value) not in seen:
-            seen.add(id(value))
-            yield _Container(f"{path}.{name}", value, _contents(value) or {}, None, hidden=True)
+    if _is_registered(node) and hasattr(node, "__dict__"):
+        attributes = vars(node)
+        for name, value in {"__dict__": attributes, **attributes}.items():
+            if isinstance(value, (list, dict)) and id(value) not in seen:
+                seen.add(id(value))
+                yield _Container(f"{path}.{name}", value, _contents(value) or {}, is_hidden=True)
 
 
 def _is_registered(node: Any) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from types import BuiltinMethodType, MethodType
 from typing import Any
 
@@ -86,38 +87,38 @@ def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tu
 
 @dataclass(slots=True, eq=False)
 class Feed:
-    """One call's arguments, flattened: ``leaves`` in order, the ``structure`` to rebuild them, and the ``key``.
+    """One call's arguments, flattened: ``leaves`` in order, and the ``key``, which begins with their structure.
 
     ``given`` are the arguments themselves, where there are any; ``is_moved``: the leaves are not theirs. ``unread`` are
     the indices of values that the step does not read, and that the key leaves out.
     """
 
     leaves: list[Any]
-    structure: Any
     key: Key
     given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
     is_moved: bool = field(default=False, kw_only=True)
     unread: frozenset[int] = field(default=frozenset(), kw_only=True)
 
+    @property
+    def structure(self) -> Any:
+        """What the arguments are rebuilt with."""
+        return self.key[0]
+
     def without_leaves(self) -> Feed:
         """What remains once a call's tensors are let go: structure, key, names."""
-        return Feed([], self.structure, self.key)
+        return Feed([], self.key)
 
     def replaced(self, leaves: list[Any]) -> Feed:
         """The feed with other ``leaves`` of the same key."""
-        return Feed(leaves, self.structure, self.key, self.given, is_moved=True, unread=self.unread)
+        return Feed(leaves, self.key, self.given, is_moved=True, unread=self.unread)
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with ``leaves`` in place of the original ones."""
-        if self.structure is None:
-            return tuple(leaves), {}
         args, kwargs = rebuild(self.structure, leaves)
         return args, kwargs
 
     def names(self) -> list[str]:
         """A path for every leaf, such as ``args[0]`` or ``kwargs['mask']``."""
-        if self.structure is None:
-            return [f"args[{number}]" for number in range(len(self.key) - 1)]
         return names_in(self.structure)
 
     def __str__(self) -> str:
@@ -149,11 +150,10 @@ def leaf_key(leaf: Any) -> Hashable:
         FeedError: for what is neither a tensor nor a literal.
     """
     if isinstance(leaf, Tensor):
-        if leaf.is_nested:
-            # Some of them have no shape to ask for.
-            return (leaf.ndim, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
-        if leaf.layout is not torch.strided:
-            return (leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
+        if not is_dense(leaf):
+            # Some nested tensors have no shape to ask for.
+            shape = (leaf.ndim,) if leaf.is_nested else leaf.shape
+            return (shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
         plain = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
         # What a subclass does with operators is the subclass's affair, and what was hung on it the code's.
         kind, marks = type(leaf), attributes_on(leaf)
@@ -257,6 +257,11 @@ KeysOf = Callable[[Any, Sequence[Any]], tuple[list[Hashable], frozenset[int]]]
 """What makes the keys of a call's leaves, from its structure and them, and the indices of those that it leaves out."""
 
 
+def without_keys(structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
+    """No keys, for a call of which nothing but its structure and its leaves are asked for."""
+    return [], frozenset()
+
+
 def named_key(structure: Any, index: int, leaf: Any) -> Hashable:
     """The key of a leaf that is read.
 
@@ -277,7 +282,7 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf | 
     """
     try:
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):
-            return Feed(list(args), None, (len(args), *map(leaf_key, args)), (args, kwargs))
+            return Feed(list(args), (_of_tensors(len(args)), *map(leaf_key, args)), (args, kwargs))
         leaves, structure = _take_apart(args, kwargs)
         if keys_of is None:
             keys, unread = [named_key(structure, index, leaf) for index, leaf in enumerate(leaves)], frozenset[int]()
@@ -290,7 +295,13 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf | 
             f"{_culprit(args, kwargs)} cannot be taken apart ({type(error).__name__}: {error}); expected tensors and "
             "values in containers whose own code does not fail: feed what they hold as arguments of their own"
         ) from error
-    return Feed(leaves, structure, (structure, *keys), (args, kwargs), unread=unread)
+    return Feed(leaves, (structure, *keys), (args, kwargs), unread=unread)
+
+
+@lru_cache
+def _of_tensors(number: int) -> Any:
+    """The structure of a call with so many positional tensors."""
+    return flatten_arguments(((None,) * number, {}))[1]
 
 
 def _culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -388,17 +399,15 @@ def check_match(feed: Feed, planned: Feed) -> None:
     """
     if feed.key == planned.key:
         return
-    if feed.structure != planned.structure or len(feed.key) != len(planned.key):
+    if feed.structure != planned.structure:
         raise FeedError(
-            f"the feed's structure is {_structure(feed)}; expected {_structure(planned)}: compile a plan for this "
-            "structure"
+            f"the feed's structure is {text_of(feed.structure)}; expected {text_of(planned.structure)}: compile a plan "
+            "for this structure"
         )
-    for name, found, expected in zip(feed.names(), feed.key[1:], planned.key[1:], strict=True):
-        if found != expected:
-            raise FeedError(
-                f"{name} is {_describe(found)}; expected {_describe(expected)}: nothing is broadcast or cast, so "
-                "capture a program for this signature"
-            )
+    name, found, expected = _different_leaf(feed, planned.key)
+    raise FeedError(
+        f"{name} is {found}; expected {expected}: nothing is broadcast or cast, so capture a program for this signature"
+    )
 
 
 def first_difference(feed: Feed, before: Key) -> str | None:
@@ -407,18 +416,20 @@ def first_difference(feed: Feed, before: Key) -> str | None:
         return None
     if len(feed.key) != len(before):
         return f"{len(feed.key) - 1} tensors and values are fed, and {len(before) - 1} were"
-    for name, found, known in zip(feed.names(), feed.key[1:], before[1:], strict=True):
-        if found != known:
-            return f"{name} is {_shortened(_describe(found))}, and was {_shortened(_describe(known))}"
-    return f"the containers are {_shortened(_structure(feed))}, and were others"
+    if feed.key[1:] == before[1:]:
+        return f"the containers are {_shortened(text_of(feed.structure))}, and were others"
+    name, found, known = _different_leaf(feed, before)
+    return f"{name} is {_shortened(found)}, and was {_shortened(known)}"
+
+
+def _different_leaf(feed: Feed, key: Key) -> tuple[str, str, str]:
+    """The path of the first leaf that has another key, and both keys in words."""
+    keys = zip(feed.names(), feed.key[1:], key[1:], strict=True)
+    return next((name, _describe(found), _describe(known)) for name, found, known in keys if found != known)
 
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
-def _structure(feed: Feed) -> str:
-    return text_of(feed.structure) if feed.structure is not None else f"{len(feed.key) - 1} positional tensors"
 
 
 def _describe(key: Hashable) -> str:

@@ -35,7 +35,7 @@ _NUMBERED = re.compile(r"\[\d+\]$")
 
 
 class _Shape:
-    """The units of one structure: the path of each leaf's, and the keys that each leaf had."""
+    """The units of one structure: the path of each leaf's, and the different keys that each leaf had."""
 
     def __init__(self, structure: Any, leaves: Sequence[Any]) -> None:
         self.structure = structure
@@ -44,8 +44,7 @@ class _Shape:
         mixed = {parent for parent, leaf in zip(parents, leaves, strict=True) if isinstance(leaf, Tensor)}
         pairs = zip(names, parents, strict=True)
         self.units = [name if parent in mixed or parent == "args" else parent for name, parent in pairs]
-        self.first: dict[int, Hashable] = {}
-        self.seen: dict[int, set[Hashable]] = {}
+        self.seen: list[set[Hashable]] = [set() for _ in names]
         devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
         self.home = next((device for device in devices if device.type != "cpu"), None)
         """Where the step computes, if only some of the tensors are fed from there. The others are host values."""
@@ -68,11 +67,7 @@ class UnreadValues:
         Raises:
             FeedError: naming a value that the step reads, and that no key can hold.
         """
-        known = self._shapes.get(structure)
-        if known is None:
-            if len(self._shapes) >= _SHAPES:
-                self._shapes.clear()
-            known = self._shapes[structure] = _Shape(structure, leaves)
+        known = self._shape(structure, leaves)
         if known.is_plain and all(isinstance(leaf, Tensor) for leaf in leaves):
             return list(map(leaf_key, leaves)), frozenset()
         keys: list[Hashable] = []
@@ -90,6 +85,14 @@ class UnreadValues:
             keys.append(key)
         return keys, frozenset(unread)
 
+    def _shape(self, structure: Any, leaves: Sequence[Any]) -> _Shape:
+        known = self._shapes.get(structure)
+        if known is None:
+            if len(self._shapes) >= _SHAPES:
+                self._shapes.clear()
+            known = self._shapes[structure] = _Shape(structure, leaves)
+        return known
+
     def _key(self, shape: _Shape, index: int, leaf: Any) -> Hashable:
         """The key of a value; None if it is left out."""
         unit = shape.units[index]
@@ -102,15 +105,14 @@ class UnreadValues:
         except FeedError:
             self._free.add(unit)
             return None
-        if key == shape.first.setdefault(index, key) or isinstance(leaf, Literals):
-            return key
-        if not isinstance(leaf, _FEW):
-            self._free.add(unit)
-            return None
-        seen = shape.seen.setdefault(index, {shape.first[index]})
-        if len(seen) < _VALUES:
+        seen, is_few = shape.seen[index], isinstance(leaf, _FEW)
+        if len(seen) < (_VALUES if is_few else 1):
             seen.add(key)
-        return key if key in seen else None
+        if key in seen or isinstance(leaf, Literals):
+            return key
+        if not is_few:
+            self._free.add(unit)
+        return None
 
     def _elsewhere(self, shape: _Shape, index: int, leaf: Tensor) -> Hashable:
         if shape.units[index] in self._read:
@@ -123,9 +125,8 @@ class UnreadValues:
 
     def mark(self, feed: Feed, indices: Iterable[int]) -> None:
         """From now on, the values at ``indices`` of ``feed`` are read."""
-        shape = self._shapes.get(feed.key[0])
-        units = feed.names() if shape is None else shape.units
-        self._read.update(units[index] for index in indices)
+        shape = self._shape(feed.structure, feed.leaves)
+        self._read.update(shape.units[index] for index in indices)
 
 
 class Placeholders:

@@ -243,13 +243,13 @@ OTHER_FEEDS = {
     "shape": (_other_shape, r"args\[0\].*\[3, 8\].*\[8, 8\]"),
     "dtype": (_other_dtype, r"args\[0\].*float64.*float32"),
     "a row that would broadcast": (_one_row, r"args\[0\].*\[1, 8\].*\[8, 8\]"),
-    "an argument less": (lambda x, y: (x,), r"structure.*1 positional.*2 positional"),
-    "an argument more": (lambda x, y: (x, y, y), r"structure.*3 positional.*2 positional"),
+    "an argument less": (lambda x, y: (x,), r"structure is \(\(\*\), .*expected \(\(\*, \*\), "),
+    "an argument more": (lambda x, y: (x, y, y), r"structure is \(\(\*, \*, \*\), .*expected \(\(\*, \*\), "),
     "another structure": (
         lambda x, y: ({"x": x, "y": y},),
-        r"structure is .*'x': \*, 'y': \*.*expected 2 positional tensors",
+        r"structure is .*'x': \*, 'y': \*.*expected \(\(\*, \*\), \{\}\)",
     ),
-    "a literal": (lambda x, y: (x, 3), r"structure is .*; expected 2 positional tensors"),
+    "a literal": (lambda x, y: (x, 3), r"args\[1\] is the int 3; expected torch.int64 \[8\]"),
     "a grad_fn": (
         lambda x, y: (x.clone().requires_grad_() * 2, y),
         r"args\[0\] is .*requiring grad; expected torch.float32",
