@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from graphplan.errors import NotCapturedError, OptionError
-from graphplan.feed.signature import flatten
+from graphplan.feed.signature import Feed, flatten
 from graphplan.inference.prewarming import prewarm
 from graphplan.inference.shared_pool import Pool
 from graphplan.program.leases import plain
+from graphplan.program.program import Program
 from graphplan.specs.options import Checks, check_values, is_count
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
@@ -151,26 +152,32 @@ class Graphed(GraphedStep):
         """
         if self._padded is not None:
             raise OptionError("replay is for shapes='exact'; expected calls, which are padded first")
-        with self.pool.turn(self.machine.runner.device):
+        self.pool.take(self.machine.runner.device)
+        try:
             args = tuple(map(plain, args))
-            for calls_left in reversed(range(self._serving.capture_after + 4)):
-                with self._alone():
-                    found = self.machine.find_program(args)
-                if found is not None or not calls_left:
-                    break
-                call = self.machine.timing.stock or super()._call
-                with self.machine.timing.asked_for():
-                    call(map_result(lambda tensor: tensor.clone(), args), {})
-            if found is None:
-                why = ", ".join(self.stats.reasons) or "nothing was refused"
-                raise NotCapturedError(
-                    f"{self._name} has no program for these arguments: {why}; expected one to replay"
-                )
-            program, feed = found
+            program, feed = self._program_for(args)
             result = program.run(feed.leaves, {Role.PARAM: params or {}})
             program.replays += 1
             self.stats.replayed += 1
             return result
+        finally:
+            self.pool.give_back()
+
+    def _program_for(self, args: tuple[Any, ...]) -> tuple[Program, Feed]:
+        """The program that a call with ``args`` would replay, and its feed, after calls with copies until there is one.
+        Raises NotCapturedError.
+        """
+        for calls_left in reversed(range(self._serving.capture_after + 4)):
+            with self._alone():
+                found = self.machine.find_program(args)
+            if found is not None:
+                return found
+            if calls_left:
+                call = self.machine.timing.stock or super()._call
+                with self.machine.timing.asked_for():
+                    call(map_result(lambda tensor: tensor.clone(), args), {})
+        why = ", ".join(self.stats.reasons) or "nothing was refused"
+        raise NotCapturedError(f"{self._name} has no program for these arguments: {why}; expected one to replay")
 
     def prewarm(
         self,
@@ -205,13 +212,12 @@ class Graphed(GraphedStep):
     def memory(self) -> Memory:
         """Bytes by what they are for."""
         programs = self.programs
-        padding = 0 if self._padded is None else self._padded.padding.nbytes
 
         def bytes_of(role: Role) -> int:
             return sum({e.name: e.spec.nbytes for each in programs for e in each.plan.by_role(role)}.values())
 
         return Memory(
-            input=self.machine.buffers.nbytes + padding,
+            input=self.machine.buffers.nbytes,
             param=bytes_of(Role.PARAM),
             state=bytes_of(Role.STATE),
             output=sum(program.outputs.lent_bytes for program in programs),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from threading import Lock, get_ident
 
 import torch
@@ -35,15 +33,6 @@ class Pool:
         self._lock = Lock()
         self._thread: int | None = None
         self._last: torch.Stream | None = None
-
-    @contextmanager
-    def turn(self, device: torch.device | None) -> Iterator[None]:
-        """Have the pool for the block; see :meth:`take`."""
-        self.take(device)
-        try:
-            yield
-        finally:
-            self.give_back()
 
     def take(self, device: torch.device | None) -> None:
         """Have the pool until :meth:`give_back`, to compute on ``device``. Raises BusyError if this thread has it."""

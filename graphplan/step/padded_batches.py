@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from graphplan.backends.backend import first_line
 from graphplan.environment.surroundings import surroundings
 from graphplan.errors import FeedError, OptionError, PaddingError, RefusalError, SkipReason
-from graphplan.feed.signature import Feed, asks_for_gradients, flatten, is_dense
-from graphplan.feed.unread import UnreadValues
+from graphplan.feed.signature import Feed, asks_for_gradients, flatten, is_dense, without_keys
 from graphplan.program.bindings import settle_companions
 from graphplan.program.faults import is_steps_own, lost, refusal_of
 from graphplan.program.program import Program
@@ -27,6 +26,7 @@ from graphplan.step.state_machine import StateMachine
 from graphplan.tensors.attributes import attributes_on
 from graphplan.verify.copy_placement import find_room
 from graphplan.verify.schedule import Timetable
+from graphplan.verify.state import tensors_of
 
 _CALLS_TO_KNOW = 2
 """First calls of a training step, which are not padded: an object that the step changes is known once it turns up a
@@ -48,8 +48,7 @@ class PaddedBatches:
         self._runner = machine.runner
         self._options = machine.options
         self._trains = self._options.mode == "train"
-        self.padding = Padding(self._runner.fn, self._options, shapes)
-        self._host_values = UnreadValues()
+        self.padding = Padding(self._runner.fn, self._options, machine.buffers, shapes)
         self._calls = 0
         self._stopped_by: RefusalError | None = None
         machine.timing.leave = self.padding.leave
@@ -75,10 +74,9 @@ class PaddedBatches:
             return self._serve_unpadded(feed, SkipReason.PADDING, str(self._stopped_by))
         if not (kind.is_padded and (kind.size.calls + 1 == kind.size.next_check or not kind.is_sure)):
             return self._serve_padded(feed, kind)
-        error = self._compare_in_time(feed, kind)
-        if error is not None:
-            is_refused = isinstance(error, RefusalError)
-            return self._serve_unpadded(feed, SkipReason.PADDING if is_refused else SkipReason.CHECK, str(error))
+        why = self._compare_in_time(feed, kind)
+        if why is not None:
+            return self._serve_unpadded(feed, *why)
         result = self._serve_padded(feed, kind, is_compared=True)
         self._runner.stats.end_call("compared")
         return result
@@ -90,7 +88,7 @@ class PaddedBatches:
         if not self._trains and torch.is_grad_enabled() and self._may_be_trained():
             return None
         try:
-            feed = flatten(args, kwargs, self._host_values.keys)
+            feed = flatten(args, kwargs, self._machine.unread.keys)
         except FeedError:
             return None
         return feed if all(_is_plain(leaf) for _, leaf in feed.tensors()) else None
@@ -130,7 +128,7 @@ class PaddedBatches:
             if not (self._trains or is_compared or self._is_known(kind)):
                 why = self._compare_in_time(feed, kind)
                 if why is not None:
-                    return self._serve_unpadded(feed, SkipReason.CHECK, str(why))
+                    return self._serve_unpadded(feed, *why)
                 is_compared = True
             if is_compared and program is not None:
                 kind.size.checked.add(program)
@@ -157,21 +155,21 @@ class PaddedBatches:
         is_old = not kind.is_padded or isinstance(latest, SkipReason) or latest in kind.size.checked
         return is_old and kind.is_sure
 
-    def _compare_in_time(self, feed: Feed, kind: Kind) -> Exception | str | None:
+    def _compare_in_time(self, feed: Feed, kind: Kind) -> tuple[SkipReason, str] | None:
         """Rehearse the step both ways. Returns why the call is not to be padded, if so; may raise RefusalError."""
         size, stats = kind.size, self._runner.stats
         number = size.calls + 1
-        args, kwargs = kind.pad(feed)
+        padded = kind.pad(feed)
         settle_companions()
         assert self._runner.device is not None
         timetable = size.timetable = size.timetable or Timetable(self._options.schedule, self._runner.device)
         timetable.begin(number)
         try:
             with running_step(), stats.timed("verify"):
-                reason = self._compare(feed, kind, flatten(args, kwargs))
+                reason = self._compare(feed, kind, padded)
         except RefusalError as error:
             self._refuse(error)
-            return error
+            return SkipReason.PADDING, str(error)
         except ArithmeticError as error:
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - an error of the step's own comes again in the call as it came
@@ -182,22 +180,22 @@ class PaddedBatches:
             # It was a rehearsal.
             self._runner.outcome = None
         if reason:
-            return f"it could not be compared: {reason}"
+            return SkipReason.CHECK, f"it could not be compared: {reason}"
         self.shapes.checked += 1
         size.next_check = timetable.end(number)
         return None
 
-    def _compare(self, feed: Feed, kind: Kind, padded: Feed) -> str:
+    def _compare(self, feed: Feed, kind: Kind, padded: Arguments) -> str:
         """Compare the call with and without padding. Returns why there was no room for that, if so."""
         runner, moved = self._runner, self._machine.lookup.moved
         walk = self._machine.managed.walk()
         assert runner.device is not None
-        tensors = {id(t): t.nbytes for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found}
+        nbytes = sum({id(t): t.nbytes for t in tensors_of(walk).values() if id(t) not in walk.found}.values())
         # Three rehearsals leave copies, where a check of a replay has those of two steps.
-        room, reason = find_room(sum(tensors.values()) * 4 // 3, runner.device, runner.backend.may_take)
+        room, reason = find_room(nbytes * 4 // 3, runner.device, runner.backend.may_take)
         if room is not None:
-            own = moved(flatten(*self._as_it_came(feed)))
-            PaddingCheck(self._machine, walk, own, room).run(moved(padded), kind)
+            own, other = (moved(flatten(*each, without_keys)) for each in (self._as_it_came(feed), padded))
+            PaddingCheck(self._machine, walk, own, room).run(other, kind)
         return reason
 
     def _refuse(self, error: RefusalError) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from graphplan.errors import FeedError, OptionError
 from graphplan.feed.buffers import Buffers
-from graphplan.feed.signature import Feed, flatten
+from graphplan.feed.signature import Feed, flatten, without_keys
 from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.program import Program
 from graphplan.specs.options import is_count
@@ -22,6 +24,7 @@ from graphplan.step.buckets import Dims, Ladders, PadValue
 from graphplan.step.capture_sizes import CaptureSize, Place, ShapeStats
 from graphplan.step.options import Options
 from graphplan.tensors.storages import storage_id
+from graphplan.tensors.trees import names_of
 
 Value = TypeVar("Value")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -67,7 +70,7 @@ class Dynamic:
         self._rest = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), "")
         self._open = not parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         self._all = [parameter.name for parameter in parameters]
-        self._known: dict[Hashable, list[tuple[str, ...]]] = {}
+        self.names = lru_cache(_MOST_KINDS)(self._names_in)
         self._checked: set[str] = set()
 
     def check(self, names: Iterable[str], option: str, others: Iterable[str] = ()) -> None:
@@ -77,36 +80,25 @@ class Dynamic:
         if unknown and not self._open:
             raise OptionError(f"{option} names {unknown[0]!r}; expected one of: {', '.join(known)}")
 
-    def roots(self, feed: Feed) -> list[str]:
-        """For each leaf of a call, the name of its parameter."""
-        return [names[-1] for names in self._names(feed)]
-
-    def _names(self, feed: Feed) -> list[tuple[str, ...]]:
-        """The names of each leaf, closest first: ``batch['labels']``, ``labels``, ``batch``."""
-        key = feed.key[0]
-        if key not in self._known:
-            self._known[key] = [self._all_of(path) for path in feed.names()]
-        return self._known[key]
-
-    def _all_of(self, path: str) -> tuple[str, ...]:
-        kind, _, rest = path.partition("[")
-        inner, _, within = rest.partition("]")
-        if kind == "kwargs":
-            root = inner.strip("'\"")
-        else:
-            index = int(inner)
-            root = self._positional[index] if index < len(self._positional) else self._rest
-        names = [root]
-        for step in _STEP.finditer(within):
-            names += filter(None, (step["key"] or step["attribute"], root + within[: step.end()]))
-        return tuple(reversed(names))
+    def _names_in(self, structure: Any) -> list[list[str]]:
+        """The names of each leaf of a call, closest first: ``batch['labels']``, ``labels``, ``batch``."""
+        (_, _, args), (_, keywords, values) = structure[2]
+        roots = [*self._positional, *(self._rest for _ in args)][: len(args)]
+        found = []
+        for root, part in zip((*roots, *keywords), (*args, *values), strict=True):
+            for path in names_of(part, root):
+                names = [root]
+                for step in _STEP.finditer(path, len(root)):
+                    names += filter(None, (step["key"] or step["attribute"], path[: step.end()]))
+                found.append(names[::-1])
+        return found
 
     def values(self, feed: Feed, by_name: Mapping[str, Value], option: str) -> list[Value | None]:
         """The value for each leaf, by its closest name, or None; OptionError for a name that no leaf has.
 
         A name is that of a parameter, a key or attribute within it (``labels``), or a path (``batch['labels']``).
         """
-        found = self._names(feed)
+        found = self.names(feed.structure)
         if option not in self._checked:
             self.check(by_name, option, (name for names in found for name in names[::-1]))
             self._checked.add(option)
@@ -191,23 +183,22 @@ class Kind:
 
     def cut(self, feed: Feed, leaves: Sequence[Any]) -> Any:
         """The results at their true sizes, none of them in memory that the next call overwrites."""
-        return self.size.cut([self._handed_on(feed, leaf) for leaf in leaves], self.true)
-
-    def _handed_on(self, feed: Feed, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, StaticOutput):
-            return leaf
-        for index, memory in self.staged.items():
-            if leaf is memory and index not in self._gone:
-                return feed.leaves[index]
-            if storage_id(leaf) == storage_id(memory):
-                return leaf.clone()
-        return leaf
+        lent = {storage_id(memory) for memory in (*self.staged.values(), *self.mask.values())}
+        own = {id(memory): feed.leaves[index] for index, memory in self.staged.items() if index not in self._gone}
+        lasting = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and not isinstance(leaf, StaticOutput) and storage_id(leaf) in lent:
+                leaf = own[id(leaf)] if id(leaf) in own else leaf.clone()
+            lasting.append(leaf)
+        return self.size.cut(lasting, self.true)
 
 
 class Padding:
-    """Pads calls of one function, and remembers their kinds. Raises OptionError for the name of an unknown argument."""
+    """Pads calls of one function, in ``buffers``, and remembers their kinds. Raises OptionError for the name of an
+    unknown argument.
+    """
 
-    def __init__(self, fn: Callable[..., Any], options: Options, stats: ShapeStats) -> None:
+    def __init__(self, fn: Callable[..., Any], options: Options, buffers: Buffers, stats: ShapeStats) -> None:
         assert options.buckets is not None
         self.ladders = Ladders(options.buckets)
         self._dynamic = Dynamic(fn, options.dynamic)
@@ -219,15 +210,10 @@ class Padding:
                 raise OptionError(f"pad is {value!r}; expected a number, or numbers by name")
         if self._mask is not None:
             self._dynamic.check([self._mask], "mask")
-        self._buffers = Buffers()
+        self._buffers = buffers
         self._leases: dict[Any, Lease] = {}
-        self._sizes: dict[Hashable, CaptureSize] = {}
+        self._sizes: Callable[[Hashable], CaptureSize] = lru_cache(_MOST_SIZES)(lambda key: CaptureSize())
         self._kinds: dict[Hashable, Kind] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory that padded inputs lie in."""
-        return self._buffers.nbytes
 
     def kind(self, feed: Feed, *, are_expected: bool) -> Kind | str:
         """How calls like this one are padded, or why they fit no capture size. ``are_expected``: the call has to have
@@ -240,7 +226,13 @@ class Padding:
         if kind is not None:
             return kind
         places = self._places(feed, are_expected=are_expected)
-        return self._misfit(feed, places) or self._learn(feed, places)
+        misfit = self._misfit(feed, places)
+        if misfit is not None:
+            return misfit
+        if len(self._kinds) >= _MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        kind = self._kinds[feed.key] = self._learn(feed, places)
+        return kind
 
     def _places(self, feed: Feed, *, are_expected: bool = False) -> list[Place]:
         """The dynamic dimensions with a ladder."""
@@ -270,33 +262,22 @@ class Padding:
     @torch.inference_mode(False)
     def _learn(self, feed: Feed, places: Sequence[Place]) -> Kind:
         """Allocate the memory for a new kind of calls."""
-        roots, pads = self._dynamic.roots(feed), self._dynamic.values(feed, self._pads, "pad")
-        true = {place: feed.leaves[place[0]].shape[place[1]] for place in places}
-        sizes = {place: self.ladders.round_up(place[1], size) or 0 for place, size in true.items()}
-        staged, own, mask = {}, {}, {}
+        pads, leaves = self._dynamic.values(feed, self._pads, "pad"), feed.leaves
+        staged: dict[int, Tensor] = {}
+        mask: dict[str, Tensor] = {}
         fills: list[tuple[Tensor, PadValue]] = []
         for index in dict.fromkeys(index for index, _ in places):
-            leaf, given = feed.leaves[index], pads[index]
-            dims = {dim: size for (position, dim), size in sizes.items() if position == index}
-            part = staged[index] = self._memory(index, leaf, dims)
-            pad = self._default if given is None else given
-            for dim, size in dims.items():
-                filled = leaf.shape[dim]
-                if filled < size:
-                    fills.append((part.narrow(dim, filled, size - filled), pad))
-                part = part.narrow(dim, 0, filled)
-            own[index] = part
-        if self._mask is not None and self._mask not in roots:
-            index, masked = _masked(places)
-            shape, where = tuple(sizes[index, dim] for dim in masked), self._device or feed.leaves[index].device
-            make = lambda: torch.zeros(shape, dtype=torch.bool, device=where)  # noqa: E731
-            whole = mask[self._mask] = self._lease(("mask", shape, where), "the mask", make)
-            fills += [(whole, False), (whole[tuple(slice(true[index, dim]) for dim in masked)], True)]
-        capture_size = self._size(feed, staged)
-        if len(self._kinds) >= _MOST_KINDS:
-            del self._kinds[next(iter(self._kinds))]
-        kind = self._kinds[feed.key] = Kind(capture_size, true, sizes, staged, own, fills, mask)
-        return kind
+            dims, pad = {dim: dim for position, dim in places if position == index}, pads[index]
+            staged[index] = self._memory(index, leaves[index], dims)
+            pad = self._default if pad is None else pad
+            fills += [(gap, pad) for gap in _gaps(staged[index], leaves[index])]
+        wanted = self._wanted_mask(feed, places)
+        if self._mask is not None and wanted is not None:
+            whole = mask[self._mask] = self._memory("mask", *wanted)
+            fills += [*((gap, False) for gap in _gaps(whole, wanted[0])), (_begin(whole, wanted[0]), True)]
+        own = {index: _begin(memory, leaves[index]) for index, memory in staged.items()}
+        true, sizes = ({(index, dim): of[index].shape[dim] for index, dim in places} for of in (leaves, staged))
+        return Kind(self._size(feed, staged), true, sizes, staged, own, fills, mask)
 
     def _size(self, feed: Feed, staged: Mapping[int, Tensor]) -> CaptureSize:
         """The capture size of calls that are padded to what is ``staged``."""
@@ -305,50 +286,54 @@ class Padding:
         if len(self._stats.shapes) < _MOST_SHAPES:
             self._stats.shapes.add((feed.key[0], *others, *(feed.leaves[index].shape for index in staged)))
             self._stats.capture_sizes.add(key)
-        if key not in self._sizes:
-            if len(self._sizes) >= _MOST_SIZES:
-                del self._sizes[next(iter(self._sizes))]
-            self._sizes[key] = CaptureSize()
-        return self._sizes[key]
+        return self._sizes(key)
 
-    def _memory(self, position: int, leaf: Tensor, dims: Mapping[int, int]) -> Tensor:
-        """The memory of a leaf at its capture size. All sizes are parts of one allocation, the largest one's."""
-        shape, largest = (
-            tuple(sizes.get(dim, size) for dim, size in enumerate(leaf.shape))
-            for sizes in (dims, {dim: self.ladders.sizes(dim)[-1] for dim in dims})
-        )
+    def _memory(self, position: Hashable, leaf: Tensor, dims: Mapping[int, int]) -> Tensor:
+        """The memory of a leaf at its capture size. ``dims`` are those that are padded, with those whose ladders they
+        have. All sizes are parts of one allocation, the largest one's.
+        """
         order, device = outer_first(leaf), self._device or leaf.device
-
-        def view(wanted: tuple[int, ...]) -> Tensor:
-            like = torch.empty_permuted(wanted, order, dtype=leaf.dtype, device=device)
-            return self._buffers.view(position, like, device)
-
-        key = (position, shape, order, leaf.dtype, device)
-        return self._lease(key, f"input {position}", lambda: [view(largest), view(shape)][-1])
-
-    def _lease(self, key: Hashable, name: str, make: Callable[[], Tensor]) -> Tensor:
+        largest, shape = list(leaf.shape), list(leaf.shape)
+        for dim, ladder in dims.items():
+            largest[dim], shape[dim] = self.ladders.sizes(ladder)[-1], self.ladders.round_up(ladder, shape[dim]) or 0
+        key = (position, tuple(shape), order, leaf.dtype, device)
         if key not in self._leases:
-            self._leases[key] = Lease(make(), name, writable=True)
+            for size in (largest, shape):
+                like = torch.empty_permuted(size, order, dtype=leaf.dtype, device=device)
+                memory = self._buffers.view(position, like, device)
+            self._leases[key] = Lease(memory, f"input {position}", writable=True)
         return self._leases[key].tensor
+
+    def _wanted_mask(self, feed: Feed, places: Sequence[Place]) -> tuple[Tensor, dict[int, int]] | None:
+        """A mask that hides nothing of a call, and for its dimensions those with their ladders; None if the function
+        wants none. It is for the tensor with most padded dimensions.
+        """
+        given = {names[-1] for names in self._dynamic.names(feed.structure)}
+        if self._mask is None or not places or self._mask in given:
+            return None
+        index = Counter(index for index, _ in places).most_common(1)[0][0]
+        dims, leaf = sorted(dim for position, dim in places if position == index), feed.leaves[index]
+        shape = [leaf.shape[dim] for dim in dims]
+        return torch.ones(shape, dtype=torch.bool, device=self._device or leaf.device), dict(enumerate(dims))
 
     def leave(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """The arguments of a call as it came, with a mask that hides nothing where the function wants one."""
-        if self._mask is None:
-            return args, dict(kwargs)
-        try:
-            feed = flatten(args, kwargs, lambda structure, leaves: ([], frozenset()))
-        except FeedError:
-            return args, dict(kwargs)
-        places = self._places(feed)
-        if not places or self._mask in self._dynamic.roots(feed):
-            return args, dict(kwargs)
-        index, dims = _masked(places)
-        shape = [feed.leaves[index].shape[dim] for dim in dims]
-        where = self._device or feed.leaves[index].device
-        return args, {**kwargs, self._mask: torch.ones(shape, dtype=torch.bool, device=where)}
+        wanted = None
+        if self._mask is not None:
+            with suppress(FeedError):
+                feed = flatten(args, kwargs, without_keys)
+                wanted = self._wanted_mask(feed, self._places(feed))
+        return args, dict(kwargs) if wanted is None else {**kwargs, str(self._mask): wanted[0]}
 
 
-def _masked(places: Sequence[Place]) -> tuple[int, list[int]]:
-    """The tensor that a mask is for, the one with most padded dimensions, and these."""
-    index = Counter(index for index, _ in places).most_common(1)[0][0]
-    return index, sorted(dim for leaf, dim in places if leaf == index)
+def _begin(whole: Tensor, leaf: Tensor) -> Tensor:
+    """The part of ``whole`` that ``leaf`` takes."""
+    return whole[tuple(map(slice, leaf.shape))]
+
+
+def _gaps(whole: Tensor, leaf: Tensor) -> Iterator[Tensor]:
+    """The parts of ``whole`` that ``leaf`` does not take."""
+    for dim, size in enumerate(leaf.shape):
+        if size < whole.shape[dim]:
+            yield whole.narrow(dim, size, whole.shape[dim] - size)
+        whole = whole.narrow(dim, 0, size)

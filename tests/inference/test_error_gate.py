@@ -57,7 +57,7 @@ PLACES = [(shapes, place) for shapes, places in BEFORE.items() for place in plac
 AFTER = [
     "step.capture_sizes:CaptureSize.meet",
     "step.capture_sizes:CaptureSize.cut",
-    "step.padding:Kind._handed_on",
+    "step.padding:Kind.cut",
 ]
 
 
