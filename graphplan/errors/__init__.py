@@ -106,18 +106,14 @@ class NotCapturedError(GraphPlanError, RuntimeError):
 class RefusalError(GraphPlanError):
     """Root of the refusals: the step as written cannot be replayed correctly.
 
-    ``reason`` is that of the class; ``component`` names the part of the step that is to blame (``"optimizer"`` if the
-    operator ran inside an optimizer's ``step``, else ``"step"``), and ``path`` what ``allow=`` would name to have
-    replays leave it alone, where that is open.
+    ``reason`` is the class's own :class:`SkipReason`; ``component`` names the part of the step that is to blame
+    (``"optimizer"`` if the operator ran inside an optimizer's ``step``, else ``"step"``), and ``path`` what ``allow=``
+    would name to have replays leave it alone, where that is open.
     """
 
     reason: SkipReason = SkipReason.CAPTURE
     is_raised: bool = False
     """Whether the caller is to have it, whatever else is done about refusals."""
-
-    def __init_subclass__(cls, reason: SkipReason | None = None) -> None:
-        super().__init_subclass__()
-        cls.reason = reason or cls.reason
 
     def __init__(self, message: str, *, component: str = "step", path: str | None = None) -> None:
         super().__init__(message)
@@ -125,25 +121,32 @@ class RefusalError(GraphPlanError):
         self.path = path
 
 
-class FeedError(RefusalError, ValueError, reason=SkipReason.FEED):
+class FeedError(RefusalError, ValueError):
     """What was fed does not fit: structure, shape, dtype, device, ``grad_fn``, or a leaf that cannot be copied."""
+
+    reason = SkipReason.FEED
 
 
 class DeviceError(FeedError):
     """A fed tensor is on another device than the step: running the step eagerly would fail as well."""
 
 
-class UncoveredRoleError(RefusalError, ValueError, reason=SkipReason.UNCOVERED_ROLE):
+class UncoveredRoleError(RefusalError, ValueError):
     """An external's role is in neither ``static_roles`` nor ``copy_roles``."""
 
+    reason = SkipReason.UNCOVERED_ROLE
 
-class OptimizerError(RefusalError, ValueError, reason=SkipReason.OPTIMIZER):
+
+class OptimizerError(RefusalError, ValueError):
     """An optimizer whose step cannot be captured on this device."""
 
+    reason = SkipReason.OPTIMIZER
 
-class HostScalarError(RefusalError, RuntimeError, reason=SkipReason.HOST_SCALAR):
+
+class HostScalarError(RefusalError, RuntimeError):
     """An operator gets a Python number, or a constant made from one, that differs from step to step."""
 
+    reason = SkipReason.HOST_SCALAR
     is_named = False
     """Whether it is the step's code that names the number, which perhaps it does not come to."""
 
@@ -155,44 +158,64 @@ class LearningRateError(HostScalarError):
     """
 
 
-class HostSyncError(RefusalError, RuntimeError, reason=SkipReason.HOST_SYNC):
+class HostSyncError(RefusalError, RuntimeError):
     """The step reads a tensor's values, or a shape that depends on them, on the host."""
 
+    reason = SkipReason.HOST_SYNC
 
-class HostEffectError(RefusalError, RuntimeError, reason=SkipReason.HOST_EFFECT):
+
+class HostEffectError(RefusalError, RuntimeError):
     """The step changes a Python value in a way that a replay could not repeat."""
 
+    reason = SkipReason.HOST_EFFECT
 
-class ControlFlowError(RefusalError, RuntimeError, reason=SkipReason.CONTROL_FLOW):
+
+class ControlFlowError(RefusalError, RuntimeError):
     """Two consecutive steps ran different operators, or the same ones on different operands."""
 
+    reason = SkipReason.CONTROL_FLOW
 
-class UnownedTensorError(RefusalError, RuntimeError, reason=SkipReason.UNOWNED_TENSOR):
+
+class UnownedTensorError(RefusalError, RuntimeError):
     """A tensor that is neither fed nor owned is mutated, or is another one in each step."""
 
+    reason = SkipReason.UNOWNED_TENSOR
 
-class TemporaryCopyError(RefusalError, RuntimeError, reason=SkipReason.TEMPORARY_COPY):
+
+class TemporaryCopyError(RefusalError, RuntimeError):
     """The step copies host memory to the device."""
 
+    reason = SkipReason.TEMPORARY_COPY
 
-class SplitError(RefusalError, RuntimeError, reason=SkipReason.CONTROL_FLOW):
+
+class SplitError(RefusalError, RuntimeError):
     """A model cannot be taken apart into pieces."""
 
+    reason = SkipReason.CONTROL_FLOW
 
-class GeneratorSeekError(RefusalError, RuntimeError, reason=SkipReason.GENERATOR_SEEK):
+
+class GeneratorSeekError(RefusalError, RuntimeError):
     """The step sets a generator's state or seed, or draws from a generator that a replay cannot advance."""
 
+    reason = SkipReason.GENERATOR_SEEK
 
-class CarryError(RefusalError, RuntimeError, reason=SkipReason.CARRY):
+
+class CarryError(RefusalError, RuntimeError):
     """A rebound tensor's new value does not fit the old one's storage."""
 
+    reason = SkipReason.CARRY
 
-class OutputError(RefusalError, RuntimeError, reason=SkipReason.OUTPUT):
+
+class OutputError(RefusalError, RuntimeError):
     """The step returns a Python value that differs from step to step."""
 
+    reason = SkipReason.OUTPUT
 
-class CaptureError(RefusalError, RuntimeError, reason=SkipReason.CAPTURE):
+
+class CaptureError(RefusalError, RuntimeError):
     """The backend failed while recording, or recorded something other than the plan."""
+
+    reason = SkipReason.CAPTURE
 
 
 class FaultError(CaptureError):
@@ -209,8 +232,10 @@ class CheckMemoryError(GraphPlanError, RuntimeError):
     """Memory ran out in the eager step of a check, and other ranks wait for that step's collectives."""
 
 
-class MemoryBudgetError(CaptureError, reason=SkipReason.MEMORY):
+class MemoryBudgetError(CaptureError):
     """A program is estimated to take more memory than the budget allows or the device has: its steps are eager."""
+
+    reason = SkipReason.MEMORY
 
 
 class GradientError(GraphPlanError, RuntimeError):
@@ -227,30 +252,40 @@ class StaleError(GraphPlanError, RuntimeError):
     """A static output was used after a later replay had overwritten it."""
 
 
-class GuardError(RefusalError, RuntimeError, reason=SkipReason.GUARD):
+class GuardError(RefusalError, RuntimeError):
     """A program was replayed although something that it depends on is no longer where it was."""
 
+    reason = SkipReason.GUARD
 
-class OutcomeError(GuardError, reason=SkipReason.HOST_SYNC):
+
+class OutcomeError(GuardError):
     """In the middle of a replay, the step reads another value on the host than in its traces. What the replay did until
     then was undone. ``refusal`` is what refuses steps in which the value changes often.
     """
+
+    reason = SkipReason.HOST_SYNC
 
     def __init__(self, message: str, *, refusal: HostSyncError) -> None:
         super().__init__(message)
         self.refusal = refusal
 
 
-class SurroundingsError(RefusalError, RuntimeError, reason=SkipReason.SURROUNDINGS):
+class SurroundingsError(RefusalError, RuntimeError):
     """A mode, a transform or forward-mode AD is active around a call that could only compile, record or replay."""
 
+    reason = SkipReason.SURROUNDINGS
 
-class RecaptureError(RefusalError, RuntimeError, reason=SkipReason.RECAPTURE):
+
+class RecaptureError(RefusalError, RuntimeError):
     """What the step depends on changes so often that captures do not pay."""
 
+    reason = SkipReason.RECAPTURE
 
-class PeerError(RefusalError, RuntimeError, reason=SkipReason.PEER):
+
+class PeerError(RefusalError, RuntimeError):
     """Another rank of the same training cannot capture its step."""
+
+    reason = SkipReason.PEER
 
 
 class DeviceFault(GraphPlanError, RuntimeError):
@@ -259,23 +294,29 @@ class DeviceFault(GraphPlanError, RuntimeError):
     """
 
 
-class VerifyError(RefusalError, RuntimeError, reason=SkipReason.VERIFY):
+class VerifyError(RefusalError, RuntimeError):
     """A replay was compared with the eager step and left something else. The eager step's outcome stands.
 
     ``result`` is what the eager step returned.
     """
+
+    reason = SkipReason.VERIFY
 
     def __init__(self, message: str, *, result: Any = None) -> None:
         super().__init__(message)
         self.result = result
 
 
-class PaddingError(VerifyError, reason=SkipReason.PADDING):
+class PaddingError(VerifyError):
     """Padded to its capture size, a call would not leave what it leaves as it came; it has not happened."""
 
+    reason = SkipReason.PADDING
 
-class SlowerError(RefusalError, RuntimeError, reason=SkipReason.SLOWER):
+
+class SlowerError(RefusalError, RuntimeError):
     """Steps with replays were measured to take longer than without: the step stands down."""
+
+    reason = SkipReason.SLOWER
 
 
 class Faults:

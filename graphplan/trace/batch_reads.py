@@ -11,7 +11,7 @@ first other value ends the search, and another trace may be tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import count, takewhile
@@ -112,28 +112,22 @@ class Call:
         return replace(self, args=args, kwargs=kwargs, made=tuple(numbers.get(each, each) for each in self.made))
 
 
-class _Ran(NamedTuple):
-    """An operator that has run for one batch, what it gave, and what was ``seen`` of that when it did."""
-
-    form: str
-    writes: bool
-    out: Any
-    made: Sequence[Tensor]
-    seen: Sequence[Tensor]
+_Ran = tuple[str, Any, Sequence[Tensor]]
+"""The form of an operator that has run for one batch, what it gave, and the tensors in that."""
 
 
 class Search:
     """What has run to find the reads of one batch, given as the ``leaves`` of a call: ways through a step that begin
-    with the same operators on the same tensors have these run once.
+    with the same operators on the same tensors, and write to none, have these run once.
     """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self.leaves = leaves
-        self._ran: dict[tuple[Any, ...], list[_Ran]] = {}
+        self._ran: dict[tuple[int, ...], list[_Ran]] = {}
 
-    def ran(self, *begin: int) -> list[_Ran]:
-        """The operators of the latest way that begins so: with tensors of these identities, and what else tells."""
-        return self._ran.setdefault(begin, [])
+    def ran(self, tensors: Iterable[Any]) -> list[_Ran]:
+        """The operators of the latest way that begins with these tensors."""
+        return self._ran.setdefault(tuple(map(id, tensors)), [])
 
 
 class BatchReads:
@@ -188,39 +182,29 @@ class BatchReads:
             if not isinstance(known[number], Tensor):
                 return None
         found: list[Tensor] = []
-        ran = search.ran(self._is_pure, *map(id, known.values()))
-        alike = sum(1 for _ in takewhile(lambda pair: pair[0].form == pair[1], zip(ran, self._forms, strict=False)))
-        # What other operators have written to is made anew.
-        del ran[0 if any(run.writes for run in ran[alike:]) else alike :]
+        ran = search.ran(known.values()) if self._is_pure else []
+        del ran[sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], zip(ran, self._forms, strict=False))) :]
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for position, call in enumerate(self._calls):
-                read = self._of_call.get(position)
                 if position == len(ran):
-                    ran.append(self._run(call, self._forms[position], known, keeps=read is not None))
-                run = ran[position]
-                if read is not None and not read.finds(run.out, run.seen):
+                    out = call.run(*_filled(call.args, known), **{k: _filled(v, known) for k, v in call.kwargs.items()})
+                    ran.append((self._forms[position], out, tensors_in(out)))
+                _, out, made = ran[position]
+                read = self._of_call.get(position)
+                if read is not None and not read.finds(out, made):
                     return None
                 if read is not None and read.kind is Kind.SHAPE:
-                    found += run.seen
-                known.update(zip(call.made, run.made, strict=False))
+                    # What operators write to it later does not change what was found.
+                    found += made if self._is_pure else [tensor.clone() for tensor in made]
+                known.update(zip(call.made, made, strict=False))
         return found
-
-    def _run(self, call: Call, form: str, known: Mapping[int, Any], *, keeps: bool) -> _Ran:
-        """Run an operator. If it ``keeps`` what it gives, what operators write to later does not change that."""
-        named = {name: _filled(value, known) for name, value in call.kwargs.items()}
-        out = call.run(*_filled(call.args, known), **named)
-        made = tensors_in(out)
-        seen = [tensor.clone() for tensor in made] if keeps and not self._is_pure else made
-        return _Ran(form, call.writes, out, made, seen)
 
     def tensors_of(self, found: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """For each read, its tensors among all that :meth:`find` gives."""
-        rest, taken = list(found), dict[int, Sequence[Tensor]]()
-        for position in range(len(self._calls)):
-            read = self._of_call.get(position)
-            size = len(read.found) if read is not None and read.kind is Kind.SHAPE else 0
-            taken[position], rest = rest[:size], rest[size:]
-        return [taken[read.call] for read in self.reads]
+        rest = iter(found)
+        shapes = sorted((position, read) for position, read in self._of_call.items() if read.kind is Kind.SHAPE)
+        taken = {position: [next(rest) for _ in read.found] for position, read in shapes}
+        return [taken.get(read.call, ()) for read in self.reads]
 
     def is_in(self, slots: Mapping[str, Slot]) -> bool:
         """Return True if the owners' tensors that it begins with are those in ``slots``, by path."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -226,7 +226,6 @@ def _made_once(calls: Sequence[Call], sources: Mapping[int, BatchSource], places
     given = {slot.number for call in calls for slot in call.slots()}
     used = {number: source for number, source in sources.items() if number in given}
     made = {number for call in calls for number in call.made}
-    beside = [pair for leaves in _by_memory(places, given) for pair in _beside(leaves, made)]
     numbers: dict[int, int] = {number: at for at, number in enumerate(used)}
     merges = not any(call.writes for call in calls)
     kept: list[Call] = []
@@ -243,27 +242,23 @@ def _made_once(calls: Sequence[Call], sources: Mapping[int, BatchSource], places
         numbers.update(zip(call.made, kept[position].made, strict=True))
         if call.read is not None:
             reads.append(call.read._replace(call=position))
-    return BatchReads(kept, reads, dict(enumerate(used.values())), beside)
+    return BatchReads(kept, reads, dict(enumerate(used.values())), _beside(places, given, made))
 
 
-def _by_memory(places: Sequence[_Place], given: set[int]) -> Iterable[list[_Place]]:
-    """The leaves among ``given`` tensors, together with those that are the same memory."""
-    found: dict[int | None, list[_Place]] = {}
+def _beside(places: Sequence[_Place], given: set[int], made: set[int]) -> list[tuple[int, int, int]]:
+    """How far leaves of one memory among ``given`` tensors lie apart, by index, if they cannot be told apart, or from
+    what the step ``made`` as a view of another one: the next call has to have them alike.
+    """
+    by_memory: dict[int | None, list[_Place]] = {}
     for place in places:
         if place.number in given:
-            found.setdefault(place.storage, []).append(place)
-    return found.values()
-
-
-def _beside(leaves: Sequence[_Place], made: set[int]) -> list[tuple[int, int, int]]:
-    """How far leaves of one memory lie apart, by index, if they cannot be told apart, or from what the step ``made`` as
-    a view of another one: the next call has to have them alike.
-    """
-    numbers = {leaf.number for leaf in leaves}
-    if len(numbers) == len(leaves) and made.isdisjoint(numbers):
-        return []
-    first, *others = leaves
-    return [(first.leaf, other.leaf, other.begin - first.begin) for other in others]
+            by_memory.setdefault(place.storage, []).append(place)
+    found = []
+    for first, *others in by_memory.values():
+        numbers = {first.number, *(other.number for other in others)}
+        if len(numbers) <= len(others) or not made.isdisjoint(numbers):
+            found += [(first.leaf, other.leaf, other.begin - first.begin) for other in others]
+    return found
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
