@@ -141,22 +141,23 @@ class _TapeMode(OperatorMode):
             if find_place() not in self._reads:
                 self.fail(f"{name} reads values on the host")
 
-    def _take_read(self, name: str, tensor: Tensor, out: Any) -> Any:
-        """Take in a read that an operator makes of ``tensor``, and return what the step is given. Replays compare it if
-        the traces say so: then the step goes their way, since it is undone if that is another one.
+    def _take_read(self, name: str, tensor: Tensor, out: Any) -> tuple[Any, HostRead | None]:
+        """Take in a read that an operator makes of ``tensor``, and return what the step is given, and the traces' read
+        there. Replays compare it if these say so: then the step goes their way, since it is undone if that is another
+        one.
         """
         place = find_place()
         if place not in self._reads:
             self.fail(f"{name} reads values on the host")
-            return out
+            return out, None
         read = self._reads.take(place)
         if not read.expected:
-            return out
+            return out, read
         if self.changed is None and out != read.value:
             self.changed = read, out
         compare = partial(_compare, tensor.detach(), read)
         self.kernels.append(_Kernel(compare))
-        return read.value
+        return read.value, read
 
     def check_outcome(self) -> None:
         """Raise OutcomeError if the step has read another value than in the traces."""
@@ -190,8 +191,12 @@ class _TapeMode(OperatorMode):
         out = aside.run(schema.call, call.args, call.kwargs, is_native=schema.is_native)
         if schema.communicates:
             out = finish(schema.name, out)
-        if schema.reads_values or (schema.may_synchronize and call.has_dynamic_shape()):
-            out = self._take_read(schema.name, call.args[0], out)
+        is_shape = schema.may_synchronize and not schema.reads_values and call.has_dynamic_shape()
+        if schema.reads_values or is_shape:
+            out, read = self._take_read(schema.name, call.args[0], out)
+            if is_shape and read is not None and read.asserted:
+                # In a replay it may have another shape, which nothing would ask for.
+                return out
         self._record(call, out, taken)
         return out
 

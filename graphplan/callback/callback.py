@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,13 +18,13 @@ from typing_extensions import override
 from graphplan.callback.callback_options import CallbackOptions
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.gates import closed_loop, closed_to_all, closed_to_training, keeps_stock_transfer
-from graphplan.callback.kept_patches import LaggingSigterm, fused_clipping
+from graphplan.callback.kept_patches import LaggingSigterm, allow_fused_clipping
 from graphplan.callback.logging.bars import ThrottledBar
-from graphplan.callback.logging.connector import LazyNumbers
-from graphplan.callback.loop.automatic import AutomaticSeam
-from graphplan.callback.loop.manual import ManualSeam
-from graphplan.callback.loop.seam import Run, Seam
+from graphplan.callback.logging.connector import defer_numbers
+from graphplan.callback.loop.optimization import AutomaticSeam, ManualSeam
+from graphplan.callback.loop.seam import Seam
 from graphplan.callback.loop.training_loop import LoopSeam
+from graphplan.callback.patches import Patches
 from graphplan.callback.stock_batches import StockBatches
 from graphplan.environment.lightnings import blank_callback, callback_class, name_of
 from graphplan.environment.origin import leave_out_own_frames
@@ -88,8 +89,7 @@ class GraphPlanCallback(Callback):
         self._figures: dict[str, Figures] = {}
         self._earlier: deque[tuple[str, Figures]] = deque(maxlen=_RUNS)
         self._backends = Backends()
-        self._patches = ExitStack()
-        self._kept = ExitStack()
+        self._kept = Patches()
         """What is undone at the end of a fit, however its seam ends."""
         self._stock = StockBatches()
         self._gate: Gate | None = None
@@ -185,7 +185,8 @@ class GraphPlanCallback(Callback):
         if reason is not None:
             self._refuse(_TRAINING, reason)
             return
-        _put(self._kept, LaggingSigterm(trainer), *fused_clipping(trainer))
+        LaggingSigterm(trainer, self._kept)
+        allow_fused_clipping(trainer, self._kept)
         period = trainer.accumulate_grad_batches
         gate = Gate.of(self.options, trainer.strategy.root_device, period=period, peers=find_peers())
         if is_eager:
@@ -225,7 +226,6 @@ class GraphPlanCallback(Callback):
 
     def _install_training(self, trainer: Trainer, pl_module: LightningModule, gate: Gate | None = None) -> None:
         """Install the seam and all patches that belong to it."""
-        _put(self._patches, LazyNumbers(trainer, self._recover), *ThrottledBar(trainer).patches)
         given = self._given
         reason = closed_loop(trainer, pl_module) if given.loop == "auto" else "loop='stock'"
         # Steps copy batches to the device themselves if no hook or transfer needs them there before.
@@ -233,17 +233,20 @@ class GraphPlanCallback(Callback):
         may = reason is None and not asks and given.transfer == "auto"
         direct = may and keeps_stock_transfer(trainer, pl_module) is None
         options = replace(self.options, device=trainer.strategy.root_device) if direct else self.options
-        run = Run(trainer, pl_module, options, self._backends, self._stand_down, self._recover, given.variant, gate)
-        seam = AutomaticSeam(run, given) if pl_module.automatic_optimization else ManualSeam(run)
-        self._install(_TRAINING, seam)
+        kind = AutomaticSeam if pl_module.automatic_optimization else ManualSeam
+        ways_out = partial(self._stand_down, _TRAINING), partial(self._recover, _TRAINING)
+        seam = self._seams[_TRAINING] = kind(trainer, pl_module, options, given, self._backends, *ways_out, gate)
+        defer_numbers(trainer, seam.recover, seam.patches)
+        ThrottledBar(trainer, seam.patches)
+        seam.install()
         if self.options.prefetch and not direct:
             seam.notes.append("prefetch does nothing: the step is not given batches in host memory")
         if reason is not None:
             seam.notes.append(f"Lightning's own loop: {reason}")
         else:
-            _put(self._patches, *LoopSeam(trainer, pl_module, seam.logs, self._recover, direct=direct).patches)
+            LoopSeam(trainer, pl_module, seam.logs, seam.recover, seam.patches, direct=direct)
 
-    def _recover(self, error: Exception) -> None:
+    def _recover(self, part: str, error: Exception) -> None:
         """Remove graphplan from the running fit after an error of its own: the caller then runs Lightning's code.
 
         An error that is not graphplan's, and any under ``on_failure="raise"``, is raised.
@@ -254,19 +257,16 @@ class GraphPlanCallback(Callback):
         if self.options.on_failure == "raise":
             refusal.is_raised = True
             raise refusal
-        if _TRAINING in self._seams:
-            self._stand_down(refusal.reason, str(refusal))
+        self._stand_down(part, refusal.reason, str(refusal))
         warnings.warn(f"graphplan runs this fit eagerly: {refusal}", UserWarning, stacklevel=2)
 
-    def _stand_down(self, reason: SkipReason, detail: str) -> None:
+    def _stand_down(self, part: str, reason: SkipReason, detail: str) -> None:
         """Remove everything from the running fit, which goes on in Lightning's own loop, and keep the figures."""
-        self._take_off(_TRAINING)
-        self._figures[_TRAINING].notes.append("graphplan stood down: the rest of the fit ran without it")
-        self._stock.begin(reason, detail)
-
-    def _install(self, part: str, seam: Seam) -> None:
-        self._seams[part] = seam
-        seam.install()
+        if part in self._seams:
+            self._take_off(part)
+            if part == _TRAINING:
+                self._figures[part].notes.append("graphplan stood down: the rest of the fit ran without it")
+                self._stock.begin(reason, detail)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -279,9 +279,11 @@ class GraphPlanCallback(Callback):
             if reason is not None:
                 self._refuse(_EVALUATION, reason)
                 return
-            options = replace(self.options, policy=self._given.policy_of("inference"))
-            run = Run(trainer, pl_module, options, self._backends, lambda *why: self._take_off(_EVALUATION))
-            self._install(_EVALUATION, EvaluationSeam(run))
+            options = self._given.of_evaluation()
+            ways_out = partial(self._stand_down, _EVALUATION), partial(self._recover, _EVALUATION)
+            seam = EvaluationSeam(trainer, pl_module, options, self._given, self._backends, *ways_out)
+            self._seams[_EVALUATION] = seam
+            seam.install()
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -327,8 +329,6 @@ class GraphPlanCallback(Callback):
 
     def _take_off(self, part: str) -> None:
         """Remove a seam with all that belongs to it, and keep its figures."""
-        if part == _TRAINING:
-            self._patches.close()
         seam = self._seams.pop(part, None)
         if seam is not None:
             programs = seam.describe_programs()
@@ -380,15 +380,8 @@ class GraphPlanCallback(Callback):
         """The figures of a running fit, without the seam and all else that leads to the Trainer or the module."""
         state = {name: value for name, value in vars(self).items() if name not in (*_LIGHTNINGS_OWN, _STEP_ENDS)}
         figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
-        fresh = {"_seams": {}, "_backends": Backends(), "_patches": ExitStack(), "_kept": ExitStack(), "_gate": None}
+        fresh = {"_seams": {}, "_backends": Backends(), "_kept": Patches(), "_gate": None}
         return {**state, **fresh, "_figures": figures, "_stock": StockBatches()}
-
-
-def _put(stack: ExitStack, *patches: Any) -> None:
-    """Install patches, until the stack is closed."""
-    for patch in patches:
-        stack.callback(patch.remove)
-        patch.install()
 
 
 GraphPlanCallback.__doc__ = with_arguments(GraphPlanCallback.__doc__ or "", CallbackOptions)

@@ -9,6 +9,7 @@ from typing import Any
 from graphplan.errors import PolicyError
 from graphplan.specs.options import Checks, check_values, is_bool
 from graphplan.specs.policy import Policy, parse_policies
+from graphplan.specs.roles import Role
 from graphplan.step.options import Options, TrainingOptions
 
 VariantOf = Callable[[Any, int], Any] | str | None
@@ -85,6 +86,13 @@ class CallbackOptions(TrainingOptions):
     def of_step(self) -> Options:
         """The options of a training step."""
         return Options(**{**self.shared(), "mode": "train", "policy": self.policy_of("train")})
+
+    def of_evaluation(self) -> Options:
+        """The options of validation, test and prediction steps."""
+        # State is static as well: metrics that a step updates are state.
+        policy = self.policy_of("inference") or Policy("inference", static_roles=tuple(Role))
+        given = {**self.shared(), "mode": "inference", "policy": policy, "eager_if": None, "shapes": "exact"}
+        return Options(**{**given, "buckets": None})
 
     def policy_of(self, mode: str) -> Policy | None:
         """The policy that was given for a mode."""

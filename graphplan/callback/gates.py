@@ -14,14 +14,25 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from graphplan.callback.hooks import END, START, hands_out_batch, has_hook
 from graphplan.callback.lightning_code import LOOP_METHODS, is_known
 
+START, END = "on_train_batch_start", "on_train_batch_end"
+_LIGHTNINGS = ("lightning", "pytorch_lightning")
+_BLIND = (
+    "ModelCheckpoint", "TQDMProgressBar", "RichProgressBar", "LearningRateMonitor", "Timer", "DeviceStatsMonitor",
+    "EarlyStopping", "OnExceptionCheckpoint",
+)  # fmt: skip
+"""Lightning's callbacks whose hooks do not look at the batch that they are given."""
 _PARALLEL: Any = getattr(strategies, "ModelParallelStrategy", ())
 """Lightning has it since 2.4."""
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 STOCK_HOOKS = frozenset((START, *_TRANSFERS))
 """Hooks of the module that Lightning's own loop calls for each batch, and the loop seam never."""
+
+
+def has_hook(thing: Any, name: str, base: type) -> bool:
+    """Return True if ``thing`` overrides the hook of ``base``: by a function, an object, a mock."""
+    return getattr(getattr(thing, name), "__func__", None) is not getattr(base, name)
 
 
 def closed_to_all(trainer: Any) -> str | None:
@@ -97,6 +108,13 @@ def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:
         if any(has_hook(callback, hook, Callback) for hook in (START, END)) and hands_out_batch(callback):
             return f"{type(callback).__name__} has hooks for batches"
     return None
+
+
+def hands_out_batch(callback: Any) -> bool:
+    """Return True if a callback's hooks may look at the batch."""
+    kind = next((k for k in type(callback).__mro__ if START in vars(k) or END in vars(k)), None)
+    known = kind is not None and kind.__module__.partition(".")[0] in _LIGHTNINGS and kind.__name__ in _BLIND
+    return not known or START in vars(callback) or END in vars(callback)
 
 
 def closed_loop(trainer: Any, module: LightningModule) -> str | None:

@@ -17,7 +17,7 @@ from torch import distributed
 from torch.amp.grad_scaler import OptState
 
 from graphplan.callback.logging.late_numbers import HostCopy
-from graphplan.callback.patches import InstancePatch
+from graphplan.callback.patches import Patches
 from graphplan.environment.devices import is_accelerator
 
 _METHOD, _NOTIFIER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
@@ -26,16 +26,15 @@ EVERY = 8
 _log = logging.getLogger("graphplan")
 
 
-def fused_clipping(trainer: Trainer) -> list[InstancePatch]:
-    """A patch that allows gradient clipping beside a fused optimizer; none if the plugin overrides it.
+def allow_fused_clipping(trainer: Trainer, patches: Patches) -> None:
+    """Allow gradient clipping beside a fused optimizer, unless the plugin overrides it.
 
     Lightning's mixed precision refuses it, since a fused kernel takes scaled gradients, and clipping would see those.
     In bfloat16 there is no scale; in float16 it is right after the scaler has unscaled the gradients, which it notes.
     """
     plugin: Any = trainer.precision_plugin
-    if not isinstance(plugin, MixedPrecision) or type(plugin).clip_gradients is not MixedPrecision.clip_gradients:
-        return []
-    return [InstancePatch(plugin, "clip_gradients", partial(_clip, plugin))]
+    if isinstance(plugin, MixedPrecision) and type(plugin).clip_gradients is MixedPrecision.clip_gradients:
+        patches.method(plugin, "clip_gradients", partial(_clip, plugin))
 
 
 def _clip(plugin: Any, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
@@ -48,7 +47,7 @@ def _clip(plugin: Any, optimizer: Any, clip_val: int | float = 0.0, *args: Any, 
 
 
 class LaggingSigterm:
-    """Replaces the epoch loop's broadcast, before every step, of whether rank 0 got a SIGTERM.
+    """Replaces the epoch loop's broadcast, before every step, of whether rank 0 got a SIGTERM, among several ranks.
 
     The answer is read ``EVERY`` steps later, without waiting: all ranks end before the same step, up to ``2 * EVERY``
     steps after the signal, whichever rank got it. Lightning's own signal handler broadcasts from rank 0 at once. If
@@ -56,35 +55,24 @@ class LaggingSigterm:
     handler only takes a note.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._trainer = trainer
         loop: Any = trainer.fit_loop.epoch_loop
         self._connector: Any = trainer._signal_connector
-        self._asks = trainer.world_size > 1 and hasattr(loop, _METHOD)
-        self._patch = InstancePatch(loop, _METHOD, self._ask)
         self._stock: Any = getattr(self._connector, _NOTIFIER, None)
         self._calls = 0
         self._is_told = False
         self._answer: Callable[[], int] = lambda: 0
+        if trainer.world_size > 1 and hasattr(loop, _METHOD):
+            patches.method(loop, _METHOD, self._ask)
+            _replace_handler(self._stock, self._take_note)
+            patches.callback(self._end)
 
-    def install(self) -> None:
-        """Put it in if there are several ranks."""
-        if self._asks:
-            self._patch.install()
-            self._replace(self._stock, self._take_note)
-
-    def remove(self) -> None:
-        """Take it off; Lightning learns of a signal that was noted."""
-        self._patch.remove()
-        self._replace(self._take_note, self._stock)
+    def _end(self) -> None:
+        """Lightning learns of a signal that was noted."""
+        _replace_handler(self._take_note, self._stock)
         if self._is_told:
             self._connector.received_sigterm = True
-
-    @staticmethod
-    def _replace(old: Any, new: Any) -> None:
-        """Put ``new`` in the place of ``old`` among what Lightning calls at a SIGTERM, if it is there."""
-        handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
-        handlers[:] = [new if handler == old else handler for handler in handlers]
 
     def _take_note(self, number: int, frame: Any) -> None:
         """In place of Lightning's own handler."""
@@ -122,3 +110,9 @@ class LaggingSigterm:
         work.wait()  # The device's stream waits, not the host.
         copy = HostCopy(highest)
         return lambda: int(copy.wait().item())
+
+
+def _replace_handler(old: Any, new: Any) -> None:
+    """Put ``new`` in the place of ``old`` among what Lightning calls at a SIGTERM, if it is there."""
+    handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
+    handlers[:] = [new if handler == old else handler for handler in handlers]

@@ -9,12 +9,12 @@ in the functions of those parts, see that the copies are still right, and add th
 
 from __future__ import annotations
 
-import inspect
 import linecache
+import re
 from functools import cache
 from hashlib import sha256
+from itertools import takewhile
 from textwrap import dedent
-from types import CodeType
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -72,43 +72,23 @@ def _inner(function: Any) -> Any:
 
 
 def _source_of(function: Any) -> str:
-    """What ``inspect.getsource`` gives, which reads the file token by token: that was half of a fit's start."""
-    code = getattr(function, "__code__", None)
-    if isinstance(code, CodeType):
-        block = _block(linecache.getlines(code.co_filename, function.__globals__)[code.co_firstlineno - 1 :])
-        # Else a line within the function is indented less, as part of a text.
-        if code.co_firstlineno + len(block) > _last_line(code):
-            return "".join(block)
-    return inspect.getsource(function)
-
-
-def _block(lines: list[str]) -> list[str]:
-    """The lines of the function that is the first of ``lines``, as they are indented."""
-    begun, end = False, 0
-    for number, line in enumerate(lines, 1):
-        text = line.lstrip()
-        if begun and text and _indent(line) <= _indent(lines[0]) and text[0] not in ")]}":
-            break
-        begun |= text.startswith(("def ", "async def "))
-        end = number if text else end
-    return lines[:end]
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
-
-
-def _last_line(code: CodeType) -> int:
-    own = [line for _, _, line in code.co_lines() if line is not None]
-    return max([*own, *(_last_line(part) for part in code.co_consts if isinstance(part, CodeType))], default=0)
+    """The text of a function, by how its lines are indented. ``inspect.getsource`` reads the file token by token: that
+    was half of a fit's start.
+    """
+    code = function.__code__
+    lines = linecache.getlines(code.co_filename, function.__globals__)[code.co_firstlineno - 1 :]
+    # Decorators come before it.
+    head = next((number for number, line in enumerate(lines, 1) if line.lstrip().startswith(("def ", "async def "))), 0)
+    indent = re.match(" *", "".join(lines[:1]))[0]  # type: ignore[index]
+    body = takewhile(re.compile(rf"\s*$|{indent}[ )\]}}]").match, lines[head:])
+    return "".join([*lines[:head], *body]).rstrip() + "\n"
 
 
 @cache
 def _digest_of(functions: tuple[Any, ...]) -> str:
-    try:
-        sources = [dedent(_source_of(function)) for function in functions]
-    except (OSError, TypeError):
+    if not all(hasattr(function, "__code__") for function in functions):
         return ""
+    sources = [dedent(_source_of(function)) for function in functions]
     return sha256("\n".join(sources).encode()).hexdigest()[:16]
 
 

@@ -1,8 +1,9 @@
-"""Patches of methods of Lightning's objects, and the way out of them after graphplan's own errors."""
+"""Patches of Lightning's objects, and the way out of them after graphplan's own errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 
@@ -25,17 +26,62 @@ class InstancePatch(partial[Any]):
         self._owner, self._name = owner, name
         return self
 
-    def install(self) -> None:
-        """Shadow the method."""
-        setattr(self._owner, self._name, self)
-
     def remove(self) -> None:
-        """Undo :meth:`install`, unless something else was put there since."""
+        """Have the method back, unless something else was put there since."""
         if vars(self._owner).get(self._name) is self:
-            delattr(self._owner, self._name)
+            del vars(self._owner)[self._name]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._owner, self._name)  # Of a copy that is still being made, and has no attributes yet.
+
+
+class Patches(ExitStack):
+    """Changes of instances, never of classes. Closing it undoes them, the latest first."""
+
+    def method(self, owner: Any, name: str, run: Callable[..., Any]) -> InstancePatch:
+        """Call ``run`` in the place of a method."""
+        patch = vars(owner)[name] = InstancePatch(owner, name, run)
+        self.callback(patch.remove)
+        return patch
+
+    def kind(self, thing: Any, kind: type, **attributes: Any) -> None:
+        """Give ``thing`` a subclass of its class, and attributes that this needs."""
+        self.callback(_put_back, thing, type(thing), attributes)
+        vars(thing).update(attributes)
+        thing.__class__ = kind
+
+
+def _put_back(thing: Any, kind: type, names: Iterable[str]) -> None:
+    for name in names:
+        del vars(thing)[name]
+    thing.__class__ = kind
+
+
+def telling(tell: str, plain: Any) -> Callable[..., Any]:
+    """Make a method that calls the method ``tell`` of its object, then ``plain``."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        getattr(self, tell)()
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+def settled(name: str, changed: Callable[[Any], None] = lambda thing: None) -> Any:
+    """Make a property for an attribute that ``settle`` of its object brings up to date before it is read or set.
+    ``changed`` is called with the object when it was set.
+    """
+
+    def read(self: Any) -> Any:
+        self.settle()
+        return vars(self)[name]
+
+    def write(self: Any, value: Any) -> None:
+        self.settle()
+        vars(self)[name] = value
+        changed(self)
+
+    return property(read, write)
 
 
 def recovering(stock: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

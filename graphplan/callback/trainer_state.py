@@ -6,9 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch.optim import Optimizer
 
+from graphplan.callback.gates import has_hook
+from graphplan.callback.patches import telling
 from graphplan.effects.allowed import allowing
 from graphplan.errors import HostScalarError
 from graphplan.observe.comparisons import COMPUTING, OPERATORS, Comparison, is_only_compared
@@ -26,6 +28,8 @@ _TRAINER = (
 )  # fmt: skip
 _LOOP = ("batch_idx", "total_batch_idx", "global_step", "_batches_that_stepped")
 _PROGRESS = ("ready", "started", "processed", "completed")
+_STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+"""Hooks that Lightning calls inside the step: a replay does not run them."""
 _CALLBACKS = (
     "callbacks", "early_stopping_callback", "early_stopping_callbacks", "checkpoint_callback", "checkpoint_callbacks",
     "progress_bar_callback",
@@ -83,6 +87,16 @@ def reached_objects(trainer: Trainer) -> dict[str, Any]:
         name = free_name(f"trainer.callbacks[{type(callback).__name__}]", owners)
         owners[name] = Reached(callback, _CALLBACKS)
     return owners
+
+
+def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
+    """Callbacks with hooks inside the step, by name. They are owners, as the module is."""
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    hooked: dict[str, Any] = {}
+    for callback in callbacks:
+        if any(has_hook(callback, hook, Callback) for hook in _STEP_HOOKS):
+            hooked[free_name(f"callbacks[{type(callback).__name__}]", hooked)] = callback
+    return hooked
 
 
 class _Groups:
@@ -160,16 +174,6 @@ def unwatch(thing: Any) -> None:
             vars(thing)[name] = value.plain()
 
 
-def _used(name: str) -> Callable[..., Any]:
-    plain = getattr(int, name)
-
-    def method(self: WatchedIndex, *args: Any) -> Any:
-        self.on_use()
-        return plain(self, *args)
-
-    return method
-
-
 def _compared(symbol: str, function: Callable[[Any, Any], Any]) -> Callable[[WatchedIndex, Any], Any]:
     def method(self: WatchedIndex, other: Any) -> Any:
         if type(other) in (int, float, bool):
@@ -213,7 +217,7 @@ _USES = (
     "hash format repr str int float index"
 )
 for _use in _USES.split():
-    setattr(WatchedIndex, f"__{_use}__", _used(f"__{_use}__"))
+    setattr(WatchedIndex, f"__{_use}__", telling("on_use", getattr(int, f"__{_use}__")))
 # The user has given an int: what messages say of its type, Python's own too, is that.
 WatchedIndex.__name__ = WatchedIndex.__qualname__ = int.__name__
 WatchedIndex.__module__ = int.__module__

@@ -106,14 +106,18 @@ class NotCapturedError(GraphPlanError, RuntimeError):
 class RefusalError(GraphPlanError):
     """Root of the refusals: the step as written cannot be replayed correctly.
 
-    ``reason`` is the class's own :class:`SkipReason`; ``component`` names the part of the step that is to blame
-    (``"optimizer"`` if the operator ran inside an optimizer's ``step``, else ``"step"``), and ``path`` what ``allow=``
-    would name to have replays leave it alone, where that is open.
+    ``reason`` is that of the class; ``component`` names the part of the step that is to blame (``"optimizer"`` if the
+    operator ran inside an optimizer's ``step``, else ``"step"``), and ``path`` what ``allow=`` would name to have
+    replays leave it alone, where that is open.
     """
 
     reason: SkipReason = SkipReason.CAPTURE
     is_raised: bool = False
     """Whether the caller is to have it, whatever else is done about refusals."""
+
+    def __init_subclass__(cls, reason: SkipReason | None = None) -> None:
+        super().__init_subclass__()
+        cls.reason = reason or cls.reason
 
     def __init__(self, message: str, *, component: str = "step", path: str | None = None) -> None:
         super().__init__(message)
@@ -121,32 +125,25 @@ class RefusalError(GraphPlanError):
         self.path = path
 
 
-class FeedError(RefusalError, ValueError):
+class FeedError(RefusalError, ValueError, reason=SkipReason.FEED):
     """What was fed does not fit: structure, shape, dtype, device, ``grad_fn``, or a leaf that cannot be copied."""
-
-    reason = SkipReason.FEED
 
 
 class DeviceError(FeedError):
     """A fed tensor is on another device than the step: running the step eagerly would fail as well."""
 
 
-class UncoveredRoleError(RefusalError, ValueError):
+class UncoveredRoleError(RefusalError, ValueError, reason=SkipReason.UNCOVERED_ROLE):
     """An external's role is in neither ``static_roles`` nor ``copy_roles``."""
 
-    reason = SkipReason.UNCOVERED_ROLE
 
-
-class OptimizerError(RefusalError, ValueError):
+class OptimizerError(RefusalError, ValueError, reason=SkipReason.OPTIMIZER):
     """An optimizer whose step cannot be captured on this device."""
 
-    reason = SkipReason.OPTIMIZER
 
-
-class HostScalarError(RefusalError, RuntimeError):
+class HostScalarError(RefusalError, RuntimeError, reason=SkipReason.HOST_SCALAR):
     """An operator gets a Python number, or a constant made from one, that differs from step to step."""
 
-    reason = SkipReason.HOST_SCALAR
     is_named = False
     """Whether it is the step's code that names the number, which perhaps it does not come to."""
 
@@ -158,64 +155,44 @@ class LearningRateError(HostScalarError):
     """
 
 
-class HostSyncError(RefusalError, RuntimeError):
+class HostSyncError(RefusalError, RuntimeError, reason=SkipReason.HOST_SYNC):
     """The step reads a tensor's values, or a shape that depends on them, on the host."""
 
-    reason = SkipReason.HOST_SYNC
 
-
-class HostEffectError(RefusalError, RuntimeError):
+class HostEffectError(RefusalError, RuntimeError, reason=SkipReason.HOST_EFFECT):
     """The step changes a Python value in a way that a replay could not repeat."""
 
-    reason = SkipReason.HOST_EFFECT
 
-
-class ControlFlowError(RefusalError, RuntimeError):
+class ControlFlowError(RefusalError, RuntimeError, reason=SkipReason.CONTROL_FLOW):
     """Two consecutive steps ran different operators, or the same ones on different operands."""
 
-    reason = SkipReason.CONTROL_FLOW
 
-
-class UnownedTensorError(RefusalError, RuntimeError):
+class UnownedTensorError(RefusalError, RuntimeError, reason=SkipReason.UNOWNED_TENSOR):
     """A tensor that is neither fed nor owned is mutated, or is another one in each step."""
 
-    reason = SkipReason.UNOWNED_TENSOR
 
-
-class TemporaryCopyError(RefusalError, RuntimeError):
+class TemporaryCopyError(RefusalError, RuntimeError, reason=SkipReason.TEMPORARY_COPY):
     """The step copies host memory to the device."""
 
-    reason = SkipReason.TEMPORARY_COPY
 
-
-class SplitError(RefusalError, RuntimeError):
+class SplitError(RefusalError, RuntimeError, reason=SkipReason.CONTROL_FLOW):
     """A model cannot be taken apart into pieces."""
 
-    reason = SkipReason.CONTROL_FLOW
 
-
-class GeneratorSeekError(RefusalError, RuntimeError):
+class GeneratorSeekError(RefusalError, RuntimeError, reason=SkipReason.GENERATOR_SEEK):
     """The step sets a generator's state or seed, or draws from a generator that a replay cannot advance."""
 
-    reason = SkipReason.GENERATOR_SEEK
 
-
-class CarryError(RefusalError, RuntimeError):
+class CarryError(RefusalError, RuntimeError, reason=SkipReason.CARRY):
     """A rebound tensor's new value does not fit the old one's storage."""
 
-    reason = SkipReason.CARRY
 
-
-class OutputError(RefusalError, RuntimeError):
+class OutputError(RefusalError, RuntimeError, reason=SkipReason.OUTPUT):
     """The step returns a Python value that differs from step to step."""
 
-    reason = SkipReason.OUTPUT
 
-
-class CaptureError(RefusalError, RuntimeError):
+class CaptureError(RefusalError, RuntimeError, reason=SkipReason.CAPTURE):
     """The backend failed while recording, or recorded something other than the plan."""
-
-    reason = SkipReason.CAPTURE
 
 
 class FaultError(CaptureError):
@@ -232,10 +209,8 @@ class CheckMemoryError(GraphPlanError, RuntimeError):
     """Memory ran out in the eager step of a check, and other ranks wait for that step's collectives."""
 
 
-class MemoryBudgetError(CaptureError):
+class MemoryBudgetError(CaptureError, reason=SkipReason.MEMORY):
     """A program is estimated to take more memory than the budget allows or the device has: its steps are eager."""
-
-    reason = SkipReason.MEMORY
 
 
 class GradientError(GraphPlanError, RuntimeError):
@@ -252,40 +227,30 @@ class StaleError(GraphPlanError, RuntimeError):
     """A static output was used after a later replay had overwritten it."""
 
 
-class GuardError(RefusalError, RuntimeError):
+class GuardError(RefusalError, RuntimeError, reason=SkipReason.GUARD):
     """A program was replayed although something that it depends on is no longer where it was."""
 
-    reason = SkipReason.GUARD
 
-
-class OutcomeError(GuardError):
+class OutcomeError(GuardError, reason=SkipReason.HOST_SYNC):
     """In the middle of a replay, the step reads another value on the host than in its traces. What the replay did until
     then was undone. ``refusal`` is what refuses steps in which the value changes often.
     """
-
-    reason = SkipReason.HOST_SYNC
 
     def __init__(self, message: str, *, refusal: HostSyncError) -> None:
         super().__init__(message)
         self.refusal = refusal
 
 
-class SurroundingsError(RefusalError, RuntimeError):
+class SurroundingsError(RefusalError, RuntimeError, reason=SkipReason.SURROUNDINGS):
     """A mode, a transform or forward-mode AD is active around a call that could only compile, record or replay."""
 
-    reason = SkipReason.SURROUNDINGS
 
-
-class RecaptureError(RefusalError, RuntimeError):
+class RecaptureError(RefusalError, RuntimeError, reason=SkipReason.RECAPTURE):
     """What the step depends on changes so often that captures do not pay."""
 
-    reason = SkipReason.RECAPTURE
 
-
-class PeerError(RefusalError, RuntimeError):
+class PeerError(RefusalError, RuntimeError, reason=SkipReason.PEER):
     """Another rank of the same training cannot capture its step."""
-
-    reason = SkipReason.PEER
 
 
 class DeviceFault(GraphPlanError, RuntimeError):
@@ -294,29 +259,23 @@ class DeviceFault(GraphPlanError, RuntimeError):
     """
 
 
-class VerifyError(RefusalError, RuntimeError):
+class VerifyError(RefusalError, RuntimeError, reason=SkipReason.VERIFY):
     """A replay was compared with the eager step and left something else. The eager step's outcome stands.
 
     ``result`` is what the eager step returned.
     """
-
-    reason = SkipReason.VERIFY
 
     def __init__(self, message: str, *, result: Any = None) -> None:
         super().__init__(message)
         self.result = result
 
 
-class PaddingError(VerifyError):
+class PaddingError(VerifyError, reason=SkipReason.PADDING):
     """Padded to its capture size, a call would not leave what it leaves as it came; it has not happened."""
 
-    reason = SkipReason.PADDING
 
-
-class SlowerError(RefusalError, RuntimeError):
+class SlowerError(RefusalError, RuntimeError, reason=SkipReason.SLOWER):
     """Steps with replays were measured to take longer than without: the step stands down."""
-
-    reason = SkipReason.SLOWER
 
 
 class Faults:

@@ -20,7 +20,6 @@ class Figures:
     """Counts of calls, and facts beside them.
 
     Attributes:
-        plans: number of plans that were captured.
         notes: further lines of the report.
         plan: the latest plan.
         part: what is replayed of a step, if that is not all of it.
@@ -29,12 +28,16 @@ class Figures:
     """
 
     stats: Stats = field(default_factory=Stats)
-    plans: int = 0
     notes: list[str] = field(default_factory=list)
     plan: Plan | None = None
     part: str = ""
     updates: int | None = None
     programs: Sequence[dict[str, Any]] = ()
+
+    @property
+    def plans(self) -> int:
+        """Number of plans that were captured."""
+        return self.stats.captured - self.stats.recaptured
 
     def headline(self) -> str:
         """One line: plans, steps replayed of all, why others were not, recaptures, time per step, extra memory. Where

@@ -173,8 +173,7 @@ class GraphedStep(CallLock, Reports):
         notes = [*self.facts, *self.machine.compiled.notes]
         if Tensors is None:
             notes.append(f"guards: {native.state()}")
-        stats = self.stats
-        return Figures(stats, stats.captured - stats.recaptured, notes, programs=programs)
+        return Figures(self.stats, notes, programs=programs)
 
     @property
     def facts(self) -> list[str]:

@@ -113,17 +113,18 @@ class GivenValues(OperatorMode):
     def operate(self, aside: Aside, call: OperatorCall) -> Any:
         """Run an operator, or say what it read."""
         schema = call.schema
-        is_shape = schema.name in (*INDEXING, NONZERO) and call.has_dynamic_shape()
+        is_shape = schema.may_synchronize and not schema.reads_values and call.has_dynamic_shape()
         if (schema.reads_values or is_shape) and (place := find_place()) in self._known:
             read = self._known.take(place)
             answer = read.value
             if read.expected and self._on_expected is not None:
                 self._on_expected(call.args[0], read)
-            if not is_shape:
+            if not is_shape or read.asserted:
                 return answer
             if schema.name == NONZERO:
                 return answer.clone()
-            call = OperatorCall(schema, (call.args[0], answer, *call.args[2:]), call.kwargs)
+            if schema.name in INDEXING:
+                call = OperatorCall(schema, (call.args[0], answer, *call.args[2:]), call.kwargs)
         args = call.args
         operands = call.host_operands() if self._constants else ()
         copies = {id(tensor): self._copy_of(tensor, schema.name) for tensor in operands}

@@ -13,6 +13,7 @@ from threading import get_ident
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from graphplan.environment.origin import is_ours
 from graphplan.errors import HostSyncError, TemporaryCopyError
@@ -72,7 +73,11 @@ class HostSyncs:
         if call.schema.reads_values:
             self._check_value(call, out, source, given)
         elif call.has_dynamic_shape() and not self._has_constant_shape(call, out, given):
-            self._refuse(f"{name} makes a tensor whose shape depends on values", source, (call, out))
+            if is_asserted():
+                made = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), out)
+                self._trace.host_reads.append(HostRead(find_place(), made, asserted=True, waits=_waits(given)))
+            else:
+                self._refuse(f"{name} makes a tensor whose shape depends on values", source, (call, out))
         if name in TRANSFERS:
             self._check_copy(call, out, source)
         for tensor in call.host_operands():

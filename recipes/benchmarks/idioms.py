@@ -156,8 +156,8 @@ class Measures(Net):
         loss = F.cross_entropy(scores, batch[1])
         self.mean(loss)
         self.log("loss", self.mean, on_step=True, on_epoch=True)
-        for name, metric in (("accuracy", self.accuracy), ("f1", self.f1)):
-            metric(scores, batch[1])
+        for name, metric, predicted in (("accuracy", self.accuracy, scores.argmax(1)), ("f1", self.f1, scores)):
+            metric(predicted, batch[1])
             self.log(name, metric, on_step=True, on_epoch=True)
         return loss
 

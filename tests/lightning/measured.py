@@ -17,6 +17,7 @@ METRICS: dict[str, Callable[[], Any]] = {
     "a collection": lambda: torchmetrics.MetricCollection(
         [classification.MulticlassF1Score(10), classification.MulticlassRecall(10)]
     ),
+    "of predicted classes": lambda: classification.MulticlassAccuracy(10),
     "among three": lambda: classification.MulticlassAccuracy(10, top_k=3),
     "a confusion matrix": lambda: classification.MulticlassCohenKappa(10),
     "unvalidated": lambda: classification.MulticlassJaccardIndex(10, validate_args=False),
@@ -36,7 +37,7 @@ def measured(name: str) -> type[LitDigits]:
             logits = self(x)
             loss = F.cross_entropy(logits, y)
             self.mean(loss)
-            self.metric(logits, y)
+            self.metric(logits.argmax(1) if name == "of predicted classes" else logits, y)
             self.largest.update(logits)
             self.log("loss", self.mean, on_step=True, on_epoch=True)
             if isinstance(self.metric, torchmetrics.MetricCollection):

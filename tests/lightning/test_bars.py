@@ -153,7 +153,7 @@ def test_a_bar_is_its_own_again_after_the_fit(tmp_path: Path) -> None:
     callback = tape()
     run(tmp_path, bar, callback)
     assert "_should_update" not in vars(bar)
-    assert not copy.deepcopy(callback)._patches._exit_callbacks
+    assert not copy.deepcopy(callback)._seams
 
 
 class _Looks(Callback):

@@ -98,9 +98,9 @@ def test_odd_tensors_in_a_trainer(name: str, tmp_path: Path) -> None:
     "place",
     [
         "callback.gates:has_hook", "callback.callback:closed_to_training", "callback.callback:closed_loop",
-        "callback.callback:fused_clipping", "callback.loop.automatic:AutomaticSeam.install",
+        "callback.callback:allow_fused_clipping", "callback.loop.optimization:AutomaticSeam.install",
         "callback.loop.training_loop:LoopSeam.__init__",
-        "callback.logging.late_numbers:LateRows.install",
+        "callback.logging.late_numbers:LateRows.__init__",
         "callback.loop.seam:Seam.__init__",
         "step.planner:build_plan", "verify.check:Check.compare", "program.program:Program.fits",
     ],
@@ -111,7 +111,7 @@ def test_errors_of_graphplans_own_in_a_trainer(place: str, tmp_path: Path, monke
 
 
 def test_errors_of_graphplans_own_after_timed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_refused("callback.loop.automatic:AutomaticSeam.install", tmp_path, monkeypatch, min_speedup=1.0)
+    assert_refused("callback.loop.optimization:AutomaticSeam.install", tmp_path, monkeypatch, min_speedup=1.0)
 
 
 def test_errors_of_graphplans_own_in_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

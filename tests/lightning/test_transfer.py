@@ -13,8 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 
 from graphplan.callback import callback as callbacks
-from graphplan.callback.gates import keeps_stock_transfer
-from graphplan.callback.hooks import hands_out_batch
+from graphplan.callback.gates import hands_out_batch, keeps_stock_transfer
 from tests.lightning.parts import LitDigits, Observer, assert_same_fits, fit, loaders, tape, with_step
 
 

@@ -28,6 +28,7 @@ from graphplan.trace.given_values import GivenValues
 from graphplan.trace.host_reads import HostRead, Place
 from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
+from tests.devices import BACKEND, DEVICE
 from tests.sharded import one_rank
 from tests.twins import by_chance
 
@@ -312,6 +313,50 @@ def test_what_is_only_asserted_refuses_nothing(snippet: str) -> None:
         assert torch.equal(fast(torch.tensor(1.0)), torch.tensor(2.0))
     assert (fast.stats.replayed, fast.stats.verified) == (5, 1)
     assert "asserts a tensor's value, in eager steps and checks only, at " in fast.report()
+
+
+def has_few(classes: Tensor) -> None:
+    for name, found in (("classes", classes), ("others", -classes)):
+        count = len(torch.unique(found, dim=None))
+        if count > 4:
+            raise ValueError(f"{count} {name}: {torch.unique(found)}")
+
+
+def is_binary(classes: Tensor) -> None:
+    found = (classes > 2).long().unique()
+    wrong = torch.any((found != 0) & (found != 1))
+    if wrong:
+        raise ValueError(f"found {found}")
+
+
+def has_some(classes: Tensor) -> None:
+    assert classes.nonzero().numel() < 99, "too many"
+    assert classes[classes > 1].sum() >= 0
+
+
+@pytest.mark.parametrize("assertion", [has_few, is_binary, has_some])
+def test_shapes_that_are_only_asserted(assertion: Callable[[Tensor], None]) -> None:
+    """They differ from step to step, and no replay makes such a tensor."""
+
+    def function(x: Tensor) -> Tensor:
+        assertion(by_chance(x).long())
+        return x * 2
+
+    fast = graph_step(function, backend=BACKEND, verify=4)
+    for number in range(11):
+        x = torch.arange(6.0, device=DEVICE).clamp(max=number % 4)
+        assert torch.equal(fast(x), x * 2)
+    assert (fast.stats.captured, fast.stats.replayed, fast.stats.verified) == (1, 5, 1)
+    assert "asserts a tensor's value, in eager steps and checks only, at " in fast.report()
+
+
+def test_a_shape_that_is_used_is_not_asserted() -> None:
+    def function(x: Tensor) -> Tensor:
+        found = by_chance(x).unique()
+        assert len(found) < 9
+        return found * 2
+
+    refuses(function, torch.ones(3), match=r"_unique2.* makes a tensor whose shape depends on values")
 
 
 @pytest.mark.parametrize("snippet", snippets(PASSED))

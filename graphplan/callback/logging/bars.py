@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 
 from graphplan.callback.lightning_code import is_known
-from graphplan.callback.patches import InstancePatch
+from graphplan.callback.patches import Patches
 from graphplan.environment.devices import is_accelerator
 
 _INTERVAL = 0.1
@@ -27,24 +27,20 @@ class ThrottledBar:
     """Replaces ``_should_update`` of the Trainer's bar, unless the bar overrides it, and on a device ``get_metrics``.
 
     An update that is not drawn still sets the bar's count, so that whatever draws the bar next shows where it is.
-
-    Attributes:
-        patches: to be installed.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._trainer = trainer
         self._bar: Any = trainer.progress_bar_callback
         self._asked, self._drawn = 0, 0.0
         self._read = 0.0
         self._metrics: dict[str, Any] = {}
-        self.patches: list[InstancePatch] = []
         kind = type(self._bar)
         if getattr(kind, "_should_update", None) is TQDMProgressBar._should_update and is_known("bar"):
-            self.patches.append(InstancePatch(self._bar, "_should_update", self._should_update))
+            patches.method(self._bar, "_should_update", self._should_update)
         on_device = is_accelerator(trainer.strategy.root_device)
         if on_device and isinstance(self._bar, ProgressBar) and "get_metrics" not in vars(self._bar):
-            self.patches.append(InstancePatch(self._bar, "get_metrics", self._get_metrics))
+            patches.method(self._bar, "get_metrics", self._get_metrics)
 
     def _get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """In place of the bar's own: within an epoch, metrics of the last tenth of a second."""

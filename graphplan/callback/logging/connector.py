@@ -20,25 +20,10 @@ from torch import Tensor
 
 from graphplan.callback.lightning_code import is_known
 from graphplan.callback.logging.late_numbers import LateRows
-from graphplan.callback.patches import Recover, recovering
+from graphplan.callback.patches import Patches, Recover, recovering, settled
 
 _OWN_REFERENCES = 2
 """Reference count of a dictionary that only the connector holds, during ``getrefcount``."""
-
-
-def _settled(name: str) -> Any:
-    """A property for one of the connector's dictionaries, which is filled before it is read or replaced."""
-
-    def read(self: LazyConnector) -> dict[str, Any]:
-        self.settle()
-        found: dict[str, Any] = vars(self)[name]
-        return found
-
-    def write(self: LazyConnector, value: dict[str, Any]) -> None:
-        self.settle()
-        vars(self)[name] = value
-
-    return property(read, write)
 
 
 class LazyConnector(_LoggerConnector):
@@ -78,9 +63,9 @@ class LazyConnector(_LoggerConnector):
         inner["_callback_metrics"].update(found["callback"])
         inner["_logged_metrics"].update(found["log"])
 
-    _progress_bar_metrics = _settled("_progress_bar_metrics")
-    _callback_metrics = _settled("_callback_metrics")
-    _logged_metrics = _settled("_logged_metrics")
+    _progress_bar_metrics = settled("_progress_bar_metrics")
+    _callback_metrics = settled("_callback_metrics")
+    _logged_metrics = settled("_logged_metrics")
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Do as Lightning does, but perhaps write a step's row later."""
@@ -149,26 +134,17 @@ class LazyConnector(_LoggerConnector):
                 values[name] = value.item()
         return values
 
+    def end(self) -> None:
+        """Write the pending rows, and leave numbers in the dictionaries of metrics."""
+        self.rows.end()
+        self.settle()
+        self._progress_bar_metrics = convert_tensors_to_scalars(self._progress_bar_metrics)
 
-class LazyNumbers:
-    """Gives a Trainer's connector that class, unless it has one of the user's own."""
 
-    def __init__(self, trainer: Trainer, recover: Recover) -> None:
-        self._connector: Any = trainer._logger_connector
-        self._recover, self._rows = recover, LateRows(trainer)
-
-    def install(self) -> None:
-        """Put it in."""
-        if type(self._connector) is _LoggerConnector and is_known("logs"):
-            self._connector.__class__ = LazyConnector
-            vars(self._connector).update(recover=self._recover, rows=self._rows)
-            self._rows.install()
-
-    def remove(self) -> None:
-        """Write the pending rows, fill the dictionaries of metrics, and give the connector its class back."""
-        if isinstance(self._connector, LazyConnector):
-            self._rows.remove()
-            self._connector.settle()
-            self._connector._progress_bar_metrics = convert_tensors_to_scalars(self._connector._progress_bar_metrics)
-            del vars(self._connector)["recover"], vars(self._connector)["rows"]
-            self._connector.__class__ = _LoggerConnector  # type: ignore[assignment]
+def defer_numbers(trainer: Trainer, recover: Recover, patches: Patches) -> None:
+    """Make a Trainer's connector a lazy one, unless its class is the user's own."""
+    connector: Any = trainer._logger_connector
+    kind: type = type(connector)
+    if kind is _LoggerConnector and is_known("logs"):
+        patches.kind(connector, LazyConnector, recover=recover, rows=LateRows(trainer, patches))
+        patches.callback(connector.end)

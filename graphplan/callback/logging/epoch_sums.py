@@ -18,19 +18,19 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
 
+from graphplan.callback.patches import Patches, settled
+
 _value_of = itemgetter("value")
-_LAZY = ("value", "cumulated_batch_size", "_update_count", "_forward_cache", "_computed", "has_reset")
-"""Attributes that Lightning changes in a metric when a value is logged."""
 
 
 class GroupedMetric(_ResultMetric):
-    """The class of a metric in a group, which catches up with its group before such an attribute is read or set."""
+    """The class of a metric in a group, which catches up with its group before its attributes are read or set."""
 
     group: Group
     number: int
     since: int
 
-    def settle(self) -> dict[str, Any]:
+    def settle(self) -> None:
         """Do what ``update`` does, except for the sum of values, for each step since the last time."""
         inner, group = vars(self), self.group
         missing = group.steps - self.since
@@ -44,22 +44,15 @@ class GroupedMetric(_ResultMetric):
                 inner["_forward_cache"] = group.values[self.number]
                 if not self.meta.on_epoch:
                     inner["value"] = inner["_forward_cache"]
-        return inner
 
-
-def _lazy(name: str) -> Any:
-    def read(self: GroupedMetric) -> Any:
-        return self.settle()[name]
-
-    def write(self: GroupedMetric, value: Any) -> None:
-        self.settle()[name] = value
+    def note_change(self) -> None:
+        """The metric does not show what the latest step logged any more."""
         self.group.is_whole = False
 
-    return property(read, write)
 
-
-for _name in _LAZY:
-    setattr(GroupedMetric, _name, _lazy(_name))
+for _name in ("value", "cumulated_batch_size", "_update_count", "_forward_cache", "_computed", "has_reset"):
+    # What Lightning changes in a metric when a value is logged.
+    setattr(GroupedMetric, _name, settled(_name, GroupedMetric.note_change))
 
 
 class Group:
@@ -76,7 +69,7 @@ class Group:
         is_whole: whether no metric was changed since that step.
     """
 
-    def __init__(self, number: int, metrics: Mapping[str, Any]) -> None:
+    def __init__(self, number: int, metrics: Mapping[str, Any], patches: Patches) -> None:
         """A group of metrics that have none."""
         keys = sorted(metrics, key=lambda key: not metrics[key].meta.on_epoch)
         means = [metrics[key].value.detach() for key in keys if metrics[key].meta.on_epoch]
@@ -90,8 +83,8 @@ class Group:
         self._views = self.totals.unbind() if means else ()
         self._inner = [vars(metric) for metric in self.metrics.values()][: self.means]
         for place, metric in enumerate(self.metrics.values()):
-            vars(metric).update(group=self, number=place, since=0)
-            metric.__class__ = GroupedMetric
+            patches.kind(metric, GroupedMetric, group=self, number=place, since=0)
+        patches.callback(self._settle)
 
     def bind(self) -> None:
         """Have the means hold the elements of the vector again, with the values of the tensors that they hold now."""
@@ -138,11 +131,3 @@ class Group:
         if not self.is_whole or dict.__len__(results) != len(self.metrics):
             return None
         return partial(self._shown, results, self.values)
-
-    def dissolve(self) -> None:
-        """Give the metrics their class back."""
-        self._settle()
-        for metric in self.metrics.values():
-            for name in ("group", "number", "since"):
-                del vars(metric)[name]
-            metric.__class__ = _ResultMetric

@@ -8,8 +8,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
 from graphplan.callback.lightning_code import is_known
+from graphplan.callback.patches import Patches
 from graphplan.program.capture import is_recorded
 from graphplan.tensors.deferred import HostCopy, is_deferred, on_device
 from graphplan.trace.memory_watch import MemoryWatch
@@ -60,13 +60,11 @@ class LateCopies:
             self._may_wait[key] = is_left_alone and self._may_wait.get(key, True)
         self._watched = []
 
-    @contextmanager
-    def of_logs(self, is_late: Callable[[str], bool]) -> Iterator[None]:
+    def defer_logged(self, is_late: Callable[[str], bool], left: Patches) -> None:
         """While a step runs, do not copy logged values with such a key if they can wait."""
         module: Any = self._module
         plain: Callable[..., Tensor] | None = getattr(module, _TO_TENSOR, None)
         if plain is None or _TO_TENSOR in vars(module):
-            yield
             return
 
         def to_tensor(value: Any, name: str) -> Tensor:
@@ -82,25 +80,15 @@ class LateCopies:
             self.watch(key, value)
             return plain(value, name)
 
-        vars(module)[_TO_TENSOR] = to_tensor
         self._watched = []
-        try:
-            yield
-        finally:
-            del vars(module)[_TO_TENSOR]
+        left.method(module, _TO_TENSOR, to_tensor)
 
-    @contextmanager
-    def of_loss(self, loop: Any) -> Iterator[None]:
+    def defer_loss(self, loop: Any, left: Patches) -> None:
         """While a step of automatic optimization runs, neither copy its loss nor divide it by one if it can wait."""
         is_stock = getattr(type(loop), "output_result_cls", None) is ClosureResult
-        if not is_stock or "output_result_cls" in vars(loop) or not is_known("logs"):
-            yield
-            return
-        loop.output_result_cls = SimpleNamespace(from_training_step_output=self._result_of)
-        try:
-            yield
-        finally:
-            del loop.output_result_cls
+        if is_stock and "output_result_cls" not in vars(loop) and is_known("logs"):
+            loop.output_result_cls = SimpleNamespace(from_training_step_output=self._result_of)
+            left.callback(delattr, loop, "output_result_cls")
 
     def _result_of(self, output: Any, normalize: int = 1) -> ClosureResult:
         """Make the ``ClosureResult`` of what ``training_step`` returned."""

@@ -19,6 +19,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
+from graphplan.callback.patches import Patches
 from graphplan.environment.devices import current_stream, is_accelerator, module_of
 from graphplan.feed.call_arguments import hands_over
 
@@ -37,8 +38,8 @@ class HostCopy:
         if not is_accelerator(tensor.device):
             self._host = tensor.detach().to("cpu", copy=True)
             return
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._host.copy_(tensor.detach(), non_blocking=True)
+        # In pinned memory.
+        self._host = tensor.detach().to("cpu", non_blocking=True)
         self._event = module_of(tensor.device).Event()
         self._event.record(current_stream(tensor.device))
 
@@ -87,31 +88,24 @@ class _Row(NamedTuple):
 
 
 class LateRows:
-    """The pending rows of one fit. ``remove`` undoes ``install``."""
+    """The pending rows of one fit, for loggers of Lightning's own classes."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._trainer = trainer
         self.pending: deque[_Row] = deque()
-        self._kinds: dict[Any, type] = {}
+        for logger in trainer.loggers:
+            late = _KINDS.get(type(logger))
+            if late is not None:
+                _ROWS[logger] = self
+                patches.callback(_ROWS.pop, logger)
+                patches.kind(logger, late)
 
-    def install(self) -> None:
-        """Give the Trainer's loggers that are Lightning's own their late classes."""
-        for logger in self._trainer.loggers:
-            kind = type(logger)
-            if kind in _KINDS:
-                self._kinds[logger], _ROWS[logger] = kind, self
-                logger.__class__ = _KINDS[kind]
-
-    def remove(self) -> None:
-        """Write all rows, and give the loggers their classes back."""
+    def end(self) -> None:
+        """Write all rows."""
         while self.pending:
             # Errors of the writers were raised when the rows were due.
             with suppress(Exception):
                 self._write()
-        for logger, kind in self._kinds.items():
-            del _ROWS[logger]
-            logger.__class__ = kind
-        self._kinds = {}
 
     def take(self, metrics: Mapping[str, Any]) -> bool:
         """Start the copy of a step's row for all loggers; False if the row has to be written at once."""

@@ -13,7 +13,7 @@ elements of one vector at the step's end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -27,6 +27,7 @@ from torch import Tensor
 from graphplan.callback.lightning_code import is_known
 from graphplan.callback.logging.epoch_sums import Group
 from graphplan.callback.logging.late_copies import LOSS, LateCopies
+from graphplan.callback.patches import Patches, telling
 from graphplan.compare.moving import apart
 from graphplan.errors import Faults, HostEffectError, HostSyncError
 from graphplan.feed.call_arguments import hands_over
@@ -87,19 +88,8 @@ class _NotingResults(_ResultCollection):
         """Do nothing: resets come with the calls that are made later."""
 
 
-def _reading(name: str) -> Callable[..., Any]:
-    plain = getattr(dict, name)
-
-    def method(self: _NotingResults, *args: Any) -> Any:
-        self.log_now()
-        return plain(self, *args)
-
-    method.__name__ = name
-    return method
-
-
 for _name in ("__contains__", "__getitem__", "__iter__", "__len__", "get", "items", "keys", "values"):
-    setattr(_NotingResults, _name, _reading(_name))
+    setattr(_NotingResults, _name, telling("log_now", getattr(dict, _name)))
 
 
 def _undo_of(results: _ResultCollection) -> Callable[[], None]:
@@ -135,12 +125,11 @@ class StepLogs:
     Attributes:
         totals: the sums of each group's means: an owner of the step.
         latest: the group whose metrics were logged last.
-        sums_in_step: whether calls are grouped.
         loop: of automatic optimization: the step's result is a dictionary, whose loss is a copy of its own.
         faults: graphplan's own errors in the middle of a step, told before the next one.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, *, sums_in_step: bool) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, patches: Patches, *, sums_in_step: bool) -> None:
         self._trainer = trainer
         self._connector: Any = trainer._logger_connector
         self.late = LateCopies(module)
@@ -148,11 +137,13 @@ class StepLogs:
         self.latest: Group | None = None
         self.faults = Faults()
         self.loop: Any = None
-        self.sums_in_step = sums_in_step
+        self._is_known = is_known("logs")
+        self._sums_in_step = sums_in_step and self._is_known
+        # Those of the groups come late, and are undone late, when all else that reads metrics is gone.
+        self._patches = patches.enter_context(Patches())
         self._groups: list[Group] = []
         self._grouped: dict[str, tuple[LogCall, Any]] = {}
         """Grouped calls, and their metrics, by Lightning's keys."""
-        self._is_known = is_known("logs")
         self._metrics: dict[str, tuple[Any, torch.device]] = {}
         """With which options metrics of torchmetrics were logged, and where they lay, by Lightning's keys."""
         self._dtypes: dict[str, torch.dtype] = {}
@@ -162,16 +153,14 @@ class StepLogs:
 
     def around(self, body: Callable[[], Any]) -> dict[str, Any]:
         """Run ``body``; return its result and what it logged as one pytree."""
+        parts: tuple[Part, ...] = ()
         with self._notes() as notes:
             result = body()
-        grouped = Grouped()
         with self._noting_faults():
-            settled = list(notes)
-            result, parts = self._settled(settled, result)
-            # Where that failed, they stay calls to be made for real.
-            notes[:] = settled
-            grouped = Grouped(parts, all(call.size is not None for call, _ in notes))
+            # Where that fails, all stay calls to be made for real.
+            notes, result, parts = self._settled(notes, result)
         calls, values = [call for call, _ in notes], [value for _, value in notes]
+        grouped = Grouped(parts, bool(parts) and all(call.size is not None for call in calls))
         return {"result": result, "logs": calls, "grouped": grouped, "values": values}
 
     @contextmanager
@@ -182,7 +171,7 @@ class StepLogs:
         if results is None:
             yield notes
             return
-        last_hook, left, logged = self._last_hook, ExitStack(), 0
+        last_hook, taking_back, logged = self._last_hook, Patches(), 0
 
         def note(fx: str, name: str, value: Any, **options: Any) -> None:
             source = _NOWHERE
@@ -201,23 +190,19 @@ class StepLogs:
             )
             results.__class__ = _ResultCollection
             if not logged:
-                left.callback(_undo_of(results))
+                taking_back.callback(_undo_of(results))
             try:
                 self._carry_out(notes[logged:])
             finally:
                 results.__class__ = _NotingResults
             logged = len(notes)
 
-        results.note, results.log_now = note, log_now
-        results.__class__ = _NotingResults
-        try:
-            with self.late.of_logs(self._grouped.__contains__), self.late.of_loss(self.loop):
-                yield notes
-        finally:
-            results.__class__ = _ResultCollection
-            del results.note, results.log_now
-            left.close()
-            self._last_hook = last_hook
+        with taking_back, Patches() as left:
+            taking_back.callback(setattr, self, "_last_hook", last_hook)
+            left.kind(results, _NotingResults, note=note, log_now=log_now)
+            self.late.defer_logged(self._grouped.__contains__, left)
+            self.late.defer_loss(self.loop, left)
+            yield notes
 
     def _in_known_dtype(self, key: str, value: Any) -> Any:
         """A learning rate is a number in eager steps, the first among them, and in a trace a float64 tensor."""
@@ -254,50 +239,49 @@ class StepLogs:
         for group in self._groups:
             group.bind()
 
-    def _settled(self, notes: list[Note], result: Any) -> tuple[Any, tuple[Part, ...]]:
+    def _settled(self, notes: list[Note], result: Any) -> tuple[list[Note], Any, tuple[Part, ...]]:
         """At the end of a step: copy what its grouped calls log, and the loss, to one vector, and sum its means.
 
         Returns:
-            ``result``, in which the loss is that copy, and the grouped calls by group.
+            The notes and ``result``, with those copies, and the grouped calls by group.
         """
         self.late.settle()
-        for number, (call, value) in enumerate(notes):
-            if call.latest is not None:
-                notes[number] = replace(call, latest=_kept(call, value)), value
-        numbers = [number for number, (call, value) in enumerate(notes) if self._is_grouped(call, value)]
-        keys = [notes[number][0].key for number in numbers]
-        by_key = dict(zip(keys, numbers, strict=True))
-        # Those of which the step logs each metric, once.
-        found = dict.fromkeys(self._grouped[key][1].group for key in keys)
-        groups = [group for group in found if all(keys.count(key) == 1 for key in group.metrics)]
-        order = [by_key[key] for group in groups for key in group.metrics]
-        values = [notes[number][1] for number in order]
+        notes = [(call if call.latest is None else _shown_by(call, value), value) for call, value in notes]
+        places, parts = self._places(notes), list[Part]()
+        values = [notes[place][1] for own in places.values() for place in own]
         loss = None if self.loop is None else result.get("loss")
         if isinstance(loss, Tensor) and values and not loss.ndim and _kind(loss) == _kind(values[0]):
             values.append(loss.detach())
         with torch.no_grad():
             vector = torch.stack(values) if values else None
-        copies = () if vector is None else apart(vector)
-        start, parts = 0, list[Part]()
-        for group in groups:
-            assert vector is not None
-            own = order[start : start + len(group.metrics)]
-            sizes = [self._size(notes[number][0]) for number in own[: group.means]] + [0] * (len(own) - group.means)
-            if group.means:
-                group.add(vector[start : start + group.means], sizes[: group.means])
-            for number, size, copy in zip(own, sizes, copies[start:], strict=False):
-                notes[number] = (replace(notes[number][0], size=size), copy)
-            parts.append((group.number, None if own == list(range(len(notes))) else own, sizes))
-            start += len(own)
-        for number, (call, value) in enumerate(notes):
-            if call.size is None and self.late.may_wait(call.key):
-                notes[number] = (call, value.clone())
-        if len(values) > len(order):
-            result = {**result, "loss": copies[-1]}
+        copies = [] if vector is None else list(apart(vector))
+        if len(copies) > sum(map(len, places.values())):
+            result = {**result, "loss": copies.pop()}
         elif isinstance(loss, Tensor) and self.late.may_wait(LOSS) and (notes or len(result) > 1):
             # Something else that the step returns may be the same memory.
             result = {**result, "loss": loss.clone()}
-        return result, tuple(parts)
+        start = 0
+        for group, own in places.items():
+            sizes = [self._size(notes[place][0]) for place in own[: group.means]]
+            if vector is not None and sizes:
+                group.add(vector[start : start + group.means], sizes)
+            sizes += [0] * (len(own) - group.means)
+            for place, size, copy in zip(own, sizes, copies[start:], strict=False):
+                notes[place] = (replace(notes[place][0], size=size), copy)
+            parts.append((group.number, None if own == list(range(len(notes))) else own, sizes))
+            start += len(own)
+        for place, (call, value) in enumerate(notes):
+            if call.size is None and self.late.may_wait(call.key):
+                notes[place] = (call, value.clone())
+        return notes, result, tuple(parts)
+
+    def _places(self, notes: Sequence[Note]) -> dict[Group, list[int]]:
+        """Where in ``notes`` the metrics of each group are logged that the step logs as a whole, and once."""
+        grouped = [(call.key, place) for place, (call, value) in enumerate(notes) if self._is_grouped(call, value)]
+        by_key, keys = dict(grouped), [key for key, _ in grouped]
+        groups = dict.fromkeys(self._grouped[key][1].group for key in keys)
+        whole = [group for group in groups if all(keys.count(key) == 1 for key in group.metrics)]
+        return {group: [by_key[key] for key in group.metrics] for group in whole}
 
     def _size(self, call: LogCall) -> int:
         metric, given = self._grouped[call.key][1], dict(call.options).get("batch_size")
@@ -322,7 +306,7 @@ class StepLogs:
             self._connector._current_fx = self._last_hook = calls[-1].fx
             return
         notes = list(zip(calls, values, strict=True))
-        if self._carry_out(notes) and self.sums_in_step:
+        if self._carry_out(notes) and self._sums_in_step:
             self._learn(notes)
 
     def _carry_out(self, notes: Sequence[Note]) -> bool:
@@ -340,7 +324,7 @@ class StepLogs:
                     results.reset(metrics=False, fx=call.fx)
                 if call.latest is not None or not self._is_metric_again(results, call, value):
                     by_lightning = True
-                    with _as_in_step(call), _with_latest(call, value):
+                    with _as_in_step(call, value):
                         _log(results, call, value)
             connector._current_fx = self._last_hook = call.fx
         return by_lightning
@@ -364,7 +348,7 @@ class StepLogs:
         results = self._trainer._results
         assert results is not None
         hooks = [fx for fx, _ in groupby(notes, lambda note: note[0].fx)]
-        if len(hooks) > len(set(hooks)) or not self._is_known:
+        if len(hooks) > len(set(hooks)):
             return  # In an epoch's first batch, Lightning resets a hook's metrics each time that it is the hook's turn.
         rates = [group["lr"] for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         found: dict[str, Any] = {}
@@ -376,15 +360,10 @@ class StepLogs:
             if new and self._may_be_grouped(metric, value):
                 self._grouped[call.key], found[call.key] = (call, metric), metric
         if found:
-            group = Group(len(self._groups), found)
+            group = Group(len(self._groups), found, self._patches)
             self._groups.append(group)
             if group.means:
                 self.totals[f"group {group.number}"] = group.totals
-
-    def dissolve(self) -> None:
-        """Give the groups' metrics their class back."""
-        for group in self._groups:
-            group.dissolve()
 
     def _may_be_grouped(self, metric: Any, value: Any) -> bool:
         """Return True for the mean of scalars of the group's dtype and device, which Lightning does not cast."""
@@ -398,36 +377,27 @@ class StepLogs:
         return kind == self._kind
 
 
-def _kept(call: LogCall, metric: Any) -> tuple[Any] | None:
-    """What the metric had when it was logged, if it has something else now: replays would log that."""
+def _shown_by(call: LogCall, metric: Any) -> LogCall:
+    """``call``, with what the metric had when it was logged if it has something else now, which replays would log."""
     if call.latest is None or vars(metric)[_LATEST] is call.latest[0]:
-        return None
+        return replace(call, latest=None)
     refuse_trace(
         HostEffectError,
         f"{call} at {call.source} is given a metric that the step updates or resets later on, and Lightning logs what "
         "it was; a replay would log what it is at the end. Log it after its last change in the step, or reset it in a "
         "hook",
     )
-    return call.latest
+    return call
 
 
 @contextmanager
-def _with_latest(call: LogCall, metric: Any) -> Iterator[None]:
-    """Have a metric show the value that it had when the step logged it."""
-    if call.latest is None:
-        yield
-        return
-    now, vars(metric)[_LATEST] = vars(metric)[_LATEST], call.latest[0]
-    try:
-        yield
-    finally:
-        vars(metric)[_LATEST] = now
-
-
-@contextmanager
-def _as_in_step(call: LogCall) -> Iterator[None]:
-    """Log under the default dtype that the call was made under, and have errors tell where in the step that was."""
-    dtype = torch.get_default_dtype()
+def _as_in_step(call: LogCall, value: Any) -> Iterator[None]:
+    """Log under the default dtype that the call was made under, a metric as it was, and have errors tell where in the
+    step that was.
+    """
+    dtype, now = torch.get_default_dtype(), None
+    if call.latest is not None:
+        now, vars(value)[_LATEST] = vars(value)[_LATEST], call.latest[0]
     torch.set_default_dtype(call.dtype)
     try:
         yield
@@ -442,6 +412,8 @@ def _as_in_step(call: LogCall) -> Iterator[None]:
         raise
     finally:
         torch.set_default_dtype(dtype)
+        if call.latest is not None:
+            vars(value)[_LATEST] = now
 
 
 @hands_over

@@ -10,7 +10,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -21,15 +21,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from graphplan.callback.callback_options import VariantOf
+from graphplan.callback.callback_options import CallbackOptions
 from graphplan.callback.gates import needed_warmup
-from graphplan.callback.hooks import hooked_callbacks
 from graphplan.callback.logging.step_logs import StepLogs
-from graphplan.callback.patches import InstancePatch, Recover, recovering
+from graphplan.callback.patches import Patches, Recover, recovering
 from graphplan.callback.trainer_state import (
     WRAPPER,
     WRAPPERS_NOTE,
     WatchedIndex,
+    hooked_callbacks,
     optimizers_of,
     reached_objects,
     refuse_number,
@@ -68,62 +68,59 @@ _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
 """Bookkeeping of Lightning's and torch's own that no step depends on."""
 
 
-def _raise(error: Exception) -> None:
-    raise error
+class Seam(ABC):
+    """One loop's seam. ``take_off`` undoes ``install``; ``figures`` outlive it.
 
-
-@dataclass(frozen=True)
-class Run:
-    """The run that a seam is made for.
+    Args:
+        options: of the steps.
+        given: those of the callback.
+        stand_down: removes the seam; called with the reason when all further steps are eager.
+        gate: that has timed the steps of the fit so far.
 
     Attributes:
-        when_down: called with the reason when all further steps are eager.
-        recover: see :data:`graphplan.callback.patches.Recover`.
+        part: the part of a step that is replayed, if not all of it.
+        patches: all that is undone when the seam is removed.
+        notes: for the report.
     """
 
-    trainer: Trainer
-    module: LightningModule
-    options: Options
-    backends: Backends
-    when_down: Callable[[SkipReason, str], object] = lambda reason, detail: None
-    recover: Recover = _raise
-    variant: VariantOf = None
-    gate: Gate | None = None
-
-
-class Seam(ABC):
-    """One loop's seam. ``take_off`` undoes ``install``; ``figures`` outlive it."""
-
     part = ""
-    """The part of a step that is replayed, if not all of it."""
 
-    def __init__(self, run: Run) -> None:
-        self._trainer, self._module, self._backends = run.trainer, run.module, run.backends
-        self.recover, self._when_down, self._timed = run.recover, run.when_down, run.gate
-        self._variant, model = run.variant, run.trainer.strategy.model
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        options: Options,
+        given: CallbackOptions,
+        backends: Backends,
+        stand_down: Callable[[SkipReason, str], None],
+        recover: Recover,
+        gate: Gate | None = None,
+    ) -> None:
+        self._trainer, self._module, self._backends = trainer, module, backends
+        self._stand_down, self.recover, self._timed = stand_down, recover, gate
+        trains = options.mode == "train"
+        self._variant, model = given.variant if trains else None, trainer.strategy.model
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
-        options, names = run.options, optimizers_of(run.trainer)
-        effects = [f"{name}.{effect}" for name in names for effect in _OPTIMIZERS_EFFECTS]
-        self._given, self._wants_eager = options, False
+        effects = [f"{name}.{effect}" for name in optimizers_of(trainer) for effect in _OPTIMIZERS_EFFECTS]
+        self._given, self._wants_eager = given, False
+        self._asks_eager = None if options.eager_if is None else options.asks_eager
         self._options = replace(
             options,
-            warmup_steps=max(options.warmup_steps, needed_warmup(run.trainer.strategy)),
+            warmup_steps=max(options.warmup_steps, needed_warmup(trainer.strategy)),
             allow=(*_OWN_EFFECTS, f"{WRAPPER}.{WRAPPERS_NOTE}", *effects, *options.allow),
-            eager_if=(lambda *args: self._wants_eager) if options.eager_if is not None else None,
+            eager_if=None if self._asks_eager is None else lambda *args: self._wants_eager,
         )
-        may_read = options.eager_if is not None or run.variant is not None
+        may_read = self._asks_eager is not None or self._variant is not None
         self._watches_index = not (may_read or is_allowed("batch_idx", options.allow))
+        self.patches = Patches()
         # The sums are weighted with the batch's number of rows, which a program for padded rows does not know.
-        may_sum = options.mode == "train" and not options.pads_rows
-        self.logs = StepLogs(run.trainer, run.module, sums_in_step=may_sum)
+        self.logs = StepLogs(trainer, module, self.patches, sums_in_step=trains and not options.pads_rows)
         self._steps: list[GraphedStep] = []
-        self._patches: list[InstancePatch] = []
         # Arguments of Lightning's loop that are not fed: the batch's number, and all after the batch.
         self._index, self._rest = 0, list[tuple[str, Any]]()
         self._questions: dict[Comparison, None] = {}
         """Comparisons that the step has made with a batch's number."""
-        self._compiled = CompiledModules([], False)
-        self._optimizers = list(run.trainer.optimizers)
+        self._optimizers = list(trainer.optimizers)
         self.notes: list[str] = []
         # Calls of Lightning's own code in the place of a step.
         self._stock_stats = Stats()
@@ -143,13 +140,9 @@ class Seam(ABC):
         parts: list[nn.Module] = [part for part in self._module.children() if any(True for _ in part.parameters())]
         if is_overridden("forward", self._module) and self._trainer.strategy.model is self._module:
             parts.append(self._module)
-        self._compiled = CompiledModules(parts, self._options.compile)
-        self.notes += self._compiled.notes
-
-    def _put(self, owner: Any, name: str, run: Callable[..., Any]) -> None:
-        """Replace a method of one of Lightning's objects, until the seam is removed."""
-        self._patches.append(InstancePatch(owner, name, run))
-        self._patches[-1].install()
+        compiled = CompiledModules(parts, self._options.compile)
+        self.patches.callback(compiled.undo)
+        self.notes += compiled.notes
 
     def take_off(self) -> list[GraphedStep]:
         """Remove the seam, and close its steps, which puts the optimizers' flags back.
@@ -157,13 +150,10 @@ class Seam(ABC):
         Returns:
             Steps that stand down. They keep their optimizers' kernels until the end of the run, and are not closed.
         """
-        for patch in self._patches:
-            patch.remove()
+        self.patches.close()
         for step in self._steps:
             if not step.is_down:
                 step.close()
-        self._compiled.undo()
-        self.logs.dissolve()
         return [step for step in self._steps if step.is_down]
 
     def _owners(self, progress: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +188,6 @@ class Seam(ABC):
         facts = [fact for step in self._steps for fact in step.facts]
         return Figures(
             stats=stats,
-            plans=sum(step.stats.captured - step.stats.recaptured for step in self._steps),
             notes=[*dict.fromkeys((*facts, *self.notes))],
             plan=next((step.plan for step in reversed(self._steps) if step.plan is not None), None),
             part=self.part,
@@ -215,7 +204,7 @@ class Seam(ABC):
     def _look_at(self, step: GraphedStep) -> None:
         """After a call of ``step``, stand down with it."""
         if step.down_because is not None:
-            self._when_down(*step.down_because)
+            self._stand_down(*step.down_because)
 
     def _has_other_optimizers(self) -> bool:
         """Return True if the Trainer has other optimizers than those that programs read, and end the seam.
@@ -233,7 +222,7 @@ class Seam(ABC):
             raise error
         warnings.warn(f"graphplan leaves the rest to Lightning: {error}", UserWarning, stacklevel=4)
         self._stock_stats.count_stock(1, error.reason, str(error))
-        self._when_down(error.reason, str(error))
+        self._stand_down(error.reason, str(error))
         return True
 
     def _on_device(self, kwargs: OrderedDict[str, Any]) -> OrderedDict[str, Any]:
@@ -247,18 +236,24 @@ class Seam(ABC):
         self.logs.start()
         return True
 
-    def _enter(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> None:
-        """Note the loop's arguments that are not fed. The batch is the first."""
-        self._index, self._rest = batch_idx, list(kwargs.items())[1:]
-        if self._given.eager_if is not None:
-            # About the batch as it came.
-            self._wants_eager = self._given.asks_eager(batch_idx + 1, (kwargs["batch"], batch_idx), {})
+    def _serve(self, step: GraphedStep, batch_idx: int, kwargs: OrderedDict[str, Any], *facts: Any) -> Any:
+        """Run a batch through ``step``, and stand down with it."""
+        result = self._through(step, batch_idx, kwargs, *facts)
+        self._look_at(step)
+        return result
 
-    def _through(self, step: GraphedStep, kwargs: OrderedDict[str, Any], facts: tuple[Any, ...] = ()) -> Any:
-        """Run a batch through ``step``, and carry out what it logged. ``facts`` are literals that it depends on."""
+    def _through(self, step: GraphedStep, batch_idx: int, kwargs: OrderedDict[str, Any], *facts: Any) -> Any:
+        """Run a batch, the first of the loop's arguments, through ``step``, and carry out what it logged. ``facts`` are
+        literals that it depends on.
+        """
+        self._index, self._rest = batch_idx, list(kwargs.items())[1:]
+        batch = kwargs["batch"]
+        if self._asks_eager is not None:
+            # About the batch as it came.
+            self._wants_eager = self._asks_eager(batch_idx + 1, (batch, batch_idx), {})
         if not self._start_logs():
             return self._stock(self._on_device(kwargs))
-        batch, known = kwargs["batch"], self._known(facts)
+        known = self._known(facts)
         if self._variant is not None:
             out = step(batch, known, self._variant_of(batch))
         else:

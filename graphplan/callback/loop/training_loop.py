@@ -15,17 +15,16 @@ from operator import attrgetter
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from graphplan.callback.gates import STOCK_HOOKS, keeps_stock_transfer
-from graphplan.callback.hooks import END, START, call_hooks, has_hook
+from graphplan.callback.gates import END, START, STOCK_HOOKS, has_hook, keeps_stock_transfer
 from graphplan.callback.logging.connector import LazyConnector
 from graphplan.callback.logging.step_logs import StepLogs
-from graphplan.callback.patches import InstancePatch, Recover, recovering
+from graphplan.callback.patches import Patches, Recover, recovering
 from graphplan.compare.comparing import Checks, contents_of
 from graphplan.feed.call_arguments import hands_over
 from graphplan.program.faults import lost, refusal_of
@@ -48,6 +47,18 @@ _is_cpu = attrgetter("is_cpu")
 def _stock(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call Lightning's own code: its errors are not graphplan's."""
     return run(*args, **kwargs)
+
+
+@hands_over
+def _call_hooks(trainer: Any, module: Any, hook: str, *args: Any) -> None:
+    """Call the hook of those callbacks that have it, as Lightning does."""
+    inner = vars(module)
+    # A module's own __setattr__ takes longer than most hooks.
+    before, inner["_current_fx_name"] = inner["_current_fx_name"], hook
+    for callback in trainer.callbacks:
+        if has_hook(callback, hook, Callback):
+            getattr(callback, hook)(trainer, module, *args)
+    inner["_current_fx_name"] = before
 
 
 def _nothing() -> None:
@@ -87,13 +98,10 @@ class LoopSeam:
     Args:
         logs: of the step.
         direct: whether the step moves batches to the device itself.
-
-    Attributes:
-        patches: to be installed.
     """
 
     def __init__(
-        self, trainer: Any, module: LightningModule, logs: StepLogs, recover: Recover, *, direct: bool = False
+        self, trainer: Any, module: LightningModule, logs: StepLogs, recover: Recover, patches: Patches, *, direct: bool
     ) -> None:
         self._trainer, self._module, self.recover = trainer, module, recover
         self._direct, self._logs = direct, logs
@@ -104,10 +112,11 @@ class LoopSeam:
         self._is_cpu = self._device.type == "cpu"
         self._is_one_of_many = trainer.world_size > 1
         self._validates = is_overridden("validation_step", module)
-        methods: dict[str, Any] = {"advance": self._advance, "_on_before_fetch": _nothing, "_on_after_fetch": _nothing}
-        self.patches = [InstancePatch(self._loop, name, method) for name, method in methods.items()]
         self._takes_index: bool | None = None
         self._unchanged: Any = None
+        patches.method(self._loop, "advance", self._advance)
+        for name in ("_on_before_fetch", "_on_after_fetch"):
+            patches.method(self._loop, name, _nothing)
 
     def _advance(self, fetcher: Any) -> None:
         """In place of ``advance``."""
@@ -221,7 +230,7 @@ class LoopSeam:
         results = loop._results
         connector._first_loop_iter = connector._first_loop_iter is None
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
-        call_hooks(trainer, module, START, batch, batch_idx)
+        _call_hooks(trainer, module, START, batch, batch_idx)
         total.started += 1
         current.started += 1
         kwargs = OrderedDict(batch=batch)
@@ -237,7 +246,7 @@ class LoopSeam:
             _stock(loop.update_lr_schedulers, "step", update_plateau_schedulers=False)
             if progress.is_last_batch or current.ready == trainer.fit_loop.max_batches:
                 _stock(loop.update_lr_schedulers, "epoch", update_plateau_schedulers=False)
-        call_hooks(trainer, module, END, outputs, batch, batch_idx)
+        _call_hooks(trainer, module, END, outputs, batch, batch_idx)
         if has_hook(module, END, LightningModule):
             _stock(call._call_lightning_module_hook, trainer, END, outputs, batch, batch_idx)
         if results:

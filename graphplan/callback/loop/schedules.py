@@ -1,8 +1,7 @@
-"""Lightning's manual optimization: the whole ``training_step``, with all optimizers that it steps, is the step."""
+"""Learning-rate schedulers that a step of manual optimization steps itself."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -12,54 +11,11 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from typing_extensions import override
 
-from graphplan.callback.loop.seam import Run, Seam
 from graphplan.errors import HostEffectError
 from graphplan.observe.source import find_source
 from graphplan.tensors.trees import Literals
 from graphplan.trace.mode import refuse_trace
-
-
-class ManualSeam(Seam):
-    """The seam of ``manual_optimization``."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self._epoch_loop: Any = run.trainer.fit_loop.epoch_loop
-        self._loop: Any = self._epoch_loop.manual_optimization
-        self._schedules = Schedules(run.trainer)
-
-    @override
-    def install(self) -> None:
-        self._compile()
-        self._put(self._loop, "run", self._run)
-        self._step = self._make(self._owners({"step": self._loop.optim_step_progress}))
-
-    def _run(self, kwargs: OrderedDict[str, Any]) -> Any:
-        """In place of ``manual_optimization.run``."""
-        if self._has_other_optimizers():
-            return self._stock(self._on_device(kwargs))
-        self._enter(self._epoch_loop.batch_idx, kwargs)
-        self._schedules.start()
-        result = self._through(self._step, kwargs)
-        self._look_at(self._step)
-        return result
-
-    @override
-    def _stock(self, kwargs: OrderedDict[str, Any]) -> Any:
-        return type(self._loop).run(self._loop, kwargs)
-
-    @override
-    def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
-        with self._schedules.noting() as stepped:
-            out = super()._body(batch)
-        return {**out, "scheduler steps": Literals(stepped)}
-
-    @override
-    def _finish(self, out: dict[str, Any]) -> None:
-        super()._finish(out)
-        self._schedules.finish(out["scheduler steps"])
 
 
 class Schedules:

@@ -1,8 +1,10 @@
-"""Lightning's automatic optimization, run through a graphed step.
+"""Lightning's optimizations of one batch, run through a graphed step.
 
-There are two forms. *Whole*: ``automatic_optimization.run`` is one graphed step, optimizer included. *Components*,
-where the optimizer cannot be captured: the closure (forward, ``zero_grad``, backward) is a graphed step, and
-Lightning's own code clips and steps after it.
+*Manual* optimization: the whole ``training_step``, with all optimizers that it steps, is the step.
+
+*Automatic* optimization has two forms. *Whole*: ``automatic_optimization.run`` is one graphed step, optimizer included.
+*Components*, where the optimizer cannot be captured: the closure (forward, ``zero_grad``, backward) is a graphed step,
+and Lightning's own code clips and steps after it.
 """
 
 from __future__ import annotations
@@ -17,11 +19,47 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
-from graphplan.callback.callback_options import CallbackOptions
-from graphplan.callback.loop.seam import Run, Seam
+from graphplan.callback.loop.schedules import Schedules
+from graphplan.callback.loop.seam import Seam
 from graphplan.callback.trainer_state import WatchedIndex, group_numbers, refuse_number
 from graphplan.errors import RefusalError
 from graphplan.step.runner import ADVICE
+from graphplan.tensors.trees import Literals
+
+
+class ManualSeam(Seam):
+    """The seam of ``manual_optimization``."""
+
+    @override
+    def install(self) -> None:
+        self._compile()
+        self._epoch_loop: Any = self._trainer.fit_loop.epoch_loop
+        self._loop: Any = self._epoch_loop.manual_optimization
+        self._schedules = Schedules(self._trainer)
+        self.patches.method(self._loop, "run", self._run)
+        self._step = self._make(self._owners({"step": self._loop.optim_step_progress}))
+
+    def _run(self, kwargs: OrderedDict[str, Any]) -> Any:
+        """In place of ``manual_optimization.run``."""
+        if self._has_other_optimizers():
+            return self._stock(self._on_device(kwargs))
+        self._schedules.start()
+        return self._serve(self._step, self._epoch_loop.batch_idx, kwargs)
+
+    @override
+    def _stock(self, kwargs: OrderedDict[str, Any]) -> Any:
+        return type(self._loop).run(self._loop, kwargs)
+
+    @override
+    def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
+        with self._schedules.noting() as stepped:
+            out = super()._body(batch)
+        return {**out, "scheduler steps": Literals(stepped)}
+
+    @override
+    def _finish(self, out: dict[str, Any]) -> None:
+        super()._finish(out)
+        self._schedules.finish(out["scheduler steps"])
 
 
 class ReplayedClosure(Closure):
@@ -36,29 +74,26 @@ class ReplayedClosure(Closure):
 class AutomaticSeam(Seam):
     """The seam of ``automatic_optimization``."""
 
-    def __init__(self, run: Run, given: CallbackOptions) -> None:
-        super().__init__(run)
-        self._loop: Any = run.trainer.fit_loop.epoch_loop.automatic_optimization
-        self._optimizer: Any = run.trainer.optimizers[0]
-        self._captures_optimizer, self._falls_back = given.captures_optimizer, given.components == "auto"
-        self.logs.loop = self._loop
-        progress = self._loop.optim_progress.optimizer
-        self._progress = {"step": progress.step, "zero_grad": progress.zero_grad}
-
     @override
     def install(self) -> None:
         self._compile()
-        self._put(self._loop, "run", self._run)
-        self._put(self._loop, "_optimizer_zero_grad", self._zero_grad)
-        self._step = self._make(self._owners(self._progress))
+        self._loop: Any = self._trainer.fit_loop.epoch_loop.automatic_optimization
+        self.logs.loop = self._loop
+        self.patches.method(self._loop, "run", self._run)
+        self.patches.method(self._loop, "_optimizer_zero_grad", self._zero_grad)
+        self._step = self._make(self._all_owners())
         if is_overridden("optimizer_step", self._module):
             name = type(self._module).__name__
             self._keep_optimizer_outside(f"{name}.optimizer_step is overridden, so it runs on the host for each step")
-        elif not self._captures_optimizer:
+        elif not self._given.captures_optimizer:
             self._keep_optimizer_outside("components names forward and backward alone")
 
+    def _all_owners(self) -> dict[str, Any]:
+        progress = self._loop.optim_progress.optimizer
+        return self._owners({"step": progress.step, "zero_grad": progress.zero_grad})
+
     def _may_leave_out_optimizer(self, error: RefusalError) -> bool:
-        return not self.part and self._falls_back and error.component == "optimizer"
+        return not self.part and self._given.components == "auto" and error.component == "optimizer"
 
     @override
     def _escalates(self, error: RefusalError) -> bool:
@@ -67,45 +102,45 @@ class AutomaticSeam(Seam):
     def _keep_optimizer_outside(self, reason: str) -> None:
         """Go over to the components form."""
         self.notes.append(f"optimizer runs eagerly after the replay of forward and backward: {reason}")
-        owners = {name: owner for name, owner in self._owners(self._progress).items() if owner is not self._optimizer}
+        optimizer = self._trainer.optimizers[0]
+        owners = {name: owner for name, owner in self._all_owners().items() if owner is not optimizer}
         self._step.close()
         self.part = "forward and backward alone"
-        self._step = self._make(owners | group_numbers(self._optimizer))
-        self._put(self._loop, "_make_closure", self._make_closure)
+        self._step = self._make(owners | group_numbers(optimizer))
+        self.patches.method(self._loop, "_make_closure", self._make_closure)
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``automatic_optimization.run``."""
+        run = partial(type(self._loop).run, self._loop, optimizer, batch_idx)
         if self._has_other_optimizers() or self._loop._skip_backward:
-            return type(self._loop).run(self._loop, optimizer, batch_idx, self._on_device(kwargs))
-        self._enter(batch_idx, kwargs)
+            return run(self._on_device(kwargs))
         if not self.part:
             try:
-                result = self._through(self._step, kwargs, self._given_facts())
-                self._look_at(self._step)
-                return result
+                return self._serve(self._step, batch_idx, kwargs, *self._given_facts(batch_idx))
             except RefusalError as error:
                 if not self._may_leave_out_optimizer(error):
                     raise
                 self._keep_optimizer_outside(str(error).removesuffix(f". {ADVICE}"))
         # A graphed forward moves its batch itself.
-        result = type(self._loop).run(self._loop, optimizer, batch_idx, kwargs)
+        result = run(kwargs)
         self._look_at(self._step)
         return result
 
     @override
     def _stock(self, kwargs: OrderedDict[str, Any]) -> Any:
         """The whole optimization, or in the components form Lightning's own closure."""
+        kind, optimizer = type(self._loop), self._trainer.optimizers[0]
         if not self.part:
-            return type(self._loop).run(self._loop, self._optimizer, self._index, kwargs)
-        closure: Closure = type(self._loop)._make_closure(self._loop, kwargs, self._optimizer, self._index)
+            return kind.run(self._loop, optimizer, self._index, kwargs)
+        closure: Closure = kind._make_closure(self._loop, kwargs, optimizer, self._index)
         closure()
         return closure.consume_result().asdict()
 
-    def _given_facts(self) -> tuple[Any, ...]:
+    def _given_facts(self, batch_idx: int) -> tuple[Any, ...]:
         """Return the values on which Lightning's own code in the step branches."""
         trainer = self._trainer
         divisor, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
-        is_first = self._index % divisor == 0
+        is_first = batch_idx % divisor == 0
         accumulates = divisor != 1 and trainer.fit_loop._should_accumulate()
         kind = clip and getattr(trainer.gradient_clip_algorithm, "value", None)
         return is_first, accumulates, divisor, clip, kind
@@ -122,10 +157,10 @@ class AutomaticSeam(Seam):
         """In place of ``automatic_optimization._make_closure`` in the components form."""
         if self._loop._skip_backward:
             return type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
-        return ReplayedClosure(partial(self._run_closure, kwargs))
+        return ReplayedClosure(partial(self._run_closure, kwargs, batch_idx))
 
-    def _run_closure(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        out = self._through(self._step, kwargs, self._given_facts())
+    def _run_closure(self, kwargs: OrderedDict[str, Any], batch_idx: int) -> ClosureResult:
+        out = self._through(self._step, batch_idx, kwargs, *self._given_facts(batch_idx))
         result = ClosureResult(closure_loss=None, extra={key: value for key, value in out.items() if key != "loss"})
         result.loss = out.get("loss")
         return result
