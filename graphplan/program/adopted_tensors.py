@@ -192,7 +192,9 @@ class AdoptedTensors:
         """:meth:`follow` without a walk, if nothing but tensors has moved; whether that was possible."""
         if not self.guards.structure_holds() or self.follow(self.walk) is not None:
             return False
-        self.take(self.walk)
+        # What was given other memory (``tensor.data = ...``) lies where it did.
+        if not self.guards.hold():
+            self.take(self.walk)
         return True
 
     def follow(self, walk: Walk) -> str | None:

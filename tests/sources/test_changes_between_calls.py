@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from graphplan import GuardError, capture, compile_plan
+from graphplan.program import adopted_tensors
 from tests.crossing import each
 from tests.models import CALLS as ZOO_CALLS
 from tests.models import Mlp, attributes, float_batches, updating_rig
@@ -261,3 +262,32 @@ def test_the_changes_matter(change: Callable[[Any, Any], None]) -> None:
     else:
         with pytest.raises(AssertionError, match="differences"):
             assert_same_runs(*runs)
+
+
+def test_memory_that_is_new_before_each_step_renews_no_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target network that is updated by ``p.data = ...``: its values are copied to where the recording reads them."""
+    made = []
+    kind = adopted_tensors.Guards
+    monkeypatch.setattr(adopted_tensors, "Guards", lambda *args, **given: made.append(kind(*args, **given)) or made[-1])
+
+    def make() -> Rig:
+        model, target = Mlp(), Mlp().requires_grad_(False)
+        optimizer = AdamW(model.parameters(), fused=True)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) + (model(x) - target(x)).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        def update(index: int) -> None:
+            for old, new in zip(target.parameters(), model.parameters(), strict=True):
+                old.data = old.data * 0.9 + new.data * 0.1
+
+        owners = {"model": model, "target": target, "optimizer": optimizer}
+        return Rig(step, owners, float_batches(CALLS), after=update)
+
+    step = assert_same_as_eager(make, verify="off")
+    assert step.stats.replayed == CALLS - BEFORE_REPLAY
+    assert len(made) == 1, "those of the capture"
