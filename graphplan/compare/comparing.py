@@ -111,7 +111,6 @@ _KINDS: dict[str, Callable[..., bool]] = {
     "equal_attributes": partial(_are_equal, getattr),
     "same_lengths": lambda containers, lengths: list(map(len, containers)) == lengths,
     "none_there": lambda dicts, keys: not any(map(contains, dicts, keys)),
-    "all_empty": lambda containers: not any(containers),
     "same_dicts": _same_dicts,
     "same_lists": lambda lists, lengths, items: (
         list(map(len, lists)) == lengths and not any(map(is_not, chain.from_iterable(lists), items))
@@ -153,7 +152,8 @@ class Column:
 
 class _Checks:
     """Many comparisons in one call: each row names one of :data:`_KINDS`, and has its arguments. Callers may write to
-    the lists, but for those of ``same_dicts``, ``same_values`` and ``none_there``.
+    the lists, but for those of ``same_dicts``, ``same_values``, ``same_lengths`` and ``none_there``: in C++ what these
+    say of a dictionary is noted until that changes.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:

@@ -7,46 +7,48 @@
 #include "tensors.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace {
 
-using graphplan::kAhead;
-
-// What a row is made of, as many as its kind has: lists of one length, and for some a function.
+// What a row is made of, as many as its kind has: lists of one length, and for some a function. Rows of containers are
+// asked about one container after the other, the others as a whole.
 struct Row {
-  using Kind = int (*)(const Row&);
-  Kind kind;
+  using Ask = int (*)(const Row&);
+  using AskOne = int (*)(const Row&, Py_ssize_t i, Py_ssize_t start);
+  Ask ask;
+  AskOne ask_one;
   PyObject* parts[4];
-  // The state in which each dictionary was found to hold what it is to hold, and where that ends in the lists.
-  mutable std::vector<std::pair<uint64_t, Py_ssize_t>> seen;
 
   PyObject* list(size_t part) const { return parts[part]; }
   PyObject* at(size_t part, Py_ssize_t i) const { return PyList_GET_ITEM(parts[part], i); }
   Py_ssize_t size() const { return PyList_GET_SIZE(parts[0]); }
 };
 
+// What is asked about a container: which row, the place in its lists, and where what the container holds begins in them.
+struct Question {
+  PyObject* container;
+  size_t row;
+  Py_ssize_t i, start;
+};
+
+// A container, where the questions about it begin, and the state in which it was when all of them were answered by yes.
+struct Watched {
+  PyObject* container;
+  size_t first;
+  uint64_t state;
+};
+
+struct Asked {
+  std::vector<Row> rows;
+  std::vector<Question> questions;
+  std::vector<Watched> watched;
+};
+
 struct Checks {
   PyObject_HEAD
   PyObject* held;
-  std::vector<Row>* rows;
+  Asked* asked;
 };
-
-// The things in `list` that come later, and what lies behind dictionaries, are fetched meanwhile.
-void fetch_ahead(PyObject* list, Py_ssize_t i) {
-  const auto ahead = static_cast<Py_ssize_t>(kAhead);
-  if (i + ahead < PyList_GET_SIZE(list)) {
-    graphplan::prefetch(PyList_GET_ITEM(list, i + ahead));
-  }
-  if (i + ahead / 2 < PyList_GET_SIZE(list)) {
-    PyObject* near = PyList_GET_ITEM(list, i + ahead / 2);
-    if (PyDict_Check(near)) {
-      const auto* keys = reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(near)->ma_keys);
-      graphplan::prefetch(keys);
-      graphplan::prefetch(keys + 64);
-    }
-  }
-}
 
 // Each kind says 1 for yes, 0 for no and -1 for an error.
 
@@ -114,82 +116,31 @@ int are_equal(const Row& row) {
   return 1;
 }
 
-// A number that no dictionary in any other state has (PEP 509); 0 in newer Pythons, which have none.
-uint64_t state_of(PyObject* dict) {
-#if PY_VERSION_HEX < 0x030D0000
-  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
-#else
-  return 0;
-#endif
-}
-
-// Asks only those dictionaries that are in another state than when they were asked last.
-template <typename Ask>
-int ask_changed(const Row& row, Ask ask) {
-  row.seen.resize(static_cast<size_t>(row.size()));
-  for (Py_ssize_t i = 0; i < row.size(); i++) {
-    fetch_ahead(row.list(0), i);
-    uint64_t& state = row.seen[static_cast<size_t>(i)].first;
-    const uint64_t now = state_of(row.at(0, i));
-    if (now == 0 || now != state) {
-      const int yes = ask(i);
-      if (yes != 1) {
-        return yes;
-      }
-      state = now;
-    }
+int same_value(const Row& row, Py_ssize_t i, Py_ssize_t) {
+  PyObject* found = PyDict_GetItemWithError(row.at(0, i), row.at(1, i));
+  if (found == nullptr && PyErr_Occurred()) {
+    return -1;
   }
-  return 1;
+  return (found == nullptr ? Py_None : found) == row.at(2, i) ? 1 : 0;
 }
 
-int same_values(const Row& row) {
-  return ask_changed(row, [&row](Py_ssize_t i) {
-    PyObject* found = PyDict_GetItemWithError(row.at(0, i), row.at(1, i));
-    if (found == nullptr && PyErr_Occurred()) {
-      return -1;
-    }
-    return (found == nullptr ? Py_None : found) == row.at(2, i) ? 1 : 0;
-  });
+int not_there(const Row& row, Py_ssize_t i, Py_ssize_t) {
+  const int there = PyDict_Contains(row.at(0, i), row.at(1, i));
+  return there < 0 ? -1 : 1 - there;
 }
 
-int none_there(const Row& row) {
-  return ask_changed(row, [&row](Py_ssize_t i) {
-    const int there = PyDict_Contains(row.at(0, i), row.at(1, i));
-    return there < 0 ? -1 : 1 - there;
-  });
+int same_length(const Row& row, Py_ssize_t i, Py_ssize_t) {
+  const Py_ssize_t length = PyObject_Size(row.at(0, i)), known = PyLong_AsSsize_t(row.at(1, i));
+  return PyErr_Occurred() ? -1 : length == known ? 1 : 0;
 }
 
 int same_types(const Row& row) {
   for (Py_ssize_t i = 0; i < row.size(); i++) {
-    fetch_ahead(row.list(0), i);
+    if (i + static_cast<Py_ssize_t>(graphplan::kAhead) < row.size()) {
+      graphplan::prefetch(row.at(0, i + static_cast<Py_ssize_t>(graphplan::kAhead)));
+    }
     if (reinterpret_cast<PyObject*>(Py_TYPE(row.at(0, i))) != row.at(1, i)) {
       return 0;
-    }
-  }
-  return 1;
-}
-
-int all_empty(const Row& row) {
-  for (Py_ssize_t i = 0; i < row.size(); i++) {
-    fetch_ahead(row.list(0), i);
-    PyObject* container = row.at(0, i);
-    const bool is_plain = PyDict_CheckExact(container) || PyODict_CheckExact(container);
-    Py_ssize_t length = is_plain ? PyDict_GET_SIZE(container) : PyObject_Size(container);
-    if (length != 0) {
-      return length < 0 ? -1 : 0;
-    }
-  }
-  return 1;
-}
-
-int same_lengths(const Row& row) {
-  for (Py_ssize_t i = 0; i < row.size(); i++) {
-    fetch_ahead(row.list(0), i);
-    PyObject* container = row.at(0, i);
-    Py_ssize_t length = PyDict_CheckExact(container) ? PyDict_GET_SIZE(container) : PyObject_Size(container);
-    Py_ssize_t known = PyLong_AsSsize_t(row.at(1, i));
-    if (length != known) {
-      return PyErr_Occurred() ? -1 : 0;
     }
   }
   return 1;
@@ -206,31 +157,18 @@ class Sequence {
   Py_ssize_t next_;
 };
 
-int same_dicts(const Row& row) {
-  row.seen.resize(static_cast<size_t>(row.size()));
-  Py_ssize_t next = 0;
-  for (Py_ssize_t i = 0; i < row.size(); i++) {
-    fetch_ahead(row.list(0), i);
-    auto& [state, end] = row.seen[static_cast<size_t>(i)];
-    const uint64_t now = state_of(row.at(0, i));
-    if (now != 0 && now == state) {
-      next = end;
-      continue;
-    }
-    if (PyDict_GET_SIZE(row.at(0, i)) != PyLong_AsSsize_t(row.at(1, i))) {
+int same_dict(const Row& row, Py_ssize_t i, Py_ssize_t start) {
+  PyObject* dict = row.at(0, i);
+  if (PyDict_GET_SIZE(dict) != PyLong_AsSsize_t(row.at(1, i))) {
+    return 0;
+  }
+  Sequence keys(row.list(2), start), values(row.list(3), start);
+  PyObject *key, *value;
+  Py_ssize_t place = 0;
+  while (PyDict_Next(dict, &place, &key, &value)) {
+    if (!keys.goes_on_with(key) || !values.goes_on_with(value)) {
       return 0;
     }
-    Sequence keys(row.list(2), next), values(row.list(3), next);
-    PyObject *key, *value;
-    Py_ssize_t place = 0;
-    while (PyDict_Next(row.at(0, i), &place, &key, &value)) {
-      if (!keys.goes_on_with(key) || !values.goes_on_with(value)) {
-        return 0;
-      }
-    }
-    next += PyDict_GET_SIZE(row.at(0, i));
-    state = now;
-    end = next;
   }
   return 1;
 }
@@ -270,30 +208,30 @@ int fit(const Row& row) {
 // What a row of some kind has: lists as long as the first one, other lists, and one thing more that is no list.
 struct Named {
   const char* name;
-  Row::Kind kind;
+  Row::Ask ask;
+  Row::AskOne ask_one;
   Py_ssize_t equal;
   Py_ssize_t lists;
   Py_ssize_t parts;
 };
 
 const Named kKinds[] = {
-    {"same_items", are_same<item_of>, 3, 3, 3},
-    {"equal_items", are_equal<item_of>, 3, 3, 4},
-    {"equal_attributes", are_equal<attribute_of>, 3, 3, 4},
-    {"same_attributes", are_same<attribute_of>, 3, 3, 3},
-    {"same_values", same_values, 3, 3, 3},
-    {"none_there", none_there, 2, 2, 2},
-    {"same_types", same_types, 2, 2, 2},
-    {"same_lengths", same_lengths, 2, 2, 2},
-    {"all_empty", all_empty, 1, 1, 1},
-    {"same_dicts", same_dicts, 2, 4, 4},
-    {"same_lists", same_lists, 2, 3, 3},
-    {"same_results", same_results, 2, 2, 2},
-    {"fit", fit, 1, 1, 2},
+    {"same_items", are_same<item_of>, nullptr, 3, 3, 3},
+    {"equal_items", are_equal<item_of>, nullptr, 3, 3, 4},
+    {"equal_attributes", are_equal<attribute_of>, nullptr, 3, 3, 4},
+    {"same_attributes", are_same<attribute_of>, nullptr, 3, 3, 3},
+    {"same_values", nullptr, same_value, 3, 3, 3},
+    {"none_there", nullptr, not_there, 2, 2, 2},
+    {"same_types", same_types, nullptr, 2, 2, 2},
+    {"same_lengths", nullptr, same_length, 2, 2, 2},
+    {"same_dicts", nullptr, same_dict, 2, 4, 4},
+    {"same_lists", same_lists, nullptr, 2, 3, 3},
+    {"same_results", same_results, nullptr, 2, 2, 2},
+    {"fit", fit, nullptr, 1, 1, 2},
 };
 
 // Takes a row apart; false, with an error set, if it is none.
-bool take(PyObject* row, std::vector<Row>& rows, PyTypeObject* tensors) {
+bool take(PyObject* row, Asked& asked, PyTypeObject* tensors) {
   if (!PyTuple_CheckExact(row) || PyTuple_GET_SIZE(row) == 0 || !PyUnicode_Check(PyTuple_GET_ITEM(row, 0))) {
     PyErr_SetString(PyExc_TypeError, "expected tuples that begin with a name");
     return false;
@@ -306,7 +244,7 @@ bool take(PyObject* row, std::vector<Row>& rows, PyTypeObject* tensors) {
       PyErr_Format(PyExc_TypeError, "expected %zd things for %s", named.parts, named.name);
       return false;
     }
-    Row taken{named.kind, {}};
+    Row taken{named.ask, named.ask_one, {}};
     for (Py_ssize_t i = 0; i < named.parts; i++) {
       PyObject* part = taken.parts[i] = PyTuple_GET_ITEM(row, i + 1);
       if ((i < named.lists && !PyList_CheckExact(part)) || (i < named.equal && PyList_GET_SIZE(part) != taken.size())) {
@@ -314,15 +252,68 @@ bool take(PyObject* row, std::vector<Row>& rows, PyTypeObject* tensors) {
         return false;
       }
     }
-    if (named.kind == fit && Py_TYPE(taken.parts[1]) != tensors) {
+    if (named.ask == fit && Py_TYPE(taken.parts[1]) != tensors) {
       PyErr_SetString(PyExc_TypeError, "expected what was noted of the tensors");
       return false;
     }
-    rows.push_back(taken);
+    Py_ssize_t start = 0;
+    for (Py_ssize_t i = 0; named.ask_one != nullptr && i < taken.size(); i++) {
+      asked.questions.push_back({taken.at(0, i), asked.rows.size(), i, start});
+      start += named.ask_one == same_dict ? PyLong_AsSsize_t(taken.at(1, i)) : 0;
+    }
+    asked.rows.push_back(taken);
     return true;
   }
   PyErr_Format(PyExc_TypeError, "%R is no kind of check", PyTuple_GET_ITEM(row, 0));
   return false;
+}
+
+// Gathers the questions about each container.
+void gather(Asked& asked) {
+  std::vector<Question>& questions = asked.questions;
+  std::stable_sort(questions.begin(), questions.end(),
+                   [](const Question& one, const Question& other) { return one.container < other.container; });
+  for (size_t n = 0; n < questions.size(); n++) {
+    if (n == 0 || questions[n].container != questions[n - 1].container) {
+      asked.watched.push_back({questions[n].container, n, 0});
+    }
+  }
+  asked.watched.shrink_to_fit();
+}
+
+// A number that no dictionary in any other state has (PEP 509); 0 in newer Pythons, and of other containers.
+uint64_t state_of(PyObject* container) {
+#if PY_VERSION_HEX < 0x030D0000
+  return PyDict_Check(container) ? reinterpret_cast<PyDictObject*>(container)->ma_version_tag : 0;
+#else
+  return 0;
+#endif
+}
+
+// Asks about those containers that are in another state than when they were asked about last.
+int ask_containers(Asked& asked) {
+  const size_t count = asked.watched.size();
+  for (size_t n = 0; n < count; n++) {
+    if (n + graphplan::kAhead < count) {
+      graphplan::prefetch(asked.watched[n + graphplan::kAhead].container);
+    }
+    Watched& watched = asked.watched[n];
+    const uint64_t now = state_of(watched.container);
+    if (now != 0 && now == watched.state) {
+      continue;
+    }
+    const size_t end = n + 1 < count ? asked.watched[n + 1].first : asked.questions.size();
+    for (size_t place = watched.first; place < end; place++) {
+      const Question& question = asked.questions[place];
+      const Row& row = asked.rows[question.row];
+      const int yes = row.ask_one(row, question.i, question.start);
+      if (yes != 1) {
+        return yes;
+      }
+    }
+    watched.state = now;
+  }
+  return 1;
 }
 
 PyTypeObject* tensors_type = nullptr;
@@ -336,9 +327,9 @@ PyObject* checks_new(PyTypeObject* type, PyObject* args, PyObject*) {
   if (held == nullptr) {
     return nullptr;
   }
-  auto rows = std::make_unique<std::vector<Row>>();
+  auto asked = std::make_unique<Asked>();
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(held); i++) {
-    if (!take(PyTuple_GET_ITEM(held, i), *rows, tensors_type)) {
+    if (!take(PyTuple_GET_ITEM(held, i), *asked, tensors_type)) {
       Py_DECREF(held);
       return nullptr;
     }
@@ -349,7 +340,8 @@ PyObject* checks_new(PyTypeObject* type, PyObject* args, PyObject*) {
     return nullptr;
   }
   self->held = held;
-  self->rows = rows.release();
+  gather(*asked);
+  self->asked = asked.release();
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -361,8 +353,8 @@ int checks_traverse(PyObject* self, visitproc visit, void* arg) {
 
 int checks_clear(PyObject* self) {
   auto* checks = reinterpret_cast<Checks*>(self);
-  delete checks->rows;
-  checks->rows = nullptr;
+  delete checks->asked;
+  checks->asked = nullptr;
   Py_CLEAR(checks->held);
   return 0;
 }
@@ -378,10 +370,11 @@ void checks_dealloc(PyObject* self) {
 PyObject* checks_hold(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   Py_INCREF(self);
-  int yes = 1;
-  const std::vector<Row>* rows = reinterpret_cast<Checks*>(self)->rows;
-  for (size_t i = 0; yes == 1 && rows != nullptr && i < rows->size(); i++) {
-    yes = (*rows)[i].kind((*rows)[i]);
+  Asked* asked = reinterpret_cast<Checks*>(self)->asked;
+  int yes = asked == nullptr ? 1 : ask_containers(*asked);
+  for (size_t i = 0; yes == 1 && asked != nullptr && i < asked->rows.size(); i++) {
+    const Row& row = asked->rows[i];
+    yes = row.ask == nullptr ? 1 : row.ask(row);
   }
   Py_DECREF(self);
   return yes < 0 ? nullptr : PyBool_FromLong(yes);

@@ -83,7 +83,7 @@ class Fingerprint:
         left = [param for param in self._parameters if id(param) not in placed]
         return [
             *(column.row() for column in columns),
-            ("all_empty", self._empty),
+            ("same_lengths", self._empty, [0] * len(self._empty)),
             ("none_there", self._spaces, self._forward),
             *hooks,
             row_of(left, placed=False),

@@ -75,12 +75,8 @@ def _types() -> Facts:
     return [layer, 1, True, "x"], [nn.Linear, int, bool, str]
 
 
-def _empty() -> Facts:
-    return ([[], {}, OrderedDict(), nn.Sequential()],)
-
-
 def _lengths() -> Facts:
-    return [[1, 2], {}, nn.Sequential(nn.ReLU())], [2, 0, 1]
+    return [[1, 2], {}, nn.Sequential(nn.ReLU()), [], OrderedDict(), nn.Sequential()], [2, 0, 1, 0, 0, 0]
 
 
 def _dicts() -> Facts:
@@ -130,7 +126,6 @@ HELD: dict[str, Callable[[], Facts]] = {
     "none_there": _absent,
     "same_types": _types,
     "same_lengths": _lengths,
-    "all_empty": _empty,
 }
 CHANGES: dict[str, list[Callable[[Facts], Any]]] = {
     "same_items": [
@@ -172,11 +167,13 @@ CHANGES: dict[str, list[Callable[[Facts], Any]]] = {
         lambda facts: facts[0].__setitem__(1, True),
         lambda facts: facts[0].__setitem__(0, nn.Bilinear(1, 1, 1)),
     ],
-    "same_lengths": [lambda facts: facts[0][0].append(1), lambda facts: facts[0][2].append(nn.ReLU())],
-    "all_empty": [
-        lambda facts: facts[0][0].append(0),
-        lambda facts: facts[0][2].update(a=None),
-        lambda facts: facts[0][3].append(nn.ReLU()),
+    "same_lengths": [
+        lambda facts: facts[0][0].append(1),
+        lambda facts: facts[0][1].update(a=None),
+        lambda facts: facts[0][2].append(nn.ReLU()),
+        lambda facts: facts[0][3].append(0),
+        lambda facts: facts[0][4].update(a=None),
+        lambda facts: facts[0][5].append(nn.ReLU()),
     ],
 }
 
@@ -230,7 +227,7 @@ def test_all_rows_are_asked(module: Any) -> None:
     checks = kind([(name, *parts) for name, parts in facts.items()])
     assert checks.hold()
     assert kind([]).hold()
-    facts["same_lengths"][1][0] = 7
+    facts["same_types"][1][0] = int
     assert not checks.hold()
 
 
