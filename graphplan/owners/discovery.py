@@ -105,12 +105,21 @@ class Discovery:
         made = {path: thing for path, thing in left if thing in self._made}
         return {path: f"{type(thing).__name__}, at {self._made[thing]}" for path, thing in made.items()}
 
-    def unknown(self, walk: Walk, fn: Callable[..., Any], before: Walk | None = None) -> dict[str, Any]:
-        """What was seen and no owner holds, nor held ``before``, top modules only, by the names that ``fn`` has."""
-        modules = [*walk.modules, *(before.modules if before is not None else ())]
-        known = {id(module) for module in modules} | {id(opt) for opt in walk.optimizers.values()}
-        unknown = [reference() for number, reference in self._modules.items() if number not in known]
-        fresh = [module for module in unknown if module is not None and module not in self._made]
+    @property
+    def has_made(self) -> bool:
+        """Whether what ran has made a module or an optimizer that is still there."""
+        return bool(self._made)
+
+    def seen(self) -> list[nn.Module]:
+        """The modules that ran, but for those that the step has made."""
+        seen = [reference() for reference in self._modules.values()]
+        return [module for module in seen if module is not None and module not in self._made]
+
+    def unknown(self, fn: Callable[..., Any], *walks: Walk) -> dict[str, Any]:
+        """What was seen and is in none of the ``walks``, top modules only, by the names that ``fn`` has."""
+        known = {id(module) for walk in walks for module in walk.modules}
+        known |= {id(optimizer) for walk in walks for optimizer in walk.optimizers.values()}
+        fresh = [module for module in self.seen() if id(module) not in known]
         inner = {id(child) for module in fresh for child in module.modules() if child is not module}
         found: list[Any] = [module for module in fresh if id(module) not in inner]
         found += [optimizer for optimizer in self._optimizers if id(optimizer) not in known]

@@ -10,10 +10,12 @@ lies in the places of an owner is walked by :mod:`graphplan.owners.values`.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
+from functools import reduce
 from itertools import islice
+from operator import or_
 from types import MappingProxyType, ModuleType, NoneType
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from graphplan.owners.kinds import MAPPINGS, SCALARS, is_of_library, is_plain_code, is_user_object
-from graphplan.owners.slots import Namespace, Reached, Scalar, Via, Walk
+from graphplan.owners.slots import Namespace, Reached, Scalar, Slot, Via, Walk
 from graphplan.owners.values import ValueWalker, has_own_gradient
 from graphplan.owners.views import GroupCounts, Numbers, Told, attributes_of
 from graphplan.specs.paths import free_name
@@ -144,10 +146,9 @@ class _Walker(ValueWalker):
             self.walk.links.append((params, number, param))
             if id(param) not in self.walk.parameters:
                 self._parameter(param, f"{path}.params[{number}]", params, number, (group, "params"))
+        self.walk.slots |= _slots_of_group(group, path)
         for key, value in group.items():
-            if key != "params" and isinstance(value, Tensor):
-                self._slot(f"{path}.{key}", group, key, (group, key))
-            elif key != "params" and is_user_object(value):
+            if key != "params" and not isinstance(value, Tensor) and is_user_object(value):
                 self._value(value, f"{path}.{key}", group, key, 1, (value, key))
 
     def _scaler(self, scaler: GradScaler, path: str) -> None:
@@ -202,6 +203,23 @@ def walk_owners(owners: Mapping[str, Any]) -> Walk:
     walker.take_rest()
     walker.take_names()
     return walker.walk
+
+
+def _slots_of_group(group: Mapping[str, Any], path: str) -> dict[str, Slot]:
+    """The slots of tensors that stand in a parameter group for numbers, such as learning rates."""
+    places = {f"{path}.{key}": key for key, value in group.items() if key != "params" and isinstance(value, Tensor)}
+    return {place: Slot(group, key, group, key, path=place) for place, key in places.items()}
+
+
+def with_rates(walk: Walk, owners: Mapping[str, Any]) -> Walk:
+    """``walk``, made when groups held numbers for learning rates, as it is with tensors there, if nothing else ran."""
+    optimizers = walk.optimizers.items()
+    groups = [(f"{path}.param_groups[{n}]", g) for path, o in optimizers for n, g in enumerate(o.param_groups)]
+    visits = Counter(map(id, walk.containers))
+    if any(visits[id(group)] != 1 for _, group in groups):
+        # What code has a name for, too, is walked once more under that name.
+        return walk_owners(owners)
+    return replace(walk, slots=reduce(or_, [_slots_of_group(group, path) for path, group in groups], walk.slots))
 
 
 def _rank(owner: Any) -> int:

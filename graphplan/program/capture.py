@@ -53,12 +53,13 @@ def capture_program(
     policy: Policy,
     backend: Backend,
     buffers: Buffers,
+    walk: Walk | None = None,
     homes: Mapping[str, Any] = MappingProxyType({}),
     lends: bool = False,
 ) -> Program:
     """Record ``plan``'s step on ``feed`` under ``policy``; :meth:`Program.run_recorded` then finishes the call.
-    ``homes`` are what other programs of the step have bound in carried slots, by path; ``lends``: results are the
-    program's own memory.
+    ``walk`` is over the owners before this call, if nothing else ran since; ``homes`` are what other programs of the
+    step have bound in carried slots, by path; ``lends``: results are the program's own memory.
 
     Raises:
         UncoveredRoleError: if an external's role is not static.
@@ -67,7 +68,7 @@ def capture_program(
         RefusalError: if the step cannot be recorded. The caller restores what owners hold.
     """
     check_policy(plan, policy)
-    sharding, walk = come_to_rest(plan.handles.owners())
+    sharding, walk = come_to_rest(plan.handles.owners(), walk)
     changed = outdated(plan, walk)
     if changed is not None:
         raise GuardError(f"the plan of {plan.name} is out of date: {changed}; compile another one with compile_plan")
@@ -88,7 +89,8 @@ def capture_program(
     bindings.bind_back(after)
     # A program compares what a call begins with.
     flags.assign(found)
-    walk = plan.handles.walk()
+    is_as_recorded = not (plan.rebindings.carries or plan.appends or plan.left or plan.defers or copied.stand_ins)
+    walk = after if is_as_recorded else plan.handles.walk()
     program = Program(plan, policy, recording, *parts, outputs, undo, walk=walk, values=values, feed=feed)
     flags.assign(plan.left)
     program.adopted.count_uses(before)

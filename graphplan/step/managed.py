@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from graphplan.backends.backend import is_out_of_memory
@@ -103,6 +103,7 @@ class Managed:
         self._fingerprint: Fingerprint | None = None
         self._walked: Walk | None = None
         self._sharding: Sharding | None = None
+        self._counted: list[tuple[torch.optim.Optimizer, int, str]] = []
         self._last: tuple[Any, tuple[Any, ...]] | None = None
         """Layout and values of the latest fingerprint; ``_before`` those of the one before it."""
         self._last_id = 0
@@ -158,8 +159,10 @@ class Managed:
         device: torch.device | None,
         before: Trace | None,
         on_first_sight: Callable[[Any], None] = lambda thing: None,
+        walk: Walk | None = None,
     ) -> tuple[Any, Walk]:
         """Trace the step, and take in the modules and optimizers that it uses: its result, and a walk afterwards.
+        ``walk`` is the one before this call, if nothing else ran since.
 
         Raises:
             ReadSignal: if the step does with a deferred number what only real ones are good for.
@@ -167,8 +170,8 @@ class Managed:
         """
         with Discovery(self.manage, on_first_sight, _check_made) as discovery:
             try:
-                result, walk = trace(
-                    self._fn, feed, fed, owners=self.owners, device=device, record=record,
+                result, after = trace(
+                    self._fn, feed, fed, owners=self.owners, walk=walk, device=device, record=record,
                     rates=lambda: self.rates.storages, before=before,
                 )  # fmt: skip
             except Exception as error:
@@ -180,49 +183,45 @@ class Managed:
         if record.deferred and (record.executed.compiled or _are_misused(record)):
             # What refuses the step anyway need not be looked for again.
             raise record.violation or ReadSignal()
-        self.kept = discovery.kept(walk, result)
-        return result, self._take_owners(discovery, walk)
+        self.kept = discovery.kept(after, result)
+        return result, self.walk() if self._take_owners(discovery, after) else after
 
-    def _take_owners(self, discovery: Discovery, walk: Walk, before: Walk | None = None) -> Walk:
-        found = discovery.unknown(walk, self._fn, before)
+    def _take_owners(self, discovery: Discovery, *walks: Walk) -> bool:
+        """Own what ran and is in none of the ``walks``. Return True if there is any."""
+        found = discovery.unknown(self._fn, *walks)
         for name, owner in found.items():
             self.owners[free_name(name, self.owners)] = owner
-        return self.walk() if found else walk
+        return bool(found)
 
-    def discover(
-        self, call: Callable[[], Result], *, fed: Iterable[Any], is_settled: bool
-    ) -> tuple[Result, Walk | None]:
+    def discover(self, call: Callable[[], Result], *, fed: Iterable[Any], is_settled: bool) -> tuple[Result, bool]:
         """Run ``call`` and take in the modules and optimizers that it uses, and unless ``is_settled`` the names and
-        objects that its code uses, but for those that it is ``fed``. The walk is None if there are more owners now than
-        it would have found.
+        objects that its code uses, but for those that it is ``fed``. Beside the result: whether anything new may have
+        turned up.
 
         Compiled code is looked at when it is traced: its names are those that the compiler gave, and to watch each of
         the compiler's calls would take long.
         """
         before = self.walk_of_call()
         if self.runs_compiled(before):
-            return call(), None
+            return call(), True
         profile = Profile()
         found = Discovery() if is_settled else Discovery(self.manage)
         with nullcontext() if is_settled else profile, found as discovery:
             result = call()
         discovery.faults.check()
         profile.faults.check()
-        known = len(self.owners)
-        walk = self._take_owners(discovery, self.walk(), before)
+        is_new = bool(discovery.unknown(self._fn, before)) and self._take_owners(discovery, before, self.walk())
         if is_settled:
-            self.is_settled &= len(self.owners) == known
-            return result, walk
+            self.is_settled &= not is_new
+            return result, is_new
         self.compiled |= profile.executed.compiled
         if self.compiled:
-            return result, None
+            return result, True
         profile.executed.leave_out(fed)
-        are_named = _NAMES in self.owners
-        has_grown = self.take_names(profile.executed, walk)
-        walk = self.walk() if has_grown or not are_named else walk
-        self.kept = discovery.kept(walk, result)
+        is_new |= self.take_names(profile.executed, before, seen=discovery.seen())
+        self.kept = discovery.kept(self.walk(), result) if discovery.has_made else {}
         self.is_settled &= not (self.kept or discovery.steps_own)
-        return result, walk
+        return result, is_new or discovery.has_made
 
     def check_kept(self) -> None:
         """Raise HostEffectError if the code that ran last made a module or an optimizer, and left it behind."""
@@ -234,14 +233,22 @@ class Managed:
                 "the step"
             )
 
-    def take_names(self, executed: ExecutedCode, walk: Walk, own_states: Iterable[Tensor] = ()) -> bool:
+    def take_names(
+        self,
+        executed: ExecutedCode,
+        walk: Walk,
+        own_states: Iterable[Tensor] = (),
+        *,
+        seen: Iterable[nn.Module] | None = None,
+    ) -> bool:
         """Own the names that code used, the objects that it used a second time, and the states that operators drew
-        from. Return True if any is new.
+        from. Return True if any is new. ``walk`` is of afterwards, or of before where the modules that were ``seen``
+        are given.
         """
         asked: dict[int, bool] = {}
         self.is_settled = False
         self.compiled |= executed.compiled
-        kinds = set(map(id, map(type, walk.modules)))
+        kinds = {id(type(module)) for module in (*walk.modules, *(seen or ()))}
 
         def has_met(thing: Any) -> bool:
             number = id(thing)
@@ -259,7 +266,7 @@ class Managed:
         is_new = self._names.add("the step", self._root, "step")
         self.owners.setdefault(_NAMES, self._names)
         things = list(executed.objects())
-        walk = self.walk() if things and (grown or is_new) else walk
+        walk = self.walk() if things and (grown or is_new or seen is not None) else walk
         known = {id(container) for container in walk.containers} if things else ()
         for thing in things:
             inner = attributes_of(thing)
@@ -302,12 +309,18 @@ class Managed:
     def _counts(self, walk: Walk) -> set[tuple[int, str]]:
         """Entries of parameter groups in which optimizers count their steps. The groups become owners."""
         paths = {id(optimizer): path for path, optimizer in walk.optimizers.items()}
-        for optimizer, index, key in self.rates.counted:
+        self._counted = list(self.rates.counted)
+        for optimizer, index, key in self._counted:
             if id(optimizer) in paths:
                 name = f"{paths[id(optimizer)]}.param_groups[{index}]"
                 self.owners.setdefault(name, GroupCounts(optimizer, index)).keys.add(key)
         counts = [owner for owner in self.owners.values() if isinstance(owner, GroupCounts)]
         return {(id(owner.group), key) for owner in counts for key in owner.keys}
+
+    def refresh_after(self, *, is_new: bool) -> None:
+        """:meth:`refresh` after a step in which something ``is_new``, or an optimizer has begun to count."""
+        if is_new or self._fingerprint is None or list(self.rates.counted) != self._counted:
+            self.refresh()
 
     def look_again(self) -> None:
         """:meth:`refresh`, once the first step has made the owners known."""

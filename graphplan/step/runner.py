@@ -31,7 +31,7 @@ from graphplan.step.peers import Peers
 from graphplan.step.programs import Programs
 from graphplan.tensors.trees import map_result
 
-Walked = TypeVar("Walked")
+Noted = TypeVar("Noted")
 _LEADING = (nn.Module, Optimizer, Tensor)
 """What leads to tensors."""
 
@@ -147,16 +147,16 @@ class Runner:
                 return body()
             return (within or self._backend.run)(body)
 
-    def run_walked(self, body: Callable[[], tuple[Any, Walked]], *, traced: bool = False) -> tuple[Any, Walked]:
-        """:meth:`run` for a ``body`` that gives a walk beside its result, which is not the backend's."""
-        walks: list[Walked] = []
+    def run_noting(self, body: Callable[[], tuple[Any, Noted]], *, traced: bool = False) -> tuple[Any, Noted]:
+        """:meth:`run` for a ``body`` that gives something beside its result, which is not the backend's."""
+        noted: list[Noted] = []
 
         def run() -> Any:
-            result, walk = body()
-            walks.append(walk)
+            result, found = body()
+            noted.append(found)
             return result
 
-        return self.run(run, traced=traced), walks.pop()
+        return self.run(run, traced=traced), noted.pop()
 
     def eager(self, fed: CallArguments, reason: SkipReason | None, detail: str = "", *, managed: bool = False) -> Any:
         """An eager call: ``managed``, as before a trace, or with numbers for learning rates."""

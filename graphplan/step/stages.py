@@ -115,8 +115,8 @@ class Stages:
                 result = self._runner.run(call)
             else:
                 body = partial(self._managed.discover, call, fed=fed.objects(), is_settled=is_settled)
-                result, walk = self._runner.run_walked(body)
-                self._managed.refresh(walk)
+                result, is_new = self._runner.run_noting(body)
+                self._managed.refresh_after(is_new=is_new)
                 self._keeping = self._keeping + 1 if self._managed.kept else 0
         if not entry.eager_calls:
             change = fed.change()
@@ -289,10 +289,10 @@ class Stages:
         """Run the step under the trace. An error of the step's own leaves what it leaves in an eager step."""
         entry, line, feed = call.entry, call.line, call.feed
         device, before = self._runner.device, line.traces[-1] if line.traces else None
-        body = partial(self._managed.trace, feed, fed, facts, device, before)
+        body = partial(self._managed.trace, feed, fed, facts, device, before, walk=call.walk)
         try:
             with uncompiled():
-                return self._runner.run_walked(body, traced=True)
+                return self._runner.run_noting(body, traced=True)
         except BaseException as error:
             if isinstance(error, (GraphPlanError, ReadSignal)) or is_out_of_memory(error):
                 raise
@@ -381,6 +381,7 @@ class Stages:
                     policy=options.policy or Policy.of_mode(options.mode),
                     backend=backend,
                     buffers=self._buffers,
+                    walk=call.walk,
                     homes=ChainMap(*(dict(program.bindings.homes) for program in self._programs.all())),
                     lends=options.outputs == "static",
                 )
@@ -400,7 +401,7 @@ class Stages:
         call.line.program, call.line.is_for_any = program, not plan.tells_gradients
         guards = program.adopted.guards
         call.entry.compare(guards.compares, guards.values)
-        self._managed.refresh()
+        self._managed.refresh(program.adopted.walk)
         self._managed.captured()
         self._stats.end_call("captured")
         return result
