@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from itertools import zip_longest
-from operator import contains
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +19,7 @@ from graphplan.specs.paths import Of, Path, names
 from graphplan.trace.changes import same_value
 
 _PARTS = ("_modules", "_parameters", "_buffers")
-_OPTIMIZER_METHODS = ("step", "zero_grad")
+_OF_MODULES, _OF_OPTIMIZERS = ("training", "forward"), ("step", "zero_grad")
 
 
 class Fingerprint:
@@ -33,15 +32,11 @@ class Fingerprint:
         optimizers = walk.optimizers.items()
         groups = [(f"{path}.param_groups[{n}]", g) for path, o in optimizers for n, g in enumerate(o.param_groups)]
         # A layer, parameter or buffer that comes or goes changes what a step runs.
-        parts = [(f"{kind}.{part}", getattr(module, part)) for kind, module in modules for part in _PARTS]
-        self._empty = [items for _, items in parts if not len(items)]
-        sized = [part for part in parts if len(part[1])]
+        sized = [(f"{kind}.{part}", getattr(module, part)) for kind, module in modules for part in _PARTS]
         sized += [(f"{path}.param_groups", optimizer.param_groups) for path, optimizer in optimizers]
         sized += [pair for path, group in groups for pair in ((path, group), (f"{path}['params']", group["params"]))]
         self._hypers = Column("same_values", _hypers_of(walk, left_out))
-        self._methods = _attributes_on(optimizers, _OPTIMIZER_METHODS)
-        self._modes = _attributes_on(modules, ["training"])
-        self._spaces, self._forward = [vars(module) for _, module in modules], ["forward"] * len(modules)
+        self._own = Column("same_values", [*_own(modules, _OF_MODULES), *_own(optimizers, _OF_OPTIMIZERS)])
         self._types = Column("same_types", [(f"the class of a {kind}", module) for kind, module in modules])
         self._sizes = Column("same_lengths", sized)
         # Paths, which loading a state dictionary leaves as they are. A program's guards compare the lists themselves.
@@ -75,42 +70,29 @@ class Fingerprint:
         ``placed`` are the ids of tensors that others compare.
         """
         hooks = self._hooks.rows()
-        if hooks is None or any(self._empty) or self._has_own_forward() or self._sharding.is_there:
+        if hooks is None or self._sharding.is_there or not all(map(_stays, self._hypers.read())):
             return None
-        if not all(map(_stays, self._hypers.read())):
-            return None
-        columns = (self._hypers, self._modes, self._types, self._methods, self._sizes)
         left = [param for param in self._parameters if id(param) not in placed]
-        return [
-            *(column.row() for column in columns),
-            ("same_lengths", self._empty, [0] * len(self._empty)),
-            ("none_there", self._spaces, self._forward),
-            *hooks,
-            row_of(left, placed=False),
-        ]
+        return [*(column.row() for column in self._columns), *hooks, row_of(left, placed=False)]
 
     def values(self) -> tuple[Any, ...]:
         """The values now: hyper-parameters first, in the order of :attr:`labels`."""
         return (
             # One that is gone shows in the group's length.
             *_frozen_all(self._hypers.read()),
-            *_frozen_all(self._methods.read()),
-            *self._modes.read(),
+            *_frozen_all(self._own.read()),
             *self._types.read(),
             *self._sizes.read(),
             *self._members.values(),
             self._order,
-            # Which of those that were empty are filled.
-            tuple((n, len(items)) for n, items in enumerate(self._empty) if items) if any(self._empty) else (),
-            # An instance's own stands before its class's.
-            tuple(map(_frozen, map(dict.get, self._spaces, self._forward))) if self._has_own_forward() else (),
             self._hooks.values(),
             *self._sharding.values(),
             self._parameter_flags(),
         )
 
-    def _has_own_forward(self) -> bool:
-        return any(map(contains, self._spaces, self._forward))
+    @property
+    def _columns(self) -> tuple[Column, ...]:
+        return (self._hypers, self._own, self._types, self._sizes)
 
     def _parameter_flags(self) -> tuple[Any, ...]:
         """The geometry of every parameter: a frozen one, or one in another memory format."""
@@ -121,14 +103,11 @@ class Fingerprint:
         return self._flags
 
     def _all_labels(self) -> list[str]:
-        columns = (self._hypers, self._methods, self._modes, self._types)
         return [
-            *(path for column in columns for path in column.paths),
+            *(path for column in self._columns[:-1] for path in column.paths),
             *map(Path.length, self._sizes.paths),
             *self._members,
             "the order of layers or parameters",
-            "layers, parameters or buffers where there were none",
-            "a module's own forward",
             "hooks",
             *self._sharding.labels(),
             *(f"{path}.{fact}" for fact in GEOMETRY for path in self._paths),
@@ -153,11 +132,9 @@ class Fingerprint:
         return _differences(self._all_labels(), (*old[:-1], *old[-1]), (*new[:-1], *new[-1]))
 
 
-def _attributes_on(things: Iterable[tuple[str, Any]], attributes: Iterable[str]) -> Column:
+def _own(things: Iterable[tuple[str, Any]], keys: Iterable[str]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """What instances themselves have under names that stand before their class's; None for one that has nothing."""
-    return Column(
-        "same_values", [(f"{path}.{name}", vars(thing), name) for path, thing in things for name in attributes]
-    )
+    return ((f"{path}.{key}", vars(thing), key) for path, thing in things for key in keys)
 
 
 def _hypers_of(walk: Walk, left_out: Collection[tuple[int, str]]) -> Iterator[tuple[str, dict[str, Any], str]]:
