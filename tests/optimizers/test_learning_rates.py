@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
-from graphplan import LearningRateError, SkipReason, compile_plan
+from graphplan import HostScalarError, LearningRateError, SkipReason, compile_plan
 from tests.facts import assert_same
 from tests.twins import Rig, assert_falls_back, assert_refused, build, drive, line_of, managed, state_of
 
@@ -147,3 +147,29 @@ def test_a_scheduler_inside_the_step() -> None:
     """It computes with the learning rate too."""
     assert_refused(scheduled_rig, LearningRateError, rf"computes with a learning rate at {line_of(scheduled_rig)}")
     assert_falls_back(scheduled_rig, SkipReason.HOST_SCALAR, "computes with a learning rate")
+
+
+def test_a_step_that_sets_the_lr() -> None:
+    """As many training loops do at their beginning, from a count of their own."""
+
+    def make() -> Rig:
+        model, count = nn.Linear(4, 3), [0]
+        optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+
+        def train_step(x: Tensor) -> Tensor:
+            optimizer.param_groups[0]["lr"] = 0.1 / (count[0] + 1)
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            count[0] += 1
+            return loss
+
+        owners = {"model": model, "optimizer": optimizer, "count": count}
+        return Rig(train_step, owners, [(torch.randn(5, 4),) for _ in range(8)])
+
+    text = (
+        r"_fused_sgd_.* gets lr=0\.\d+ on one step and .*The step itself sets the learning rate: set it before the step"
+    )
+    assert_refused(make, HostScalarError, text)
+    assert_falls_back(make, SkipReason.HOST_SCALAR, text)
