@@ -39,7 +39,8 @@ struct Fact {
   const void* memory;
   int64_t offset;
   size_t kind;
-  // Where that was found. Only hints: nothing is read but what the tensor itself leads to.
+  // Where that was found. Only hints, unless the tensor is held: nothing is read but what it leads to itself.
+  const PyObject* item;
   const c10::TensorImpl* impl;
   const c10::StorageImpl* storage;
 };
@@ -49,8 +50,9 @@ struct Facts {
   std::vector<Kind> kinds;
   std::vector<Fact> of;
   bool placed = false;
-  // Only where they lie is compared.
+  // Only where they lie is compared. These are held, so that no other tensor can take the place of one.
   bool alone = false;
+  std::vector<at::Tensor> held;
 
   ~Facts() {
     for (const Kind& kind : kinds) {
@@ -97,8 +99,11 @@ inline void add(Facts& facts, PyObject* item, const at::Tensor& tensor) {
     facts.kinds.push_back(std::move(kind));
     place = facts.kinds.size();
   }
-  facts.of.push_back({memory_of(impl), tensor.storage_offset(), place - 1, impl,
+  facts.of.push_back({memory_of(impl), tensor.storage_offset(), place - 1, item, impl,
                       impl->unsafe_storage().unsafeGetStorageImpl()});
+  if (facts.alone) {
+    facts.held.push_back(tensor);
+  }
 }
 
 inline bool equal(c10::IntArrayRef found, const std::vector<int64_t>& known) {
@@ -115,20 +120,18 @@ inline bool equal(c10::IntArrayRef found, const std::vector<int64_t>& known) {
 
 inline void prefetch(const Fact& fact, const PyObject* item, bool alone) {
   const char* impl = reinterpret_cast<const char*>(fact.impl);
-  prefetch(item);
+  prefetch(alone ? nullptr : item);
   for (size_t line = 0; line < (alone ? 64 : sizeof(c10::TensorImpl)); line += 64) {
     prefetch(impl + line);
   }
   prefetch(fact.storage);
 }
 
-// Whether `item` has the memory that was found. That is told from half as many places in memory as `fits` looks at.
-inline bool lies(const Fact& fact, const Kind& kind, PyObject* item) {
-  if (Py_TYPE(item) != kind.type) {
-    return false;
-  }
-  const c10::StorageImpl* storage = THPVariable_Unpack(item).unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-  return storage == fact.storage && storage->data() == fact.memory;
+// Whether `item` is the tensor that is held, with the memory that was found: two places in memory where `fits` looks at
+// seven.
+inline bool lies(const Fact& fact, const PyObject* item) {
+  const c10::StorageImpl* storage = fact.impl->unsafe_storage().unsafeGetStorageImpl();
+  return item == fact.item && storage == fact.storage && storage->data() == fact.memory;
 }
 
 // Whether `item` is as was found. The same dispatch keys mean the same layout, and memory of its own.
@@ -164,7 +167,7 @@ inline bool fit(const Facts& facts, PyObject* list) {
     const Fact& fact = facts.of[i];
     const Kind& kind = facts.kinds[fact.kind];
     PyObject* item = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i));
-    if (!(facts.alone ? lies(fact, kind, item) : fits(fact, kind, item, facts.placed))) {
+    if (!(facts.alone ? lies(fact, item) : fits(fact, kind, item, facts.placed))) {
       return false;
     }
   }
