@@ -85,19 +85,17 @@ class Discovery:
             self._on_first_sight(module)
 
     def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if get_ident() == self._thread:
-            with self.faults.noting():
-                self._take_optimizer(optimizer)
-
-    def _take_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer in self._made:
-            self.steps_own = True
-            self._on_made(optimizer)
+        if get_ident() != self._thread:
             return
-        self._on_optimizer(optimizer)
-        if optimizer not in self._optimizers:
-            self._optimizers[optimizer] = True
-            self._on_first_sight(optimizer)
+        with self.faults.noting():
+            if optimizer in self._made:
+                self.steps_own = True
+                self._on_made(optimizer)
+                return
+            self._on_optimizer(optimizer)
+            if optimizer not in self._optimizers:
+                self._optimizers[optimizer] = True
+                self._on_first_sight(optimizer)
 
     def kept(self, walk: Walk, result: Any) -> dict[str, str]:
         """What the step has made and returned, or left in its owners: class and line, by path."""

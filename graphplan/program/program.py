@@ -163,7 +163,8 @@ class Program:
         """
         if self._recording is None:
             raise ClosedError(f"the program of {self.plan.name} was closed; capture it again")
-        back = self._copied.load(given or {}, self.adopted.walk) if self._copied.externals or given else ()
+        if self._copied.externals or given:
+            self._copied.load(given or {}, self.adopted.walk)
         self._push_rates()
         self.bindings.settle_grads(are_kept=not is_settled)
         self.adopted.refresh()
@@ -172,9 +173,7 @@ class Program:
         self._launch()
         try:
             self.bindings.repeat()
-            for static, source in back:
-                with torch.no_grad():
-                    source.copy_(static)
+            self._copied.give_back()
             result = self.collect(leaves)
             if self._flags is not None:
                 self._flags.assign(self.plan.left)
@@ -241,7 +240,7 @@ class Program:
         """Finish the call that was recorded: execute it unless recording did, and hand out its results."""
         if not executed:
             self._launch()
-        self._copied.give_back(self.adopted.walk)
+        self._copied.give_back()
         self.bindings.replace_recorded()
         return self.collect(leaves)
 

@@ -58,6 +58,7 @@ class CopiedOwned:
             assert external.path is not None
             self.stand_ins[external.path] = buffers.view(("owned", external.name), like, plan.device)
         self._names = _short_names(self.externals)
+        self._back: list[tuple[Tensor, Tensor]] = []
 
     @contextmanager
     def swapped_in(self, walk: Walk) -> Iterator[None]:
@@ -78,29 +79,29 @@ class CopiedOwned:
             for slot, held in reversed(swapped):
                 slot.set(held)
 
-    def load(self, given: Mapping[Role, Mapping[str, Tensor]], walk: Walk) -> list[tuple[Tensor, Tensor]]:
-        """Copy values in: those given by name, else the owners' own in ``walk``. Returns pairs to write back.
+    def load(self, given: Mapping[Role, Mapping[str, Tensor]], walk: Walk) -> None:
+        """Copy values in: those given by name, else the owners' own in ``walk``.
 
         Raises:
             FeedError: for an unknown name, a missing one, or a tensor that does not fit.
         """
         if not self.externals:
             _refuse_given(given)
-            return []
+            return
         sources = self._sources(given, walk)
         targets = list(self.stand_ins.values())
         with torch.no_grad():
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
         pairs = zip(self.externals, targets, sources, strict=True)
-        return [(target, source) for external, target, source in pairs if external.mutated]
+        self._back = [(target, source) for external, target, source in pairs if external.mutated]
 
-    def give_back(self, walk: Walk) -> None:
-        """Copy what the recorded call changed to the owners' own tensors in ``walk``."""
+    def give_back(self) -> None:
+        """Copy what a run has changed to where the values came from."""
         with torch.no_grad():
-            for external, static in zip(self.externals, self.stand_ins.values(), strict=True):
-                if external.mutated:
-                    _held(external, walk).copy_(static)
+            for target, source in self._back:
+                source.copy_(target)
+        self._back = []
 
     def _sources(self, given: Mapping[Role, Mapping[str, Tensor]], walk: Walk) -> list[Tensor]:
         chosen: dict[str, Tensor] = {}

@@ -80,7 +80,7 @@ class Check:
         )
         self._place = place
         plan = program.plan
-        self._home = plan.device
+        self._walk, self._home = plan.handles.walk, plan.device
         fed = {f"input {index}": leaf for index, leaf in enumerate(feed) if isinstance(leaf, Tensor)}
         unowned = {e.name: e.tensor for e in plan.externals if e.path is None and e.tensor is not None}
         self._extra: dict[str, Tensor] = {**unowned, **fed}
@@ -110,7 +110,7 @@ class Check:
             self.first_replay()
         finally:
             self.undo(self._before)
-        walk = cache(self.walk)
+        walk = cache(self._walk)
         try:
             result = eager(walk)
         except torch.OutOfMemoryError:
@@ -129,10 +129,6 @@ class Check:
             # The batch has been trained on: the caller must not go on as if it had not.
             reason = first_line(error)
         return Verdict(detached(result), found, reason)
-
-    def walk(self) -> Walk:
-        """A walk over the owners now."""
-        return self._program.plan.handles.walk()
 
     def snapshot(self, walk: Walk) -> tuple[Snapshot, dict[str, Tensor]]:
         """Copies of all that the step may change, also of what only a name leads to; and these tensors by path."""
@@ -154,7 +150,7 @@ class Check:
 
     def start(self) -> None:
         """Copy what is there before the replay, which is put back before each further one."""
-        self._owned = self.walk()
+        self._owned = self._walk()
         self._before, tensors = self._where_all_have_room(lambda: self.snapshot(self._owned))
         self._old = {path: value for path, t in tensors.items() if (value := self._before.value(t)) is not None}
 
@@ -172,7 +168,7 @@ class Check:
     def replay(self) -> State:
         """Replay, and collect what that leaves."""
         result = self._program.run(self._feed, is_settled=True)
-        return self.left(self._owned if self._program.bindings.keep_places(self._owned) else self.walk(), result)
+        return self.left(self._owned if self._program.bindings.keep_places(self._owned) else self._walk(), result)
 
     def first_replay(self) -> None:
         """Keep copies of what a replay leaves."""
@@ -187,11 +183,12 @@ class Check:
         # The device runs the eager step meanwhile.
         left = self.left(walk(), result)
         differences = differing_values(self._values, left.values)
-        beyond = self.differing(left.tensors)
+        sides = self._replayed, left.tensors
+        beyond = self._noise.beyond(self._changes(), *sides) if self._noise.is_known else differing(*sides)
         if not self._on_any(bool(beyond)):
             return differences
         # More replays write where the eager step has.
-        eager, (end, _) = self._where_all_have_room(lambda: (self._run(left.tensors), self.snapshot(walk())))
+        eager, (end, _) = self._where_all_have_room(lambda: (Run.of(*sides), self.snapshot(walk())))
         try:
             found = self._unexplained(beyond, eager)
         except OutcomeError:
@@ -201,17 +198,8 @@ class Check:
             self.undo(end)
         return describe(found, self._old, self._replayed, left.tensors) + differences
 
-    def differing(self, left: Mapping[str, Tensor]) -> list[str]:
-        """Paths at which the replay and the eager step left something else, beyond the noise that is known."""
-        if not self._noise.is_known:
-            return differing(self._replayed, left)
-        return self._noise.beyond(self._changes(), self._replayed, left)
-
     def _changes(self) -> dict[str, float]:
         return changes_of(self._old, self._replayed, self._home)
-
-    def _run(self, left: Mapping[str, Tensor]) -> Run:
-        return Run.of(self._replayed, left)
 
     def _unexplained(self, paths: list[str], eager: Run) -> dict[str, float]:
         """Find the ``paths`` that more replays from the same state do not explain, and how far replays lie apart there.
@@ -289,11 +277,11 @@ class Check:
         if not self._program.fits():
             # The eager step gave tensors other memory (``tensor.data = ...``), which has their values now.
             self._program.resync()
-        replay = lambda: self.replay().tensors  # noqa: E731
         if not nudge:
-            return self._run(replay())
+            return Run.of(self._replayed, self.replay().tensors)
         params = {path: local(param) for path, param in self._owned.parameters.values()}
-        return self._run(nudged(replay, params, self._before.value, self._program.plan.rounding))
+        left = nudged(lambda: self.replay().tensors, params, self._before.value, self._program.plan.rounding)
+        return Run.of(self._replayed, left)
 
 
 def detached(result: Any) -> Any:
