@@ -257,11 +257,6 @@ KeysOf = Callable[[Any, Sequence[Any]], tuple[list[Hashable], frozenset[int]]]
 """What makes the keys of a call's leaves, from its structure and them, and the indices of those that it leaves out."""
 
 
-def without_keys(structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
-    """No keys, for a call of which nothing but its structure and its leaves are asked for."""
-    return [], frozenset()
-
-
 def named_key(structure: Any, index: int, leaf: Any) -> Hashable:
     """The key of a leaf that is read.
 
@@ -274,8 +269,18 @@ def named_key(structure: Any, index: int, leaf: Any) -> Hashable:
         raise FeedError(f"{names_in(structure)[index]}: {error}") from None
 
 
-def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf | None = None) -> Feed:
-    """Flatten a call. Without ``keys_of``, all leaves have keys.
+def all_keys(structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
+    """The keys of all leaves, which are all read."""
+    return [named_key(structure, index, leaf) for index, leaf in enumerate(leaves)], frozenset()
+
+
+def no_keys(structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
+    """No keys, for a call of which nothing but its structure and its leaves are asked for."""
+    return [], frozenset()
+
+
+def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = all_keys) -> Feed:
+    """Flatten a call.
 
     Raises:
         FeedError: for what cannot be flattened, or has no key.
@@ -284,10 +289,7 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf | 
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):
             return Feed(list(args), (_of_tensors(len(args)), *map(leaf_key, args)), (args, kwargs))
         leaves, structure = _take_apart(args, kwargs)
-        if keys_of is None:
-            keys, unread = [named_key(structure, index, leaf) for index, leaf in enumerate(leaves)], frozenset[int]()
-        else:
-            keys, unread = keys_of(structure, leaves)
+        keys, unread = keys_of(structure, leaves)
     except RefusalError:
         raise
     except Exception as error:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from graphplan.backends.backend import first_line
 from graphplan.environment.surroundings import surroundings
 from graphplan.errors import FeedError, OptionError, PaddingError, RefusalError, SkipReason
-from graphplan.feed.signature import Feed, asks_for_gradients, flatten, is_dense, without_keys
+from graphplan.feed.signature import Feed, asks_for_gradients, flatten, is_dense, no_keys
 from graphplan.program.bindings import settle_companions
 from graphplan.program.faults import is_steps_own, lost, refusal_of
 from graphplan.program.program import Program
@@ -194,7 +194,7 @@ class PaddedBatches:
         # Three rehearsals leave copies, where a check of a replay has those of two steps.
         room, reason = find_room(nbytes * 4 // 3, runner.device, runner.backend.may_take)
         if room is not None:
-            own, other = (moved(flatten(*each, without_keys)) for each in (self._as_it_came(feed), padded))
+            own, other = (moved(flatten(*each, no_keys)) for each in (self._as_it_came(feed), padded))
             PaddingCheck(self._machine, walk, own, room).run(other, kind)
         return reason
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphplan.errors import FeedError, OptionError
 from graphplan.feed.buffers import Buffers
-from graphplan.feed.signature import Feed, flatten, without_keys
+from graphplan.feed.signature import Feed, flatten, no_keys
 from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.program import Program
 from graphplan.specs.options import is_count
@@ -24,7 +24,7 @@ from graphplan.step.buckets import Dims, Ladders, PadValue
 from graphplan.step.capture_sizes import CaptureSize, Place, ShapeStats
 from graphplan.step.options import Options
 from graphplan.tensors.storages import storage_id
-from graphplan.tensors.trees import names_of
+from graphplan.tensors.trees import names_of, rebuilder
 
 Value = TypeVar("Value")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -127,7 +127,8 @@ class Kind:
     """Calls of one signature: their capture size, what each dynamic dimension is and becomes, and where the leaves go.
 
     ``staged`` is the memory of the padded leaves, ``own`` the part of it that is the call's own, ``fills`` what is
-    filled with which value, in this order. ``mask`` is the argument that padded calls get beside those that came.
+    filled with which value, in this order. ``mask`` is the argument that padded calls get beside those that came,
+    ``lent`` the storages of all this memory, ``rebuild`` what puts leaves into containers.
     """
 
     size: CaptureSize
@@ -137,6 +138,8 @@ class Kind:
     own: Mapping[int, Tensor]
     fills: Sequence[tuple[Tensor, PadValue]]
     mask: Mapping[str, Tensor]
+    lent: frozenset[int | None]
+    rebuild: Callable[[Sequence[Any]], Any]
     _sure_of: object = None
     _versions: list[int] = field(default_factory=list)
     _gone: set[int] = field(default_factory=set)
@@ -167,7 +170,7 @@ class Kind:
                 self.own[index].copy_(leaves[index], non_blocking=True)
                 leaves[index] = memory
         self._versions = [memory._version for memory in self.staged.values()]
-        args, kwargs = feed.rebuild(leaves)
+        args, kwargs = self.rebuild(leaves)
         return args, {**kwargs, **self.mask}
 
     def hand_back(self, feed: Feed, program: Program | None) -> None:
@@ -183,12 +186,12 @@ class Kind:
 
     def cut(self, feed: Feed, leaves: Sequence[Any]) -> Any:
         """The results at their true sizes, none of them in memory that the next call overwrites."""
-        lent = {storage_id(memory) for memory in (*self.staged.values(), *self.mask.values())}
-        own = {id(memory): feed.leaves[index] for index, memory in self.staged.items() if index not in self._gone}
         lasting = []
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and not isinstance(leaf, StaticOutput) and storage_id(leaf) in lent:
-                leaf = own[id(leaf)] if id(leaf) in own else leaf.clone()
+            if isinstance(leaf, Tensor) and not isinstance(leaf, StaticOutput) and storage_id(leaf) in self.lent:
+                whole = (index for index, memory in self.staged.items() if memory is leaf and index not in self._gone)
+                index = next(whole, None)
+                leaf = leaf.clone() if index is None else feed.leaves[index]
             lasting.append(leaf)
         return self.size.cut(lasting, self.true)
 
@@ -277,7 +280,9 @@ class Padding:
             fills += [*((gap, False) for gap in _gaps(whole, wanted[0])), (_begin(whole, wanted[0]), True)]
         own = {index: _begin(memory, leaves[index]) for index, memory in staged.items()}
         true, sizes = ({(index, dim): of[index].shape[dim] for index, dim in places} for of in (leaves, staged))
-        return Kind(self._size(feed, staged), true, sizes, staged, own, fills, mask)
+        lent = frozenset(map(storage_id, (*staged.values(), *mask.values())))
+        size = self._size(feed, staged)
+        return Kind(size, true, sizes, staged, own, fills, mask, lent, rebuilder(feed.structure))
 
     def _size(self, feed: Feed, staged: Mapping[int, Tensor]) -> CaptureSize:
         """The capture size of calls that are padded to what is ``staged``."""
@@ -321,7 +326,7 @@ class Padding:
         wanted = None
         if self._mask is not None:
             with suppress(FeedError):
-                feed = flatten(args, kwargs, without_keys)
+                feed = flatten(args, kwargs, no_keys)
                 wanted = self._wanted_mask(feed, self._places(feed))
         return args, dict(kwargs) if wanted is None else {**kwargs, str(self._mask): wanted[0]}
 
