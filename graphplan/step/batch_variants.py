@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -87,8 +86,5 @@ def _extended(feed: Feed, reads: BatchReads, tensors: Sequence[Tensor]) -> Feed:
     assert feed.given is not None
     args, kwargs = feed.rebuild(feed.leaves) if feed.is_moved else feed.given
     read = (reads.number, *tensors)
-
-    def keys_of(structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
-        return [*feed.key[1:], *map(leaf_key, read)], feed.unread
-
-    return flatten(args, {**kwargs, BATCH_READS: read}, keys_of)
+    keys = [*feed.key[1:], *map(leaf_key, read)]
+    return flatten(args, {**kwargs, BATCH_READS: read}, lambda structure, leaves: (keys, feed.unread))

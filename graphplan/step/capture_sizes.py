@@ -100,25 +100,27 @@ class CaptureSize:
 
     def learn(
         self, expected: Any, leaves: Sequence[Any], true: Mapping[Place, int]
-    ) -> tuple[list[str], dict[str, Tensor]]:
-        """Compare an unpadded result with a padded one's ``leaves``. Return the differences, and the leaves cut."""
+    ) -> tuple[list[str], dict[str, tuple[Tensor, Tensor]]]:
+        """Compare an unpadded result with a padded one's ``leaves``. Return the differences, and pairs of tensors: the
+        unpadded one's, and the padded one's cut to its size.
+        """
         assert self.known is not None
         wanted, structure = flatten_result(expected)
         if structure != self._structure:
             structures = f"{text_of(structure)} without padding, and {text_of(self._structure)} with it"
             return [f"the results' structure is {structures}"], {}
         problems: list[str] = []
-        parts: dict[str, Tensor] = {}
+        pairs: dict[str, tuple[Tensor, Tensor]] = {}
         for name, own, leaf, dims in zip(names_of(structure, "result"), wanted, leaves, self.known, strict=True):
             if isinstance(leaf, Tensor) and isinstance(own, Tensor):
                 part = _narrow(own, leaf, dims, true)
                 if isinstance(part, Tensor):
-                    parts[name] = part
+                    pairs[name] = own, part
                 else:
                     problems.append(f"{name} is {_describe(own)} without padding and {_describe(leaf)} with it{part}")
             elif own != leaf:
                 problems.append(f"{name} is {own!r} without padding and {leaf!r} with it")
-        return problems, parts
+        return problems, pairs
 
     def cut(self, leaves: Sequence[Any], true: Mapping[Place, int]) -> Any:
         """The results, whose ``leaves`` are padded, at their true sizes."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,13 +39,13 @@ from graphplan.step.state_machine import StateMachine
 from graphplan.tensors.copying import copy_all
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
-from graphplan.tensors.trees import map_result, named_leaves
+from graphplan.tensors.trees import map_result
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 from graphplan.trace.records import Trace
 from graphplan.verify.compare import RESPONSES, SPREADS, Run, Sides, describe, differing_values, fits, lengths, moved
 from graphplan.verify.noise import nudged
-from graphplan.verify.state import collect_tensors, collect_values, tensors_of
+from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 
 _SHARE = "dropout_p"
 """The argument of attention's operators, and of their derivatives."""
@@ -118,23 +117,13 @@ class RehearsalMode(OperatorMode):
         return moved
 
 
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """What one rehearsal left: copies of tensors by path, values, the result and its tensors' names."""
-
-    tensors: dict[str, Tensor]
-    values: dict[str, Any]
-    result: Any
-    names: frozenset[str]
-    rounding: float
-
-
 class PaddingCheck:
     """One comparison with ``feed`` as it came. ``walk`` is over the owners now; copies lie on ``room``."""
 
     def __init__(self, machine: StateMachine, walk: Walk, feed: Feed, room: torch.device) -> None:
         self._machine, self._walk, self._feed, self._room = machine, walk, feed, room
         self._snapshot = Snapshot(walk, extra=[tensor for _, tensor in feed.tensors()], device=room)
+        self._rounding = 0.0
 
     def run(self, padded: Feed, kind: Kind) -> None:
         """Compare with the step on ``padded``. The capture size of ``kind`` learns what there is to cut of its result.
@@ -161,22 +150,20 @@ class PaddingCheck:
 
     def _compare(self, padded: Feed, kind: Kind) -> list[str]:
         names, size = self._feed.names(), kind.size
-        came = self._rehearse(self._feed, {names[index]: self._feed.leaves[index] for index in kind.own})
+        expected, came = self._rehearse(self._feed, {names[index]: self._feed.leaves[index] for index in kind.own})
         try:
-            own = self._rehearse(padded, {names[index]: part for index, part in kind.own.items()})
+            result, left = self._rehearse(padded, {names[index]: part for index, part in kind.own.items()})
         except (PaddingError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever padding makes of the user's code
             return [f"the padded step raises {type(error).__name__}: {error}"]
-        leaves = size.meet(own.result, kind.sizes)
-        problems, parts = size.learn(came.result, leaves, kind.true)
-        problems += map(str, differing_values(own.values, came.values, _SIDES))
-        left = {path: tensor for path, tensor in own.tensors.items() if path not in own.names} | parts
-        explained = came.names - parts.keys()
-        ours = {path: tensor for path, tensor in came.tensors.items() if path not in explained}
-        return self._differences(ours, left, came.rounding) + problems
+        problems, pairs = size.learn(expected, size.meet(result, kind.sizes), kind.true)
+        problems += map(str, differing_values(left.values, came.values, _SIDES))
+        ours = {name: own for name, (own, _) in pairs.items()} | came.tensors
+        theirs = {name: part for name, (_, part) in pairs.items()} | left.tensors
+        return self._differences(ours, theirs) + problems
 
-    def _differences(self, came: Mapping[str, Tensor], padded: Mapping[str, Tensor], rounding: float) -> list[str]:
+    def _differences(self, came: Mapping[str, Tensor], padded: Mapping[str, Tensor]) -> list[str]:
         """Tensors that rounding does not explain, causes first. Raises ArithmeticError if none is finite."""
         live = tensors_of(self._walk)
         old = {path: value for path, t in live.items() if (value := self._snapshot.value(t)) is not None}
@@ -195,9 +182,10 @@ class PaddingCheck:
         noise: Mapping[str, float] = {}
         if over and torch.is_grad_enabled():
             params = {path: local(param) for path, param in self._walk.parameters.values()}
-            again = nudged(lambda: self._rehearse(self._feed, {}).tensors, params, self._snapshot.value, rounding)
+            repeat = lambda: self._rehearse(self._feed, {})[1].tensors  # noqa: E731
+            again = nudged(repeat, params, self._snapshot.value, self._rounding)
             noise = Run.of(came, again).far
-        times = RESPONSES if rounding > torch.finfo(torch.float32).eps else SPREADS
+        times = RESPONSES if self._rounding > torch.finfo(torch.float32).eps else SPREADS
         found = {p: n for p, excess in over.items() if not excess <= times * (n := noise.get(p, 0.0))}
         found.update({path: 0.0 for path in [*came, *padded] if path not in alike})
         ranked = {path: found[path] for path in sorted(found, key=self._rank)}
@@ -209,8 +197,10 @@ class PaddingCheck:
             return 1 if slot is None else 2
         return 3 if slot.is_parameter or is_optimizer_state(path) else 0
 
-    def _rehearse(self, feed: Feed, extra: Mapping[str, Tensor]) -> _Left:
-        """Run the step without dropout and put everything back. ``extra`` are tensors to keep by name."""
+    def _rehearse(self, feed: Feed, extra: Mapping[str, Tensor]) -> tuple[Any, State]:
+        """Run the step without dropout and put everything back. Returns its result, and copies of what it left and of
+        ``extra`` tensors.
+        """
         fed = CallArguments(*feed.rebuild(feed.leaves)).watch()
         mode, runner = RehearsalMode(self._snapshot.storages), self._machine.runner
         try:
@@ -226,27 +216,25 @@ class PaddingCheck:
                 )
             if change is not None:
                 raise HostEffectError(change)
-            return self._left(result, extra, mode)
+            self._rounding = mode.record.rounding
+            return result, self._left(extra, mode.written)
         finally:
             mode.record.undo_unowned_writes()
             self._snapshot.restore()
             torch.clear_autocast_cache()
 
-    def _left(self, result: Any, extra: Mapping[str, Tensor], mode: RehearsalMode) -> _Left:
+    def _left(self, extra: Mapping[str, Tensor], written: set[int | None]) -> State:
         walk, allow = self._machine.managed.walk(), self._machine.options.allow
-        named = named_leaves(result)
 
         def is_left_out(path: str) -> bool:
             # What only a name leads to may be a whole dataset.
             tensors = walk.slots[path].tensors() if path in walk.slots else []
-            untouched = all(id(t) in walk.found and storage_id(t) not in mode.written for t in tensors)
+            untouched = all(id(t) in walk.found and storage_id(t) not in written for t in tensors)
             return (bool(tensors) and untouched) or is_allowed(path, allow)
 
-        left = collect_tensors(walk, named, extra, (), is_left_out)
+        left = collect_tensors(walk, (), extra, (), is_left_out)
         copies = dict(zip(left, copy_all(list(left.values()), self._room), strict=True))
-        values = collect_values(walk, (), lambda path: is_allowed(path, allow), {})
-        names = frozenset(name for name, leaf in named if isinstance(leaf, Tensor))
-        return _Left(copies, values, result, names, mode.record.rounding)
+        return State(copies, collect_values(walk, (), lambda path: is_allowed(path, allow), {}))
 
 
 def _last_places(tensor: Tensor) -> float:
