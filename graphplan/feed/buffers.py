@@ -39,10 +39,8 @@ class Buffers:
         self._views: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def view(self, position: object, like: Tensor, device: torch.device) -> Tensor:
-        """A static tensor on ``device`` with the geometry of ``like``, for the leaf at ``position``.
-
-        Its contents are undefined. Where elements of ``like`` share memory, so do its own: fill it by way of
-        :func:`distinct`. It asks for gradients if ``like`` does.
+        """An undefined tensor on ``device`` for the leaf at ``position``, of the geometry and ``requires_grad`` of
+        ``like``. Where elements of that share memory, so do its own: fill it by way of :func:`distinct`.
         """
         shape, stride = tuple(like.shape), tuple(like.stride())
         reach = span(shape, stride)

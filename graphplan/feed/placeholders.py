@@ -19,11 +19,7 @@ from graphplan.environment.origin import is_users_file
 
 
 class ReadSignal(BaseException):
-    """Placeholders were used. No ``Exception``, so that the step's own handlers let it pass.
-
-    Attributes:
-        indices: those of the leaves that they stand for.
-    """
+    """The leaves at ``indices`` were used. No ``Exception``, so that the step's own handlers let it pass."""
 
     def __init__(self, indices: Iterable[int] = ()) -> None:
         super().__init__()
@@ -68,9 +64,8 @@ def is_placeholder(value: Any) -> bool:
 
 @lru_cache(4096)
 def compares_classes(code: CodeType) -> bool:
-    """Return True if ``code`` calls ``type`` on anything but ``self``: the one use that no placeholder notices.
-
-    Installed packages are taken to ask ``isinstance``: for those that do not, there are the checks against eager steps.
+    """Return True if ``code`` of the user's calls ``type`` on anything but ``self``, which no placeholder notices.
+    Installed packages are taken to ask ``isinstance``; checks against eager steps find those that do not.
     """
     if "type" not in code.co_names or not is_users_file(code.co_filename):
         return False

@@ -88,7 +88,6 @@ def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tu
 @dataclass(slots=True, eq=False)
 class Feed:
     """One call's arguments, flattened: ``leaves`` in order, and the ``key``, which begins with their structure.
-
     ``given`` are the arguments themselves, where there are any; ``is_moved``: the leaves are not theirs. ``unread`` are
     the indices of values that the step does not read, and that the key leaves out.
     """
@@ -131,8 +130,8 @@ class Feed:
         return [(i, leaf) for i, leaf in enumerate(self.leaves) if i not in self.unread and isinstance(leaf, Tensor)]
 
     def alignments(self) -> tuple[int, ...]:
-        """Those of the tensor leaves. They are no part of ``key``: any tensor can be copied in, but kernels choose
-        their order of summation by them, so that eager's bits come from a program for the same ones only.
+        """The alignment of each tensor leaf. Kernels choose their order of summation by it. It is no part of ``key``,
+        since any tensor can be copied in.
         """
         return tuple([alignment(leaf) for _, leaf in self.tensors()])
 
@@ -144,11 +143,7 @@ def names_in(structure: Any) -> list[str]:
 
 
 def leaf_key(leaf: Any) -> Hashable:
-    """What a leaf contributes to a feed's key.
-
-    Raises:
-        FeedError: for what is neither a tensor nor a literal.
-    """
+    """What a leaf contributes to a feed's key. Raises FeedError for what is neither a tensor nor a literal."""
     if isinstance(leaf, Tensor):
         if not is_dense(leaf):
             # Some nested tensors have no shape to ask for.
@@ -258,11 +253,7 @@ KeysOf = Callable[[Any, Sequence[Any]], tuple[list[Hashable], frozenset[int]]]
 
 
 def named_key(structure: Any, index: int, leaf: Any) -> Hashable:
-    """The key of a leaf that is read.
-
-    Raises:
-        FeedError: with the leaf's path.
-    """
+    """The key of a leaf that is read. Raises FeedError with the leaf's path."""
     try:
         return leaf_key(leaf)
     except FeedError as error:
@@ -280,11 +271,7 @@ def no_keys(structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], froz
 
 
 def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = all_keys) -> Feed:
-    """Flatten a call.
-
-    Raises:
-        FeedError: for what cannot be flattened, or has no key.
-    """
+    """Flatten a call. Raises FeedError for what cannot be flattened, or has no key."""
     try:
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):
             return Feed(list(args), (_of_tensors(len(args)), *map(leaf_key, args)), (args, kwargs))
@@ -339,10 +326,7 @@ def with_new_containers(batch: Any) -> Any:
 
 
 def check_feed(feed: Feed, device: torch.device | None) -> None:
-    """Refuse leaves that a program could not copy in.
-
-    ``device`` is where the step computes. Raises :class:`FeedError` naming the leaf.
-    """
+    """Raise FeedError for a leaf that a program on ``device`` could not copy in."""
     for index, leaf in feed.tensors():
         name = feed.names()[index]
         if is_sharded(leaf):
@@ -394,11 +378,7 @@ def asks_for_gradients(leaf: Any) -> bool:
 
 
 def check_match(feed: Feed, planned: Feed) -> None:
-    """Refuse a feed that is not the planned one, naming the first leaf that differs.
-
-    Raises:
-        FeedError: with the leaf's path, what was expected and what was found.
-    """
+    """Raise FeedError for a feed that is not the planned one, with the first leaf that differs."""
     if feed.key == planned.key:
         return
     if feed.structure != planned.structure:

@@ -46,10 +46,8 @@ class _Shape:
         self.units = [name if parent in mixed or parent == "args" else parent for name, parent in pairs]
         self.seen: list[set[Hashable]] = [set() for _ in names]
         devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
-        self.home = next((device for device in devices if device.type != "cpu"), None)
+        self.home = next((d for d in devices if d.type != "cpu"), None) if len(set(devices)) > 1 else None
         """Where the step computes, if only some of the tensors are fed from there. The others are host values."""
-        if len(set(devices)) < 2:
-            self.home = None
         self.is_plain = self.home is None and all(isinstance(leaf, Tensor) for leaf in leaves)
 
 
@@ -62,10 +60,8 @@ class UnreadValues:
         self._read: set[str] = set()
 
     def keys(self, structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
-        """The keys of a call's leaves, and the indices of those that they leave out.
-
-        Raises:
-            FeedError: naming a value that the step reads, and that no key can hold.
+        """The keys of a call's leaves, and the indices of those that they leave out. Raises FeedError for a value that
+        the step reads, and that no key can hold.
         """
         known = self._shape(structure, leaves)
         if known.is_plain and all(isinstance(leaf, Tensor) for leaf in leaves):
@@ -130,17 +126,17 @@ class UnreadValues:
 
 
 class Placeholders:
-    """Placeholders for the leaves at ``indices``. On exit, :class:`ReadSignal` is raised with the indices of those that
-    the step used. ``leaves`` are those given, with the placeholders in their places.
+    """Placeholders for some values of a feed. ``feed`` has them in their places. On exit, :class:`ReadSignal` is raised
+    with the indices of those that the step used.
     """
 
-    def __init__(self, leaves: Sequence[Any], indices: Iterable[int]) -> None:
-        self.leaves = list(leaves)
+    def __init__(self, feed: Feed, indices: Iterable[int]) -> None:
+        kinds = {index: type(feed.leaves[index]) for index in indices}
+        self._made = {index: Placeholder(kind, partial(self._use, index)) for index, kind in kinds.items()}
+        leaves = [self._made.get(index, leaf) for index, leaf in enumerate(feed.leaves)]
+        self.feed = feed.replaced(leaves) if self._made else feed
         self._used: set[int] = set()
-        self._made: dict[int, Placeholder] = {}
         self._references: dict[int, int] = {}
-        for index in indices:
-            self._made[index] = self.leaves[index] = Placeholder(type(leaves[index]), partial(self._use, index))
 
     def _use(self, index: int) -> NoReturn:
         self._used.add(index)
@@ -157,7 +153,7 @@ class Placeholders:
             now = self._count()
             self._used.update(index for index, number in now.items() if number > self._references[index])
         self.check()
-        if isinstance(error, Exception) and not isinstance(error, GraphPlanError) and is_callers(error):
+        if self._made and isinstance(error, Exception) and not isinstance(error, GraphPlanError) and is_callers(error):
             # C code that is handed a placeholder says that it wants something else.
             raise ReadSignal(self._made) from None
 
@@ -168,11 +164,3 @@ class Placeholders:
 
     def _count(self) -> dict[int, int]:
         return {index: sys.getrefcount(made) for index, made in self._made.items()}
-
-
-def with_placeholders(feed: Feed) -> tuple[Feed, Placeholders | None]:
-    """``feed`` with placeholders for the values that the step does not read, if there are any."""
-    if not feed.unread:
-        return feed, None
-    made = Placeholders(feed.leaves, feed.unread)
-    return feed.replaced(made.leaves), made

@@ -140,9 +140,8 @@ class Pieces(Reports):
 
 
 class Segments(Pieces):
-    """See :func:`graphplan.piecewise`: functions and modules that are called one after the other.
-
-    Each is captured alone first, to find out whether it can be.
+    """See :func:`graphplan.piecewise`: functions and modules that are called one after the other. Each is captured
+    alone first, to find out whether it can be.
     """
 
     def __init__(self, segments: Sequence[Segment], scope: str, options: ServeOptions) -> None:

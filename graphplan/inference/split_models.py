@@ -127,9 +127,7 @@ def _split(
     model: nn.Module, names: Sequence[str], literals: Mapping[str, Any]
 ) -> tuple[fx.GraphModule, dict[str, nn.Module]]:
     """The model as a module that calls its parts one after the other, and by name the parts that are not ``names``.
-
-    ``literals`` are arguments that are no tensors: what the model does with them is settled here. Raises SplitError if
-    torch.fx cannot follow the model's code.
+    ``literals`` are arguments that become constants. Raises SplitError if torch.fx cannot follow the model's code.
     """
     tracer = _Tracer(names)
     try:

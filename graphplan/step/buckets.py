@@ -28,14 +28,7 @@ def _parse_ladder(dim: int, sizes: Any) -> tuple[int, ...]:
 
 
 class Ladders:
-    """Capture sizes by dimension.
-
-    Args:
-        sizes: those of dimension 0, or by dimension.
-
-    Raises:
-        OptionError: for what is no size, or no dimension.
-    """
+    """Capture sizes by dimension, from those of dimension 0 or of several. Raises OptionError for what is none."""
 
     def __init__(self, sizes: Buckets) -> None:
         by_dim = sizes if isinstance(sizes, Mapping) else {0: sizes}
@@ -147,10 +140,8 @@ def _check_fit(counts: Mapping[int, int], max_graphs: int, multiple_of: int) -> 
 
 def _minimise(lengths: Sequence[int], counts: Sequence[int], parts: int) -> tuple[list[int], int]:
     """Split sorted lengths into at most ``parts`` runs, each of which is padded to its last length: the ends of the
-    runs, and the fewest elements.
-
-    Exact: with one more run, the best end of the run before never moves down (runs satisfy the
-    quadrangle inequality), so that what is found for one end bounds the search for the others.
+    runs, and the fewest elements. Exact: with one more run, the best end of the run before never moves down (runs
+    satisfy the quadrangle inequality), so that what is found for one end bounds the search for the others.
     """
     total = [0]
     for count in counts:

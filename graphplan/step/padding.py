@@ -43,15 +43,8 @@ def outer_first(tensor: Tensor) -> tuple[int, ...]:
 
 
 class Dynamic:
-    """The dynamic dimensions of a function's arguments, and other options by the names of its parameters and of what
-    lies in the containers that they are given.
-
-    Args:
-        fn: the function.
-        dims: dimensions by name (see :meth:`values`); by default all but the last, or the only one.
-
-    Raises:
-        OptionError: for something that is no dimension.
+    """The dynamic dimensions of a function's arguments, ``dims`` by name (see :meth:`values`), and other options by
+    such names. By default these are all dimensions but the last, or the only one. Raises OptionError for what is none.
     """
 
     def __init__(self, fn: Callable[..., Any], dims: Mapping[str, Dims] | None) -> None:
@@ -94,9 +87,8 @@ class Dynamic:
         return found
 
     def values(self, feed: Feed, by_name: Mapping[str, Value], option: str) -> list[Value | None]:
-        """The value for each leaf, by its closest name, or None; OptionError for a name that no leaf has.
-
-        A name is that of a parameter, a key or attribute within it (``labels``), or a path (``batch['labels']``).
+        """The value for each leaf, by its closest name, or None. A name is that of a parameter, a key or attribute
+        within it (``labels``), or a path (``batch['labels']``). Raises OptionError for a name that no leaf has.
         """
         found = self.names(feed.structure)
         if option not in self._checked:
@@ -125,7 +117,6 @@ def _parse(name: str, value: Any) -> tuple[int, ...]:
 @dataclass(slots=True)
 class Kind:
     """Calls of one signature: their capture size, what each dynamic dimension is and becomes, and where the leaves go.
-
     ``staged`` is the memory of the padded leaves, ``own`` the part of it that is the call's own, ``fills`` what is
     filled with which value, in this order. ``mask`` is the argument that padded calls get beside those that came,
     ``lent`` the storages of all this memory, ``rebuild`` what puts leaves into containers.
@@ -220,10 +211,7 @@ class Padding:
 
     def kind(self, feed: Feed, *, are_expected: bool) -> Kind | str:
         """How calls like this one are padded, or why they fit no capture size. ``are_expected``: the call has to have
-        all dimensions that have a ladder.
-
-        Raises:
-            OptionError: for a ladder that is of no use.
+        all dimensions that have a ladder. Raises OptionError for a ladder that is of no use.
         """
         kind = self._kinds.get(feed.key)
         if kind is not None:

@@ -127,10 +127,8 @@ class PaddingCheck:
 
     def run(self, padded: Feed, kind: Kind) -> None:
         """Compare with the step on ``padded``. The capture size of ``kind`` learns what there is to cut of its result.
-
-        Raises:
-            PaddingError: if that leaves something else, or if it cannot be told.
-            HostEffectError: if the step changes the containers that it is fed, which padded ones only stand for.
+        Raises PaddingError if that leaves something else, or if it cannot be told, and HostEffectError if the step
+        changes the containers that it is fed.
         """
         try:
             problems = self._compare(padded, kind)

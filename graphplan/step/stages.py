@@ -28,7 +28,7 @@ from graphplan.feed.buffers import Buffers
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.placeholders import ReadSignal, compares_classes
 from graphplan.feed.signature import Feed, asks_for_gradients
-from graphplan.feed.unread import UnreadValues, with_placeholders
+from graphplan.feed.unread import Placeholders, UnreadValues
 from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.snapshot import Snapshot
 from graphplan.program.accumulators import renew_accumulators
@@ -247,11 +247,11 @@ class Stages:
             facts.batch = recorder_of(feed)
         if not rehearses and self._defers:
             facts.deferred = DeferredReads()
-        hidden, placeholders = with_placeholders(feed)
-        fed = CallArguments.of(hidden).watch()
+        placeholders = Placeholders(feed, feed.unread)
+        fed = CallArguments.of(placeholders.feed).watch()
         undo.callback(fed.restore)
         undo.callback(facts.undo_unowned_writes)
-        with placeholders or nullcontext(), self._stats.timed("trace"):
+        with placeholders, self._stats.timed("trace"):
             result, walk = self._run_traced(call, fed, facts, undo, rehearses=rehearses)
             if feed.unread and any(compares_classes(code) for code, _ in facts.reads.codes):
                 raise ReadSignal(feed.unread)
@@ -371,7 +371,8 @@ class Stages:
         if compiled and not backend.executes:
             refuse_beside_compiled(plan)
         # Compiled code is made for the classes of its arguments, so it gets no placeholders.
-        feed, placeholders = (call.feed, None) if compiled else with_placeholders(call.feed)
+        placeholders = Placeholders(call.feed, () if compiled else call.feed.unread)
+        feed = placeholders.feed
         undo.callback(CallArguments.of(feed).watch().restore)
         with self._stats.timed("capture"):
             with self._managed.rates, uncompiled() if backend.executes and compiled else nullcontext():
@@ -386,8 +387,7 @@ class Stages:
                     lends=options.outputs == "static",
                 )
             try:
-                if placeholders is not None:
-                    placeholders.check()
+                placeholders.check()
                 result = program.run_recorded(feed.leaves, executed=backend.executes)
             except BaseException:
                 program.close()

@@ -138,9 +138,7 @@ def _flatten(
 
 
 def flatten_arguments(arguments: Any) -> tuple[list[Any], Structure]:
-    """Flatten what a step is called with: leaves, and the structure to rebuild it with. What :func:`has_attributes` is
-    a leaf.
-    """
+    """Flatten what a step is called with: leaves, and the structure. What :func:`has_attributes` is a leaf."""
     return _flatten(arguments, is_record)
 
 
@@ -253,8 +251,8 @@ def _source(structure: Structure, keys: list[Any], numbers: Iterator[int]) -> st
 
 
 def take_leaves(value: Any, structure: Structure, leaves: list[Any], outer: tuple[Any, ...] = ()) -> bool:
-    """Add the leaves of ``value`` to ``leaves``, of which the caller compares the classes. Return True if its nodes are
-    those of ``structure``. To compare nodes takes a small part of the time that it takes to flatten them anew.
+    """Add the leaves of ``value`` to ``leaves``, and return True if its nodes are those of ``structure``. The caller
+    compares the classes of leaves. This takes a small part of the time of flattening.
     """
     if structure is None:
         leaves.append(value)

@@ -78,7 +78,7 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.program.guards": ["Guards.hold"],
     "graphplan.program.program": ["Program.fits", "Program.misfit", "Program.run_recorded"],
     "graphplan.step.stages": [
-        "Snapshot", "with_placeholders", "capture_program", "omissions",
+        "Snapshot", "Placeholders", "capture_program", "omissions",
         "check_threads",
     ],
     "graphplan.step.planner": ["build_plan"],
