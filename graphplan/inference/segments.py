@@ -30,17 +30,12 @@ class Chain:
         self.__name__ = self.__qualname__ = " + ".join(map(name_of, segments))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call them."""
-        return call_chain(self.segments, args, kwargs)
-
-
-def call_chain(segments: Sequence[Segment], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call segments. A tuple is handed on as arguments, anything else as one argument."""
-    first, *others = segments
-    result = first(*args, **kwargs)
-    for segment in others:
-        result = segment(*result) if type(result) is tuple else segment(result)
-    return result
+        """Call them. A tuple is handed on as arguments, anything else as one argument."""
+        first, *others = self.segments
+        result = first(*args, **kwargs)
+        for segment in others:
+            result = segment(*result) if type(result) is tuple else segment(result)
+        return result
 
 
 def name_of(segment: Segment) -> str:
@@ -151,15 +146,16 @@ class Segments(Pieces):
         self._segments = tuple(segments)
         self._trials: list[Graphed | None] = []
         """Each segment alone; None for one that cannot be captured."""
-        self._runs: list[Segment] = []
+        self._each = Chain([partial(self._try, at) for at in range(len(segments))])
+        self._runs: Chain | None = None
 
     def _call_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._trials:
             alone = replace(self._options, on_failure="raise", outputs="clone", capture_after=1)
             self._trials = [self._graph(segment, alone) for segment in self._segments]
-        if not self._runs and all(trial is None or trial.num_graphs for trial in self._trials):
+        if self._runs is None and all(trial is None or trial.num_graphs for trial in self._trials):
             self._runs = self._join()
-        return call_chain(self._runs or [partial(self._try, at) for at in range(len(self._trials))], args, kwargs)
+        return (self._runs or self._each)(*args, **kwargs)
 
     def _try(self, at: int, *args: Any, **kwargs: Any) -> Any:
         """Call a segment. A refusal decides that it is called eagerly."""
@@ -173,7 +169,7 @@ class Segments(Pieces):
                 trial.close()
         return segment(*args, **kwargs)
 
-    def _join(self) -> list[Segment]:
+    def _join(self) -> Chain:
         """Runs of consecutive segments that can be captured, and the others."""
         runs = list[Segment]()
         self.close()
@@ -184,4 +180,4 @@ class Segments(Pieces):
                 runs.append(self._graph(run, replace(self._options, outputs="static")))
             else:
                 runs += segments
-        return runs
+        return Chain(runs)

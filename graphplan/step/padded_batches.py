@@ -72,13 +72,13 @@ class PaddedBatches:
             return result
         if self._stopped_by is not None and kind.is_padded:
             return self._serve_unpadded(feed, SkipReason.PADDING, str(self._stopped_by))
-        if not (kind.is_padded and (kind.size.calls + 1 == kind.size.next_check or not kind.is_sure)):
-            return self._serve_padded(feed, kind)
-        why = self._compare_in_time(feed, kind)
+        is_due = kind.is_padded and (kind.size.calls + 1 == kind.size.next_check or not kind.is_sure)
+        why = self._compare_in_time(feed, kind) if is_due else None
         if why is not None:
             return self._serve_unpadded(feed, *why)
-        result = self._serve_padded(feed, kind, is_compared=True)
-        self._runner.stats.end_call("compared")
+        result = self._serve_padded(feed, kind, is_compared=is_due)
+        if is_due:
+            self._runner.stats.end_call("compared")
         return result
 
     def _plain_feed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed | None:

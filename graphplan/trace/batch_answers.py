@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -80,7 +79,6 @@ class BatchAnswers:
 
     def __init__(self, reads: BatchReads, tensors: Sequence[Tensor]) -> None:
         self._answers: dict[Place, list[tuple[Read, Sequence[Tensor]]]] = {}
-        self._taken: Counter[Place] = Counter()
         for read, found in zip(reads.reads, reads.tensors_of(tensors), strict=True):
             self._answers.setdefault(read.place, []).append((read, found))
 
@@ -91,12 +89,10 @@ class BatchAnswers:
             return None
         if not (masks or contents_of(call) or is_read(call)):
             return None
-        place = find_place()
-        number, answers = self._taken[place], self._answers.get(place, ())
-        if number >= len(answers):
+        answers = self._answers.get(find_place())
+        if not answers:
             return None
-        self._taken[place] += 1
-        read, found = answers[number]
+        read, found = answers.pop(0)
         if read.kind is Kind.VALUE:
             return Answer(read.found)
         operator, name, args = call.schema.operator, call.schema.name, call.args
