@@ -4,7 +4,7 @@ operators that wait for a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.errors import HostSyncError, TemporaryCopyError
 from graphplan.observe.conversions import Conversions
+from graphplan.observe.replacements import Replacements
 from graphplan.observe.source import find_source
 from graphplan.trace.mode import refuse_trace
 from graphplan.trace.operator_schemas import AS_ON_DEVICE
@@ -31,48 +32,58 @@ def cuda_rules() -> Iterator[None]:
     """Refuse steps that are traced in the block for copies to the host, for copies of host memory to the device, and
     for operators that read on the host, though all their tensors are on the host.
     """
-    on_host = WeakIdKeyDictionary()
-    named = {getattr(function, "__name__", ""): function for function in _device._device_constructors()}
-    makers: dict[str, Any] = {
-        name: make
-        for name, make in named.items()
-        if name.startswith(_NO_CONSTANTS) and getattr(torch, name, None) is make
-    }
-    for name, function in makers.items():
-        setattr(torch, name, _noting(function, on_host))
-    for name in _COPIES:
-        # Tensor inherits these from its class in C.
-        setattr(Tensor, name, _copier(name, partial(_check_copy, name, on_host)))
+    rules = Replacements(partial(_replacements, WeakIdKeyDictionary()))
     token = AS_ON_DEVICE.set(True)
+    rules.enter(token)
     try:
         yield
     finally:
+        rules.leave(token)
         AS_ON_DEVICE.reset(token)
-        for name in _COPIES:
-            delattr(Tensor, name)
-        for name, function in makers.items():
-            setattr(torch, name, function)
 
 
-def _copier(name: str, check: Callable[..., None]) -> Callable[..., Any]:
+def _replacements(on_host: WeakIdKeyDictionary) -> Iterator[tuple[Any, str, Any]]:
+    """What stands in for functions of torch: the holder, the name and the value of each. ``on_host`` are tensors that
+    were made there.
+    """
+    for make in _device._device_constructors():
+        name = getattr(make, "__name__", "")
+        held: Any = getattr(torch, name, None)
+        if name.startswith(_NO_CONSTANTS) and held is make:
+            yield torch, name, _noting(held, on_host)
+    for name in _COPIES:
+        yield Tensor, name, _copier(name, on_host)
+
+
+def _copier(name: str, on_host: WeakIdKeyDictionary) -> Callable[..., Any]:
     original = getattr(Tensor, name)
 
     @wraps(original)
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _names_host(name, (*args, *kwargs.values())):
+        targets = (*args, *kwargs.values())
+        # To the host wherever the step runs, by name; ``self.device`` is not.
+        if name == "cpu" or any(isinstance(target, str) and target == "cpu" for target in targets):
             # What only keeps the copy can wait for it.
             copy = Conversions.copy_of(self, args, kwargs)
             if copy is not None:
                 return copy
-        check((self, *args), kwargs)
+            refuse_trace(
+                HostSyncError,
+                f"the step copies a tensor to the host (.cpu(), .to()), and needs its values at {find_source()}: on a "
+                "CUDA device that waits for all work before it, and a replay runs no Python that could use the copy. "
+                "Return the tensor and copy it after the step; a copy that the step only returns or appends is made "
+                "then",
+            )
+        elif self in on_host and any(isinstance(target, Tensor | torch.device | str) for target in targets):
+            refuse_trace(
+                TemporaryCopyError,
+                f"the step makes a tensor in host memory and copies it with .{name}() at {find_source()}: on a CUDA "
+                "device a graph would copy from that address for ever. Make it on the device (device=...), or feed it "
+                "to the step",
+            )
         return original(self, *args, **kwargs)
 
     return method
-
-
-def _names_host(name: str, targets: Sequence[Any]) -> bool:
-    """Whether a copy is one to the host wherever the step runs: a device by name; ``self.device`` is not."""
-    return name == "cpu" or any(isinstance(target, str) and target == "cpu" for target in targets)
 
 
 def _noting(original: Callable[..., Any], on_host: WeakIdKeyDictionary) -> Callable[..., Any]:
@@ -86,20 +97,3 @@ def _noting(original: Callable[..., Any], on_host: WeakIdKeyDictionary) -> Calla
         return made
 
     return make
-
-
-def _check_copy(name: str, on_host: WeakIdKeyDictionary, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    targets = (*args[1:], *kwargs.values())
-    if _names_host(name, targets):
-        refuse_trace(
-            HostSyncError,
-            f"the step copies a tensor to the host (.cpu(), .to()), and needs its values at {find_source()}: on a CUDA "
-            "device that waits for all work before it, and a replay runs no Python that could use the copy. Return "
-            "the tensor and copy it after the step; a copy that the step only returns or appends is made then",
-        )
-    elif args[0] in on_host and any(isinstance(target, Tensor | torch.device | str) for target in targets):
-        refuse_trace(
-            TemporaryCopyError,
-            f"the step makes a tensor in host memory and copies it with .{name}() at {find_source()}: on a CUDA device "
-            "a graph would copy from that address for ever. Make it on the device (device=...), or feed it to the step",
-        )
