@@ -48,13 +48,13 @@ class Patches(ExitStack):
         """Give ``thing`` a subclass of its class, and attributes that this needs."""
         self.callback(_put_back, thing, type(thing), attributes)
         vars(thing).update(attributes)
-        thing.__class__ = kind
+        object.__setattr__(thing, "__class__", kind)
 
 
 def _put_back(thing: Any, kind: type, names: Iterable[str]) -> None:
     for name in names:
         del vars(thing)[name]
-    thing.__class__ = kind
+    object.__setattr__(thing, "__class__", kind)
 
 
 def telling(tell: str, plain: Any) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from graphplan.callback.patches import Patches
 from graphplan.errors import HostEffectError
 from graphplan.observe.source import find_source
 from graphplan.tensors.trees import Literals
@@ -32,7 +33,7 @@ class Schedules:
         self._schedulers: dict[str, Any] = {}
         self._rates: dict[int, Any] = {}
         self._noted: list[str] = []
-        self._watch = ExitStack()
+        self._watch = Patches()
 
     def start(self) -> None:
         """Before a call: which learning rates there are, as numbers."""
@@ -45,11 +46,10 @@ class Schedules:
     def noting(self) -> Iterator[list[str]]:
         """While the step's Python runs: collect which schedulers step."""
         self._noted = []
-        with ExitStack() as left:
+        with Patches() as left:
             for name, scheduler in self._schedulers.items():
                 if self._is_host_work(scheduler):
-                    scheduler.step = partial(self._step, name)
-                    left.callback(vars(scheduler).pop, "step")
+                    left.method(scheduler, "step", partial(self._step, name))
             left.callback(self._watch.close)
             yield self._noted
 
@@ -84,8 +84,7 @@ class Schedules:
             kind.__setattr__(self, name, value)
 
         watched = {"__module__": kind.__module__, "__getattribute__": read, "__setattr__": write}
-        scheduler.__class__ = type(kind.__name__, (kind,), watched)
-        self._watch.callback(object.__setattr__, scheduler, "__class__", kind)
+        self._watch.kind(scheduler, type(kind.__name__, (kind,), watched))
 
     def _watch_rates(self, groups: list[dict[str, Any]]) -> None:
         for index, group in enumerate(groups):
