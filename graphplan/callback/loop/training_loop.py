@@ -31,7 +31,7 @@ from graphplan.program.faults import lost, refusal_of
 
 _OF_TRAINER = (
     "should_stop", "received_sigterm", "accumulate_grad_batches", "check_val_every_n_epoch", "_val_check_time_interval",
-    "val_check_batch",
+    "val_check_batch", "callbacks",
 )  # fmt: skip
 _OF_LOOP = (
     "_skip_next_val", "max_steps", "_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint",
@@ -167,15 +167,14 @@ class LoopSeam:
         """Note what decides whether something is due after a batch: while it stays, a few numbers are compared."""
         loop, trainer = self._loop, self._trainer
         self._unchanged = None
-        if trainer.should_stop or trainer.received_sigterm or loop._skip_next_val:
-            return
         self._most, self._max_steps = trainer.fit_loop.max_batches, loop.max_steps
         self._may_accumulate = trainer.accumulate_grad_batches != 1
         self._validates_every = self._between_validations() if self._validates else 0
         self._hands_out = not self._direct or keeps_stock_transfer(trainer, self._module) is not None
-        places = [(trainer, name) for name in _OF_TRAINER if hasattr(trainer, name)]
-        places += [(loop, name) for name in _OF_LOOP if hasattr(loop, name)]
-        places += [(trainer.fit_loop, "max_batches"), (trainer, "callbacks")]
+        if trainer.should_stop or trainer.received_sigterm or loop._skip_next_val:
+            return
+        deciding = ((trainer, _OF_TRAINER), (loop, _OF_LOOP), (trainer.fit_loop, ("max_batches",)))
+        places = [(thing, name) for thing, names in deciding for name in names if hasattr(thing, name)]
         things, names = [thing for thing, _ in places], [name for _, name in places]
         values = list(map(getattr, things, names))
         self._unchanged = Checks([("same_attributes", things, names, values), *contents_of([trainer.callbacks])])
