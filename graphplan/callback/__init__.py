@@ -1,1 +1,1 @@
-"""Graphed steps inside a Lightning Trainer. The only folder that imports Lightning."""
+"""Graphed steps inside the Trainers of Lightning and of transformers. The only folder that imports either."""
