@@ -18,7 +18,7 @@ from graphplan.inference.segments import Pieces, name_of
 from graphplan.program.leases import plain
 from graphplan.step.capture_sizes import tolerance
 from graphplan.tensors.trees import flatten_result, named_leaves
-from graphplan.verify.compare import Run, fits, lengths
+from graphplan.verify.compare import Run, distances, fits
 
 _LITERALS = (bool, int, float, str, type(None))
 
@@ -88,8 +88,8 @@ def _is_alike(wanted: Any, found: Any) -> bool:
         return bool(wanted == found)
     if not fits(wanted, found):
         return False
-    apart = Run.of({"": wanted}, {"": found}).far.get("", float("inf"))
-    return apart <= tolerance(wanted.dtype) * lengths([wanted])[0]
+    sides = {"": wanted}, {"": found}
+    return Run.of(*sides).far.get("", float("inf")) <= tolerance(wanted.dtype) * distances([""], sides[0])[""]
 
 
 def _bind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

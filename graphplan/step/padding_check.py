@@ -43,7 +43,7 @@ from graphplan.tensors.trees import map_result
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 from graphplan.trace.records import Trace
-from graphplan.verify.compare import RESPONSES, SPREADS, Run, Sides, describe, differing_values, fits, lengths, moved
+from graphplan.verify.compare import RESPONSES, SPREADS, Run, Sides, describe, differing_values, distances, fits
 from graphplan.verify.noise import nudged
 from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 
@@ -167,11 +167,11 @@ class PaddingCheck:
         old = {path: value for path, t in live.items() if (value := self._snapshot.value(t)) is not None}
         alike = [path for path in came if path in padded and fits(came[path], padded[path])]
         far = Run.of(came, padded).far
-        moves = moved(alike, old, came).values()
-        sizes = lengths([came[path] for path in alike])
+        moves, sizes = distances(alike, came, old), distances(alike, came)
         over: dict[str, float] = {}
-        for path, apart, move, size in zip(alike, (far.get(path, 0.0) for path in alike), moves, sizes, strict=True):
-            excess = apart - tolerance(came[path].dtype) * move - _last_places(came[path]) * size
+        for path in alike:
+            apart = far.get(path, 0.0)
+            excess = apart - tolerance(came[path].dtype) * moves[path] - _last_places(came[path]) * sizes[path]
             if not excess <= 0:
                 if not (math.isfinite(apart) or bool(came[path].isfinite().all())):
                     raise ArithmeticError(f"{path} has elements that are infinite or no numbers, without padding too")

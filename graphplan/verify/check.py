@@ -27,8 +27,8 @@ from graphplan.tensors.copying import copy_all
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import map_result, named_leaves
-from graphplan.verify.compare import Difference, Run, describe, differing, differing_values, unexplained
-from graphplan.verify.noise import Noise, changes_of, nudged
+from graphplan.verify.compare import Difference, Run, describe, differing, differing_values, distances, unexplained
+from graphplan.verify.noise import Noise, nudged
 from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 
 Result = TypeVar("Result")
@@ -199,7 +199,9 @@ class Check:
         return describe(found, self._old, self._replayed, left.tensors) + differences
 
     def _changes(self) -> dict[str, float]:
-        return changes_of(self._old, self._replayed, self._home)
+        """How far the replay has moved each tensor with numbers, by path."""
+        rounded = [path for path, t in self._replayed.items() if t.is_floating_point() or t.is_complex()]
+        return distances(rounded, self._replayed, self._old, self._home)
 
     def _unexplained(self, paths: list[str], eager: Run) -> dict[str, float]:
         """Find the ``paths`` that more replays from the same state do not explain, and how far replays lie apart there.

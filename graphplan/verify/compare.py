@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -83,21 +84,16 @@ def _norms_of(one: list[Tensor], *others: list[Tensor]) -> list[Tensor]:
     return [_careful_norm(*row) for row in zip(one, *others, strict=True)]
 
 
-def apart(paths: Sequence[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the distances between ``one`` and ``other`` at ``paths``, where they are alike."""
-    return dict(zip(paths, _norms([(_real(one[path]), _real(other[path])) for path in paths]), strict=True))
-
-
-def moved(
-    paths: Sequence[str], old: Mapping[str, Tensor], one: Mapping[str, Tensor], device: torch.device | None = None
+def distances(
+    paths: Iterable[str],
+    one: Mapping[str, Tensor],
+    other: Mapping[str, Tensor] = MappingProxyType({}),
+    device: torch.device | None = None,
 ) -> dict[str, float]:
-    """Return how far ``one`` is from ``old`` at ``paths``, or its length if nothing was there; see ``_norms``."""
-    rows: list[tuple[Tensor, ...]] = []
-    for path in paths:
-        before, tensor = old.get(path), one[path]
-        fit = before is not None and fits(before, tensor)
-        rows.append((_real(tensor), _real(before)) if fit and before is not None else (_real(tensor),))
-    return dict(zip(paths, _norms(rows, device), strict=True))
+    """Return how far ``one`` is from ``other`` at ``paths``, or its length if nothing alike is there: ``_norms``."""
+    sides = {path: (one[path], other.get(path)) for path in paths}
+    rows = [(_real(t),) if o is None or not fits(o, t) else (_real(t), _real(o)) for t, o in sides.values()]
+    return dict(zip(sides, _norms(rows, device), strict=True))
 
 
 def _careful_norm(*row: Tensor) -> Tensor:
@@ -146,8 +142,8 @@ class Run:
     def of(cls, one: Mapping[str, Tensor], left: Mapping[str, Tensor]) -> Run:
         """Compare ``one``, copies of what the first replay left, with what is there now. Waits for the device."""
         alike = [path for path, t in left.items() if path in one and fits(one[path], t) and not t.is_quantized]
-        distances = apart(alike, left, one)
-        return cls(distances, any(distances.values()) or bool(differing(one, left)))
+        far = distances(alike, left, one)
+        return cls(far, any(far.values()) or bool(differing(one, left)))
 
 
 def unexplained(
@@ -174,27 +170,21 @@ def unexplained(
     alike = [path for path in found if all(path in run.far for run in (eager, *again))]
     if not alike or not noisy:
         return found
-    for path, size in zip(alike, lengths([one[path] for path in alike], device), strict=True):
+    for path, size in distances(alike, one, device=device).items():
         response = 0.0 if nudged is None else nudged.far.get(path, 0.0)
-        rounding = 2 * size * (torch.finfo(one[path].dtype).eps if has_numbers(one[path]) else 0.0)
-        distance = eager.far[path]
+        distance, rounding = eager.far[path], last_places(one[path]) * size
         if math.isfinite(distance) and distance <= SPREADS * found[path] + RESPONSES * response + rounding:
             del found[path]
     return found
-
-
-def lengths(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[float]:
-    """Euclidean norms of the finite elements in float64. ``device``: see ``_norms``."""
-    return _norms([(_real(tensor),) for tensor in tensors], device)
 
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.dtype.is_complex else tensor
 
 
-def has_numbers(tensor: Tensor) -> bool:
-    """Return True if the elements are floating-point numbers, which are rounded."""
-    return tensor.is_floating_point() or tensor.is_complex()
+def last_places(tensor: Tensor) -> float:
+    """Two units in the last place of floating-point numbers, which are rounded; 0 for others."""
+    return 2 * torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
 
 
 class Sides(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import beside, copy_all
-from graphplan.verify.compare import RESPONSES, SPREADS, Run, apart, differing, fits, has_numbers, moved
+from graphplan.verify.compare import RESPONSES, SPREADS, Run, differing, distances, fits
 
 _LITTLE = 0.1
 """As a share of what the step changes. More than that may come of a first checked step that hardly changes anything."""
@@ -55,20 +55,13 @@ class Noise:
         than noise.
         """
         # Integers are the same, or they are not.
-        far = apart([path for path in changes if path in eager and fits(one[path], eager[path])], one, eager)
+        far = distances([path for path in changes if path in eager and fits(one[path], eager[path])], one, eager)
         found = [
             path
             for path, distance in far.items()
             if distance > 0 and not distance <= SPREADS * self._shares.get(path, 0.0) * changes[path] < math.inf
         ]
         return found + differing(*({path: t for path, t in side.items() if path not in far} for side in (one, eager)))
-
-
-def changes_of(
-    old: Mapping[str, Tensor], one: Mapping[str, Tensor], device: torch.device | None = None
-) -> dict[str, float]:
-    """Return how far ``one`` has moved each tensor with numbers from ``old``, by path."""
-    return moved([path for path, tensor in one.items() if has_numbers(tensor)], old, one, device)
 
 
 _ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)

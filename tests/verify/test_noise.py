@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import graph_step
-from graphplan.verify.compare import Run
-from graphplan.verify.noise import Noise, changes_of
+from graphplan.verify.compare import Run, distances
+from graphplan.verify.noise import Noise
 from tests.models import Box, descent
 
 Tensors = dict[str, Tensor]
@@ -28,11 +28,11 @@ def apart(by: float) -> Tensors:
 def learn(noise: Noise, old: Tensors, one: Tensors, again: list[Tensors], eager: Tensors, **nudged: Tensors) -> None:
     """Have ``noise`` learn of what runs from ``old`` have left, the first of them ``one``."""
     off = {name: Run.of(one, left) for name, left in nudged.items()}
-    noise.learn(changes_of(old, one), [Run.of(one, left) for left in again], Run.of(one, eager), **off)
+    noise.learn(distances(one, one, old), [Run.of(one, left) for left in again], Run.of(one, eager), **off)
 
 
 def beyond(noise: Noise, old: Tensors, one: Tensors, eager: Tensors) -> list[str]:
-    return noise.beyond(changes_of(old, one), one, eager)
+    return noise.beyond(distances(one, one, old), one, eager)
 
 
 def measured(times: int = 2, by: float = 1e-3) -> Noise:
