@@ -34,12 +34,8 @@ def _hand_out(vector: Tensor) -> Sequence[Tensor]:
     return apart(vector.clone())
 
 
-def _fill(tensor: Tensor, number: float) -> None:
-    """Write ``number`` to all of a tensor that asks for no gradients."""
-    tensor.fill_(number)
-
-
 _built: Any = load()
 copy_in: Callable[[list[Tensor], list[Tensor]], None] = getattr(_built, "copy_in", _copy_in)
 hand_out: Callable[[Tensor], Sequence[Tensor]] = getattr(_built, "hand_out", _hand_out)
-fill: Callable[[Tensor, float], None] = getattr(_built, "fill", _fill)
+fill: Callable[[Tensor, float], Any] = getattr(_built, "fill", Tensor.fill_)
+"""Write a number to all of a tensor that asks for no gradients."""

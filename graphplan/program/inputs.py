@@ -74,39 +74,27 @@ class StaticInputs:
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the feed's tensors in."""
-        sources = [leaves[index] for index in self._indices]
+        indices, targets = self._indices, self._targets
         if self._leases:
-            self._load_lent(sources)
-            return
+            indices, targets = self._not_there(leaves)
+        sources = [leaves[index] for index in indices]
         if self._shared:
-            pairs = zip(sources, self._indices, strict=True)
+            pairs = zip(sources, indices, strict=True)
             sources = [distinct(source) if index in self._shared else source for source, index in pairs]
         if self._staging is None:
-            self._copy(sources)
+            _copy(targets, sources)
             return
-        self._copy(self._staging.fetch(sources))
+        _copy(targets, self._staging.fetch(sources))
         self._staging.give_back()
 
-    def _copy(self, sources: list[Tensor]) -> None:
-        if len(sources) <= _FEW:
-            copy_in(self._targets, sources)
-            return
-        if any(map(_wants_grad, sources)):
-            sources = [source.detach() for source in sources]
-        torch._foreach_copy_(self._targets, sources, non_blocking=True)
-
-    def _load_lent(self, sources: Sequence[Tensor]) -> None:
-        """:meth:`load` where some inputs are lent memory: what lies there already stays as it is."""
-        with torch.no_grad():
-            for index, static, source in zip(self._indices, self._statics, sources, strict=True):
-                lease = self._leases.get(index)
-                if lease is not None and source.data_ptr() == static.data_ptr():
-                    continue
-                if lease is not None:
-                    # Results that callers still hold are overwritten.
-                    lease.number += 1
-                target = distinct(static)
-                target.copy_(source if target is static else distinct(source), non_blocking=True)
+    def _not_there(self, leaves: Sequence[Any]) -> tuple[list[int], list[Tensor]]:
+        """The inputs that do not lie in their lent memory already, and where they are copied to."""
+        found = [i for i, static in self.by_leaf.items() if leaves[i].data_ptr() != static.data_ptr()]
+        for index in self._leases.keys() & found:
+            # Results that callers still hold are overwritten.
+            self._leases[index].number += 1
+        targets = dict(zip(self._indices, self._targets, strict=True))
+        return found, [targets[index] for index in found]
 
     def give_back(self, leaves: Sequence[Any], results: Iterable[Lease] = ()) -> None:
         """After a run: give what the step changed in its inputs, and their gradients, to the caller's tensors, but not
@@ -136,6 +124,15 @@ class StaticInputs:
     def staged_bytes(self) -> int:
         """Bytes of the buffers that inputs are staged in."""
         return 0 if self._staging is None else self._staging.nbytes
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if len(sources) <= _FEW:
+        copy_in(targets, sources)
+        return
+    if any(map(_wants_grad, sources)):
+        sources = [source.detach() for source in sources]
+    torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def _find_leases(plan: Plan, feed: Feed, mutated: set[int | None]) -> dict[int, Lease]:

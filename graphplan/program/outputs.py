@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from graphplan.errors import CaptureError
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Output, Plan
 from graphplan.program.leases import Lease, StaticOutput
-from graphplan.program.static_numbers import StaticCopy, StaticNumber, StaticNumbers
+from graphplan.program.static_numbers import StaticNumbers
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
@@ -36,14 +37,14 @@ class Outputs:
         lent: Mapping[int, Lease],
     ) -> None:
         leaves = flatten_result(result)[0]
-        self._lent = lent
         self._template = [output.value for output in plan.outputs]
         self._given = [(number, o) for number, o in enumerate(plan.outputs) if o.kind in ("input", "owned")]
         self._rebuild = rebuilder(plan.output_structure)
         self._static: dict[int, Tensor] = {}
         self._packs: list[tuple[Tensor, list[int]]] = []
         self._shared: list[tuple[int, int]] = []
-        self._read: list[tuple[int, StaticNumber | StaticCopy]] = []
+        self._made: list[tuple[int, Callable[[], Any]]] = []
+        """By the number of a result, what makes it after a run."""
         self._marks = [(number, dict(output.marks)) for number, output in enumerate(plan.outputs) if output.marks]
         places: dict[Any, int] = {}
         scalars: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -56,11 +57,12 @@ class Outputs:
                 self._shared.append((number, first))
                 continue
             if is_read:
-                self._read.append((number, read.take(leaf)))
+                self._made.append((number, read.take(leaf).value))
                 continue
             tensor = leaf.detach().resolve_conj().resolve_neg()
             if number in lent:
                 _fill(lent[number], tensor)
+                self._made.append((number, partial(StaticOutput.of, lent[number])))
                 continue
             # A carry may write into this memory at the end of the step: the caller wants what was returned.
             self._static[number] = tensor.clone() if storage_id(tensor) in overwritten else tensor
@@ -68,6 +70,7 @@ class Outputs:
                 scalars.setdefault((tensor.dtype, tensor.device), []).append(number)
         for numbers in scalars.values():
             self._pack(numbers)
+        self._made += [(number, tensor.clone) for number, tensor in self._static.items()]
         self.lent = list(lent.values())
         """The results that are lent: each replay overwrites them."""
         self._lone = 0 in self._static and len(plan.outputs) == 1 and plan.output_structure is None and not self._marks
@@ -100,15 +103,11 @@ class Outputs:
         if self._lone:
             return self._static[0].clone()
         built = self._template.copy()
-        for number, lease in self._lent.items():
-            built[number] = StaticOutput.of(lease)
-        for number, static in self._static.items():
-            built[number] = static.clone()
+        for number, make in self._made:
+            built[number] = make()
         for pack, numbers in self._packs:
             for number, part in zip(numbers, hand_out(pack), strict=True):
                 built[number] = part
-        for number, static_read in self._read:
-            built[number] = static_read.value()
         for number, first in self._shared:
             built[number] = built[first]
         for number, marks in self._marks:

@@ -14,7 +14,7 @@ from graphplan.compare import moving
 
 built = native.load()
 needs_build = pytest.mark.skipif(built is None, reason="not built: python -m graphplan.compare says why")
-PYTHON = SimpleNamespace(copy_in=moving._copy_in, hand_out=moving._hand_out, fill=moving._fill)
+PYTHON = SimpleNamespace(copy_in=moving._copy_in, hand_out=moving._hand_out, fill=torch.Tensor.fill_)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 either = pytest.mark.parametrize(
     "by", [pytest.param(built, id="C++", marks=needs_build), pytest.param(PYTHON, id="Python")]
