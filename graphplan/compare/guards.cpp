@@ -290,13 +290,28 @@ uint64_t state_of(PyObject* container) {
 #endif
 }
 
+// Containers that come later are fetched meanwhile, and what lies behind dictionaries whose state does not tell.
+void fetch_ahead(const std::vector<Watched>& watched, size_t n) {
+  if (n + graphplan::kAhead < watched.size()) {
+    graphplan::prefetch(watched[n + graphplan::kAhead].container);
+  }
+#if PY_VERSION_HEX >= 0x030D0000
+  if (n + graphplan::kAhead / 2 < watched.size()) {
+    PyObject* near = watched[n + graphplan::kAhead / 2].container;
+    if (PyDict_Check(near)) {
+      const auto* keys = reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(near)->ma_keys);
+      graphplan::prefetch(keys);
+      graphplan::prefetch(keys + 64);
+    }
+  }
+#endif
+}
+
 // Asks about those containers that are in another state than when they were asked about last.
 int ask_containers(Asked& asked) {
   const size_t count = asked.watched.size();
   for (size_t n = 0; n < count; n++) {
-    if (n + graphplan::kAhead < count) {
-      graphplan::prefetch(asked.watched[n + graphplan::kAhead].container);
-    }
+    fetch_ahead(asked.watched, n);
     Watched& watched = asked.watched[n];
     const uint64_t now = state_of(watched.container);
     if (now != 0 && now == watched.state) {
