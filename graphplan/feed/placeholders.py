@@ -32,18 +32,16 @@ class Placeholder:
     __slots__ = ("_kind", "_on_read")
 
     def __init__(self, kind: type, on_read: Callable[[], Any]) -> None:
-        _set_kind(self, kind)
-        _set_on_read(self, on_read)
+        object.__setattr__(self, "_kind", kind)
+        object.__setattr__(self, "_on_read", on_read)
 
     def __getattribute__(self, name: str) -> Any:
-        return kind_of(self) if name == "__class__" else _on_read(self)()
+        return object.__getattribute__(self, "_kind") if name == "__class__" else _read(self)
 
 
-kind_of: Callable[[Any], type] = vars(Placeholder)["_kind"].__get__
-"""The class of the value that a placeholder stands for."""
-_on_read: Callable[[Any], Callable[[], Any]] = vars(Placeholder)["_on_read"].__get__
-_set_kind: Callable[[Any, type], None] = vars(Placeholder)["_kind"].__set__
-_set_on_read: Callable[[Any, Callable[[], Any]], None] = vars(Placeholder)["_on_read"].__set__
+def _read(placeholder: Placeholder, *_: Any, **__: Any) -> Any:
+    return object.__getattribute__(placeholder, "_on_read")()
+
 
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
 _OTHERS = (
@@ -54,7 +52,7 @@ _OTHERS = (
 _SPECIAL = [*_OTHERS.split(), *(prefix + name for name in _BINARY.split() for prefix in ("", "r", "i"))]
 for _name in _SPECIAL:
     # The interpreter looks these up on the class.
-    setattr(Placeholder, f"__{_name}__", lambda self, *_, **__: _on_read(self)())
+    setattr(Placeholder, f"__{_name}__", _read)
 
 
 def is_placeholder(value: Any) -> bool:

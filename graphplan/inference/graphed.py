@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from graphplan.errors import NotCapturedError, OptionError
-from graphplan.feed.signature import Feed, flatten
+from graphplan.feed.signature import flatten
 from graphplan.inference.prewarming import prewarm
 from graphplan.inference.shared_pool import Pool
 from graphplan.program.leases import plain
-from graphplan.program.program import Program
 from graphplan.specs.options import Checks, check_values, is_count
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
@@ -106,6 +105,7 @@ class Graphed(GraphedStep):
             raise OptionError(f"graphed was given a {type(fn).__name__}; expected a function, a method or a module")
         self.pool = pool or options.pool or Pool()
         super().__init__(fn, owners_of(fn, options.owners), options.step, self.pool.backends)
+        self._end_turn = self.pool.give_back
         self._serving = options
         serve = self._serve
         self._serve = lambda args, kwargs: serve(
@@ -123,17 +123,14 @@ class Graphed(GraphedStep):
 
     @override
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call in the pool's turn. Raises BusyError from within a call of the same pool, and StaleError for an
-        argument that a later replay has overwritten (``outputs="static"``).
-        """
-        if runs_within_step():
-            # Part of another step, which has it in its own recording.
-            return self._fn(*args, **kwargs)
+        """Make a call. Raises StaleError for an argument that a later replay has overwritten (``outputs="static"``)."""
+        # Part of another step, which has it in its own recording.
+        return self._fn(*args, **kwargs) if runs_within_step() else super()._call(args, kwargs)
+
+    @override
+    def _take_turn(self) -> None:
+        """Wait for the pool. Raises BusyError within a call of the same pool."""
         self.pool.take(self.machine.runner.device)
-        try:
-            return super()._call(args, kwargs)
-        finally:
-            self.pool.give_back()
 
     def replay(self, args: tuple[Any, ...], *, params: Mapping[str, Tensor] | None = None) -> Any:
         """Call with other weights, under ``copy_roles=("input", "param")``: one program for any number of sets.
@@ -152,28 +149,17 @@ class Graphed(GraphedStep):
         """
         if self._padded is not None:
             raise OptionError("replay is for shapes='exact'; expected calls, which are padded first")
-        self.pool.take(self.machine.runner.device)
-        try:
-            args = tuple(map(plain, args))
-            program, feed = self._program_for(args)
-            result = program.run(feed.leaves, {Role.PARAM: params or {}})
-            program.replays += 1
-            self.stats.replayed += 1
-            return result
-        finally:
-            self.pool.give_back()
-
-    def _program_for(self, args: tuple[Any, ...]) -> tuple[Program, Feed]:
-        """The program that a call with ``args`` would replay, and its feed, after calls with copies until there is one.
-        Raises NotCapturedError.
-        """
         for calls_left in reversed(range(self._serving.capture_after + 4)):
             with self._alone():
-                found = self.machine.find_program(args)
-            if found is not None:
-                return found
+                found = self.machine.find_program(tuple(map(plain, args)))
+                if found is not None:
+                    program, feed = found
+                    result = program.run(feed.leaves, {Role.PARAM: params or {}})
+                    program.replays += 1
+                    self.stats.replayed += 1
+                    return result
             if calls_left:
-                call = self.machine.timing.stock or super()._call
+                call = self.machine.timing.stock or self._call
                 with self.machine.timing.asked_for():
                     call(map_result(lambda tensor: tensor.clone(), args), {})
         why = ", ".join(self.stats.reasons) or "nothing was refused"

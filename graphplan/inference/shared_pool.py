@@ -38,8 +38,9 @@ class Pool:
         """Have the pool until :meth:`give_back`, to compute on ``device``. Raises BusyError if this thread has it."""
         if self._thread == get_ident():
             raise BusyError(
-                "a graphed function was called from within a call of the same pool; expected one call at a time, "
-                "since all work on the same memory. Let the function call what it is made of instead of itself"
+                "a graphed function was called, closed or invalidated from within a call of the same pool; expected "
+                "one call at a time, since all work on the same memory. Let the function call what it is made of "
+                "instead of itself"
             )
         self._lock.acquire()
         self._thread = get_ident()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock, local
 from typing import NoReturn
@@ -32,6 +32,7 @@ class CallLock:
 
     def __init__(self) -> None:
         self._turn = Lock()
+        self._end_turn: Callable[[], None] = self._turn.release
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -40,7 +41,7 @@ class CallLock:
         try:
             yield
         finally:
-            self._turn.release()
+            self._end_turn()
 
     def _take_turn(self) -> None:
         """Take the lock. Raises BusyError if a call holds it."""

@@ -101,7 +101,7 @@ class GraphedStep(CallLock, Reports):
                 raise error.briefly()  # noqa: B904
             raise
         finally:
-            self._turn.release()
+            self._end_turn()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The method of one instance, or under ``@classmethod`` of one class."""

@@ -10,6 +10,8 @@ import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Event
+from time import sleep
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphplan import (
+    BusyError,
     ClosedError,
     CopyError,
     FeedError,
@@ -516,6 +519,33 @@ def test_a_graphed_function_within_another_is_part_of_it() -> None:
         assert torch.equal(outer(x), layer(Layer.forward(inner, x)) * 2)
     assert outer.stats.replayed == 3
     assert inner.forward.stats.calls == 0
+
+
+def test_a_function_is_closed_after_a_call_and_not_within_one() -> None:
+    """Another thread waits for its turn, as calls do."""
+    began, errors, ended = Event(), list[BusyError](), list[bool]()
+
+    def double(x: Tensor) -> Tensor:
+        began.set()
+        sleep(0.2)
+        try:
+            fast.close()
+        except BusyError as error:
+            errors.append(error)
+        ended.append(True)
+        return 2 * x
+
+    fast = graphed(double, backend="tape")
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(fast, torch.ones(3))
+        began.wait()
+        fast.invalidate("as a test")
+        assert ended
+        assert torch.equal(call.result(), 2 * torch.ones(3))
+    assert "closed or invalidated from within a call of the same pool" in str(errors[0])
+    fast.close()
+    with pytest.raises(ClosedError):
+        fast(torch.ones(3))
 
 
 def test_threads_take_turns() -> None:
