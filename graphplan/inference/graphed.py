@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from graphplan.errors import NotCapturedError, OptionError
 from graphplan.feed.signature import flatten
-from graphplan.inference.prewarming import prewarm
+from graphplan.inference.prewarming import capture, prewarm
 from graphplan.inference.shared_pool import Pool
 from graphplan.program.leases import plain
 from graphplan.specs.options import Checks, check_values, is_count
@@ -149,7 +149,7 @@ class Graphed(GraphedStep):
         """
         if self._padded is not None:
             raise OptionError("replay is for shapes='exact'; expected calls, which are padded first")
-        for calls_left in reversed(range(self._serving.capture_after + 4)):
+        for is_known in (False, True):
             with self._alone():
                 found = self.machine.find_program(tuple(map(plain, args)))
                 if found is not None:
@@ -158,10 +158,8 @@ class Graphed(GraphedStep):
                     program.replays += 1
                     self.stats.replayed += 1
                     return result
-            if calls_left:
-                call = self.machine.timing.stock or self._call
-                with self.machine.timing.asked_for():
-                    call(map_result(lambda tensor: tensor.clone(), args), {})
+            if not is_known:
+                capture(self, map_result(lambda tensor: tensor.clone(), args), {})
         why = ", ".join(self.stats.reasons) or "nothing was refused"
         raise NotCapturedError(f"{self._name} has no program for these arguments: {why}; expected one to replay")
 

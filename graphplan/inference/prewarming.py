@@ -41,8 +41,9 @@ def prewarm(
     wanted = sorted(_parse_sizes(sizes, ladders), key=lambda dims: prod(dims.values()), reverse=True)
     before = step.stats.captured
     for dims in wanted:
-        with step.machine.timing.asked_for():
-            _capture(step, _zeros(example, dynamic, dims), dims)
+        why = capture(step, *_zeros(example, dynamic, dims))
+        if why is not None:
+            raise OptionError(f"nothing is captured for the size {dims}: {why}; expected calls that can be replayed")
     return step.stats.captured - before
 
 
@@ -63,16 +64,16 @@ def _parse_sizes(sizes: Sequence[Size] | None, ladders: Ladders | None) -> list[
     return parsed
 
 
-def _capture(step: GraphedStep, arguments: Any, dims: Mapping[int, int]) -> None:
-    args, kwargs = arguments
+def capture(step: GraphedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Make a call again and again until it is captured or replayed. Returns why it is not, if so."""
     done = step.stats.captured + step.stats.replayed
     before = step.stats.skipped.copy()
-    for _ in range(_CALLS):
-        step(*args, **kwargs)
-        if step.stats.captured + step.stats.replayed > done:
-            return
-        why = next((reason for reason in step.stats.skipped - before if reason is not SkipReason.SHAPE), None)
-        if why is not None:
-            break
-    text = why.value if why is not None else "no capture came"
-    raise OptionError(f"nothing is captured for the size {dict(dims)}: {text}; expected calls that can be replayed")
+    with step.machine.timing.asked_for():
+        for _ in range(_CALLS):
+            step(*args, **kwargs)
+            if step.stats.captured + step.stats.replayed > done:
+                return None
+            why = next((reason for reason in step.stats.skipped - before if reason is not SkipReason.SHAPE), None)
+            if why is not None:
+                return why.value
+    return "no capture came"
