@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from graphplan.errors import NotCapturedError, OptionError
 from graphplan.feed.signature import flatten
-from graphplan.inference.prewarming import capture, prewarm
+from graphplan.inference.prewarming import capture, parse_sizes, zeros
 from graphplan.inference.shared_pool import Pool
 from graphplan.program.leases import plain
 from graphplan.specs.options import Checks, check_values, is_count
@@ -183,9 +183,13 @@ class Graphed(GraphedStep):
         Raises:
             OptionError: for sizes that make no sense, or where gradients are wanted.
         """
-        given = flatten(tuple(example), kwargs or {})
-        ladders = None if self._padded is None else self._padded.padding.ladders
-        return prewarm(self, given, self._dynamic, sizes=sizes, ladders=ladders)
+        given, before = flatten(tuple(example), kwargs or {}), self.stats.captured
+        for dims in parse_sizes(sizes, None if self._padded is None else self._padded.padding.ladders):
+            why = capture(self, *zeros(given, self._dynamic, dims))
+            if why is not None:
+                expected = "expected calls that can be replayed"
+                raise OptionError(f"nothing is captured for the size {dims}: {why}; {expected}")
+        return self.stats.captured - before
 
     @property
     def num_graphs(self) -> int:

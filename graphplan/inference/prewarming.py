@@ -21,7 +21,7 @@ _CALLS = 64
 """A size is called at most this often; a capture that has not come by then does not come."""
 
 
-def _zeros(example: Feed, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def zeros(example: Feed, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call of zeros, with other sizes in the dynamic dimensions that ``dims`` has."""
     places = dynamic.of(example)
     leaves = list(example.leaves)
@@ -32,22 +32,8 @@ def _zeros(example: Feed, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tu
     return example.rebuild(leaves)
 
 
-def prewarm(
-    step: GraphedStep, example: Feed, dynamic: Dynamic, *, sizes: Sequence[Size] | None, ladders: Ladders | None
-) -> int:
-    """Call with zeros of each size, the largest first, until there is a program for it. Raises OptionError if there is
-    none in the end.
-    """
-    wanted = sorted(_parse_sizes(sizes, ladders), key=lambda dims: prod(dims.values()), reverse=True)
-    before = step.stats.captured
-    for dims in wanted:
-        why = capture(step, *_zeros(example, dynamic, dims))
-        if why is not None:
-            raise OptionError(f"nothing is captured for the size {dims}: {why}; expected calls that can be replayed")
-    return step.stats.captured - before
-
-
-def _parse_sizes(sizes: Sequence[Size] | None, ladders: Ladders | None) -> list[dict[int, int]]:
+def parse_sizes(sizes: Sequence[Size] | None, ladders: Ladders | None) -> list[dict[int, int]]:
+    """Sizes by dimension, the largest first; by default all that there are ladders for. Raises OptionError."""
     if sizes is None:
         if ladders is None:
             raise OptionError("prewarm has no sizes; expected some, such as [1, 2, 4, 8], or shapes='bucket'")
@@ -61,7 +47,7 @@ def _parse_sizes(sizes: Sequence[Size] | None, ladders: Ladders | None) -> list[
                 raise OptionError(f"prewarm has the size {size!r} in dimension {dim!r}; expected integers from 1 on")
     if not parsed:
         raise OptionError("prewarm has no sizes; expected at least one, such as [1, 2, 4, 8]")
-    return parsed
+    return sorted(parsed, key=lambda dims: prod(dims.values()), reverse=True)
 
 
 def capture(step: GraphedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
