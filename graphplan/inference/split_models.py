@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.split_module import split_module
 
 from graphplan.errors import OptionError, RefusalError, SplitError, VerifyError
-from graphplan.feed.signature import asks_for_gradients, flatten
+from graphplan.feed.signature import asks_for_gradients, flatten, no_keys
 from graphplan.inference.graphed import ServeOptions
 from graphplan.inference.segments import Pieces, name_of
 from graphplan.program.leases import plain
@@ -42,24 +42,23 @@ class SplitModel(Pieces):
             self.close()
             self._splits.clear()
             self._facts = facts
+        bound = _bind(self._model, args, kwargs)
         try:
-            pieces = self._split(args, kwargs)
+            pieces = self._split(bound)
         except RefusalError as error:
             self._downgrade(error, "none")
             return self._model(*args, **kwargs)
         self._calls += 1
         # torch.fx renames arguments whose values are settled, and keeps their order.
         names = inspect.signature(pieces.forward).parameters
-        result = pieces(**dict(zip(names, _bind(self._model, args, kwargs).values(), strict=True)))
+        result = pieces(**dict(zip(names, bound.values(), strict=True)))
         if self._calls == self._next_check and not any(map(asks_for_gradients, flatten_result(result)[0])):
             self._check(result, args, kwargs)
         return result
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
-        feed = flatten(args, kwargs)
-        bound = _bind(self._model, args, kwargs)
+    def _split(self, bound: Mapping[str, Any]) -> fx.GraphModule:
         literals = {name: value for name, value in bound.items() if isinstance(value, _LITERALS)}
-        key = (feed.key[0], tuple(literals.items()))
+        key = (flatten((), bound, no_keys).structure, tuple(literals.items()))
         if key not in self._splits:
             pieces, between = _split(self._model, self._names, literals)
             options = replace(self._options, outputs="static", owners=None)

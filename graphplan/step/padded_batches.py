@@ -192,7 +192,7 @@ class PaddedBatches:
         assert runner.device is not None
         nbytes = sum({id(t): t.nbytes for t in tensors_of(walk).values() if id(t) not in walk.found}.values())
         # Three rehearsals leave copies, where a check of a replay has those of two steps.
-        room, reason = find_room(nbytes * 4 // 3, runner.device, runner.backend.may_take)
+        room, reason = find_room(nbytes, runner.device, runner.backend.may_take, copies=4)
         if room is not None:
             own, other = (moved(flatten(*each, no_keys)) for each in (self._as_it_came(feed), padded))
             PaddingCheck(self._machine, walk, own, room).run(other, kind)
