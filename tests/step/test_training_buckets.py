@@ -491,7 +491,7 @@ def test_a_step_that_overflows_is_not_compared() -> None:
 def test_without_room_for_a_comparison_nothing_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, found = Training(), Training()
     step = bucketed(found)
-    monkeypatch.setattr(padded_batches, "find_room", lambda *_: (None, "there is no room"))
+    monkeypatch.setattr(padded_batches, "find_room", lambda *_, copies: (None, "there is no room"))
     for batch in batches(8):
         assert_same_call(eager, step, batch, pads=False)
     assert step.shapes.padded_calls == 0 and "could not be compared: there is no room" in step.report()
