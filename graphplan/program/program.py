@@ -173,7 +173,8 @@ class Program:
         self._launch()
         try:
             self.bindings.repeat()
-            self._copied.give_back()
+            if self._copied.externals:
+                self._copied.give_back()
             result = self.collect(leaves)
             if self._flags is not None:
                 self._flags.assign(self.plan.left)
