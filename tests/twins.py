@@ -27,8 +27,8 @@ from tests.facts import assert_same, flatten, walk
 SEED = 1234
 WARMUP, TRACED, CAPTURED = 3, 2, 1
 BEFORE_REPLAY = WARMUP + TRACED + CAPTURED
-FURTHER = 3
-"""Calls before the first replay of a further shape: one eager, one traced, one captured."""
+FURTHER = 4
+"""Calls before the first replay of a further shape: one eager, two traced, one captured."""
 SECOND_TRACE = WARMUP + TRACED - 1
 LAST_TRACE = SECOND_TRACE + 2
 """The third trace that differs from the one before, where the host changes what the step reads after every call."""
@@ -37,6 +37,10 @@ LAST_TRACE = SECOND_TRACE + 2
 def before_replays(captured: int, further: int) -> int:
     """How many calls are no replays, if so many programs are captured, ``further`` of them for further shapes."""
     return (captured - further) * BEFORE_REPLAY + further * FURTHER
+
+
+BEFORE_TWO = WARMUP + 2 * (TRACED + CAPTURED)
+"""Calls that are no replays where those of two shapes take turns: they warm up together."""
 
 
 def _nothing(index: int) -> None:

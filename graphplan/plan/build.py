@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,10 +26,9 @@ from graphplan.plan.classify import classify
 from graphplan.plan.difference import check_difference, check_marks, form_of
 from graphplan.plan.plan import DRAWS, Handles, Output, Plan
 from graphplan.specs.paths import Of, Path, names
-from graphplan.specs.roles import External, Role
+from graphplan.specs.roles import External
 from graphplan.tensors.deferred import NumberForm
 from graphplan.tensors.records import has_attributes
-from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import text_of
 from graphplan.trace.changes import place_of, same_value
 from graphplan.trace.collectives import is_collective
@@ -38,11 +36,6 @@ from graphplan.trace.records import OutputTensor, Trace
 
 _LAST = 8
 """Operators that an error of the device lists."""
-_SAME = (
-    "form", "rebindings", "counters", "numbers", "appends", "entry_grads", "twins", "shared", "joined", "device",
-    "output_structure", "communicates",
-)  # fmt: skip
-"""Facts that plans of one step for several shapes have in common."""
 
 
 def find_device(walk: Walk, feed: Feed) -> torch.device:
@@ -277,53 +270,3 @@ def _shared(first: Trace, second: Trace) -> tuple[Tensor, ...]:
     """Leaves that are views of one storage in both traces: the step may also read that storage by another name."""
     shared = set(first.leaf_storages.values()) & set(second.leaf_storages.values())
     return tuple(second.externals[storage].tensor for storage in shared if storage in second.externals)
-
-
-def build_plan_like(known: Iterable[Plan], trace: Trace, feed: Feed, handles: Handles, **options: Any) -> Plan | None:
-    """The plan of a step that was traced once, if it has the operators, operands and effects of a ``known`` plan for
-    other shapes; else None.
-
-    One trace cannot tell whether numbers that differ from those of the known plan follow from the shapes, or differ in
-    each step. So the first replay has to be compared with an eager step. Values and tensors that the code reads need
-    not be the same: guards compare them.
-    """
-    form = form_of(trace)
-    alike = [plan for plan in known if plan.form == form and not plan.may_reorder]
-    if not alike:
-        return None
-    plan = build_plan(trace, trace, feed, handles, **options)
-    like = next((one for one in alike if _is_alike(plan, one)), None)
-    if like is None:
-        return None
-    # Fed memory that two traces have in common is kept alive, and a trace has all of it in common with itself.
-    return plan if like.kept else replace(plan, kept=())
-
-
-def _is_alike(plan: Plan, known: Plan) -> bool:
-    return (
-        all(getattr(plan, name) == getattr(known, name) for name in _SAME)
-        and _outline(plan) == _outline(known)
-        and same_value(_values(plan), _values(known))
-    )
-
-
-def _outline(plan: Plan) -> tuple[Any, ...]:
-    """The parts of a plan that do not follow from shapes."""
-    traced, externals = plan.traced, [_facts(external) for external in plan.externals]
-    outputs = [(output.kind, output.index, output.path, output.marks) for output in plan.outputs]
-    restores = [(restore.device, restore.number) for restore in traced.states.restores]
-    parts = (traced.host_draws, traced.reads, traced.device_constants, traced.host_constants)
-    return externals, outputs, traced.states.saves, restores, traced.generators, list(map(len, parts))
-
-
-def _facts(external: External) -> tuple[Any, ...]:
-    spec = None if external.role is Role.INPUT else external.spec
-    memory = None if external.tensor is None else storage_id(external.tensor)
-    change = (external.mutated, external.carried)
-    return (external.name, external.role, spec, change, external.leaf, external.path, memory)
-
-
-def _values(plan: Plan) -> tuple[Any, ...]:
-    """Python values, which are compared without their own ``__eq__``."""
-    assigned = tuple((assignment.path, assignment.value) for assignment in plan.assignments)
-    return assigned, tuple(plan.left.items())

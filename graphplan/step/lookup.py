@@ -78,7 +78,7 @@ class Lookup:
         entry = Entry(wants_grad=any(leaf.requires_grad for _, leaf in feed.tensors()))
         if base is not None:
             # It has warmed up for all ways that its batches may take.
-            entry.warm, entry.settled, entry.takes_two = base.warm, base.settled, base.takes_two
+            entry.warm, entry.settled = base.warm, base.settled
             entry.gate, entry.is_decided = base.gate, base.is_decided
         return self._programs.add(key, entry)
 

@@ -7,7 +7,6 @@ others follow, and the calls of each way have a plan of their own; else the step
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import ControlFlowError, HostEffectError, HostScalarError, OutcomeError, RefusalError
 from graphplan.observe.comparisons import come_out_alike
 from graphplan.owners.slots import Walk
-from graphplan.plan.build import build_plan, build_plan_like
+from graphplan.plan.build import build_plan
 from graphplan.plan.difference import is_reordered
 from graphplan.plan.plan import Plan
 from graphplan.step.programs import Entry, Line
@@ -43,7 +42,7 @@ class Planner:
 
     def __init__(self, parts: Parts) -> None:
         self._managed, self._options, self._peers = parts.managed, parts.options, parts.peers
-        self._programs, self._stats = parts.programs, parts.runner.stats
+        self._stats = parts.runner.stats
         self.covers = False
         self._latest: Trace | None = None
         """The latest trace, until there is a plan or a refusal."""
@@ -53,15 +52,6 @@ class Planner:
     def forget(self) -> None:
         """Let go of what was traced."""
         self._latest, self._changing = None, ("", 0)
-
-    @property
-    def is_changing(self) -> bool:
-        """Return True if a value differed between the latest two traces."""
-        return bool(self._changing[1])
-
-    def may_take_one(self, entry: Entry) -> bool:
-        """Whether one trace may be enough: the first replay is checked, and no other ranks train along."""
-        return self._peers is None and not entry.takes_two and self._options.schedule.after(0) == 1
 
     def note(self, facts: Trace, walk: Walk) -> None:
         """Note a trace, and what has changed since the one before, of whatever key."""
@@ -87,17 +77,9 @@ class Planner:
         entry, line, feed = call.entry, call.line, call.feed
         handles = self._managed.handles
         planning: dict[str, Any] = {"allow": self._options.allow, "walk": at_end}
-        first, *others = line.traces
-        if not others:
-            line.is_like_others = False
-            if self.may_take_one(entry):
-                known = [plan for other in self._programs.others(entry) for plan in other.plans]
-                with self._managed.rates, suppress(RefusalError):
-                    plan = build_plan_like(known, first, feed, handles, **planning)
-                    line.is_like_others = plan is not None
-                    return plan
+        if len(line.traces) < 2:
             return None
-        (second,) = others
+        first, second = line.traces
         loose = max(line.straddling, self._changing[1] - 1) >= _STRADDLING - 1
         try:
             with self._managed.rates:

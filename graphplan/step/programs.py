@@ -54,8 +54,7 @@ class Line:
     ``state`` are the paths of the optimizer state that the latest trace found. Pairs of traces that were dropped:
     ``reordered`` because of autograd's engine, ``straddling`` in a row because of what happened between them.
     ``outcomes``: traces and captures that came to another value than one before, where the step branches on it.
-    ``is_like_others``: whether the plan comes from one trace. ``is_for_any``: whether the program serves whatever
-    gradients there are, since the step drops them unread.
+    ``is_for_any``: whether the program serves whatever gradients there are, since the step drops them unread.
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -64,7 +63,6 @@ class Line:
     straddling: int = 0
     outcomes: int = 0
     plan: Plan | None = None
-    is_like_others: bool = False
     program: Program | None = None
     is_for_any: bool = False
 
@@ -74,10 +72,9 @@ class Entry:
     """One ``key``: what is known of its calls, and a line for each variant and outcome of comparisons.
 
     ``since`` is the number of the lookup that made it, ``used`` that of the latest one that found it, ``called`` that
-    of the latest call on its way to a program, ``waited`` how many such calls were eager since another key was further.
-    ``captured``: whether it has or had a program. ``takes_two``: whether one trace is not enough, whatever others have
-    shown. ``gate``: while it is open whether its replays pay, until ``is_decided``. ``settled``: the names in the code
-    of its warm-up steps are known. ``outside``: gradients flow through the results of its calls, which are eager.
+    of the latest call on its way to a program. ``captured``: whether it has or had a program. ``gate``: while it is
+    open whether its replays pay, until ``is_decided``. ``settled``: the names in the code of its warm-up steps are
+    known. ``outside``: gradients flow through the results of its calls, which are eager.
     ``batch``: what is read of the batch before the step, and chooses one of other entries. ``compared`` are numbers of
     owners with the comparisons that the step's code makes with them, ``answers`` what these come to now. ``groups`` has
     the lines for these and for other answers, the latest ones last. Calls for answers that are ``refused`` are eager.
@@ -90,8 +87,6 @@ class Entry:
     used: int = 0
     eager_calls: int = 0
     called: int = 0
-    waited: int = 0
-    takes_two: bool = False
     settled: bool = False
     refusal: RefusalError | None = None
     captured: bool = False
@@ -120,10 +115,6 @@ class Entry:
     def plans(self) -> list[Plan]:
         """The plans of its variants."""
         return [line.plan for line in self.lines.values() if line.plan is not None]
-
-    def is_like_others(self, program: Program) -> bool:
-        """Whether the plan of one of its programs comes from one trace."""
-        return any(line.program is program and line.is_like_others for line in self.lines.values())
 
     def row(self) -> Row:
         """A guard row that holds while the entry is refused as it is now."""
@@ -263,14 +254,11 @@ class Programs:
         self._let_go()
         return entry
 
-    def others(self, entry: Entry) -> list[Entry]:
-        """Other entries of the same modes and fingerprint."""
-        return [other for other in self._entries.values() if other.key[1:] == entry.key[1:] and other is not entry]
-
     def other_shapes(self, entry: Entry) -> list[Entry]:
-        """Those of them that differ by tensors' shapes and devices: Lightning moves a fit's first batch itself."""
+        """Entries that differ by tensors' shapes and devices alone: Lightning moves a fit's first batch itself."""
         form = without_geometry(entry.key[0][0])
-        return [other for other in self.others(entry) if without_geometry(other.key[0][0]) == form]
+        others = [other for other in self._entries.values() if other.key[1:] == entry.key[1:] and other is not entry]
+        return [other for other in others if without_geometry(other.key[0][0]) == form]
 
     def is_further(self, entry: Entry) -> bool:
         """Whether there is a plan of the same step for another shape."""

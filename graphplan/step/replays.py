@@ -101,9 +101,9 @@ class Replays:
         """Whether the next replay of ``program`` is to be checked."""
         return isinstance(program.tally, _Series) and program.tally.is_due(program)
 
-    def check(self, program: Program, feed: Feed, *, is_needed: bool) -> tuple[Any, VerifyError | None]:
+    def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None]:
         """A replay that is checked against eager; then eager's outcome stands. Where there is no room for that: a
-        replay, or if the check ``is_needed``, an eager step and an error that says so.
+        replay.
 
         Raises:
             OutcomeError: with everything as it was, if the step branches otherwise.
@@ -115,7 +115,7 @@ class Replays:
         if program.plan.communicates:
             reason = self._ask_peers(reason)
         if room is None or reason:
-            return self._unchecked(program, feed, reason, is_needed=is_needed)
+            return self._unchecked(program, feed, reason), None
         self._asked = 0
         series = program.tally
         assert isinstance(series, _Series)
@@ -135,15 +135,13 @@ class Replays:
                 verdict = check.run(partial(self._eager, program, fed, feed.leaves))
         except (torch.OutOfMemoryError, PeerError) as error:
             fed.restore()
-            return self._unchecked(program, feed, first_line(error), is_needed=is_needed)
+            return self._unchecked(program, feed, first_line(error)), None
         if verdict.differences:
             return verdict.result, _disagreement(program, verdict)
         change = fed.change()
         if change is not None:
             text = f"replay {program.replays + 1} of {program.plan.name} is not what the eager step does: {change}"
             return verdict.result, VerifyError(text, result=verdict.result)
-        if verdict.open and is_needed:
-            return verdict.result, _unknown(program, verdict.open, verdict.result)
         series.note(program, number)
         self._count(program)
         self._stats.replayed += 1
@@ -214,23 +212,14 @@ class Replays:
         """
         return find_room(nbytes, program.plan.device, self._runner.backend.may_take, copies=1)[0] or room
 
-    def _unchecked(
-        self, program: Program, feed: Feed, reason: str, *, is_needed: bool
-    ) -> tuple[Any, VerifyError | None]:
+    def _unchecked(self, program: Program, feed: Feed, reason: str) -> Any:
         self._stop_checks(program, reason)
-        if not is_needed:
-            return self.replay(program, feed.leaves), None
-        result = self._runner.run(lambda: detached(self._runner.call(CallArguments.of(feed))))
-        return result, _unknown(program, reason, result)
+        return self.replay(program, feed.leaves)
 
     def _stop_checks(self, program: Program, reason: str) -> None:
         """Stop checking this program, and note why."""
         program.tally = Tally()
         self._stats.note(f"not checked against eager: {reason}", "checks")
-
-
-def _unknown(program: Program, reason: str, result: Any) -> VerifyError:
-    return VerifyError(f"{program.plan.name} is not checked against eager: {reason}", result=result)
 
 
 def _disagreement(program: Program, verdict: Verdict) -> VerifyError:

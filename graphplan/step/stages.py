@@ -51,8 +51,6 @@ _NO_ACCIDENT = 2
 """Steps in a row that are no coincidence."""
 _OFTEN = 32
 """A key that comes again within so many calls gets its program early, if that costs less than usual."""
-_TURNS = 2
-"""Calls for which a key waits for another one's plan."""
 
 
 class Stages:
@@ -79,26 +77,18 @@ class Stages:
     def is_ready(self, entry: Entry) -> bool:
         """Whether the next call of ``entry`` is traced or captured instead of one more eager step. Asked once for each.
 
-        All shapes of a training step warm up together, so a shape that comes often needs one eager step of its own. If
-        another shape was traced once, this one waits for its plan, which saves the second trace of all others; unless
-        some value is known to change, which all traces report.
+        All shapes of a training step warm up together, so a shape that comes often needs one eager step of its own.
         """
         calls = self._stats.calls
         is_often, entry.called = calls - entry.called <= _OFTEN, calls
         enough = self._options.warmup_steps
-        if self._options.mode != "train" or not (entry.is_new and self._planner.may_take_one(entry)):
-            return entry.warm >= enough
-        others = self._programs.other_shapes(entry)
-        is_planned = self._programs.is_further(entry)
-        waits = not (is_planned or self._planner.is_changing)
-        is_begun = waits and any(line.traces for other in others for line in other.lines.values())
-        if entry.warm < enough:
-            warm = entry.warm + sum(other.warm for other in others)
-            if is_begun or not (entry.warm and is_often and (is_planned or warm >= enough)):
-                return False
-            entry.warm = enough
-        entry.waited += is_begun
-        return not (is_begun and entry.waited <= _TURNS)
+        # Ranks have to trace in the same steps.
+        may_share = self._options.mode == "train" and self._peers is None
+        if may_share and is_often and entry.is_new and 0 < entry.warm < enough:
+            warm = entry.warm + sum(other.warm for other in self._programs.other_shapes(entry))
+            if warm >= enough or self._programs.is_further(entry):
+                entry.warm = enough
+        return entry.warm >= enough
 
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
         """An eager step that takes in the owners that it uses; they are known if another shape has a plan."""
@@ -228,8 +218,6 @@ class Stages:
                 {path: scalar.get() for path, scalar in scalars.items()},
             )
             line.plan = None
-            # Two traces refuse what changes after each trace.
-            entry.takes_two |= line.is_like_others
 
     def _trace(self, call: Call, undo: ExitStack, snapshot: Snapshot) -> Any:
         """Trace a call, and keep the trace. A step that runs compiled code is rehearsed: the trace is undone, and the
@@ -305,7 +293,7 @@ class Stages:
 
     def _take(self, call: Call, facts: Trace, at_end: Walk | None) -> None:
         """Keep a trace, and plan if there are enough. ``at_end`` is its last walk, if still valid."""
-        entry, line = call.entry, call.line
+        line = call.line
         check_threads(facts, self._options.allow)
         if self._managed.rates.stepped_newcomers:
             # Later steps run other kernels.
@@ -323,8 +311,6 @@ class Stages:
             line.traces = []
             return
         self._planner.note(facts, walk)
-        # What turned up for the first time is the step's own, or a name that one more trace will know.
-        entry.takes_two |= not self._managed.is_settled
         line.traces.append(facts)
         line.state = [path for path in facts.entry_paths if is_optimizer_state(path)]
         plan = line.plan = self._planner.plan(call, walk, at_end)

@@ -246,23 +246,15 @@ class StateMachine:
 
     def _check(self, call: Call, program: Program) -> Any:
         """A replay that is checked against eager. After a difference, the step stands down."""
-        is_needed = not program.replays and call.entry.is_like_others(program)
         try:
-            result, error = self.replays.check(program, self.lookup.moved(call.feed), is_needed=is_needed)
+            result, error = self.replays.check(program, self.lookup.moved(call.feed))
         except PeerError as refusal:
             self.programs.forget()
             self.demote(refusal)
             self.latest = refusal.reason
             return self.refused(call, refusal.reason, str(refusal))
         self.memory.after_check(self.runner.backend)
-        if error is not None and is_needed:
-            # One trace could not tell; two will, and name the culprit.
-            self.stats.note(f"traced anew: {error}", "traces")
-            self.programs.close(call.entry)
-            self.fast_path.forget()
-            call.entry.takes_two = True
-            self.runner.count_eager(None)
-        elif error is not None:
+        if error is not None:
             self.stats.note(f"invalidated: {error}", "guards")
             self.stand_down(error.reason, str(error))
             self.refusals.refuse(error)

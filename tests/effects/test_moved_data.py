@@ -19,6 +19,7 @@ from tests.models import CALLS, Box, Mlp, attributes, float_batches, updating_ri
 from tests.program.test_copied_state import COPIED
 from tests.twins import (
     BEFORE_REPLAY,
+    BEFORE_TWO,
     Rig,
     assert_equals_eager,
     assert_refused,
@@ -279,7 +280,7 @@ def test_two_shapes_take_turns() -> None:
         rig.calls = [batch for pair in zip(rig.calls, ragged, strict=True) for batch in pair]
         return rig
 
-    assert_equals_eager(make, captured=2, further=1)
+    assert_equals_eager(make, captured=2, replayed=2 * CALLS - BEFORE_TWO)
 
 
 def _load(rig: Rig, *, assign: bool) -> Rig:

@@ -23,7 +23,7 @@ from tests.failure_modes.naive import (
     stay,
 )
 from tests.models import Mlp, float_batches
-from tests.twins import Rig, assert_equals_eager, assert_refused
+from tests.twins import BEFORE_TWO, Rig, assert_equals_eager, assert_refused
 
 
 def _load(scale: float = 1.0, **hypers: Any) -> Callable[[Any, Any], None]:
@@ -57,7 +57,7 @@ def test_row_01_load_state_dict_with_two_programs() -> None:
     calls = [(x[:size], y[:size]) for (x, y), size in zip(float_batches(56), [6, 4] * 28, strict=True)]
     each = lambda model, optimizer, index: _load(0.1, weight_decay=0.9)(model, optimizer) if index == 30 else None  # noqa: E731
     make = partial(changing_rig, stay, calls=calls, each=each)
-    step = assert_equals_eager(make, captured=4, further=2)
+    step = assert_equals_eager(make, captured=4, replayed=56 - 2 * BEFORE_TWO)
     assert step.stats.recaptured == 2
 
 

@@ -17,7 +17,7 @@ from graphplan import SkipReason, graph_step
 from graphplan.feed import signature
 from tests.facts import assert_same, flatten
 from tests.models import CALLS, Mlp, float_batches
-from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, build, managed
+from tests.twins import BEFORE_REPLAY, CAPTURED, TRACED, WARMUP, Rig, assert_equals_eager, build, managed
 
 
 def rig_of(forward: Callable[..., Tensor], calls: list[tuple[Any, ...]]) -> Rig:
@@ -170,7 +170,8 @@ def test_feeds_that_are_not_contiguous(layout: str) -> None:
     calls = [(LAYOUTS[layout](index), torch.randint(4, (6,))) for index in range(CALLS)]
     shapes = len({(x.stride(), x.data_ptr() % 64) for x, _ in calls})
     make = partial(rig_of, _plain, calls)
-    assert_equals_eager(make, captured=shapes, further=shapes - 1)
+    # They warm up together.
+    assert_equals_eager(make, captured=shapes, replayed=CALLS - WARMUP - shapes * (TRACED + CAPTURED))
 
 
 def test_rows_sliced_from_one_tensor() -> None:
@@ -194,7 +195,7 @@ def test_rows_sliced_from_one_tensor() -> None:
         return Rig(train_step, {"model": model, "optimizer": optimizer}, list(calls))
 
     assert len(places) == 8
-    assert_equals_eager(make, captured=len(places), replayed=60 - 6 * len(places), verify="off")
+    assert_equals_eager(make, captured=len(places), replayed=60 - 4 * len(places), verify="off")
 
 
 def test_a_mutated_input_is_written_back() -> None:

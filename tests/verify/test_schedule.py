@@ -16,7 +16,7 @@ from graphplan.step.peers import Peers
 from graphplan.verify import schedule
 from graphplan.verify.schedule import Schedule, Timetable
 from tests.models import Box, training_rig
-from tests.twins import BEFORE_REPLAY, before_replays, build, drive, managed
+from tests.twins import BEFORE_REPLAY, BEFORE_TWO, build, drive, managed
 
 PERIOD, FREE = 1000, schedule.FREE
 
@@ -209,7 +209,7 @@ def test_programs_of_several_shapes_share_a_schedule() -> None:
     rig = build(partial(training_rig, "mlp", "adamw", sizes=[5 if index % 2 else 8 for index in range(40)]))
     step = managed(rig)
     drive(rig, step)
-    replayed = len(rig.calls) - before_replays(2, further=1)
+    replayed = len(rig.calls) - BEFORE_TWO
     assert (step.stats.captured, step.stats.replayed, step.stats.verified) == (2, replayed, 5)
     step.invalidate("the test says so")
     drive(rig, step, 20)
