@@ -60,8 +60,6 @@ class Discovery:
         self._thread = get_ident()
         self._token: Token[Discovery | None] | None = None
         self.faults = Faults()
-        self.steps_own = False
-        """Whether an optimizer has stepped that the step itself has made."""
 
     def __enter__(self) -> Discovery:
         self._token = _ENTERED.set(self)
@@ -89,7 +87,6 @@ class Discovery:
             return
         with self.faults.noting():
             if optimizer in self._made:
-                self.steps_own = True
                 self._on_made(optimizer)
                 return
             self._on_optimizer(optimizer)

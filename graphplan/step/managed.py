@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -71,7 +70,6 @@ class Managed:
         owners: by name; ``handles`` lead to them from plans.
         refusal: what the next call is refused with.
         changes: what was changed on optimizers to make them capturable.
-        is_settled: whether the code that ran last used no new name or object.
         kept: what the code that ran last made and left behind: by path, in words.
         compiled: what compiled code that ran was compiled with, and its name; by identity.
     """
@@ -96,7 +94,6 @@ class Managed:
         self.modes = Modes()
         self.changes: list[str] = []
         self.refusal: RefusalError | None = None
-        self.is_settled = False
         self.kept: dict[str, str] = {}
         self.compiled: dict[int, tuple[Any, str]] = {}
         self._managed: set[int] = set()
@@ -193,10 +190,9 @@ class Managed:
             self.owners[free_name(name, self.owners)] = owner
         return bool(found)
 
-    def discover(self, call: Callable[[], Result], *, fed: Iterable[Any], is_settled: bool) -> tuple[Result, bool]:
-        """Run ``call`` and take in the modules and optimizers that it uses, and unless ``is_settled`` the names and
-        objects that its code uses, but for those that it is ``fed``. Beside the result: whether anything new may have
-        turned up.
+    def discover(self, call: Callable[[], Result], *, fed: Iterable[Any]) -> tuple[Result, bool]:
+        """Run ``call`` and take in the modules and optimizers that it uses, and the names and objects that its code
+        uses, but for those that it is ``fed``. Beside the result: whether anything new may have turned up.
 
         Compiled code is looked at when it is traced: its names are those that the compiler gave, and to watch each of
         the compiler's calls would take long.
@@ -205,22 +201,17 @@ class Managed:
         if self.runs_compiled(before):
             return call(), True
         profile = Profile()
-        found = Discovery() if is_settled else Discovery(self.manage)
-        with nullcontext() if is_settled else profile, found as discovery:
+        with profile, Discovery(self.manage) as discovery:
             result = call()
         discovery.faults.check()
         profile.faults.check()
         is_new = bool(discovery.unknown(self._fn, before)) and self._take_owners(discovery, before, self.walk())
-        if is_settled:
-            self.is_settled &= not is_new
-            return result, is_new
         self.compiled |= profile.executed.compiled
         if self.compiled:
             return result, True
         profile.executed.leave_out(fed)
         is_new |= self.take_names(profile.executed, before, seen=discovery.seen())
         self.kept = discovery.kept(self.walk(), result) if discovery.has_made else {}
-        self.is_settled &= not (self.kept or discovery.steps_own)
         return result, is_new or discovery.has_made
 
     def check_kept(self) -> None:
@@ -246,7 +237,6 @@ class Managed:
         are given.
         """
         asked: dict[int, bool] = {}
-        self.is_settled = False
         self.compiled |= executed.compiled
         kinds = {id(type(module)) for module in (*walk.modules, *(seen or ()))}
 
@@ -273,7 +263,6 @@ class Managed:
             if inner is not None and id(inner) not in known and has_met(thing):
                 self.owners[free_name(type(thing).__name__.lower(), self.owners)] = thing
                 grown = True
-        self.is_settled = not grown and all(asked.values())
         return grown
 
     def _take_states(self, own_states: Iterable[Tensor]) -> bool:

@@ -73,8 +73,8 @@ class Entry:
 
     ``since`` is the number of the lookup that made it, ``used`` that of the latest one that found it, ``called`` that
     of the latest call on its way to a program. ``captured``: whether it has or had a program. ``gate``: while it is
-    open whether its replays pay, until ``is_decided``. ``settled``: the names in the code of its warm-up steps are
-    known. ``outside``: gradients flow through the results of its calls, which are eager.
+    open whether its replays pay, until ``is_decided``. ``outside``: gradients flow through the results of its calls,
+    which are eager.
     ``batch``: what is read of the batch before the step, and chooses one of other entries. ``compared`` are numbers of
     owners with the comparisons that the step's code makes with them, ``answers`` what these come to now. ``groups`` has
     the lines for these and for other answers, the latest ones last. Calls for answers that are ``refused`` are eager.
@@ -87,7 +87,6 @@ class Entry:
     used: int = 0
     eager_calls: int = 0
     called: int = 0
-    settled: bool = False
     refusal: RefusalError | None = None
     captured: bool = False
     wants_grad: bool = False
@@ -186,7 +185,6 @@ class Entry:
         for program in self.programs():
             program.close()
         self.groups, self.refused = {self.answers: {}}, {}
-        self.settled = False
 
 
 def answers_of(compared: Mapping[str, Compared], values: Mapping[str, Any] = MappingProxyType({})) -> Answers:

@@ -99,13 +99,11 @@ class Stages:
         self._has_begun = True
         fed = CallArguments.of(feed).watch()
         call = partial(self._runner.call, fed)
-        is_settled = entry.settled or any(other.settled for other in self._programs.other_shapes(entry))
         with self._stats.timed("warmup"):
             if self._programs.is_further(entry):
                 result = self._runner.run(call)
             else:
-                body = partial(self._managed.discover, call, fed=fed.objects(), is_settled=is_settled)
-                result, is_new = self._runner.run_noting(body)
+                result, is_new = self._runner.run_noting(partial(self._managed.discover, call, fed=fed.objects()))
                 self._managed.refresh_after(is_new=is_new)
                 self._keeping = self._keeping + 1 if self._managed.kept else 0
         if not entry.eager_calls:
@@ -121,7 +119,6 @@ class Stages:
             self._stats.skip(SkipReason.GRADIENT)
         else:
             entry.warm += 1
-            entry.settled = is_settled or self._managed.is_settled
             if self._stats.captured:
                 self._stats.skip(SkipReason.SHAPE)
         return result
