@@ -185,7 +185,7 @@ STOCK = {
     "ModelSummary": added(partial(ModelSummary, max_depth=2), trainer={"enable_model_summary": True}),
     "RichModelSummary": added(RichModelSummary, trainer={"enable_model_summary": True}),
     "GradientAccumulationScheduler": added(
-        partial(GradientAccumulationScheduler, {0: 1, 2: 2, 4: 3}), 12, trainer={"max_epochs": 6},
+        partial(GradientAccumulationScheduler, {0: 1, 2: 2, 4: 3}), 11, trainer={"max_epochs": 6},
         shows=lambda fit: fit.trainer.global_step == 2 * (6 + 3 + 2),
     ),
     "SpikeDetection": added(partial(SpikeDetection, atol=100.0)),
