@@ -144,8 +144,11 @@ class ValueWalker:
                 self.walk.slots[place] = Slot(Setting(param), "grad", param, "grad", path=place, param=param)
 
     def _marks(self, tensor: Tensor, path: str) -> None:
-        """What code hung on a tensor."""
-        if is_sharded(tensor) or not self._first_visit(inner := attributes_on(tensor)):
+        """What code hung on a tensor: on most there is nothing."""
+        inner = attributes_on(tensor)
+        if not inner and type(tensor) in PLAIN_KINDS:
+            return
+        if is_sharded(tensor) or not self._first_visit(inner):
             return
         if type(tensor) not in PLAIN_KINDS:
             self._class_values(tensor, path)
