@@ -29,8 +29,7 @@ class BatchVariants:
     def __init__(self, error: HostSyncError) -> None:
         self._error = error
         self._known: list[BatchReads] = []
-        self._misses = 0
-        self._proven = False
+        self._misses = self._taken = 0
 
     def add(self, reads: BatchReads) -> None:
         """Add a way."""
@@ -39,12 +38,12 @@ class BatchVariants:
     @property
     def guesses(self) -> int:
         """The number of ways, if no batch has taken one of them again; else 0."""
-        return 0 if self._proven or any(reads.is_taken for reads in self._known) else len(self._known)
+        return 0 if any(reads.taken for reads in self._known) else len(self._known)
 
     @property
     def is_full(self) -> bool:
         """Return True if no further way is added."""
-        return len(self._known) >= (_MOST if self._proven else _UNPROVEN)
+        return len(self._known) >= (_UNPROVEN if self.guesses else _MOST)
 
     @property
     def refusal(self) -> HostSyncError | None:
@@ -59,18 +58,15 @@ class BatchVariants:
 
     def extend(self, feed: Feed) -> Feed | None:
         """``feed`` with what is read of it before the step; None if that takes no known way."""
-        if any(reads.is_taken for reads in self._known):
+        taken, search = sum(reads.taken for reads in self._known), Search(feed.leaves)
+        if taken != self._taken:
             # Calls that are like earlier ones do not come here.
-            self._misses, self._proven = 0, True
-        for reads in self._known:
-            reads.is_taken = False
-        search = Search(feed.leaves)
+            self._misses, self._taken = 0, taken
         for reads in self._known:
             tensors = None if reads.is_outdated else reads.find(search)
             if tensors is not None:
                 self._known.remove(reads)
                 self._known.insert(0, reads)
-                self._misses, self._proven = 0, True
                 return _extended(feed, reads, tensors)
         self._misses += 1
         return None

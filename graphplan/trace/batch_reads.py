@@ -151,8 +151,8 @@ class BatchReads:
         _made[self.number] = self
         self.is_outdated = False
         """A later trace came to the reads in another way."""
-        self.is_taken = False
-        """A batch has taken this way since that was asked."""
+        self.taken = 0
+        """How many batches have taken this way."""
 
     @property
     def error(self) -> HostSyncError | None:
@@ -169,7 +169,7 @@ class BatchReads:
             found = self._find(search)
         except Exception:  # noqa: BLE001 - such a batch does not come here in the step, or the step raises
             return None
-        self.is_taken |= found is not None
+        self.taken += found is not None
         return found
 
     def _find(self, search: Search) -> list[Tensor] | None:
