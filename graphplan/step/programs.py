@@ -54,7 +54,6 @@ class Line:
     ``state`` are the paths of the optimizer state that the latest trace found. Pairs of traces that were dropped:
     ``reordered`` because of autograd's engine, ``straddling`` in a row because of what happened between them.
     ``outcomes``: traces and captures that came to another value than one before, where the step branches on it.
-    ``is_for_any``: whether the program serves whatever gradients there are, since the step drops them unread.
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -64,7 +63,6 @@ class Line:
     outcomes: int = 0
     plan: Plan | None = None
     program: Program | None = None
-    is_for_any: bool = False
 
 
 @dataclass(slots=True)
@@ -124,7 +122,8 @@ class Entry:
         if self.compared:
             self._turn(answers_of(self.compared))
         ready = _ready(self.lines)
-        for_any = next((line.program for line in self.lines.values() if line.is_for_any), None)
+        # Of a step that drops gradients unread, one serves whatever there are.
+        for_any = next((program for program in ready if not program.plan.tells_gradients), None)
         if for_any is not None or not ready:
             return for_any
         line = self.lines.get(variant())

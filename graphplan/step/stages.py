@@ -381,7 +381,7 @@ class Stages:
             program.inputs.stage()
         build_later()
         self._stats.captured += 1
-        call.line.program, call.line.is_for_any = program, not plan.tells_gradients
+        call.line.program = program
         guards = program.adopted.guards
         call.entry.compare(guards.compares, guards.values)
         self._managed.refresh(program.adopted.walk)
