@@ -24,10 +24,12 @@ _OF_MODULES, _OF_OPTIMIZERS = ("training", "forward"), ("step", "zero_grad")
 
 class Fingerprint:
     """The values of one walk. ``left_out`` are entries of parameter groups, by the group's identity and a key: learning
-    rates that lie in device tensors, what the optimizer itself counts with.
+    rates that lie in device tensors, what the optimizer itself counts with. ``before`` is that of the walk before.
     """
 
-    def __init__(self, walk: Walk, left_out: Collection[tuple[int, str]] = ()) -> None:
+    def __init__(
+        self, walk: Walk, left_out: Collection[tuple[int, str]] = (), before: Fingerprint | None = None
+    ) -> None:
         modules = [(type(module).__name__, module) for module in walk.modules]
         optimizers = walk.optimizers.items()
         groups = [(f"{path}.param_groups[{n}]", g) for path, o in optimizers for n, g in enumerate(o.param_groups)]
@@ -54,7 +56,7 @@ class Fingerprint:
             # A scripted module keeps them in what is no dictionary, and cannot be iterated.
             for name in part.keys()  # noqa: SIM118
         )
-        self._hooks = Hooks(walk)
+        self._hooks: Hooks = Hooks(walk, None if before is None else before._hooks)
         self._sharding = Sharding(walk.modules)
         self._parameters = [param for _, param in walk.parameters.values()]
         self._paths = [path for path, _ in walk.parameters.values()]
