@@ -58,6 +58,9 @@ def joined_slots(trace: Trace, storages: Iterable[int]) -> list[frozenset[Holder
     """Slots, gradients apart, that held one of ``storages`` together when the trace began."""
     found = []
     for storage in storages:
-        count = Counter(slot.path for slot in trace.entry_slots.get(storage, ()) if slot.param is None)
-        found.append(frozenset((path, again) for path, number in count.items() for again in range(min(number, 2))))
-    return [together for together in found if len(together) > 1]
+        paths = [slot.path for slot in trace.entry_slots.get(storage, ()) if slot.param is None]
+        # Most memory is that of one slot.
+        if len(paths) > 1:
+            counts = Counter(paths).items()
+            found.append(frozenset((path, again) for path, number in counts for again in range(min(number, 2))))
+    return found

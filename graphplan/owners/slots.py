@@ -74,6 +74,8 @@ class Slot(Scalar):
 
     def get(self) -> Any:
         """What the slot holds now; None if it is gone."""
+        if type(self.container) is dict:
+            return self.container.get(self.key)
         try:
             return present(self.container)[self.key]
         except (KeyError, IndexError):
