@@ -56,9 +56,7 @@ def call_step(fn: Callable[..., Result], args: Sequence[Any], kwargs: Mapping[st
 
 @dataclass(slots=True)
 class _Container:
-    """One container, and what it held. One that ``is_hidden`` belongs to a node of pytree's, which does not lead to it:
-    it is put back, and not compared.
-    """
+    """A container and what it held. What pytree does not find in a node ``is_hidden``: put back, and not compared."""
 
     path: str
     node: Any

@@ -130,9 +130,7 @@ class Feed:
         return [(i, leaf) for i, leaf in enumerate(self.leaves) if i not in self.unread and isinstance(leaf, Tensor)]
 
     def alignments(self) -> tuple[int, ...]:
-        """The alignment of each tensor leaf. Kernels choose their order of summation by it. It is no part of ``key``,
-        since any tensor can be copied in.
-        """
+        """The alignment of each tensor leaf, by which kernels choose their order of summation; no part of ``key``."""
         return tuple([alignment(leaf) for _, leaf in self.tensors()])
 
 

@@ -60,9 +60,7 @@ class UnreadValues:
         self._read: set[str] = set()
 
     def keys(self, structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
-        """The keys of a call's leaves, and the indices of those that they leave out. Raises FeedError for a value that
-        the step reads, and that no key can hold.
-        """
+        """The keys of leaves, and the indices of those left out. Raises FeedError for one that is read and has none."""
         known = self._shape(structure, leaves)
         if known.is_plain and all(isinstance(leaf, Tensor) for leaf in leaves):
             return list(map(leaf_key, leaves)), frozenset()
@@ -126,9 +124,7 @@ class UnreadValues:
 
 
 class Placeholders:
-    """Placeholders for some values of a feed. ``feed`` has them in their places. On exit, :class:`ReadSignal` is raised
-    with the indices of those that the step used.
-    """
+    """Placeholders for values of a feed; ``feed`` has them in place. On exit, ReadSignal is raised for those used."""
 
     def __init__(self, feed: Feed, indices: Iterable[int]) -> None:
         kinds = {index: type(feed.leaves[index]) for index in indices}

@@ -165,9 +165,7 @@ class Kind:
         return args, {**kwargs, **self.mask}
 
     def hand_back(self, feed: Feed, program: Program | None) -> None:
-        """After the padded call of ``feed``: copy what was written to its arguments to the caller's, unless ``program``
-        has put its results there.
-        """
+        """Copy what the call wrote to padded arguments to the caller's, unless ``program`` has put results there."""
         lent = set() if program is None else {storage_id(lease.tensor) for lease in program.outputs.lent}
         self._gone = {index for index, leaf in feed.tensors() if storage_id(leaf) in lent} if lent else set()
         with torch.no_grad():
@@ -188,9 +186,7 @@ class Kind:
 
 
 class Padding:
-    """Pads calls of one function, in ``buffers``, and remembers their kinds. Raises OptionError for the name of an
-    unknown argument.
-    """
+    """Pads calls of one function, in ``buffers``, and remembers their kinds. Raises OptionError for unknown names."""
 
     def __init__(self, fn: Callable[..., Any], options: Options, buffers: Buffers, stats: ShapeStats) -> None:
         assert options.buckets is not None

@@ -196,9 +196,7 @@ class PaddingCheck:
         return 3 if slot.is_parameter or is_optimizer_state(path) else 0
 
     def _rehearse(self, feed: Feed, extra: Mapping[str, Tensor]) -> tuple[Any, State]:
-        """Run the step without dropout and put everything back. Returns its result, and copies of what it left and of
-        ``extra`` tensors.
-        """
+        """Run the step without dropout and undo it. Returns its result, and copies of what it left and of ``extra``."""
         fed = CallArguments(*feed.rebuild(feed.leaves)).watch()
         mode, runner = RehearsalMode(self._snapshot.storages), self._machine.runner
         try:

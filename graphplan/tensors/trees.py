@@ -47,9 +47,7 @@ _CONTAINERS = (dict, tuple, list)
 
 
 class _Reference:
-    """The class of a reference from within a record to one that it is a part of. Its label is how many records further
-    out that one is, and whether the reference is weak.
-    """
+    """A reference from a record to one around it. Label: how many records further out, and whether it is weak."""
 
 
 class _Context:

@@ -62,9 +62,7 @@ def positions_among(masks: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 class Answer(NamedTuple):
-    """What a read gives: a ``value``, or a ``call`` to make instead. ``found`` are the tensors that were read; with
-    ``is_content`` they are always the same.
-    """
+    """A read's ``value``, or a ``call`` in its place. ``found``: tensors read, always the same if ``is_content``."""
 
     value: Any = None
     call: OperatorCall | None = None
@@ -73,9 +71,7 @@ class Answer(NamedTuple):
 
 
 class BatchAnswers:
-    """Answers the reads of a step that is traced again or captured: with the values that its program was chosen by, and
-    the ``tensors`` that it is fed.
-    """
+    """Answers reads of a traced or captured step as they were found in ``reads``, and by ``tensors`` that are fed."""
 
     def __init__(self, reads: BatchReads, tensors: Sequence[Tensor]) -> None:
         self._answers: dict[Place, list[tuple[Read, Sequence[Tensor]]]] = {}

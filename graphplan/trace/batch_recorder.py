@@ -220,9 +220,7 @@ class BatchRecorder:
 
 
 def _made_once(calls: Sequence[Call], sources: Mapping[int, BatchSource], places: Sequence[_Place]) -> BatchReads:
-    """What runs equal operators once, with tensors numbered by their first appearance: a mask that is used three times
-    is read once.
-    """
+    """Run equal operators once, with tensors numbered by first appearance: a mask that is used twice is read once."""
     given = {slot.number for call in calls for slot in call.slots()}
     used = {number: source for number, source in sources.items() if number in given}
     made = {number for call in calls for number in call.made}
