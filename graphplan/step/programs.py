@@ -228,10 +228,6 @@ class Programs:
             self.touch(entry)
         return entry
 
-    def entry_of(self, program: Program) -> Entry | None:
-        """The entry that calls of ``program`` have."""
-        return next((entry for entry in self._entries.values() if program in entry.programs()), None)
-
     def touch(self, entry: Entry) -> None:
         """Count ``entry`` as the one used last."""
         self._lookups += 1

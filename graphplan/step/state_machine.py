@@ -41,7 +41,7 @@ from graphplan.step.managed import Managed
 from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
-from graphplan.step.programs import Programs
+from graphplan.step.programs import Entry, Programs
 from graphplan.step.reasons import Call, Reasons
 from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
@@ -117,7 +117,7 @@ class StateMachine:
                 raise
             # Nothing has run, and the program is going to be dropped.
             return self._serve_any(args, kwargs)
-        return self._within_call(lambda: self._instead(Call(args, kwargs), kind.program, outcome))
+        return self._within_call(lambda: self._instead(Call(args, kwargs), kind.entry, kind.program, outcome))
 
     def _serve_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_closed:
@@ -228,7 +228,7 @@ class StateMachine:
             return self.replays.replay(program, call.feed.leaves)
         except OutcomeError as error:
             outcome = error.with_traceback(None)
-        return self._instead(call, program, outcome)
+        return self._instead(call, call.entry, program, outcome)
 
     def _replay_timed(self, call: Call, program: Program, gate: Gate) -> Any:
         """A replay that the gate of its key times."""
@@ -261,7 +261,7 @@ class StateMachine:
             self.runner.count_eager(error.reason, str(error))
         return result
 
-    def _instead(self, call: Call, program: Program, outcome: OutcomeError) -> Any:
+    def _instead(self, call: Call, entry: Entry, program: Program, outcome: OutcomeError) -> Any:
         """An eager step in place of a replay that ended with ``outcome``: Python is given what was passed, and the
         user's errors come without ours. If that happens often, further calls are eager from the next one on.
         """
@@ -269,8 +269,7 @@ class StateMachine:
         if "feed" not in vars(call):
             call.feed = flatten(call.args, call.kwargs, self.unread.keys)
         result = self.replays.instead(program, self.lookup.moved(call.feed), outcome)
-        entry = self.programs.entry_of(program)
-        if entry is not None and self.replays.is_fickle(program):
+        if self.replays.is_fickle(program):
             entry.refusal = outcome.refusal
             self.fast_path.forget()
             self.refusals.warn(f"graphplan runs this step eagerly: {outcome.refusal}")
