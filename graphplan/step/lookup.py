@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import is_not
 from time import perf_counter
@@ -32,9 +32,10 @@ _COMPARABLE = PLAIN_LEAVES | {type}
 
 
 class Lookup:
-    """Looks up feeds for one step."""
+    """Looks up feeds for one step. ``let_traces_go`` drops traces that wait for a second one, if there are any."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, let_traces_go: Callable[[], bool]) -> None:
+        self._let_traces_go = let_traces_go
         self._runner, self._managed, self._programs = parts.runner, parts.managed, parts.programs
         self._modes, self._stats = parts.managed.modes, parts.runner.stats
         self._warmup_steps, self._feed_device = parts.options.warmup_steps, parts.options.feed_device
@@ -101,6 +102,9 @@ class Lookup:
     def _follow(self, program: Program, entry: Entry, base: Entry | None) -> bool:
         """Re-synchronise the program with rebound tensors; drop it if that is impossible."""
         reason = program.resync()
+        if reason is not None and self._let_traces_go():
+            # What seems to be held elsewhere may be held by a trace of a shape that comes seldom.
+            reason = program.resync()
         self._managed.refresh()
         if base is not None:
             base.batch = None

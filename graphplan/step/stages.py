@@ -74,6 +74,11 @@ class Stages:
         self._changes = []
         self._planner.forget()
 
+    def let_traces_go(self) -> bool:
+        """Drop all traces that wait for a second one. Return True if there were any."""
+        self._planner.forget()
+        return self._programs.let_traces_go()
+
     def is_ready(self, entry: Entry) -> bool:
         """Whether the next call of ``entry`` is traced or captured instead of one more eager step. Asked once for each.
 
