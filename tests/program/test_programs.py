@@ -25,7 +25,6 @@ from graphplan import (
     compile_plan,
     graph_step,
 )
-from graphplan.observe.profile import Profile
 from tests.facts import assert_same, flatten
 from tests.models import Mlp, float_batches, training_rig
 from tests.twins import Rig, build, drive, managed, state_of
@@ -252,35 +251,3 @@ def test_gradients_that_a_step_accumulates_into_and_then_drops() -> None:
     assert eager == graphed
     assert (step.stats.captured, step.stats.recaptured) == (2, 0), step.report()
     assert step.stats.replayed == 28
-
-
-@pytest.mark.parametrize(("makes_functions", "watched"), [(False, 2), (True, 6)])
-def test_warm_up_steps_are_watched_until_nothing_is_new(
-    makes_functions: bool, watched: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first names what the code uses, the second finds that known. What a step makes anew is new each time."""
-    within: list[str] = []
-    begin = Profile.__enter__
-
-    def entered(profile: Profile) -> Profile:
-        within.append("")
-        return begin(profile)
-
-    monkeypatch.setattr(Profile, "__enter__", entered)
-    model = torch.nn.Linear(4, 4)
-
-    def plain(x: Tensor) -> Tensor:
-        return model(x).sum()
-
-    def made(x: Tensor) -> Tensor:
-        class Half:
-            def of(self, x: Tensor) -> Tensor:
-                return x * 0.5
-
-        return model(Half().of(x)).sum()
-
-    step = graph_step(made if makes_functions else plain, owners=[model], backend="tape", warmup_steps=6)
-    for _ in range(6):
-        step(torch.ones(2, 4))
-    assert len(within) == watched
-    assert step.stats.eager == 6
