@@ -5,7 +5,7 @@ that move are copied to where the recording reads, and what was put in a slot li
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any
@@ -197,9 +197,9 @@ class AdoptedTensors:
             self.take(self.walk)
         return True
 
-    def follow(self, walk: Walk) -> str | None:
+    def follow(self, walk: Walk, let_go: Callable[[], bool] = lambda: False) -> str | None:
         """Copy tensors that moved to where the program reads them, and bind that back. ``walk`` is of now. None if that
-        was possible, else why not.
+        was possible, else why not. ``let_go``: see :meth:`Program.resync`.
         """
         changed = self._plan.reads.changed(walk, self.guards.values)
         if changed is not None:
@@ -225,6 +225,9 @@ class AdoptedTensors:
             if self._plan.entry_grads.get(path) == "none" and parameter.grad is not None:
                 return f"{path}.grad is set, and was not when the step was captured"
         kept = self._kept(moved)
+        if kept is not None and let_go():
+            # A trace of a shape that comes seldom may have held it.
+            kept = self._kept(moved)
         if kept is not None:
             return kept
         self._copy_in(moved)

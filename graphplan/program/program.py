@@ -290,8 +290,11 @@ class Program:
         self.bindings.note_companions()
         return result
 
-    def resync(self) -> str | None:
+    def resync(self, let_go: Callable[[], bool] = lambda: False) -> str | None:
         """Follow tensors that moved: copy new values into the fixed storage and bind it back.
+
+        Args:
+            let_go: lets go of tensors that are held for something else; returns True if there were any.
 
         Returns:
             None if the program fits again, else why it cannot.
@@ -299,7 +302,7 @@ class Program:
         if self._is_spoiled:
             return "something that an eager step keeps lies in memory that replays write"
         walk = self.plan.handles.walk()
-        reason = self.bindings.lost_memory() or self.adopted.follow(walk)
+        reason = self.bindings.lost_memory() or self.adopted.follow(walk, let_go)
         if reason is not None:
             return reason
         self.plan.handles.rates.attach(walk.optimizers.values())

@@ -101,10 +101,7 @@ class Lookup:
 
     def _follow(self, program: Program, entry: Entry, base: Entry | None) -> bool:
         """Re-synchronise the program with rebound tensors; drop it if that is impossible."""
-        reason = program.resync()
-        if reason is not None and self._let_traces_go():
-            # What seems to be held elsewhere may be held by a trace of a shape that comes seldom.
-            reason = program.resync()
+        reason = program.resync(self._let_traces_go)
         self._managed.refresh()
         if base is not None:
             base.batch = None
