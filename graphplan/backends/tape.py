@@ -191,7 +191,7 @@ class _TapeMode(OperatorMode):
         out = aside.run(schema.call, call.args, call.kwargs, is_native=schema.is_native)
         if schema.communicates:
             out = finish(schema.name, out)
-        is_shape = schema.may_synchronize and not schema.reads_values and call.has_dynamic_shape()
+        is_shape = call.has_dynamic_shape()
         if schema.reads_values or is_shape:
             out, read = self._take_read(schema.name, call.args[0], out)
             if is_shape and read is not None and read.asserted:

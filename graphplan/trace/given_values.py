@@ -113,7 +113,7 @@ class GivenValues(OperatorMode):
     def operate(self, aside: Aside, call: OperatorCall) -> Any:
         """Run an operator, or say what it read."""
         schema = call.schema
-        is_shape = schema.may_synchronize and not schema.reads_values and call.has_dynamic_shape()
+        is_shape = call.has_dynamic_shape()
         if (schema.reads_values or is_shape) and (place := find_place()) in self._known:
             read = self._known.take(place)
             answer = read.value

@@ -300,6 +300,9 @@ class OperatorCall:
     def has_dynamic_shape(self) -> bool:
         """Return True if the shape of what the operator gives depends on values."""
         name, args = self.schema.name, self.args
+        if not self.schema.may_synchronize:
+            # Most operators.
+            return False
         if name == "aten.index.Tensor":
             return _has_mask(args[1])
         if name in _INDEX_PUTS:

@@ -16,20 +16,14 @@ from graphplan.optimizers.rates import LearningRates
 from graphplan.optimizers.scaling import ScaledSteps
 from graphplan.owners import walk as walks
 from graphplan.owners.slots import Walk
+from tests.models import descent
 
 
 def _step() -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = AdamW(model.parameters(), lr=0.01)
-
-    def train_step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return {"model": model, "optimizer": optimizer}, train_step
+    step = descent(model, optimizer, lambda x: model(x).square().mean())
+    return {"model": model, "optimizer": optimizer}, step
 
 
 @pytest.mark.parametrize("is_named", [True, False])
