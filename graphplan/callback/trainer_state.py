@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from torch.optim import Optimizer
 
 from graphplan.callback.gates import has_hook
-from graphplan.callback.patches import telling
-from graphplan.effects.allowed import allowing
-from graphplan.errors import HostScalarError
-from graphplan.observe.comparisons import COMPUTING, OPERATORS, Comparison, is_only_compared
-from graphplan.observe.source import find_source
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.slots import Reached, Via
 from graphplan.owners.views import Numbers
 from graphplan.specs.paths import free_name
-from graphplan.trace.mode import refuse_trace
 
 _TRAINER = (
     "current_epoch", "global_step", "min_epochs", "max_epochs", "min_steps", "max_steps", "is_last_batch",
@@ -34,6 +27,8 @@ _CALLBACKS = (
     "callbacks", "early_stopping_callback", "early_stopping_callbacks", "checkpoint_callback", "checkpoint_callbacks",
     "progress_bar_callback",
 )  # fmt: skip
+ARGUMENTS = "arguments"
+"""The owner that stands for them."""
 WRAPPER, WRAPPERS_NOTE = "strategy.model", "require_forward_param_sync"
 """The module that DDP wraps around the LightningModule, and its note whether it broadcasts buffers before the next
 forward pass: not after one without gradients, or one whose gradients stayed on the rank. A step branches on the note
@@ -118,106 +113,9 @@ def group_numbers(optimizer: Optimizer) -> dict[str, Any]:
     return {f"optimizer[{name}]": Numbers(_Groups(optimizer, name), ("param_groups",)) for name in names}
 
 
-class WatchedIndex(int):
-    """A batch index that tells what Python asks of it: ``on_question`` is called with each comparison, also of a sum,
-    product or remainder with other numbers, and ``on_use`` for other uses of its value.
+@dataclass
+class Arguments:
+    """Numbers that Lightning hands to hooks in a step: a trace has stand-ins in their place."""
 
-    Passing it on reports nothing. C code that converts it without a method call (``torch.full((), batch_idx)``) is not
-    seen here, but shows as an operator's number that changes.
-    """
-
-    on_question: Callable[[Comparison], None]
-    on_use: Callable[[], None]
-    steps: tuple[Any, ...]
-
-    @classmethod
-    def of(
-        cls, value: int, on_question: Callable[[Comparison], None], on_use: Callable[[], None], steps: Any = ()
-    ) -> WatchedIndex:
-        """``value``, which is the index after ``steps``."""
-        index = cls(value)
-        index.on_question, index.on_use, index.steps = on_question, on_use, steps
-        return index
-
-    def plain(self) -> int:
-        """The number itself."""
-        return int.__int__(self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (int, (self.plain(),))
-
-    def __bool__(self) -> bool:
-        self.on_question(Comparison(steps=self.steps))
-        return self.plain() != 0
-
-
-def refuse_number(name: str) -> None:
-    """Refuse a trace in which a number that Lightning hands to a hook is used.
-
-    Raises:
-        HostScalarError: with the line of code, in a trace.
-    """
-    refuse_trace(
-        HostScalarError,
-        f"the step computes with {name} at {find_source()}, which changes in a fit; a replay would keep one value. "
-        "Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, "
-        "variant= for a program of its own for each of a few answers, or, "
-        f"{allowing('batch_idx')}",
-    )
-
-
-def unwatch(thing: Any) -> None:
-    """Leave plain numbers where a step stored its watched index."""
-    for name, value in vars(thing).items():
-        # ``isinstance`` would ask the value, too.
-        if type(value) is WatchedIndex:
-            vars(thing)[name] = value.plain()
-
-
-def _compared(symbol: str, function: Callable[[Any, Any], Any]) -> Callable[[WatchedIndex, Any], Any]:
-    def method(self: WatchedIndex, other: Any) -> Any:
-        if type(other) in (int, float, bool):
-            self.on_question(Comparison(symbol, other, self.steps))
-        else:
-            self.on_use()
-        return function(self.plain(), other)
-
-    return method
-
-
-def _computed(
-    function: Callable[[Any, Any], Any], steps_of: Callable[[int], tuple[tuple[str, int], ...]]
-) -> Callable[[WatchedIndex, Any], Any]:
-    """``function(number, other)``, which is what the steps for ``other`` make of the number."""
-
-    def method(self: WatchedIndex, other: Any) -> Any:
-        value = function(self.plain(), other)
-        asking = sys._getframe(1)
-        # C code does not say that it takes the value of what is computed.
-        if type(other) is int and is_only_compared(asking.f_code, asking.f_lasti):
-            return WatchedIndex.of(value, self.on_question, self.on_use, (*self.steps, *steps_of(other)))
-        self.on_use()
-        return value
-
-    return method
-
-
-for _symbol in ("<", "<=", ">", ">=", "==", "!="):
-    setattr(WatchedIndex, f"__{OPERATORS[_symbol].__name__}__", _compared(_symbol, OPERATORS[_symbol]))
-for _symbol, _function in COMPUTING.items():
-    _method = _computed(_function, lambda other, symbol=_symbol: ((symbol, other),))  # type: ignore[misc]
-    setattr(WatchedIndex, f"__{_function.__name__}__", _method)
-for _name in ("add", "mul"):
-    setattr(WatchedIndex, f"__r{_name}__", getattr(WatchedIndex, f"__{_name}__"))
-_from = _computed(lambda number, other: other - number, lambda other: (("*", -1), ("+", other)))
-WatchedIndex.__rsub__ = _from  # type: ignore[assignment,method-assign]
-_USES = (
-    "rmod rfloordiv truediv rtruediv pow rpow divmod rdivmod "
-    "and rand or ror xor rxor lshift rlshift rshift rrshift neg abs invert "
-    "hash format repr str int float index"
-)
-for _use in _USES.split():
-    setattr(WatchedIndex, f"__{_use}__", telling("on_use", getattr(int, f"__{_use}__")))
-# The user has given an int: what messages say of its type, Python's own too, is that.
-WatchedIndex.__name__ = WatchedIndex.__qualname__ = int.__name__
-WatchedIndex.__module__ = int.__module__
+    batch_idx: int = 0
+    epoch: int = 0

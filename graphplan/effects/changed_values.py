@@ -53,7 +53,8 @@ class Counter:
             scalar = pair.walk.scalars.get(path)
             component = "optimizer" if scalar and isinstance(scalar.owner, (Optimizer, GroupCounts)) else "step"
             is_item = scalar is not None and _is_item_of_optimizer(scalar)
-            if delta is not None and scalar is not None and _is_read(scalar, pair.second):
+            is_read = scalar is not None and not pair.tracks(path) and _is_read(scalar, pair.second)
+            if delta is not None and is_read:
                 whose, fix = "the step's", "Count in a tensor, or count and decide outside the step"
                 if component == "optimizer":
                     whose, fix = "the optimizer's", "Step the optimizer outside (in a Trainer that is done for you)"
@@ -66,6 +67,7 @@ class Counter:
             # Of an item, no name tells whether it is raised or set; two traces do.
             is_item_set = pair.first is not pair.second and old == new
             is_set = is_item_set if is_item else scalar is not None and scalar.key in pair.second.reads.assigned
+            is_set &= not all(path in trace.lent.counted for trace in pair.both)
             if delta is None or is_set:
                 raise HostEffectError(
                     f"the step changes {path} in Python ({describe(old)}, then {describe(new)}), and a replay runs no "

@@ -36,7 +36,8 @@ class HeldNumber:
             if is_allowed(path, allow) or not any(isinstance(form, NumberForm) for form in forms):
                 continue
             scalar = walk.scalars.get(path)
-            if scalar is not None and second.reads.uses(scalar):
+            is_tracked = first.lent.tracks(path) and second.lent.tracks(path)
+            if scalar is not None and not is_tracked and second.reads.uses(scalar):
                 raise HostScalarError(
                     f"the step's code reads {path}, which it also sets to what it reads from the device; a replay "
                     f"would act on one value for ever. Keep it in a tensor, or read it outside the step; or, "

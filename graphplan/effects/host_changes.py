@@ -25,13 +25,14 @@ def _changed_value(pair: TracePair) -> str | None:
     first, grown = pair.first, tuple(f"{path}[" for path in (*pair.first.changes.appended, *pair.first.changes.moved))
     for path, scalar in pair.walk.scalars.items():
         then, now = (trace.entry_scalars.get(path, ABSENT) for trace in pair.both)
-        if same_value(then, now) or pair.allows(path) or (grown and path.startswith(grown)):
+        if same_value(then, now) or pair.tracks(path) or pair.allows(path) or (grown and path.startswith(grown)):
             continue
         made = ABSENT if path in first.changes.rebindings else then
         # Of a number that the step reads from the device, a trace has no value.
         is_steps = all(is_read_number(trace.changes.scalars.get(path)) for trace in pair.both)
         is_hosts = not (is_steps or same_value(first.changes.scalars.get(path, (then, made))[1], now))
-        if (is_hosts and (pair.reads(scalar) or pair.may_read(scalar))) or _is_reset(path, scalar, pair):
+        reads = pair.reads(scalar) or pair.may_read(scalar) or pair.uses(path, scalar)
+        if (is_hosts and reads) or _is_reset(path, scalar, pair):
             return f"{path} was {then!r} one step before and is {now!r}"
     return None
 

@@ -13,15 +13,15 @@ from typing import Any, NoReturn
 
 from graphplan.effects.allowed import allowing
 from graphplan.effects.appended_lists import AppendedLists
-from graphplan.effects.compared_numbers import find_comparisons
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
-from graphplan.observe.comparisons import COMPARABLE, Comparison, come_out_alike
 from graphplan.observe.source import find_load
 from graphplan.owners.contents import is_proxy, unseen
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.tensor_metadata import GONE, THERE, difference, is_there
+from graphplan.owners.views import Given
 from graphplan.specs.paths import Of, names
+from graphplan.tensors.host_numbers import Question
 from graphplan.trace.changes import is_alike, same_value, told_apart
 
 
@@ -31,13 +31,13 @@ class Reads:
 
     Attributes:
         values: Python values by path, as they were before each traced step.
-        comparisons: by path, those of ``values`` that are numbers which the code only compares, each with its
-            comparisons: a replay is good while these come out as they did.
+        questions: what the code has branched on that is computed of owners' numbers, with the answers: of these numbers
+            a replay needs no more.
         metadata: what tensors are like with which no operator works, but of which the code may tell that, by path.
     """
 
     values: Mapping[str, Any]
-    comparisons: Mapping[str, tuple[Comparison, ...]]
+    questions: Mapping[Question, bool]
     metadata: Mapping[str, Any]
 
     @classmethod
@@ -48,7 +48,6 @@ class Reads:
             HostScalarError: for what changes between two steps: each replay would have a stale value; and
                 for what is not compared before each replay (a long buffer, list or cache, weak dictionaries).
         """
-        found = cls({}, find_comparisons(pair), {})
         values: dict[str, Any] = {}
         stale: dict[str, Scalar] = {}
         for trace in pair.both:
@@ -62,7 +61,9 @@ class Reads:
                 continue
             if appended.hides(path, scalar) or not all(path in trace.entry_scalars for trace in pair.both):
                 continue
-            sure = pair.reads(scalar)
+            if pair.tracks(path):
+                continue
+            sure = pair.reads(scalar) or pair.uses(path, scalar)
             # What is assigned to what it was is as good as read: after other calls, it may be something else.
             if not (sure or pair.may_read(scalar) or any(trace.reads.may_assign(scalar) for trace in pair.both)):
                 continue
@@ -73,19 +74,15 @@ class Reads:
                 # An object that is another one each time, or a container that grows, says nothing by itself; nor does a
                 # value that perhaps was neither read nor assigned.
                 continue
-            if found.allow(path, old, new):
+            if same_value(old, new):
                 values[path] = new
             else:
                 stale[path] = scalar
         if stale:
             _refuse_stale(stale, pair)
-        comparisons = {path: made for path, made in found.comparisons.items() if path in values}
+        questions = {**pair.first.lent.asked, **pair.second.lent.asked}
         metadata = _find_inspected(pair, values, appended, loose=loose)
-        return cls(*map(MappingProxyType, (values, comparisons, metadata)))
-
-    def allow(self, path: str, old: Any, new: Any) -> bool:
-        """Whether the step is the same with either of two values."""
-        return same_value(old, new) or come_out_alike(self.comparisons.get(path), old, new)
+        return cls(MappingProxyType(values), MappingProxyType(questions), MappingProxyType(metadata))
 
     def changed(self, walk: Walk, values: Mapping[str, Any], when: str = "") -> str | None:
         """Describe the first of ``values`` with which the step is not the same now, or tensor that changed."""
@@ -93,7 +90,7 @@ class Reads:
             value = walk.value(path)
             if value is None:
                 return f"{path} was {old!r}{when} and is gone"
-            if not self.allow(path, old, new := value.get()):
+            if not same_value(old, new := value.get()):
                 return f"{path} was {old!r}{when} and is {new!r}"
         for path, old in self.metadata.items():
             new = walk.metadata(path)
@@ -133,19 +130,35 @@ def _check_comparable(path: str, value: Any) -> None:
         )
 
 
+def check_used(pair: TracePair) -> None:
+    """Refuse numbers whose values code needs if they were others before each of the traces: an operator that gets one
+    does not know its name. Raises HostScalarError.
+    """
+    before, now = (trace.entry_scalars for trace in pair.both)
+    used = {path for trace in pair.both for path in trace.lent.used} & before.keys() & now.keys()
+    changed = {path for path in used if not (same_value(before[path], now[path]) or pair.allows(path))}
+    stale = {path: pair.walk.scalars[path] for path in sorted(changed & pair.walk.scalars.keys())}
+    if stale:
+        _refuse_stale(stale, pair)
+
+
 def _refuse_stale(stale: Mapping[str, Scalar], pair: TracePair) -> NoReturn:
     """Refuse values that change between two steps, of which one may lead to another: ``allow`` takes all at once."""
     path, scalar = next(iter(stale.items()))
     before, after = told_apart(*(trace.entry_scalars[path] for trace in pair.both))
     name = (scalar.via or scalar.attribute).removeprefix(".").removesuffix("[:]")
-    found = find_load((code for code, _ in pair.second.reads.codes), name)
-    error = HostScalarError(
-        f"the step's code reads {path}{f' at {found}' if found else ''}, which is {before} before one step and {after} "
-        "before the next; a replay would keep one value. Hold it in a tensor and update that in place, feed it, or, "
-        f"{allowing(*stale)}"
+    used = (trace.lent.used.get(path) for trace in pair.both)
+    found = next(filter(None, used), None) or find_load((code for code, _ in pair.second.reads.codes), name)
+    instead = "Hold it in a tensor and update that in place, feed it, or, "
+    if type(scalar.container) is Given:
+        instead = (
+            "Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, variant= "
+            "for a program of its own for each of a few answers, or, "
+        )
+    raise HostScalarError(
+        f"the step's code uses {path}{f' at {found}' if found else ''}, which is {before} before one step and {after} "
+        f"before the next; a replay would keep one value. {instead}{allowing(*stale)}"
     )
-    error.is_named = True
-    raise error
 
 
 def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedLists, *, loose: bool) -> dict[str, Any]:
@@ -177,17 +190,6 @@ def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedL
                 path=path,
             )
     return found
-
-
-def names_changing(pair: TracePair) -> bool:
-    """Return True if the step's code names a number that was another one before each of the traces, and that it does
-    not change itself.
-    """
-    before, now = (trace.entry_scalars for trace in pair.both)
-    own = {path for trace in pair.both for path in trace.changes.scalars}
-    kept = (before.keys() & now.keys() & pair.walk.scalars.keys()) - own
-    changed = (path for path in kept if type(now[path]) in COMPARABLE and not same_value(before[path], now[path]))
-    return any(pair.reads(pair.walk.scalars[path]) for path in changed)
 
 
 def changed_metadata(pair: TracePair) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 from graphplan.effects.allowed import is_allowed
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.tensor_metadata import GONE
+from graphplan.owners.views import Given
 from graphplan.trace.records import Trace
 
 
@@ -44,6 +45,15 @@ class TracePair:
     def may_read(self, scalar: Scalar) -> bool:
         """Whether it may have read ``scalar`` by a name that it computes."""
         return any(trace.reads.may_cover(scalar) for trace in self.both)
+
+    def uses(self, path: str, scalar: Scalar) -> bool:
+        """Whether code needed the value of a number that it was lent, or was handed and not lent."""
+        is_given = type(scalar.container) is Given
+        return any(path in t.lent.used or (is_given and path not in t.lent.places) for t in self.both)
+
+    def tracks(self, path: str) -> bool:
+        """Whether all is known of what both traces have done with the number at ``path``."""
+        return all(trace.lent.tracks(path) for trace in self.both)
 
     def at_entry(self, path: str) -> tuple[Any, Any]:
         """What lay at ``path`` when each trace began: a tensor's metadata, or a Python value."""

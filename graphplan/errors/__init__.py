@@ -144,9 +144,6 @@ class OptimizerError(RefusalError, ValueError, reason=SkipReason.OPTIMIZER):
 class HostScalarError(RefusalError, RuntimeError, reason=SkipReason.HOST_SCALAR):
     """An operator gets a Python number, or a constant made from one, that differs from step to step."""
 
-    is_named = False
-    """Whether it is the step's code that names the number, which perhaps it does not come to."""
-
 
 class LearningRateError(HostScalarError):
     """The step's own code uses a learning rate that the optimizer reads from the device.

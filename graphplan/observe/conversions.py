@@ -4,10 +4,10 @@ asks each tensor in the list for a number as Python does, by ``t.__float__()`` a
 
 A profile function does not hear of the first either, and in the second not of the arguments. So these methods are
 others while a watcher is there. So is ``torch.nn.functional.one_hot``, which on the host reads classes only to see
-whether they are in range, where it is told how many there are. So are ``Tensor.cpu`` and ``Tensor.to``, whose copies
-may wait, as numbers may. And so are ``Tensor.tolist`` and the like: a recording
-of a step whose traces had a profile function is spared that. Calls of scripted code are watched as well
-(:mod:`graphplan.observe.scripts`).
+whether they are in range, where it is told how many there are, and ``torch.tensor``, which knows no number but Python's
+own. So are ``Tensor.cpu`` and ``Tensor.to``, whose copies may wait, as numbers may. And so are ``Tensor.tolist`` and
+the like: a recording of a step whose traces had a profile function is spared that. Calls of scripted code are watched
+as well (:mod:`graphplan.observe.scripts`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from graphplan.observe.replacements import Replacements
 from graphplan.observe.scripts import watched_calls
 from graphplan.observe.watching import is_silent
-from graphplan.tensors.deferred import HostCopy
+from graphplan.tensors.deferred import HostCopy, is_deferred, value_of
 
 _IN_PYTHON = ("tolist", "numpy", "apply_", "map_", "map2_")
 """Methods that give Python what a tensor holds, the last ones element by element to a function."""
@@ -157,6 +157,20 @@ def _split(split: Callable[..., Any]) -> Callable[..., Any]:
     return splitting
 
 
+def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(make)
+    def making(*args: Any, **kwargs: Any) -> Tensor:
+        if args and is_deferred(args[0]):
+            number, *rest = args
+            if not number.is_host or rest or not kwargs.keys() <= {"dtype", "device"}:
+                return make(value_of(number), *rest, **kwargs)
+            like = make(number._kind(), **kwargs)
+            return number.as_tensor(like.dtype, like.device).clone()
+        return make(*args, **kwargs)
+
+    return making
+
+
 class _Validating(local):
     depth = 0
 
@@ -194,6 +208,7 @@ def _find_readers() -> list[tuple[Any, str, Any]]:
         *((Tensor, name, method) for name, method in _METHODS.items() if name not in vars(Tensor)),
         *((torch._C, name, _reader(name, torch._C)) for name in READERS if hasattr(torch._C, name)),
         (torch, "tensor_split", _split(torch.tensor_split)),
+        *((torch, make.__name__, _making(make)) for make in (torch.tensor, torch.as_tensor)),
         (functional, "one_hot", _validating(functional.one_hot)),
         *watched_calls(Conversions.tell),
     ]

@@ -18,7 +18,6 @@ import os
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
 from inspect import getattr_static
 from operator import attrgetter
 from types import CodeType, FrameType
@@ -33,7 +32,6 @@ from graphplan.environment.origin import file_of, is_library, is_librarys, is_us
 from graphplan.environment.switches import USED
 from graphplan.errors import Faults
 from graphplan.observe.conversions import READERS, Conversions
-from graphplan.observe.coverage import Coverage
 from graphplan.observe.executed_code import ExecutedCode
 from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_of_saving, name_of_start, name_of_write
 from graphplan.observe.names import Names, names_of
@@ -169,17 +167,14 @@ class Profile:
 
     ``on_read(name, tensor)`` is called for each read of a tensor's memory, with None where the tensor is not known, and
     ``on_print()`` for each ``print``. Meanwhile nothing is collected: a collection runs finalizers and callbacks,
-    wherever it happens to come, and they are no part of the step. With ``coverage``, only what ran of code
-    counts as read.
+    wherever it happens to come, and they are no part of the step.
     """
 
     def __init__(
         self,
         on_read: Callable[[str, Tensor | None], None] | None = None,
         on_print: Callable[[], None] = lambda: None,
-        coverage: Coverage | None = None,
     ) -> None:
-        self._coverage = coverage
         self._on_read = on_read
         self._on_print = on_print
         self._codes: dict[tuple[int, int], CodeType] = {}
@@ -204,8 +199,6 @@ class Profile:
         self._watcher = new_watcher(self._note_call, self._note_c_call, _LOOKED_AT, self._users, self.faults)
         try:
             self._watcher.start()
-            if self._coverage is not None:
-                self._others.enter_context(self._coverage)
         except BaseException:
             self.__exit__()
             raise
@@ -316,9 +309,7 @@ class Profile:
     def reads(self) -> Reads:
         """What the code that ran may have read."""
         found = Reads(stored=self._stored)
-        ran = (lambda code: code) if self._coverage is None else cache(self._coverage.of)
-        for (_, owner), whole in self._codes.items():
-            code = ran(whole)
+        for (_, owner), code in self._codes.items():
             if owner:
                 found.methods_on.setdefault(owner, []).append(code)
             if not is_library(code.co_filename):
@@ -326,9 +317,9 @@ class Profile:
         codes = {id(code): code for code, _ in found.codes}.values()
         found.assigned = NamesWithin(codes, lambda names: names.assigned)
         found.by_packages = NamesWithin(
-            (ran(code) for code in self._codes.values() if self._is_packages(code)), lambda names: names.attributes
+            (code for code in self._codes.values() if self._is_packages(code)), lambda names: names.attributes
         )
-        for names in map(names_of, map(ran, self.executed.codes)):
+        for names in map(names_of, self.executed.codes):
             found.anywhere.update(names.attributes)
             found.called.update(names.methods)
             found.variables.update(names.read)

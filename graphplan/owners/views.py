@@ -30,6 +30,10 @@ class Numbers:
         return getattr(self.thing, name)
 
 
+class Given(Numbers):
+    """Numbers that a step is handed as arguments: its code has them without a name of theirs."""
+
+
 class Setting(Numbers):
     """Attributes that a class computes or checks, and that can be set."""
 

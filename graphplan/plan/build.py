@@ -16,7 +16,7 @@ from graphplan.effects.changed_values import Assignment, Counter, LeftFlag
 from graphplan.effects.held_numbers import HeldNumber
 from graphplan.effects.host import check_draws, check_gradients, check_made_state, check_threads
 from graphplan.effects.host_changes import joined_slots
-from graphplan.effects.reads import Reads
+from graphplan.effects.reads import Reads, check_used
 from graphplan.effects.rebindings import Rebindings
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import OutputError
@@ -64,9 +64,10 @@ def build_plan(
     Raises:
         RefusalError: a subclass for every way in which a replay could differ from the step.
     """
-    _check(feed, first, second, allow)
     walk = walk or handles.walk()
     pair = TracePair(first, second, walk, allow)
+    check_used(pair)
+    _check(feed, first, second, allow)
     check_draws(pair)
     check_gradients(pair)
     check_made_state(pair)
@@ -101,6 +102,8 @@ def build_plan(
         may_reorder=first.graph_elsewhere or second.graph_elsewhere,
         undone=frozenset(slot.path for storage in second.undone for slot in second.entry_slots.get(storage, ())),
         defers=bool(second.deferred),
+        lent=frozenset(second.lent.places),
+        filled=tuple(second.lent.given.values()),
         last_operators=_last_operators(second),
         kept=_shared(first, second),
         handles=handles,

@@ -24,6 +24,7 @@ from graphplan.specs.paths import Of, names
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import External, Footprint, Role, TensorSpec
 from graphplan.tensors.storages import storage_id
+from graphplan.trace.lent_numbers import HostTensor
 
 COLUMNS = ("name", "role", "tensor", "storage", "change")
 """Columns of a plan's table."""
@@ -110,6 +111,9 @@ class Plan:
         undone: paths of what the step has changed when it comes to the last value on which it branches: a replay that
             ends there puts it back.
         defers: whether numbers or copies that the step reads from the device were deferred in its traces.
+        lent: paths of the owners' numbers that stand-ins were put in the places of, which noted what code did with
+            them.
+        filled: tensors that hold such numbers, or what is computed of them.
         kept: fed tensors whose memory the step may also read by another name.
         handles: the step itself.
     """
@@ -142,6 +146,8 @@ class Plan:
     may_reorder: bool
     undone: frozenset[str]
     defers: bool
+    lent: frozenset[str]
+    filled: tuple[HostTensor, ...]
     kept: tuple[Tensor, ...]
     handles: Handles
 
@@ -241,13 +247,14 @@ class Plan:
     def _footnotes(self) -> list[str]:
         notes = [f"carried: {path}" for path in self.rebindings.carries]
         notes += [f"rebound: {path}" for path in self.rebindings.fresh if not names(path, Of.GRADIENT)]
-        values, metadata, comparisons = self.reads.values, self.reads.metadata, self.reads.comparisons
+        values, metadata = self.reads.values, self.reads.metadata
+        compared = dict.fromkeys(path for question in self.reads.questions for path in question.paths)
         if values:
             notes.append(f"guarded: {len(values)} Python values that the step reads ({_few(values)})")
         if metadata:
             notes.append(f"guarded: {len(metadata)} tensors of which the step reads no values ({_few(metadata)})")
-        if comparisons:
-            notes.append(f"guarded: comparisons with {len(comparisons)} of them ({_few(comparisons)})")
+        if compared:
+            notes.append(f"guarded: how the step branches on {len(compared)} numbers ({_few(compared)})")
         notes += [f"in place: {self.feed.names()[index]}" for index in sorted(self.shared)]
         notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
         notes += [f"read: {number.path}" for number in self.numbers]

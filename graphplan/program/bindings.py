@@ -30,6 +30,7 @@ from graphplan.specs.paths import Of, Path, names
 from graphplan.specs.roles import Overlay
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.copying import same_bits, write_all
+from graphplan.tensors.deferred import is_deferred, value_of
 from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.tensors.storages import memory_uses, storage_id
 from graphplan.trace.changes import place_of
@@ -126,7 +127,10 @@ class Bindings:
         self._fresh: dict[str, Any] = {}
         self._places: dict[str, Slot | None] = {}
         self._appended: dict[Append, list[Any]] = {}
-        self.numbers = StaticNumbers()
+        lent = {path: place.get() for path in plan.lent if (place := before.scalars.get(path)) is not None}
+        self.numbers = StaticNumbers(lent, plan.filled)
+        for filled in plan.filled:
+            filled.fill(lent)
         """What the step reads for numbers that it binds or returns."""
         self._numbers: dict[str, StaticNumber] = {}
         self._before = {number.path: before.scalars[number.path].get() for number in plan.numbers}
@@ -151,6 +155,10 @@ class Bindings:
             scalar = after.scalars[path]
             self._numbers[path] = self.numbers.take(scalar.get(), own)
             scalar.container[scalar.key] = own
+        for counter in self._plan.counters:
+            counted = after.scalars.get(counter.path)
+            if counted is not None and is_deferred(counted.get()):
+                counted.container[counted.key] = value_of(counted.get())
         sources = {path: _own(value, self.targets) for path, value in new.items()}
         for path, targets in self._memory_of.items():
             for target, source in zip(targets, tensor_leaves(sources[path]), strict=True):
@@ -267,6 +275,7 @@ class Bindings:
         """Use ``walk``'s containers from now on."""
         self._places = {path: self._place_in(walk, path) for path in self._fresh}
         self._walk = walk
+        self.numbers.follow(walk)
         self._set_numbers = [partial(_set_number, walk.scalars[path], number) for path, number in self._numbers.items()]
         counted = [counter.repeating(walk) for counter in self._plan.counters]
         repeats = filter(None, [*counted, *(assignment.repeating(walk) for assignment in self._plan.assignments)])

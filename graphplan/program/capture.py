@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
@@ -37,6 +36,7 @@ from graphplan.tensors.attributes import dressed
 from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
 from graphplan.trace.batch_answers import answers_in
 from graphplan.trace.deferred_reads import DeferredReads
+from graphplan.trace.lent_numbers import HostTensors, LentNumbers
 
 _IS_RECORDED = ContextVar("is_recorded", default=False)
 
@@ -124,9 +124,11 @@ def _record(
         try:
             if undo is not None:
                 undo.copy()
-            with DeferredReads(fills=False) if plan.defers else nullcontext() as deferred:
+            places = {path: walk.scalars[path] for path in plan.lent}
+            numbers = LentNumbers(places, HostTensors(plan.filled, final=True), plan.device)
+            with DeferredReads(fills=False, defers=plan.defers, lent=numbers) as deferred:
                 result = call_step(plan.handles.function(), fed.args, fed.kwargs)
-            bindings.numbers.copies = {} if deferred is None else deferred.copies
+            bindings.numbers.copies = deferred.copies
         finally:
             _IS_RECORDED.reset(token)
         sharding.settle()
@@ -153,6 +155,9 @@ def outdated(plan: Plan, walk: Walk) -> str | None:
     changed = plan.reads.changed(walk, values, " when the step was traced")
     if changed is not None:
         return changed
+    gone = min(plan.lent - walk.scalars.keys(), default=None)
+    if gone is not None:
+        return f"{gone} was there when the step was traced and is gone"
     for path in plan.rebindings.replaced & walk.slots.keys():
         if not holds_plain(walk.slots[path].get()):
             return f"{path} holds a tensor that asks for gradients, or has attributes, and did not in the traces"

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphplan.compare.comparing import Checks, Row, contents_of, facts_of, row_of, rows_of
-from graphplan.observe.comparisons import come_out_alike
 from graphplan.owners.slots import Scalar, Slot, Walk, is_optimizer_state, tensor_leaves
 from graphplan.owners.tensor_metadata import TensorMetadata, metadata_of
 from graphplan.owners.views import attributes_of, home
 from graphplan.plan.plan import Plan
 from graphplan.specs.paths import Path
 from graphplan.tensors.dtensors import is_sharded, local
+from graphplan.tensors.host_numbers import Question
 from graphplan.trace.changes import is_alike, same_value
 
 Place = tuple[Any, Any, Any]
@@ -52,11 +52,13 @@ class Guards:
         read = {path: value for path in plan.reads.values if (value := walk.value(path)) is not None}
         self.values = {path: values[path] if path in values else value.get() for path, value in read.items()}
         """The Python values that the program was captured with, by path."""
-        self.compares = {path: (read[path], made) for path, made in plan.reads.comparisons.items() if path in read}
-        """Numbers that the step's code only compares, and how."""
-        alike = {path: source for path, source in read.items() if path not in self.compares}
+        asked = {
+            path: place for q in plan.reads.questions for path in q.paths if (place := walk.value(path)) is not None
+        }
         self._shown = _Metadata(plan.reads.metadata, walk)
-        links = _used_links(walk, plan, [place.container for place in (*slots, *self._shown.slots, *read.values())])
+        links = _used_links(
+            walk, plan, [p.container for p in (*slots, *self._shown.slots, *read.values(), *asked.values())]
+        )
         self._structure_places = [*links, *((parts, name, None) for parts, name in walk.empty.values())]
         self._names = Counter(id(child) for _, _, child in links if not isinstance(child, Tensor | Module))
         """How many links lead to each container: what is in it was found by the name of one of them."""
@@ -66,11 +68,11 @@ class Guards:
         self._grads = [(param, entry_grads.get(Path.gradient(path))) for path, param in params]
         structure = rows_of([
             *(("same_types", *pair) for pair in self._types),
-            *(row for path, source in alike.items() for row in source.rows(self.values[path])),
+            *(row for path, source in read.items() for row in source.rows(self.values[path])),
         ])  # fmt: skip
         structure = [(*row, same_value) if row[0].startswith("equal") else row for row in structure]
-        if self.compares:
-            structure.append(_row_of_comparisons(self.compares, self.values))
+        if plan.reads.questions:
+            structure.append(_row_of_questions(plan.reads.questions, asked))
         places = [*((slot.container, slot.key, slot.get()) for slot in slots), *self._structure_places]
         self.rows: list[Row] = [
             *_rows_of_places(places),
@@ -174,15 +176,17 @@ def _rows_of_shards(sharded: list[Any]) -> list[Row]:
     return [("same_results", [lambda: not any(map(is_not, map(local, sharded), shards))], [True])] if sharded else []
 
 
-def _row_of_comparisons(compares: Mapping[str, tuple[Scalar, Any]], values: Mapping[str, Any]) -> Row:
-    """A comparison that holds while the step's comparisons of numbers come out as they did for those of ``values``."""
-    numbers, made = zip(*compares.values(), strict=True)
-    known = [values[path] for path in compares]
+def _row_of_questions(questions: Mapping[Question, bool], asked: Mapping[str, Scalar]) -> Row:
+    """A comparison that holds while what the step branches on comes out as it did, of numbers at the places that are
+    ``asked``.
+    """
+    places, known = list(asked.values()), list[Any]()
 
     def hold() -> bool:
-        now = [number.get() for number in numbers]
+        now = [place.get() for place in places]
         if now != known:
-            if not all(map(come_out_alike, made, known, now)):
+            numbers = dict(zip(asked, now, strict=True))
+            if any(question.answer(numbers) is not answer for question, answer in questions.items()):
                 return False
             known[:] = now
         return True
@@ -193,8 +197,8 @@ def _row_of_comparisons(compares: Mapping[str, tuple[Scalar, Any]], values: Mapp
 def _hold(checks: Any) -> bool:
     try:
         return bool(checks.hold())
-    except (KeyError, IndexError, RuntimeError, AttributeError):
-        # A key that is gone, or a Python value that became a tensor.
+    except (KeyError, IndexError, RuntimeError, AttributeError, TypeError, ArithmeticError):
+        # A key that is gone, a Python value that became a tensor, or a number that became something else.
         return False
 
 

@@ -168,6 +168,7 @@ class Program:
         self._push_rates()
         self.bindings.settle_grads(are_kept=not is_settled)
         self.adopted.refresh()
+        self.bindings.numbers.start()
         self.inputs.load(leaves)
         self.outputs.renew()
         self._launch()

@@ -1,10 +1,10 @@
-"""Numbers that a step reads from the device to keep or return them, read together after each replay; and copies that
-it makes in host memory for that.
+"""Numbers that a step keeps or returns and that no replay computes: what it reads from the device, read together after
+each replay; owners' numbers, read before it; and copies that it makes in host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphplan.owners.slots import Walk
 from graphplan.tensors.deferred import DeferredNumber, NumberForm, form_of
+from graphplan.trace.lent_numbers import HostTensor
 
 
 class StaticNumber:
@@ -43,15 +45,22 @@ class StaticCopy:
 
 
 class StaticNumbers:
-    """What a recorded step reads for all its numbers. ``read`` has the values of the latest replay."""
+    """What a recorded step reads for all its numbers. ``read`` has the values of the latest replay. ``before`` are the
+    owners' numbers before the recorded step, by path, and ``filled`` the tensors that hold such numbers.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Mapping[str, Any], filled: Sequence[HostTensor]) -> None:
+        self._before, self._filled = before, filled
+        self._hosts: list[tuple[int, str]] = []
+        """Where in ``read`` owners' numbers lie."""
+        self._numbers: Mapping[str, Any] = {}
         self.read: list[Any] = []
         self.copies: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({})
         """Of what the step has copied to the host, see :class:`graphplan.trace.deferred_reads.DeferredReads`."""
-        self._tensors: list[Tensor] = []
-        self._places: dict[int, int] = {}
-        """By the identity of those tensors."""
+        self._sources: list[Any] = []
+        """Tensors that are read, and paths of owners' numbers."""
+        self._places: dict[Any, int] = {}
+        """By the identity of those tensors, or by path."""
         self._packs: list[tuple[list[int], Tensor]] = []
 
     def take(self, tree: Any, own: Any = None) -> Any:
@@ -62,25 +71,44 @@ class StaticNumbers:
                 return StaticCopy(self.copies[id(number)][1])
             if isinstance(number, Tensor):
                 return number
-            form, tensors = form_of(number, own)
+            form, sources = form_of(number, own)
             if number.is_array:
-                return StaticCopy(tensors[0], is_array=True)
-            for tensor in tensors:
-                self._places.setdefault(id(tensor), len(self._tensors))
-                if self._places[id(tensor)] == len(self._tensors):
-                    self._tensors.append(tensor)
-            return StaticNumber(form, [self._places[id(tensor)] for tensor in tensors], self)
+                return StaticCopy(sources[0], is_array=True)
+            keys = [source if isinstance(source, str) else id(source) for source in sources]
+            for key, source in zip(keys, sources, strict=True):
+                if self._places.setdefault(key, len(self._sources)) == len(self._sources):
+                    self._sources.append(source)
+            return StaticNumber(form, [self._places[key] for key in keys], self)
 
         return pytree.tree_map_only((DeferredNumber, Tensor), static, tree)
 
     def close(self) -> None:
         """Within the recording, once all are taken: lay those of one dtype side by side."""
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for place, tensor in enumerate(self._tensors):
-            groups.setdefault((tensor.dtype, tensor.device), []).append(place)
-        self._packs = [(places, torch.stack([self._tensors[place] for place in places])) for places in groups.values()]
-        self.read = [None] * len(self._tensors)
-        self._tensors, self._places, self.copies = [], {}, {}
+        self.read = [None] * len(self._sources)
+        for place, source in enumerate(self._sources):
+            if isinstance(source, Tensor):
+                groups.setdefault((source.dtype, source.device), []).append(place)
+            else:
+                self._hosts.append((place, source))
+                self.read[place] = self._before[source]
+        self._packs = [(places, torch.stack([self._sources[place] for place in places])) for places in groups.values()]
+        self._sources, self._places, self.copies = [], {}, {}
+
+    def follow(self, walk: Walk) -> None:
+        """Read owners' numbers where ``walk`` has found them."""
+        paths = {path for _, path in self._hosts} | {path for filled in self._filled for path in filled.paths}
+        self._numbers = {path: walk.scalars[path] for path in sorted(paths) if path in walk.scalars}
+
+    def start(self) -> None:
+        """Before a replay: read owners' numbers, which the step may change."""
+        if not self._numbers:
+            return
+        numbers = {path: number.get() for path, number in self._numbers.items()}
+        for place, path in self._hosts:
+            self.read[place] = numbers[path]
+        for filled in self._filled:
+            filled.fill(numbers)
 
     def fetch(self) -> None:
         """After a replay: wait for it, and read."""

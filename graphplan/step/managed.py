@@ -118,6 +118,11 @@ class Managed:
                 except FaultError as error:
                     self.refusal = error
 
+    @property
+    def named_attributes(self) -> Collection[str]:
+        """The attributes that the step's code loads, of any object."""
+        return self._names.attributes
+
     def walk(self) -> Walk:
         """Walk the owners; CaptureError if one of them cannot be read."""
         with refusing():
@@ -172,14 +177,19 @@ class Managed:
                     rates=lambda: self.rates.storages, before=before,
                 )  # fmt: skip
             except Exception as error:
-                if not record.deferred or isinstance(error, GraphPlanError) or is_out_of_memory(error):
+                stands_in = record.deferred is not None and record.deferred.has_stand_ins
+                if not stands_in or isinstance(error, GraphPlanError) or is_out_of_memory(error):
                     raise
-                # C code that is handed a deferred number says that it wants something else.
-                raise ReadSignal from None
+                # C code that is handed a stand-in says that it wants something else.
+                raise ReadSignal(lent=record.lent.touched if record.lent.places else None) from None
         discovery.faults.check()
-        if record.deferred and (record.executed.compiled or _are_misused(record)):
-            # What refuses the step anyway need not be looked for again.
-            raise record.violation or ReadSignal()
+        if record.deferred is not None and record.deferred.has_stand_ins:
+            is_lost, is_compiled = not record.lent.are_over(), bool(record.deferred and record.executed.compiled)
+            if is_lost or is_compiled or _are_misused(record):
+                # What refuses the step anyway need not be looked for again.
+                raise record.violation or ReadSignal(
+                    lent=record.lent.touched if is_lost or not record.deferred else None
+                )
         self.kept = discovery.kept(after, result)
         return result, self.walk() if self._take_owners(discovery, after) else after
 

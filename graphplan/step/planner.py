@@ -7,43 +7,52 @@ others follow, and the calls of each way have a plan of their own; else the step
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from graphplan.effects.compared_numbers import find_comparisons
+import torch
+
+from graphplan.effects.allowed import is_allowed
 from graphplan.effects.host_changes import host_changes
-from graphplan.effects.reads import names_changing
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import ControlFlowError, HostEffectError, HostScalarError, OutcomeError, RefusalError
-from graphplan.observe.comparisons import come_out_alike
-from graphplan.owners.slots import Walk
+from graphplan.owners.slots import Scalar, Walk
+from graphplan.owners.views import Given, Numbers
 from graphplan.plan.build import build_plan
 from graphplan.plan.difference import is_reordered
 from graphplan.plan.plan import Plan
 from graphplan.step.programs import Entry, Line
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
+from graphplan.tensors.host_numbers import NUMBERS
+from graphplan.trace.changes import same_value
+from graphplan.trace.lent_numbers import HostTensors, LentNumbers, may_lend
 from graphplan.trace.records import Trace, collect
 
 FICKLE_TRACES = 3
 """Traces and captures of one line that may come to another value than a trace before, where the step branches on it."""
 _REORDERED = 5
 """Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps."""
+_LENT = (Given, Numbers)
+"""Kinds of numbers that are lent before they are known to change, those that are given up last first."""
+_ALL = len(_LENT)
 _STRADDLING = 3
 """Pairs of traces in a row between which host code changed something: it is no coincidence any more."""
 
 
 class Planner:
-    """Makes plans of one step's traces.
-
-    Attributes:
-        covers: whether traces leave out what code names and does not come to.
-    """
+    """Makes plans of one step's traces, and says which numbers these are lent."""
 
     def __init__(self, parts: Parts) -> None:
         self._managed, self._options, self._peers = parts.managed, parts.options, parts.peers
         self._stats = parts.runner.stats
-        self.covers = False
+        self._lent = _ALL
+        self._tensors = HostTensors()
+        self._numbers: dict[str, Any] = {}
+        """The numbers that the step's code names, by path, as they were before the latest call that was looked at."""
+        self._changing_numbers: set[str] = set()
+        """The paths of those that were others before some call."""
+        self._kept: set[str] = set()
+        """The paths of those that are lent no more."""
         self._latest: Trace | None = None
         """The latest trace, until there is a plan or a refusal."""
         self._changing = "", 0
@@ -60,6 +69,47 @@ class Planner:
             changed = host_changes(TracePair(before, facts, walk, self._options.allow))
             path = "" if changed is None else changed.split(" was ")[0]
             self._changing = path, self._changing[1] + 1 if path and path == self._changing[0] else int(bool(path))
+
+    def note_numbers(self, walk: Walk) -> None:
+        """Note which of the numbers that the step's code names are others than before an earlier call."""
+        named = {path: place for path, place in walk.scalars.items() if self._is_lendable(path, place)}
+        numbers = {path: value for path, place in named.items() if type(value := place.get()) in (*NUMBERS, bool)}
+        before = self._numbers
+        changed = (path for path in numbers.keys() & before.keys() if not same_value(before[path], numbers[path]))
+        self._changing_numbers.update(changed)
+        self._numbers = numbers
+
+    def _is_lendable(self, path: str, place: Scalar) -> bool:
+        is_named = place.attribute in self._managed.named_attributes or type(place.container) is Given
+        return is_named and may_lend(place) and not is_allowed(path, self._options.allow)
+
+    def lend(self, walk: Walk, device: torch.device | None, *, arguments_alone: bool) -> LentNumbers:
+        """The numbers to lend to the step that is traced next: those that change, and what the Trainer counts; or
+        its ``arguments_alone``.
+        """
+        self.note_numbers(walk)
+        kinds = _LENT[:1] if arguments_alone else _LENT[: self._lent]
+        lent = {
+            path: walk.scalars[path]
+            for path, value in self._numbers.items()
+            if type(value) in NUMBERS and path not in self._kept and self._changes(path, walk.scalars[path], kinds)
+        }
+        return LentNumbers(lent, self._tensors, device)
+
+    def lend_less(self, paths: frozenset[str]) -> None:
+        """Code needs what only real numbers are good for, of those at ``paths`` if any are known."""
+        self._kept |= paths
+        self._lent = self._lent if paths else max(self._lent - 1, 0)
+
+    def _changes(self, path: str, place: Scalar, kinds: Sequence[type] = _LENT) -> bool:
+        return type(place.container) in kinds or (len(kinds) > 1 and path in self._changing_numbers)
+
+    def take_truths(self, facts: Trace, walk: Walk) -> None:
+        """Count truth values that change as asked, if the step's code may have read them."""
+        for path, value in self._numbers.items():
+            place = walk.scalars.get(path)
+            if type(value) is bool and place is not None and self._changes(path, place) and facts.reads.covers(place):
+                facts.lent.ask_truth(path, value)
 
     def plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
         """The plan of the line's traces, which it then lets go of; None if others have to follow. ``at_end`` is a walk
@@ -94,29 +144,13 @@ class Planner:
                 self._stats.note(f"traced anew: {error}", "traces")
                 return None
             pair = TracePair(first, second, walk, self._options.allow)
-            may_cover = self._may_cover(error, pair)
-            if self._tells_apart(entry, pair, only_compared=may_cover):
-                line.traces = [second]
-                return None
-            if may_cover:
-                self.covers = True
-                self._stats.note(f"traced anew, with a look at what code comes to: {error}", "traces")
+            if self._learns(error, pair):
+                self._stats.note(f"traced anew, with stand-ins for numbers that change: {error}", "traces")
                 return None
             if self._may_trace_anew(entry, line, pair):
                 return None
             self._latest = None
             raise
-
-    def _may_cover(self, error: RefusalError, pair: TracePair) -> bool:
-        """Whether traces that leave out what code does not come to may do: a number that changes stands in the way, or
-        what is done in the branch of which it decides.
-        """
-        if self.covers:
-            return False
-        if isinstance(error, HostScalarError):
-            return error.is_named
-        is_effect = isinstance(error, (HostEffectError, ControlFlowError))
-        return is_effect and names_changing(pair)
 
     def _build(self, *parts: Any, allow: Sequence[str], **planning: Any) -> Plan:
         """The plan of two traces. While refusals are collected, what may be allowed is, to find the next one."""
@@ -128,23 +162,20 @@ class Planner:
                     raise
                 allow = (*allow, error.path)
 
-    def _tells_apart(self, entry: Entry, pair: TracePair, *, only_compared: bool) -> bool:
-        """Whether the traces are for other outcomes of comparisons with owners' numbers, as calls are from now on: of
-        both traces, or of one, after whose outcome code does no more with the number. ``only_compared``: not of numbers
-        with which code computes after an outcome, since it may not come to that.
+    def _learns(self, error: RefusalError, pair: TracePair) -> bool:
+        """Whether the step's code names numbers that are others before each of the traces and were not lent: what
+        stands in the way may be what it makes of them.
         """
-        alone = [replace(pair, first=trace, second=trace) for trace in pair.both] if self.covers else []
-        for traces in (pair, *alone):
-            compared = {
-                path: (pair.walk.scalars[path], comparisons)
-                for path, comparisons in find_comparisons(traces).items()
-                if not come_out_alike(comparisons, *(trace.entry_scalars.get(path) for trace in pair.both))
-            }
-            computes = any(made.computes is not None for _, comparisons in compared.values() for made in comparisons)
-            if compared and not (computes and only_compared):
-                entry.compare(compared, pair.second.entry_scalars)
-                return True
-        return False
+        if not isinstance(error, (HostScalarError, HostEffectError, ControlFlowError)) or self._lent < _ALL:
+            return False
+        before, now = (trace.entry_scalars for trace in pair.both)
+        changed = {path for path in before.keys() & now.keys() if not same_value(before[path], now[path])}
+        new = {
+            path for path in changed & pair.walk.scalars.keys() if type(now[path]) in (*NUMBERS, bool)
+        } - self._changing_numbers
+        new = {path for path in new if self._is_lendable(path, pair.walk.scalars[path])}
+        self._changing_numbers |= new
+        return bool(new)
 
     def _may_trace_anew(self, entry: Entry, line: Line, pair: TracePair) -> bool:
         """Whether two traces differ by what happened between them, so that further ones may be alike."""

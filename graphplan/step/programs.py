@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from graphplan.compare.comparing import Row
 from graphplan.errors import NotCapturedError, RecaptureError, RefusalError
 from graphplan.feed.signature import Feed, first_difference, without_geometry
-from graphplan.observe.comparisons import Comparison, Computed
 from graphplan.owners.slots import Scalar
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.report.stats import Stats
 from graphplan.step.batch_variants import BatchVariants
 from graphplan.step.options import Options
+from graphplan.tensors.host_numbers import Question
+from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace
 
 if TYPE_CHECKING:
@@ -33,16 +33,14 @@ _GEOMETRIES = 256
 """Geometries of feeds whose latest program is remembered."""
 _PAYS = 16
 """Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``."""
-_OUTCOMES = 16
-"""Answers for which programs of one key are kept."""
+_WAYS = 16
+"""Ways through a step, by what owners' numbers come to, that are kept for one key."""
+_REFUSED = 3
+"""Refused ways without a program for another one, after which all calls of a key are eager."""
 _REASONS = 8
 """Reasons of recaptures that an error lists."""
 Key = tuple[Any, ...]
 """The feed's geometry, torch's switches, the number of the fingerprint."""
-Compared = tuple[Scalar, tuple[Comparison, ...]]
-"""A number among the owners' values, and comparisons with it."""
-Answers = tuple[bool | Computed, ...]
-"""What comparisons with owners' numbers come to."""
 Variant = tuple[bool, ...]
 """Which parameters have a gradient on entry: a step that accumulates has one program per answer."""
 
@@ -66,17 +64,52 @@ class Line:
 
 
 @dataclass(slots=True)
+class Way:
+    """One way through a step's code.
+
+    Attributes:
+        asked: what the code branches on that is computed of owners' numbers, with the answers.
+        used: those of these numbers whose values code needs, by path: each value is a way of its own.
+        where: the first of those, and where code needs it.
+        is_met: whether a call has had these values before.
+        lines: a line for each variant.
+        refusal: why calls that take it are eager.
+    """
+
+    asked: dict[Question, bool] = field(default_factory=dict)
+    used: dict[str, Any] = field(default_factory=dict)
+    where: str = ""
+    lines: dict[Variant, Line] = field(default_factory=dict)
+    refusal: RefusalError | None = None
+    is_met: bool = True
+
+    def is_taken(self, numbers: Mapping[str, Any], *, values: bool = True) -> bool:
+        """Return True if a step takes it with ``numbers`` by path; without ``values``, if it does with other ``used``
+        ones.
+        """
+        try:
+            answers = all(question.answer(numbers) is answer for question, answer in self.asked.items())
+            return answers and all(not values or same_value(numbers[path], value) for path, value in self.used.items())
+        except Exception:  # noqa: BLE001 - the step raises it, too, or guards find that the number is gone
+            return False
+
+    @property
+    def programs(self) -> list[Program]:
+        """Programs that are ready."""
+        return [line.program for line in self.lines.values() if line.program is not None]
+
+
+@dataclass(slots=True)
 class Entry:
-    """One ``key``: what is known of its calls, and a line for each variant and outcome of comparisons.
+    """One ``key``: what is known of its calls, and the ways that they take through the step's code.
 
     ``since`` is the number of the lookup that made it, ``used`` that of the latest one that found it, ``called`` that
     of the latest call on its way to a program. ``captured``: whether it has or had a program. ``gate``: while it is
     open whether its replays pay, until ``is_decided``. ``outside``: gradients flow through the results of its calls,
     which are eager.
-    ``batch``: what is read of the batch before the step, and chooses one of other entries. ``compared`` are numbers of
-    owners with the comparisons that the step's code makes with them, ``answers`` what these come to now. ``groups`` has
-    the lines for these and for other answers, the latest ones last. Calls for answers that are ``refused`` are eager.
-    ``computed``: the latest answers among which was a number that code computes with.
+    ``batch``: what is read of the batch before the step, and chooses one of other entries. ``ways`` has the latest one
+    last, which is the one of the call that was looked up last; ``places`` are where the numbers lie that decide, by
+    path.
     """
 
     key: Key = ()
@@ -90,18 +123,20 @@ class Entry:
     wants_grad: bool = False
     outside: bool = False
     batch: BatchVariants | None = None
-    compared: dict[str, Compared] = field(default_factory=dict)
-    answers: Answers = ()
-    groups: dict[Answers, dict[Variant, Line]] = field(default_factory=lambda: {(): {}})
-    refused: dict[Answers, RefusalError] = field(default_factory=dict)
-    computed: Answers = ()
+    ways: list[Way] = field(default_factory=lambda: [Way()])
+    places: dict[str, Scalar] = field(default_factory=dict)
     gate: Gate | None = None
     is_decided: bool = False
 
     @property
+    def way(self) -> Way:
+        """The way that calls take now."""
+        return self.ways[-1]
+
+    @property
     def lines(self) -> dict[Variant, Line]:
-        """The lines for the answers of now."""
-        return self.groups[self.answers]
+        """The lines of the way that calls take now."""
+        return self.way.lines
 
     @property
     def is_new(self) -> bool:
@@ -118,10 +153,10 @@ class Entry:
         return ("same_attributes", [self], ["refusal"], [self.refusal])
 
     def select(self, variant: Callable[[], Variant]) -> Program | None:
-        """The program for the gradients that there are now, and for what comparisons come to, if it is ready."""
-        if self.compared:
-            self._turn(answers_of(self.compared))
-        ready = _ready(self.lines)
+        """The program for the gradients and the owners' numbers that there are now, if it is ready."""
+        if self.places:
+            self._turn()
+        ready = self.way.programs
         # Of a step that drops gradients unread, one serves whatever there are.
         for_any = next((program for program in ready if not program.plan.tells_gradients), None)
         if for_any is not None or not ready:
@@ -132,74 +167,71 @@ class Entry:
         # Gradients that the step drops unread may differ from those of the traced calls (validation clears them).
         return next((program for program in ready if program.adopted.guards.gradients_fit()), None)
 
-    def compare(self, compared: Mapping[str, Compared], values: Mapping[str, Any]) -> None:
-        """Tell programs apart by these comparisons, too; the current ones are for ``values``. Others are closed."""
-        before = {path: comparisons for path, (_, comparisons) in self.compared.items()}
-        self.compared = {**self.compared, **compared}
-        if all(before.get(path) == comparisons for path, (_, comparisons) in compared.items()):
-            return
-        lines = self.groups.pop(self.answers)
-        for program in self.programs():
-            program.close()
-        self.refused = {}
-        self.answers = answers_of(self.compared, values)
-        self.groups = {self.answers: lines}
+    def learn(self, facts: Trace, places: Mapping[str, Scalar]) -> None:
+        """Take in what a trace of the call that was looked up last has asked of owners' numbers, which lie at
+        ``places``. The way is for the values that the step had.
+        """
+        asked, way = facts.lent.asked, self.way
+        paths = {path for question in asked for path in question.paths}
+        self.places.update({path: places[path] for path in sorted(paths & places.keys())})
+        way.asked.update(asked)
+        way.used = {path: facts.entry_scalars[path] for path in facts.lent.used if path in paths}
+        way.where = next((f"{path} at {facts.lent.used[path]}" for path in way.used), "")
 
-    def _turn(self, answers: Answers) -> None:
-        """Select the lines for these answers."""
-        if answers == self.answers:
+    def _turn(self) -> None:
+        """Turn to the way that the numbers of now lead to."""
+        numbers = {path: value for path, place in self.places.items() if (value := _value_at(place)) is not None}
+        known = next((way for way in self.ways if way.asked and way.is_taken(numbers)), None)
+        if known is None:
+            if not self.way.asked:
+                # Nothing is known of it yet.
+                return
+            alike = next((way for way in self.ways if way.used and way.is_taken(numbers, values=False)), Way())
+            used = {path: numbers[path] for path in alike.used}
+            known = Way(asked=dict(alike.asked), used=used, where=alike.where, is_met=not used)
+        elif known is self.way:
             return
-        if not self.lines:
-            del self.groups[self.answers]
-        self.groups[answers] = self.groups.pop(answers, {})
-        self.answers = answers
-        if len(self.groups) > _OUTCOMES:
+        if not (self.way.lines or self.way.refusal):
+            self.ways.pop()
+        self.ways = [*(way for way in self.ways if way is not known), known]
+        if len(self.ways) > _WAYS:
             self.forget_oldest()
 
-    def newly_computes_with(self) -> str | None:
-        """The path of the number that code computes with now; None if comparisons came out so in the last call."""
-        paths = (path for path, (_, comparisons) in self.compared.items() for _ in comparisons)
-        path = next((path for path, answer in zip(paths, self.answers, strict=False) if type(answer) is Computed), None)
-        if path is None or self.lines or self.computed == self.answers:
+    def newly_needs(self) -> str | None:
+        """The number whose value code needs in this call, and where; None if the call before had the same value."""
+        if self.way.is_met:
             return None
-        self.computed = self.answers
-        return path
+        self.way.is_met = True
+        return self.way.where
 
-    @property
-    def serves_others(self) -> bool:
-        """Whether there are programs for other answers than those of now."""
-        return len(self.programs()) > len(_ready(self.lines))
+    def may_refuse_way(self) -> bool:
+        """Return True if a refusal is for the calls that take this way alone: others are served, or may be."""
+        others = self.ways[:-1]
+        if any(way.programs for way in others):
+            return True
+        return bool(self.way.asked) and sum(way.refusal is not None for way in others) + 1 < _REFUSED
 
     def forget_oldest(self) -> None:
-        """Close the programs for the answers that came longest ago."""
-        for program in _ready(self.groups.pop(next(iter(self.groups)))):
+        """Close the programs of the way that was taken longest ago."""
+        for program in self.ways.pop(0).programs:
             program.close()
 
     def programs(self) -> list[Program]:
-        """Programs that are ready, those for the answers of now last."""
-        return [program for lines in self.groups.values() for program in _ready(lines)]
+        """Programs that are ready, those of the way of now last."""
+        return [program for way in self.ways for program in way.programs]
 
     def drop(self) -> None:
         """Close the programs and start again from one warm step."""
         for program in self.programs():
             program.close()
-        self.groups, self.refused = {self.answers: {}}, {}
+        self.ways = [Way()]
 
 
-def answers_of(compared: Mapping[str, Compared], values: Mapping[str, Any] = MappingProxyType({})) -> Answers:
-    """The outcomes of all comparisons for ``values``, or for the numbers of now; none where one cannot be made."""
+def _value_at(place: Scalar) -> Any:
     try:
-        return tuple(
-            comparison.outcome(values[path] if path in values else number.get())
-            for path, (number, comparisons) in compared.items()
-            for comparison in comparisons
-        )
-    except Exception:  # noqa: BLE001 - the step raises it, too, or guards find that the number is gone
-        return ()
-
-
-def _ready(lines: Mapping[Variant, Line]) -> list[Program]:
-    return [line.program for line in lines.values() if line.program is not None]
+        return place.get()
+    except (KeyError, AttributeError):
+        return None
 
 
 class Programs:
@@ -279,8 +311,8 @@ class Programs:
         """Drop traces that wait for a second one: they keep tensors, also those that an owner no longer has. Return
         True if there were any.
         """
-        groups = [lines for entry in self._entries.values() for lines in entry.groups.values()]
-        waiting = [line for lines in groups for line in lines.values() if line.traces]
+        ways = [way for entry in self._entries.values() for way in entry.ways]
+        waiting = [line for way in ways for line in way.lines.values() if line.traces]
         for line in waiting:
             line.traces = []
         return bool(waiting)
@@ -345,7 +377,7 @@ class Programs:
             others = [other for other in self._entries.values() if other.programs() and other is not entry]
             if others:
                 min(others, key=lambda other: other.used).drop()
-            elif len(entry.groups) > 1:
+            elif len(entry.ways) > 1:
                 entry.forget_oldest()
             else:
                 break

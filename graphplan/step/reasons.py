@@ -125,11 +125,11 @@ class Reasons:
         entry = call.entry
         if entry.refusal is not None:
             self._step.programs.close(entry)
-        return entry.refusal or entry.refused.get(entry.answers)
+        return entry.refusal or entry.way.refusal
 
     def _computes_with(self, call: Call) -> Found:
         """The step's code computes with an owner's number, as comparisons with it come out now."""
-        path = call.entry.newly_computes_with()
+        path = call.entry.newly_needs()
         if path is None:
             return None
         detail = f"the step's code computes with {path}, as its comparisons with it come out in these calls"

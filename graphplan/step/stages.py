@@ -108,6 +108,7 @@ class Stages:
             if self._programs.is_further(entry):
                 result = self._runner.run(call)
             else:
+                self._planner.note_numbers(self._managed.walk_before())
                 result, is_new = self._runner.run_noting(partial(self._managed.discover, call, fed=fed.objects()))
                 self._managed.refresh_after(is_new=is_new)
                 self._keeping = self._keeping + 1 if self._managed.kept else 0
@@ -156,7 +157,10 @@ class Stages:
                 entry.warm = min(entry.warm, self._options.warmup_steps - 1)
             # An error of the step's own comes out here, too.
             result = self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
-            self._defers &= bool(signal.indices)
+            if signal.lent is not None:
+                self._planner.lend_less(signal.lent)
+            else:
+                self._defers &= bool(signal.indices)
             return result
         except Exception as error:
             found = error if isinstance(error, RefusalError) else refusal_of(error)
@@ -174,9 +178,9 @@ class Stages:
         return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal))
 
     def _refuse(self, entry: Entry, error: RefusalError) -> None:
-        if self._peers is None and entry.serves_others:
+        if self._peers is None and entry.may_refuse_way():
             self._refusals.refuse(error, "graphplan runs such calls eagerly")
-            entry.refused[entry.answers] = error
+            entry.way.refusal = error
         else:
             self._refusals.refuse(error)
             entry.refusal = error
@@ -202,7 +206,7 @@ class Stages:
 
     def _drop_outdated(self, call: Call) -> None:
         """Drop a plan if Python values have changed since its traces, or what is read before the step is elsewhere."""
-        entry, line, found = call.entry, call.line, reads_of(call.feed)
+        line, found = call.line, reads_of(call.feed)
         if found is not None:
             found.is_outdated |= not found.is_in(call.walk.slots)
         if line.plan is None:
@@ -213,12 +217,6 @@ class Stages:
             changed = changed or "what is read before the step lies in other containers"
         if changed is not None:
             self._stats.note(f"traced anew: {changed}", "traces")
-            compared = line.plan.reads.comparisons
-            scalars = {path: call.walk.scalars[path] for path in compared.keys() & call.walk.scalars.keys()}
-            entry.compare(
-                {path: (scalar, compared[path]) for path, scalar in scalars.items()},
-                {path: scalar.get() for path, scalar in scalars.items()},
-            )
             line.plan = None
 
     def _trace(self, call: Call, undo: ExitStack, snapshot: Snapshot) -> Any:
@@ -232,11 +230,10 @@ class Stages:
         facts, feed = Trace(), call.feed
         rehearses = self._managed.runs_compiled(call.walk)
         facts.expects = not rehearses and self._peers is None
-        facts.covers = self._planner.covers
         if facts.expects:
             facts.batch = recorder_of(feed)
-        if not rehearses and self._defers:
-            facts.deferred = DeferredReads()
+        lent = self._planner.lend(call.walk, self._runner.device, arguments_alone=rehearses)
+        facts.deferred = DeferredReads(defers=self._defers and not rehearses, lent=lent)
         placeholders = Placeholders(feed, feed.unread)
         fed = CallArguments.of(placeholders.feed).watch()
         undo.callback(fed.restore)
@@ -313,6 +310,8 @@ class Stages:
             line.traces = []
             return
         self._planner.note(facts, walk)
+        self._planner.take_truths(facts, walk)
+        call.entry.learn(facts, walk.scalars)
         line.traces.append(facts)
         line.state = [path for path in facts.entry_paths if is_optimizer_state(path)]
         plan = line.plan = self._planner.plan(call, walk, at_end)
@@ -387,8 +386,6 @@ class Stages:
         build_later()
         self._stats.captured += 1
         call.line.program = program
-        guards = program.adopted.guards
-        call.entry.compare(guards.compares, guards.values)
         self._managed.refresh(program.adopted.walk)
         self._managed.captured()
         self._stats.end_call("captured")

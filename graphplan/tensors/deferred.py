@@ -44,7 +44,9 @@ class _Made(int):
 
 
 class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
-    """How a number is computed: a function with its operands for each instruction, None where a tensor is read."""
+    """How a number is computed: a function with its operands for each instruction, None where a tensor is read, and a
+    path where an owner's number is.
+    """
 
     __slots__ = ()
 
@@ -53,11 +55,16 @@ class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
         values, made = iter(read), list[Any]()
         for function, operands in self:
             given = [made[o] if type(o) is _Made else own if o is OWN else o for o in operands]
-            made.append(next(values) if function is None else function(*given))
+            made.append(function(*given) if callable(function) else next(values))
         return made[-1]
 
     def __repr__(self) -> str:
-        return "a number that is read from the device"
+        paths = [function for function, _ in self if type(function) is str]
+        return (
+            f"a number that is computed from {' and '.join(paths)}"
+            if paths
+            else "a number that is read from the device"
+        )
 
 
 class Reader(Protocol):
@@ -85,24 +92,46 @@ class Reader(Protocol):
 
 
 class DeferredNumber:
-    """A number of class ``kind``: the only element of ``tensor``, or what ``function`` gives for ``operands``.
+    """A number of class ``kind``: the only element of the tensor ``source``, or what ``function`` gives for
+    ``operands``.
 
     ``isinstance`` says of it what it says of the value.
     """
 
-    __slots__ = ("__weakref__", "_function", "_kind", "_operands", "_reader", "_tensor")
-    is_array = False
+    __slots__ = ("__weakref__", "_function", "_kind", "_operands", "_reader", "_source")
+    is_array = is_host = False
 
     def __init__(
         self,
         kind: type,
-        reader: Reader,
-        tensor: Tensor | None = None,
+        reader: Any,
+        source: Any = None,
         function: Any = None,
         operands: tuple[Any, ...] = (),
     ) -> None:
-        self._kind, self._reader, self._tensor = kind, reader, tensor
+        self._kind, self._reader, self._source = kind, reader, source
         self._function, self._operands = function, operands
+
+    def _computed(self, function: Any, operands: tuple[Any, ...], kind: type) -> DeferredNumber:
+        """What ``function`` gives for ``operands``, of which this is one."""
+        return DeferredNumber(kind, self._reader, None, function, operands)
+
+    def as_tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A scalar tensor with the value."""
+        return on_device(self, dtype)
+
+    def _value(self) -> Any:
+        """The value, which code needs."""
+        known: dict[int, Any] = {}
+        for node in in_order(self):
+            if node.is_host:
+                known[id(node)] = value_of(node)
+            elif node._source is not None:
+                known[id(node)] = node._reader.read(node._source, node._kind)
+            else:
+                operands = (known[id(o)] if is_deferred(o) else o for o in node._operands)
+                known[id(node)] = node._function(*operands)
+        return known[id(self)]
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -201,12 +230,24 @@ def _with_values(tree: Any) -> Any:
 
 
 def _computed(function: Any, *operands: Any, kind: type) -> DeferredNumber:
-    first = next(operand for operand in operands if is_deferred(operand))
-    return DeferredNumber(kind, first._reader, None, function, operands)
+    return _device_first(operands)._computed(function, operands, kind)
+
+
+def _device_first(operands: Iterable[Any]) -> DeferredNumber:
+    """The first that is read from the device, whose value is not known; else that of owners' numbers."""
+    return min((operand for operand in operands if is_deferred(operand)), key=lambda number: number.is_host)
+
+
+def _are_mixed(*numbers: Any) -> bool:
+    """Whether some are read from the device, and others are the owners'."""
+    return len({number.is_host for number in numbers if is_deferred(number)}) > 1
 
 
 def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any], Any]:
     def method(self: DeferredNumber, other: Any) -> Any:
+        if self.is_host and isinstance(other, Tensor):
+            # It is asked next, and says of this number what it is to torch's functions.
+            return NotImplemented
         kind = other._kind if is_deferred(other) else type(other)
         operands = (other, self) if reflected else (self, other)
         second: Any = operands[1]
@@ -214,8 +255,12 @@ def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any]
         # Other powers may be of another class.
         is_known = kind in _PLAIN and not (is_power and not (type(second) in (int, float) and second >= 0))
         fails = is_power or (function in _DIVISIONS and (is_deferred(second) or second == 0))
-        is_summed = function is operator.add and self._reader.is_summed()
-        if not is_known or is_summed or (fails and not self._reader.may_fail()):
+        first = _device_first(operands)
+        if first.is_host and fails:
+            # Where it raises an exception, it does so now; another divisor is asked whether it would.
+            fails = not is_known or (not is_power and not second)
+        is_summed = function is operator.add and first._reader.is_summed()
+        if not is_known or is_summed or (fails and not first._reader.may_fail()):
             return function(*map(value_of, operands))
         is_whole = float not in (kind, self._kind) and function is not operator.truediv
         return _computed(function, *operands, kind=int if is_whole else float)
@@ -235,6 +280,8 @@ def _comparing(function: Any) -> Callable[[DeferredNumber, Any], Any]:
     """A comparison that is made where the numbers are: code branches on a truth value, which replays can compare."""
 
     def method(self: DeferredNumber, other: Any) -> Any:
+        if _are_mixed(self, other):
+            return function(*map(_without_host, (self, other)))
         kind = other._kind if is_deferred(other) else type(other)
         is_exact = kind in _PLAIN and (is_deferred(other) or kind is float or abs(other) < _EXACT)
         if not is_exact:
@@ -289,7 +336,7 @@ for _name in ("copy", "deepcopy"):
     setattr(DeferredNumber, f"__{_name}__", lambda self, *_: value_of(self))
 
 
-def _in_order(number: DeferredNumber) -> Iterable[DeferredNumber]:
+def in_order(number: DeferredNumber) -> Iterable[DeferredNumber]:
     """All that ``number`` is computed from, operands first, and itself. Sums may have thousands of terms."""
     done: set[int] = set()
     left = [number]
@@ -305,39 +352,36 @@ def _in_order(number: DeferredNumber) -> Iterable[DeferredNumber]:
             yield node
 
 
-def form_of(number: DeferredNumber, own: Any = None) -> tuple[NumberForm, list[Tensor]]:
-    """How ``number`` is computed, and the tensors that are read for it. ``own`` is the object that lay where it is
-    stored, or None: ``+=`` has it on the left of all others, elsewhere it is another number that is the same object.
+def form_of(number: DeferredNumber, own: Any = None) -> tuple[NumberForm, list[Any]]:
+    """How ``number`` is computed, and the tensors, or the paths of owners' numbers, that are read for it. ``own`` is
+    the object that lay where it is stored, or None: ``+=`` has it on the left of all others, elsewhere it is another
+    number that is the same object.
     """
     begin = number
     while begin._operands and is_deferred(begin._operands[0]):
         begin = begin._operands[0]
     places: dict[int, _Made] = {}
     instructions: list[tuple[Any, tuple[Any, ...]]] = []
-    read: list[Tensor] = []
-    for node in _in_order(number):
-        if node._tensor is not None:
-            read.append(node._tensor)
+    read: list[Any] = []
+    for node in in_order(number):
+        if node._source is not None:
+            read.append(node._source)
         operands = [places[id(o)] if is_deferred(o) else o for o in node._operands]
         if node is begin and own is not None and operands and operands[0] is own:
             operands[0] = OWN
         places[id(node)] = _Made(len(instructions))
-        instructions.append((node._function, tuple(operands)))
+        function = node._source if node.is_host and node._source is not None else node._function
+        instructions.append((function, tuple(operands)))
     return NumberForm(instructions), read
 
 
 def value_of(number: Any) -> Any:
     """The value of a deferred number; others as they are."""
-    if not is_deferred(number):
-        return number
-    known: dict[int, Any] = {}
-    for node in _in_order(number):
-        if node._tensor is not None:
-            known[id(node)] = node._reader.read(node._tensor, node._kind)
-        else:
-            operands = (known[id(o)] if is_deferred(o) else o for o in node._operands)
-            known[id(node)] = node._function(*operands)
-    return known[id(number)]
+    return number._value() if is_deferred(number) else number
+
+
+def _without_host(number: Any) -> Any:
+    return value_of(number) if is_deferred(number) and number.is_host else number
 
 
 def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:
@@ -346,17 +390,19 @@ def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:
     """
     made: dict[int, Tensor] = {}
     with torch.no_grad():
-        for node in _in_order(number):
-            if node._tensor is not None:
-                made[id(node)] = node._tensor
+        for node in in_order(number):
+            if node.is_host:
+                continue
+            if node._source is not None:
+                made[id(node)] = node._source
                 continue
             function, operands = _device_function(node)
             if function is None:
                 return torch.tensor(value_of(number), dtype=dtype, device=next(iter(made.values())).device)
             wide = torch.int64 if node._kind is int else torch.float64
-            device = next(made[id(o)].device for o in node._operands if is_deferred(o))
+            device = next(made[id(o)].device for o in node._operands if id(o) in made)
             given = [
-                made[id(o)].to(wide) if is_deferred(o) else torch.full((), o, dtype=wide, device=device)
+                made[id(o)].to(wide) if id(o) in made else torch.full((), value_of(o), dtype=wide, device=device)
                 for o in operands
             ]
             made[id(node)] = function(*given)

@@ -10,9 +10,9 @@ each read at once.
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Container
+from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -28,11 +28,10 @@ from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.deferred import DeferredArray, DeferredNumber, HostCopy, form_of, is_deferred, value_of
 from graphplan.tensors.trees import flatten_result, rebuild
 from graphplan.trace.changes import Changes
-from graphplan.trace.host_reads import ends_step, is_operator, is_torchs
+from graphplan.trace.host_reads import ends_step, is_torchs, sums_otherwise
+from graphplan.trace.lent_numbers import LentNumbers
 from graphplan.trace.operator_schemas import AS_ON_DEVICE
 
-_SUMS_DIFFER = sys.version_info >= (3, 12)
-"""From then on ``sum()`` makes up for what additions round off."""
 _item, _to, _numpy = torch._C.TensorBase.item, torch._C.TensorBase.to, torch._C.TensorBase.numpy
 _NO_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
 """Code may ask whether a truth value *is* ``True``."""
@@ -40,10 +39,11 @@ _NO_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
 
 class DeferredReads:
     """Defers the reads of the code that runs in the thread which enters it. Copies hold what they are copies of if it
-    ``fills`` them: a capture cannot.
+    ``fills`` them: a capture cannot. ``lent`` are owners' numbers that the step is lent; with ``defers=False`` nothing
+    else waits.
     """
 
-    def __init__(self, *, fills: bool = True) -> None:
+    def __init__(self, *, fills: bool = True, defers: bool = True, lent: LentNumbers | None = None) -> None:
         self._thread = self._modes = 0
         self._fills = fills
         self._made: list[weakref.ref[Any]] = []
@@ -59,21 +59,30 @@ class DeferredReads:
         self._derived: set[int] = set()
         """Those from which autograd would lead back."""
         self._real_copies: dict[int, Tensor] = {}
-        self._conversions = Conversions(on_item=self._defer, on_copy=self._copy)
+        self.lent = LentNumbers() if lent is None else lent
+        # Compiled code would not be run while methods of torch's are others.
+        self._conversions = Conversions(on_item=self._defer, on_copy=self._copy) if defers else nullcontext()
 
     def __enter__(self) -> DeferredReads:
         self._thread = get_ident()
         self._modes = torch._C._len_torch_dispatch_stack()
+        self.lent.__enter__()
         self._conversions.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._conversions.__exit__(*exc)
+        self.lent.__exit__(*exc)
         for copy, _ in self.copies.values():
             copy.settle()
 
     def __bool__(self) -> bool:
         return bool(self._made or self.copies or self._is_lost or self._has_copied)
+
+    @property
+    def has_stand_ins(self) -> bool:
+        """Whether code was given what is no real number or tensor."""
+        return bool(self) or bool(self.lent.places)
 
     def _copy(self, tensor: Tensor) -> Tensor | None:
         if type(tensor) is HostCopy:
@@ -161,28 +170,33 @@ class DeferredReads:
 
     def is_summed(self) -> bool:
         """See :class:`graphplan.tensors.deferred.Reader`."""
-        is_summed = _SUMS_DIFFER and not is_operator()
+        is_summed = sums_otherwise()
         self._is_lost |= is_summed
         return is_summed
 
-    def settle(self, result: Any, changes: Changes, after: Walk, assigned: Container[str]) -> Any:
+    def settle(self, result: Any, changes: Changes, after: Walk, assigned: Container[str]) -> tuple[Any, bool]:
         """Put real numbers in the places of those in ``changes``, whose walk is ``after``, and in ``result``, which is
-        returned. Attributes that are ``assigned`` do not have their own value among the operands.
+        returned, with whether anything was put anywhere. Attributes that are ``assigned`` do not have their own value
+        among the operands.
         """
         self._is_over = True
+        has_put = bool(self)
         for path, (old, new) in changes.scalars.items():
             if is_deferred(new):
                 self._is_lost |= new.is_array
                 scalar = after.scalars[path]
-                changes.scalars[path] = old, form_of(new, None if scalar.key in assigned else old)[0]
+                own = None if scalar.key in assigned else old
+                changes.scalars[path] = old, self.lent.settle(path, new, own) if new.is_host else form_of(new, own)[0]
                 if isinstance(scalar.container, tuple):
                     self._is_lost = True
                 else:
                     scalar.container[scalar.key] = value_of(new)
+                    has_put = True
         for path, items in changes.appended.items():
             held = after.lists[path]
             for number in range(-len(items), 0):
                 if self._is_among(held[number]):
+                    has_put = True
                     held[number] = pytree.tree_map_only((DeferredNumber, Tensor), self._real, held[number])
             changes.appended[path] = pytree.tree_map_only(DeferredNumber, lambda it: form_of(it)[0], items)
         if self._is_among(result):
@@ -194,7 +208,7 @@ class DeferredReads:
                 # C code may have taken it without the tensor: ``held.data = copy``.
                 self._memories.append(StorageWeakRef(copy.untyped_storage()))
         self.copies, self._real_copies = {}, {}
-        return result
+        return result, has_put
 
     def _is_among(self, tree: Any) -> bool:
         """Whether what was deferred is among the leaves."""

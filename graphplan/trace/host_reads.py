@@ -32,6 +32,10 @@ _MACHINERY = tuple(
 """What calls a dispatch mode."""
 
 
+_SUMS_DIFFER = sys.version_info >= (3, 12)
+"""From then on ``sum()`` makes up for what additions round off."""
+
+
 class Place(NamedTuple):
     """An expression in a file. One is several instructions: which of them calls differs while a profile is on."""
 
@@ -131,6 +135,11 @@ def is_operator() -> bool:
     """Return True if an operator in Python code computes what is being computed, and not a function in C."""
     frame = _asking(sys._getframe(1))
     return frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("BINARY_", "INPLACE_"))
+
+
+def sums_otherwise() -> bool:
+    """Return True if ``sum()`` adds the numbers that are being added, and does not round as ``+`` does."""
+    return _SUMS_DIFFER and not is_operator()
 
 
 def ends_step() -> bool:

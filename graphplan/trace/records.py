@@ -25,6 +25,7 @@ from graphplan.trace.changes import Changes
 from graphplan.trace.collectives import is_collective
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.host_reads import HostRead
+from graphplan.trace.lent_numbers import LentNumbers
 from graphplan.trace.rng import SavedStates
 
 _MOST = 64
@@ -142,8 +143,6 @@ class Trace:
     entry_paths: frozenset[str] = frozenset()
     entry_scalars: dict[str, Any] = field(default_factory=dict)
     entry_metadata: dict[str, Any] = field(default_factory=dict)
-    covers: bool = False
-    """Whether ``reads`` leave out what code names and has not come to."""
     reads: Reads = field(default_factory=Reads)
     unowned_gradients: list[str] = field(default_factory=list)
     host_reads: list[HostRead] = field(default_factory=list)
@@ -181,6 +180,11 @@ class Trace:
     def generators(self) -> list[torch.Generator]:
         """The generators other than torch's default ones that the step draws from."""
         return list({id(generator): generator for generator, _ in self.drawings}.values())
+
+    @property
+    def lent(self) -> LentNumbers:
+        """The owners' numbers that the step was lent."""
+        return LentNumbers() if self.deferred is None else self.deferred.lent
 
     def refuse(self, error: RefusalError) -> None:
         """Note that the step cannot be replayed. What is noted first counts, but for a learning rate that the step's

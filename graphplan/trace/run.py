@@ -15,7 +15,6 @@ from graphplan.errors import HostEffectError
 from graphplan.feed.call_arguments import CallArguments, call_step
 from graphplan.feed.signature import Feed, is_dense, is_literal
 from graphplan.observe.capture_state import presenting_capture
-from graphplan.observe.coverage import new_coverage
 from graphplan.observe.profile import Profile
 from graphplan.observe.source import find_source, runs_step
 from graphplan.owners.sharding import Sharding, come_to_rest
@@ -97,10 +96,10 @@ def trace(
     copies = record.deferred.copies if record.deferred is not None else {}
     record.output_leaves = [_describe_output(leaf, feed, paths, copies) for leaf in leaves]
     record.output_names = [name for name, _ in named]
-    if record.deferred:
-        result = record.deferred.settle(result, changes, after, record.reads.assigned)
+    if record.deferred is not None and record.deferred.has_stand_ins:
+        result, has_put = record.deferred.settle(result, changes, after, record.reads.assigned)
         # This one may have met containers with deferred numbers in them, which others have replaced.
-        after = walk_owners(owners)
+        after = walk_owners(owners) if has_put else after
     return result, after
 
 
@@ -122,8 +121,7 @@ def _run(
     fn: Callable[..., Any], feed: Feed, fed: CallArguments, mode: TraceMode, record: Trace, sharding: Sharding
 ) -> Any:
     """Run the step under everything that watches it, and note what it ran, read and drew."""
-    coverage = new_coverage() if record.covers else None
-    profile = Profile(mode.syncs.read, lambda: record.prints.append(str(find_source())), coverage)
+    profile = Profile(mode.syncs.read, lambda: record.prints.append(str(find_source())))
     drawn, held = host_generators(), sharding.holds_gradients()
     states = TracedStates(mode.generators)
     deferring = nullcontext() if record.deferred is None else record.deferred

@@ -82,7 +82,10 @@ class Check:
         plan = program.plan
         self._walk, self._home = plan.handles.walk, plan.device
         fed = {f"input {index}": leaf for index, leaf in enumerate(feed) if isinstance(leaf, Tensor)}
-        unowned = {e.name: e.tensor for e in plan.externals if e.path is None and e.tensor is not None}
+        # What replays are filled with, eager steps do not have.
+        filled = {id(number.tensor) for number in plan.filled}
+        held = {e.name: e.tensor for e in plan.externals if e.path is None and e.tensor is not None}
+        unowned = {name: tensor for name, tensor in held.items() if id(tensor) not in filled}
         self._extra: dict[str, Tensor] = {**unowned, **fed}
         # What was read before the step is there for replays alone.
         self._read_before = {f"input {index}" for index, name in enumerate(plan.feed.names()) if BATCH_READS in name}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from tests.twins import (
     assert_equals_eager,
     assert_falls_back,
     assert_refused,
+    assert_same_as_eager,
     line_of,
 )
 
@@ -88,27 +90,56 @@ def branch_on_a_counter(model: Any, x: Tensor, loss: Tensor) -> Tensor:
     return x.cosh()
 
 
+def test_a_branch_on_a_counter() -> None:
+    """Each side has a program."""
+    step = assert_same_as_eager(partial(updating_rig, branch_on_a_counter, attributes(count=0)))
+    assert (step.stats.captured, step.stats.recaptured, step.stats.skipped) == (2, 0, {})
+
+
+UNSEEN = ctypes.c_int(0)
+"""A number where no guard looks, and no stand-in can be put."""
+
+
+def branch_unseen(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    UNSEEN.value += 1
+    return x.sin() if UNSEEN.value % 2 else x.cosh()
+
+
+def test_a_branch_that_nothing_explains_is_refused() -> None:
+    """Two traces that run different operators: both are named."""
+    make = partial(updating_rig, branch_unseen, attributes())
+    assert_refused(make, ControlFlowError, "sin", "cosh", r"test_refused_effects\.py", done=SECOND_TRACE)
+    assert_falls_back(make, SkipReason.CONTROL_FLOW, "sin", "cosh")
+
+
 def one_more_operator(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    UNSEEN.value += 1
+    for _ in range(UNSEEN.value):
+        x = x.tanh()
+    return x
+
+
+def test_a_loop_that_grows_is_refused() -> None:
+    """One trace has an operator more than the other."""
+    UNSEEN.value = 0
+    text = (
+        r"one step runs \d+ operators and the next \d+; the first extra one is operator \d+, aten\.tanh\S* at test_re"
+    )
+    assert_refused(partial(updating_rig, one_more_operator, attributes()), ControlFlowError, text, done=SECOND_TRACE)
+
+
+def one_more_turn(model: Any, x: Tensor, loss: Tensor) -> Tensor:
     model.count += 1
     for _ in range(model.count):
         x = x.tanh()
     return x
 
 
-def test_a_branch_on_a_counter_is_refused() -> None:
-    """Two traces that run different operators: both are named."""
-    make = partial(updating_rig, branch_on_a_counter, attributes(count=0))
-    assert_refused(make, ControlFlowError, "sin", "cosh", r"test_refused_effects\.py", done=SECOND_TRACE)
-    assert_falls_back(make, SkipReason.CONTROL_FLOW, "sin", "cosh")
-
-
-def test_a_loop_that_grows_is_refused() -> None:
-    """One trace has an operator more than the other."""
-    make = partial(updating_rig, one_more_operator, attributes(count=0))
-    text = (
-        r"one step runs \d+ operators and the next \d+; the first extra one is operator \d+, aten\.tanh\S* at test_re"
-    )
-    assert_refused(make, ControlFlowError, text, done=SECOND_TRACE)
+def test_a_loop_whose_length_a_counter_tells_is_refused() -> None:
+    """The number is named, and the line that needs its value."""
+    make = partial(updating_rig, one_more_turn, attributes(count=0))
+    text = r"uses model\.count at test_refused_effects\.py:\d+ in one_more_turn: `for _ in range.*which is 3 before one"
+    assert_refused(make, HostScalarError, text, done=SECOND_TRACE)
 
 
 def seeks_with_seed(model: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -132,8 +163,8 @@ def draws_from_a_copy(model: Any, x: Tensor, loss: Tensor) -> Tensor:
 
 
 def draws_in_turns(model: Any, x: Tensor, loss: Tensor) -> Tensor:
-    model.count += 1
-    return torch.rand(x.shape, generator=model.generators[model.count % 2])
+    UNSEEN.value += 1
+    return torch.rand(x.shape, generator=model.generators[UNSEEN.value % 2])
 
 
 def begins_again(model: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -188,14 +219,23 @@ def test_a_generator_that_is_seeded_between_steps_is_followed() -> None:
 
 
 def test_a_python_value_that_changes_in_the_result_is_refused() -> None:
-    """Constants may be returned; a number that grows may not."""
+    """Constants may be returned, and numbers that are computed; what nothing explains may not."""
 
     def halve(model: Any, index: int) -> None:
         model.share *= 0.5
 
-    make = partial(updating_rig, lambda model, x, loss: {"share": model.share}, attributes(share=0.5), halve)
-    assert_refused(make, OutputError, "share", r"0\.015625", r"0\.0078125", done=LAST_TRACE)
-    assert_falls_back(make, SkipReason.OUTPUT, "share")
+    make = partial(updating_rig, lambda model, x, loss: {"share": model.share + 1}, attributes(share=0.5), halve)
+    assert_equals_eager(make, verify="off")
+
+    def unseen(model: Any, x: Tensor, loss: Tensor) -> Any:
+        UNSEEN.value += 1
+        return {"share": UNSEEN.value}
+
+    UNSEEN.value = 0
+    make = partial(updating_rig, unseen, attributes())
+    allow = {"allow": ("UNSEEN[:]",)}
+    assert_refused(make, OutputError, "share", "4", "5", done=SECOND_TRACE, **allow)
+    assert_falls_back(make, SkipReason.OUTPUT, "share", **allow)
 
 
 @pytest.mark.parametrize("kind", [list, deque])
@@ -314,7 +354,7 @@ def test_a_choice_between_tensors_is_refused(choose: Callable[..., Tensor]) -> N
 
 
 def reads_quietly(model: Any, x: Tensor, loss: Tensor) -> None:
-    if abs(model.limit) > 1e9:
+    if float(model.limit) > 1e9:
         raise AssertionError
 
 
@@ -325,5 +365,5 @@ def test_a_value_that_only_decides_and_changes_is_refused() -> None:
         model.limit += 1
 
     make = partial(updating_rig, reads_quietly, attributes(limit=0), raise_it)
-    text = r"code reads model\.limit at .*, which is 5 before one step and 6 before the next.*Hold it in a.*allow="
+    text = r"code uses model\.limit at .*, which is 5 before one step and 6 before the next.*Hold it in a.*allow="
     assert_refused(make, HostScalarError, text, done=LAST_TRACE)

@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from graphplan import HostScalarError
 from graphplan.owners.values import ValueWalker
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import (
@@ -198,24 +197,25 @@ def test_a_change_reaches_the_next_step(name: str, unchanged: dict[str, Any], tm
         assert_same(unchanged, flatten(module=found))
 
 
-@pytest.mark.parametrize(
-    ("count", "label"),
-    [
-        (lambda trainer: trainer.fit_loop.epoch_loop._batches_that_stepped, "_batches_that_stepped"),
-        (lambda trainer: trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress, "optimizer_steps"),
-    ],
-)
-def test_a_count_of_the_loops_is_refused_by_name(count: Callable[[Any], Any], label: str, tmp_path: Path) -> None:
-    """It is another number in each step."""
+COUNTS: list[Callable[[Any], Any]] = [
+    lambda loop: loop._batches_that_stepped,
+    lambda loop: loop.automatic_optimization.optim_progress.optimizer_steps,
+]
+
+
+@pytest.mark.parametrize("count", COUNTS, ids=["batches", "steps"])
+def test_a_count_of_the_loops_decides(count: Callable[[Any], Any], tmp_path: Path) -> None:
+    """It is another number in each step: each outcome has a program."""
 
     def step(module: Any, loss: Tensor) -> Tensor:
-        found = count(module.trainer)
-        return loss * 2 if getattr(found, "optimizer_steps", found) > WHEN else loss
+        return loss * 2 if count(module.trainer.fit_loop.epoch_loop) > WHEN else loss
 
-    with pytest.raises(
-        HostScalarError, match=rf"{label}( at .*)?, which is \d+ before one step and \d+ before the next"
-    ):
-        _run(tmp_path, step, _nothing, _nothing, tape())
+    module, _, _, seen = _run(tmp_path / "eager", step, _nothing, _nothing)
+    callback = tape()
+    found, _, _, observed = _run(tmp_path / "graphed", step, _nothing, _nothing, callback)
+    assert_same(flatten(module=module, batches=seen.batches), flatten(module=found, batches=observed.batches))
+    assert callback.stats.captured == 2 and callback.stats.replayed > 0
+    assert "guarded: how the step branches on 1 numbers" in str(callback.plan)
 
 
 def _count(lead: Callable[[Any], Any]) -> Use:

@@ -24,11 +24,11 @@ from tests.lightning.parts import (
 
 
 def by_epoch(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    return self.loss_of(batch) * min(1.04, 1 + self.current_epoch / 50)
+    return self.loss_of(batch) / (1 + self.current_epoch / 50)
 
 
 def by_attribute(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    return self.loss_of(batch) * self.beta
+    return self.loss_of(batch) / self.beta
 
 
 def set_beta(self: Any, last: int) -> None:
@@ -82,7 +82,9 @@ def test_the_smaller_last_batch_gets_its_plan_once_the_value_stays(tmp_path: Pat
 def test_the_smaller_last_batch_stays_eager_where_the_value_never_does(tmp_path: Path) -> None:
     make, sizes = until(100), (16,) * 8 + (6,)
     expected = fit(make, tmp_path / "eager", sizes=sizes, max_epochs=8)
-    with pytest.warns(UserWarning, match=r"runs this step eagerly: .* gets other=\d\.\d+ on one step and other="):
+    with pytest.warns(
+        UserWarning, match=r"runs this step eagerly: .* uses model\.beta at .*, which is \d\.\d+ before one step"
+    ):
         found = fit(make, tmp_path / "graphed", tape(), sizes=sizes, max_epochs=8)
     assert_same_fits(expected, found)
     assert found.callback.stats.replayed == 30, found.callback.report()
@@ -133,7 +135,14 @@ def _computed(self: Any, loss: Tensor) -> Tensor:
     return loss * (1 + self.current_epoch)
 
 
-@pytest.mark.parametrize(("use", "captured", "replayed"), [(_unused, 1, 21), (_compared, 2, 17), (_computed, 3, 13)])
+def _divided(self: Any, loss: Tensor) -> Tensor:
+    return loss / (1 + self.current_epoch)
+
+
+LOOKS = [(_unused, 1, 21), (_compared, 2, 17), (_computed, 1, 21), (_divided, 3, 13)]
+
+
+@pytest.mark.parametrize(("use", "captured", "replayed"), LOOKS)
 def test_a_step_that_looks_at_the_epoch(use: Any, captured: int, replayed: int, tmp_path: Path) -> None:
     """It is captured anew where what it does with the number comes out otherwise, not in each epoch. Of 30 steps, the
     last one of an epoch has another shape.

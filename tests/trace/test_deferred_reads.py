@@ -275,7 +275,7 @@ def summed(model: Any, loss: Tensor, hits: Tensor) -> Any:
 
 def test_sums_that_are_rounded_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """From Python 3.12 on, ``sum()`` needs the values, and ``+`` does not."""
-    monkeypatch.setattr("graphplan.trace.deferred_reads._SUMS_DIFFER", True)
+    monkeypatch.setattr("graphplan.trace.host_reads._SUMS_DIFFER", True)
     assert_falls_back(partial(rig_of, summed), SkipReason.HOST_SYNC, line_of(summed))
     assert assert_same_as_eager(partial(rig_of, sums)).stats.replayed == CALLS - BEFORE
 
@@ -324,13 +324,27 @@ def test_one_result_that_is_a_number_in_one_call_only_is_refused() -> None:
         drive(rig := build(partial(rig_of, changes)), managed(rig))
 
 
+@pytest.mark.parametrize("verify", ["geometric", "off"])
+def test_an_attribute_that_is_averaged(verify: str) -> None:
+    """Each replay goes on from the number that the one before has left."""
+
+    def acts(model: Any, loss: Tensor, hits: Tensor) -> Any:
+        model.total = model.total * 0.9 + loss.item() / (model.last + 2)
+        model.last += 1
+        return model.total * 2
+
+    step = assert_same_as_eager(partial(rig_of, acts), verify=verify)
+    assert step.stats.replayed == CALLS - BEFORE
+
+
 def test_an_attribute_that_is_read_as_well_is_refused() -> None:
     """A replay would act on one value for ever."""
 
     def acts(model: Any, loss: Tensor, hits: Tensor) -> Any:
+        shown = f"{model.total}"  # noqa: F841
         model.total = model.total * 0.9 + loss.item()
 
-    pattern = r"the step's code reads model\.total, which it also sets to what it reads from the device"
+    pattern = r"the step's code uses model\.total at .*, which is \S+ before one step and \S+ before the next"
     assert_refused(partial(rig_of, acts), HostScalarError, pattern, done=4)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from graphplan.callback.lightning_code import is_known
 from graphplan.callback.patches import Patches
 from graphplan.program.capture import is_recorded
-from graphplan.tensors.deferred import HostCopy, is_deferred, on_device
+from graphplan.tensors.deferred import HostCopy, is_deferred
 from graphplan.trace.memory_watch import MemoryWatch
 from graphplan.trace.mode import watch_memory
 
@@ -70,7 +70,8 @@ class LateCopies:
         def to_tensor(value: Any, name: str) -> Tensor:
             if is_deferred(value):
                 # In the dtype that Lightning gives numbers.
-                return on_device(value, plain(0.0, name).dtype)
+                like = plain(0.0, name)
+                return value.as_tensor(like.dtype, like.device)
             value = value.source if type(value) is HostCopy else value
             key = f"{module._current_fx_name}.{name}"
             if not isinstance(value, Tensor) or not is_late(key):

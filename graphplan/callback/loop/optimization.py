@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from graphplan.callback.loop.schedules import Schedules
 from graphplan.callback.loop.seam import Seam
-from graphplan.callback.trainer_state import WatchedIndex, group_numbers, refuse_number
+from graphplan.callback.trainer_state import group_numbers
 from graphplan.errors import RefusalError
 from graphplan.step.runner import ADVICE
 from graphplan.tensors.trees import Literals
@@ -146,10 +146,8 @@ class AutomaticSeam(Seam):
         return is_first, accumulates, divisor, clip, kind
 
     def _zero_grad(self, batch_idx: int, optimizer: Any) -> None:
-        """In place of ``_optimizer_zero_grad``: the module's hook gets numbers that report their use."""
-        refuse = partial(refuse_number, "the epoch")
-        epoch = WatchedIndex.of(self._trainer.current_epoch, lambda question: refuse(), refuse)
-        args = (epoch, self._watched(batch_idx), optimizer)
+        """In place of ``_optimizer_zero_grad``: in a trace, the module's hook gets stand-ins for the numbers."""
+        args = (self._arguments.epoch, self._arguments.batch_idx, optimizer)
         call._call_lightning_module_hook(self._trainer, "optimizer_zero_grad", *args)
         self._loop.optim_progress.optimizer.zero_grad.increment_completed()
 

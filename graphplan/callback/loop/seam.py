@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -19,29 +19,27 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from graphplan.callback.callback_options import CallbackOptions
 from graphplan.callback.gates import needed_warmup
 from graphplan.callback.logging.step_logs import StepLogs
 from graphplan.callback.patches import Patches, Recover, recovering
 from graphplan.callback.trainer_state import (
+    ARGUMENTS,
     WRAPPER,
     WRAPPERS_NOTE,
-    WatchedIndex,
+    Arguments,
     hooked_callbacks,
     optimizers_of,
     reached_objects,
-    refuse_number,
     trainer_numbers,
-    unwatch,
 )
 from graphplan.effects.allowed import is_allowed
 from graphplan.errors import OptionError, RecaptureError, RefusalError, SkipReason
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import with_new_containers
-from graphplan.observe.comparisons import Comparison
 from graphplan.owners.slots import Via
+from graphplan.owners.views import Given
 from graphplan.program.faults import lost, refusal_of
 from graphplan.report.figures import Figures, describe_program
 from graphplan.report.stats import Stats
@@ -60,8 +58,6 @@ _BATCH_CHANGED = (
     "those of the batch as it came. Change a new container (batch = dict(batch)) to see the same without graphplan"
 )
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
-_QUESTIONS = 8
-"""Comparisons with a batch's number that are known of one step; each doubles the programs that there may be."""
 _literals: Callable[[tuple[Any, ...]], Literals] = lru_cache(64)(Literals)
 """Gives the same object for the same literals: a replay need not look into it again."""
 _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
@@ -111,15 +107,15 @@ class Seam(ABC):
             eager_if=None if self._asks_eager is None else lambda *args: self._wants_eager,
         )
         may_read = self._asks_eager is not None or self._variant is not None
-        self._watches_index = not (may_read or is_allowed("batch_idx", options.allow))
+        names = ("batch_idx", f"{ARGUMENTS}.batch_idx")
+        self._watches_index = not (may_read or any(is_allowed(name, options.allow) for name in names))
+        self._arguments = Arguments()
         self.patches = Patches()
         # The sums are weighted with the batch's number of rows, which a program for padded rows does not know.
         self.logs = StepLogs(trainer, module, self.patches, sums_in_step=trains and not options.pads_rows)
         self._steps: list[GraphedStep] = []
         # Arguments of Lightning's loop that are not fed: the batch's number, and all after the batch.
         self._index, self._rest = 0, list[tuple[str, Any]]()
-        self._questions: dict[Comparison, None] = {}
-        """Comparisons that the step has made with a batch's number."""
         self._optimizers = list(trainer.optimizers)
         self.notes: list[str] = []
         # Calls of Lightning's own code in the place of a step.
@@ -168,6 +164,8 @@ class Seam(ABC):
         if scaler is not None:
             owners["scaler"] = scaler
         numbers = trainer_numbers(self._trainer, trains=self._options.mode == "train")
+        if self._watches_index:
+            numbers[ARGUMENTS] = Given(self._arguments, ("batch_idx", "epoch"))
         return owners | numbers | hooked_callbacks(self._trainer) | reached_objects(self._trainer)
 
     def _make(self, owners: dict[str, Any], gate: Gate | None = None) -> GraphedStep:
@@ -247,6 +245,7 @@ class Seam(ABC):
         literals that it depends on.
         """
         self._index, self._rest = batch_idx, list(kwargs.items())[1:]
+        self._arguments.batch_idx, self._arguments.epoch = batch_idx, self._trainer.current_epoch
         batch = kwargs["batch"]
         if self._asks_eager is not None:
             # About the batch as it came.
@@ -263,8 +262,7 @@ class Seam(ABC):
 
     def _known(self, facts: tuple[Any, ...]) -> Literals:
         """``facts`` and all else that a step depends on as one leaf."""
-        answers = (question.outcome(self._index) for question in self._questions)
-        return _literals((*facts, getattr(self._wrapper, WRAPPERS_NOTE, None), *answers))
+        return _literals((*facts, getattr(self._wrapper, WRAPPERS_NOTE, None)))
 
     def _variant_of(self, batch: Any) -> Any:
         """The user's key of this batch, for steps whose control flow alternates.
@@ -300,23 +298,9 @@ class Seam(ABC):
         own = with_new_containers(batch)
         kwargs = OrderedDict([("batch", own), *self._rest])
         if "batch_idx" in kwargs:
-            kwargs["batch_idx"] = self._watched(kwargs["batch_idx"])
+            kwargs["batch_idx"] = self._arguments.batch_idx
         fed = CallArguments((own,), {}).watch() if is_traced() else None
         out = self.logs.around(lambda: self._stock(kwargs))
         if fed is not None and fed.change() is not None:
             warnings.warn(_BATCH_CHANGED, UserWarning, stacklevel=2)
-        unwatch(self._module)
-        out["result"] = pytree.tree_map_only(WatchedIndex, WatchedIndex.plain, out["result"])
         return {**out, "note": getattr(self._wrapper, WRAPPERS_NOTE, None)}
-
-    def _watched(self, batch_idx: int) -> int:
-        if not self._watches_index:
-            return batch_idx
-        return WatchedIndex.of(batch_idx, self._take_question, partial(refuse_number, "batch_idx"))
-
-    def _take_question(self, question: Comparison) -> None:
-        """Note what the step asks of the batch's number: each combination of answers has a program of its own."""
-        if len(self._questions) < _QUESTIONS:
-            self._questions[question] = None
-        elif question not in self._questions:
-            refuse_number("batch_idx")

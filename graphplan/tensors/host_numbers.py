@@ -1,0 +1,135 @@
+"""Numbers that lie among a step's owners: what a traced step has in the place of ``self.global_step``.
+
+A replay runs no Python, so it is good for as long as a number is used as it was in the traces. A :class:`HostNumber`
+notes how: what is computed of it, and with which outcome it is compared, are instructions that can be carried out
+again for another number. Only where code needs the value itself (an index, a text, an operator's argument) is a replay
+good for that value alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from graphplan.tensors.deferred import DeferredNumber, NumberForm, form_of, value_of
+
+NUMBERS = (int, float)
+"""Types of the numbers that a step can be lent: code may ask whether a truth value *is* ``True``."""
+
+
+_ALIKE = frozenset({"mul", "mul_", "add", "add_", "sub", "sub_", "__rsub__"})
+"""Functions of a tensor and a number that round as they do for a scalar tensor of the first one's dtype, on every
+device: a quotient by a number is a product with its reciprocal on some.
+"""
+_EXACT = (torch.float32, torch.float64)
+"""Dtypes that scalars are converted to before they are computed with: narrower ones are computed with in float32."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A truth value that a step computes of owners' numbers, and branches on."""
+
+    form: NumberForm
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Where these numbers lie, in the order in which they are read."""
+        return tuple(function for function, _ in self.form if type(function) is str)
+
+    def answer(self, numbers: Mapping[str, Any]) -> bool:
+        """The truth value for ``numbers`` by path. A comparison that cannot be made raises, as in the step."""
+        return bool(self.form.compute([numbers[path] for path in self.paths]))
+
+    @classmethod
+    def of_truth(cls, path: str) -> Question:
+        """Whether the value at ``path`` is true."""
+        return cls(NumberForm([(path, ())]))
+
+
+class HostReader(Protocol):
+    """What is told of the uses of host numbers."""
+
+    def ask(self, question: Question, answer: bool) -> None:
+        """Code branches on a comparison."""
+
+    def touch(self, number: HostNumber) -> None:
+        """Code computes with the number."""
+
+    def use(self, number: HostNumber) -> None:
+        """Code needs the value."""
+
+    def tensor_of(self, number: HostNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """A scalar tensor that holds the value in every step; None if that is not where the step computes."""
+
+    def is_summed(self) -> bool:
+        """Whether numbers are added that ``sum()`` is given, where that does not round as ``+`` does."""
+
+    def may_fail(self) -> bool:
+        """False: what may raise an exception is not computed again."""
+
+
+class HostNumber(DeferredNumber):
+    """The owners' number ``known`` at the path ``source``, or what ``function`` gives for such ``operands``."""
+
+    __slots__ = ("_known",)
+    is_host = True
+
+    def __init__(
+        self, reader: HostReader, known: Any, source: Any = None, function: Any = None, operands: tuple[Any, ...] = ()
+    ) -> None:
+        super().__init__(type(known), reader, source, function, operands)
+        self._known = known
+
+    def _computed(self, function: Any, operands: tuple[Any, ...], kind: type) -> DeferredNumber:
+        self._reader.touch(self)
+        value = function(*(o._known if type(o) is HostNumber else o for o in operands))
+        return HostNumber(self._reader, value, None, function, operands)
+
+    def as_tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A scalar tensor that is filled with the value before each replay; where the step does not compute, one that
+        has the value.
+        """
+        tensor: Tensor | None = self._reader.tensor_of(self, dtype, device)
+        return torch.tensor(self._value(), dtype=dtype, device=device) if tensor is None else tensor
+
+    def _value(self) -> Any:
+        self._reader.use(self)
+        return self._known
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Give functions of torch the value; those that give the same bits for it a tensor with it."""
+        if func.__name__ in _ALIKE and not kwargs and len(args) == 2 and type(args[1]) is HostNumber:
+            tensor, number = args
+            if isinstance(tensor, Tensor) and tensor.dtype in _EXACT and tensor.layout is torch.strided:
+                operand = number._reader.tensor_of(number, tensor.dtype, tensor.device)
+                return func(tensor, number._value() if operand is None else operand)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def __bool__(self) -> bool:
+        self._reader.ask(Question(form_of(self)[0]), bool(self._known))
+        return bool(self._known)
+
+
+def _comparing(function: Any) -> Callable[[HostNumber, Any], Any]:
+    def method(self: HostNumber, other: Any) -> Any:
+        if type(other) not in (HostNumber, bool, *NUMBERS):
+            return function(value_of(self), other)
+        return bool(self._computed(function, (self, other), bool))
+
+    return method
+
+
+_COMPARISONS: tuple[Any, ...] = (
+    operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
+)  # fmt: skip
+for _function in _COMPARISONS:
+    setattr(HostNumber, f"__{_function.__name__}__", _comparing(_function))
+# Which containers ask, before they compare.
+HostNumber.__hash__ = lambda self: hash(value_of(self))  # type: ignore[method-assign]

@@ -1,0 +1,249 @@
+"""Stand-ins for owners' numbers while a step is traced or captured: see :mod:`graphplan.tensors.host_numbers`."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from threading import get_ident
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphplan.errors import CaptureError
+from graphplan.observe.source import Source, find_source
+from graphplan.owners.slots import Namespace, Scalar
+from graphplan.owners.views import Attributes, Given, Numbers, attributes_of
+from graphplan.tensors.deferred import NumberForm, form_of, in_order
+from graphplan.tensors.host_numbers import HostNumber, Question
+from graphplan.trace.changes import same_value
+from graphplan.trace.host_reads import sums_otherwise
+
+_COUNTING = ([operator.add], [operator.sub])
+
+
+@dataclass(frozen=True, slots=True)
+class HostTensor:
+    """A scalar tensor for what ``form`` computes of the numbers at ``paths``: replays fill it before they begin."""
+
+    tensor: Tensor
+    form: NumberForm
+    paths: tuple[str, ...]
+
+    def fill(self, numbers: Mapping[str, Any]) -> None:
+        """Fill it for ``numbers`` by path."""
+        with torch.no_grad():
+            self.tensor.fill_(self.form.compute([numbers[path] for path in self.paths]))
+
+
+class HostTensors:
+    """The scalar tensors of one step: its traces and captures use the same ones. ``known`` ones are not made anew, and
+    no others are made if they are ``final``.
+    """
+
+    def __init__(self, known: Iterable[HostTensor] = (), *, final: bool = False) -> None:
+        self._known = {(t.form, t.tensor.dtype, t.tensor.device): t for t in known}
+        self.final = final
+
+    def get(self, number: HostNumber, dtype: torch.dtype, device: torch.device) -> HostTensor:
+        """The tensor for how ``number`` is computed.
+
+        Raises:
+            CaptureError: if there is none, and these are final.
+        """
+        form, paths = form_of(number)
+        key = form, dtype, device
+        if key not in self._known:
+            if self.final:
+                raise CaptureError(
+                    f"the captured step uses a number as a tensor at {find_source()}, which the traced steps did not; "
+                    "compute it in the same way in each step, or hold it in a tensor that an owner has"
+                )
+            with torch.inference_mode(False), _disable_current_modes():
+                tensor = torch.zeros((), dtype=dtype, device=device)
+            self._known[key] = HostTensor(tensor, form, tuple(paths))
+        return self._known[key]
+
+
+class LentNumbers:
+    """Lends numbers to the code that runs while it is entered.
+
+    Args:
+        places: where they lie, by path: attributes of objects.
+        tensors: that hold them where the step needs tensors. Final ones were filled before the step.
+        device: where the step computes.
+
+    Attributes:
+        asked: what the step has branched on, with the answers.
+        used: the paths of numbers whose values code has needed, and where.
+        given: the tensors that the step was given, by identity.
+        touched: the paths of numbers that the step has compared or computed with.
+        truths: paths of truth values, which are no numbers, that count as asked.
+        counted: paths at which the step has left the number that lay there and a constant.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[str, Scalar] = MappingProxyType({}),
+        tensors: HostTensors | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.places = {path: place for path, place in places.items() if may_lend(place)}
+        self.asked: dict[Question, bool] = {}
+        self.used: dict[str, Source] = {}
+        self.given: dict[int, HostTensor] = {}
+        self.truths: set[str] = set()
+        self.touched: set[str] = set()
+        self.counted: set[str] = set()
+        self._tensors, self._device = HostTensors() if tensors is None else tensors, device
+        self._made: list[weakref.ref[Any]] = []
+        self._is_over = False
+        self._thread = 0
+
+    def __enter__(self) -> LentNumbers:
+        self._thread = get_ident()
+        shown: dict[int, tuple[Any, dict[str, HostNumber]]] = {}
+        with ExitStack() as undo:
+            for path, place in self.places.items():
+                number = HostNumber(self, place.get(), path)
+                self._made.append(weakref.ref(number))
+                container = _container_of(place)
+                if container is None:
+                    thing = place.container.thing
+                    shown.setdefault(id(thing), (thing, {}))[1][place.key] = number
+                else:
+                    undo.callback(_take_back, container, place.key, number, place.get())
+                    container[place.key] = number
+            for thing, numbers in shown.values():
+                undo.callback(setattr, thing, "__class__", type(thing))
+                thing.__class__ = self._showing(type(thing), numbers)
+            shown.clear()
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._is_over = True
+        self._undo.close()
+
+    def _showing(self, kind: type, numbers: Mapping[str, HostNumber]) -> type:
+        """A class that shows ``numbers`` in place of properties of ``kind``."""
+        space: dict[str, Any] = {"__slots__": (), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        for name, number in numbers.items():
+            space[name] = property(self._getter(getattr(kind, name), number))
+        return type(kind)(kind.__name__, (kind,), space)
+
+    def _getter(self, plain: Any, number: HostNumber) -> Callable[[Any], Any]:
+        path, known = number._source, number._known
+
+        def get(thing: Any) -> Any:
+            now = plain.__get__(thing)
+            if type(now) is HostNumber:
+                # What it is computed of is lent, too.
+                return now
+            if same_value(now, known):
+                return number
+            # The step itself has changed what it is computed of.
+            self._note_use(path)
+            return now
+
+        return get
+
+    def ask(self, question: Question, answer: bool) -> None:
+        """See :class:`graphplan.tensors.host_numbers.HostReader`."""
+        if not self._is_over:
+            self.asked[question] = answer
+            self.touched.update(question.paths)
+
+    def touch(self, number: HostNumber) -> None:
+        """See :class:`graphplan.tensors.host_numbers.HostReader`."""
+        if number._source is not None:
+            self.touched.add(number._source)
+
+    def use(self, number: HostNumber) -> None:
+        """See :class:`graphplan.tensors.host_numbers.HostReader`."""
+        for node in in_order(number):
+            if node._source is not None:
+                self._note_use(node._source)
+
+    def _note_use(self, path: str) -> None:
+        if not self._is_over and path not in self.used:
+            self.used[path] = find_source()
+            self.touched.add(path)
+
+    def is_summed(self) -> bool:
+        """See :class:`graphplan.tensors.host_numbers.HostReader`."""
+        return sums_otherwise()
+
+    def may_fail(self) -> bool:
+        """See :class:`graphplan.tensors.host_numbers.HostReader`."""
+        return False
+
+    def tensor_of(self, number: HostNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """See :class:`graphplan.tensors.host_numbers.HostReader`."""
+        if self._device is None or device.type != self._device.type:
+            return None
+        found = self._tensors.get(number, dtype, device)
+        if not self._tensors.final and id(found.tensor) not in self.given:
+            with _disable_current_modes(), torch.no_grad():
+                found.tensor.fill_(number._known)
+        self.given[id(found.tensor)] = found
+        return found.tensor
+
+    def tracks(self, path: str) -> bool:
+        """Return True if all is known of what code has done with the number at ``path``."""
+        return path in self.truths or (path in self.places and path not in self.used)
+
+    def ask_truth(self, path: str, value: bool) -> None:
+        """Count the truth value at ``path`` as asked: it is one of two."""
+        self.truths.add(path)
+        self.asked[Question.of_truth(path)] = value
+
+    def settle(self, path: str, number: Any, own: Any) -> Any:
+        """What the step has left at ``path``: how it is computed; the number itself if it is the one that lay there,
+        and a constant. ``own`` is the object that lay there, or None.
+        """
+        form, paths = form_of(number, own)
+        if paths == [path] and [function for function, _ in form[1:]] in _COUNTING:
+            self.counted.add(path)
+            return number._known
+        return form
+
+    def are_over(self) -> bool:
+        """Return True if no stand-in is anywhere."""
+        if self._is_anywhere():
+            gc.collect(1)
+        return not self._is_anywhere()
+
+    def _is_anywhere(self) -> bool:
+        return any(number() is not None for number in self._made)
+
+
+def may_lend(place: Scalar) -> bool:
+    """Return True if ``place`` is an attribute itself, of an object that can be given another value there."""
+    if isinstance(place.owner, Namespace) or place.name is not None or place.key != place.attribute:
+        return False
+    if _container_of(place) is not None:
+        return True
+    thing = place.container.thing if type(place.container) in (Numbers, Given) else None
+    return isinstance(getattr(type(thing), str(place.key), None), property)
+
+
+def _container_of(place: Scalar) -> Any:
+    """The dictionary of the object in whose attribute the number lies; None for what a property computes."""
+    container = place.container
+    if type(container) in (Numbers, Given):
+        inner = attributes_of(container.thing)
+        return inner if inner is not None and place.key in inner else None
+    is_own = isinstance(container, Attributes) or container is attributes_of(place.owner)
+    return container if is_own else None
+
+
+def _take_back(container: Any, key: str, number: HostNumber, value: Any) -> None:
+    if container.get(key) is number:
+        container[key] = value
