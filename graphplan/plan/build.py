@@ -102,7 +102,7 @@ def build_plan(
         may_reorder=first.graph_elsewhere or second.graph_elsewhere,
         undone=frozenset(slot.path for storage in second.undone for slot in second.entry_slots.get(storage, ())),
         defers=bool(second.deferred),
-        lent=frozenset(second.lent.places),
+        lent=MappingProxyType(second.lent.kinds),
         filled=tuple(second.lent.given.values()),
         last_operators=_last_operators(second),
         kept=_shared(first, second),

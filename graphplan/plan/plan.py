@@ -111,8 +111,8 @@ class Plan:
         undone: paths of what the step has changed when it comes to the last value on which it branches: a replay that
             ends there puts it back.
         defers: whether numbers or copies that the step reads from the device were deferred in its traces.
-        lent: paths of the owners' numbers that stand-ins were put in the places of, which noted what code did with
-            them.
+        lent: the classes of owners' numbers, by path, that stand-ins were put in the places of, which noted what code
+            did with them, and of truth values that it branches on.
         filled: tensors that hold such numbers, or what is computed of them.
         kept: fed tensors whose memory the step may also read by another name.
         handles: the step itself.
@@ -146,7 +146,7 @@ class Plan:
     may_reorder: bool
     undone: frozenset[str]
     defers: bool
-    lent: frozenset[str]
+    lent: Mapping[str, type]
     filled: tuple[HostTensor, ...]
     kept: tuple[Tensor, ...]
     handles: Handles

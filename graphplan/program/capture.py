@@ -33,6 +33,7 @@ from graphplan.program.undo import Undo
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.tensors.attributes import dressed
+from graphplan.tensors.host_numbers import NUMBERS
 from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
 from graphplan.trace.batch_answers import answers_in
 from graphplan.trace.deferred_reads import DeferredReads
@@ -124,7 +125,7 @@ def _record(
         try:
             if undo is not None:
                 undo.copy()
-            places = {path: walk.scalars[path] for path in plan.lent}
+            places = {path: walk.scalars[path] for path, kind in plan.lent.items() if kind in NUMBERS}
             numbers = LentNumbers(places, HostTensors(plan.filled, final=True), plan.device)
             with DeferredReads(fills=False, defers=plan.defers, lent=numbers) as deferred:
                 result = call_step(plan.handles.function(), fed.args, fed.kwargs)
@@ -155,9 +156,10 @@ def outdated(plan: Plan, walk: Walk) -> str | None:
     changed = plan.reads.changed(walk, values, " when the step was traced")
     if changed is not None:
         return changed
-    gone = min(plan.lent - walk.scalars.keys(), default=None)
-    if gone is not None:
-        return f"{gone} was there when the step was traced and is gone"
+    for path, kind in plan.lent.items():
+        place = walk.scalars.get(path)
+        if place is None or type(place.get()) is not kind:
+            return f"{path} held a number of class {kind.__name__} when the step was traced, and does not now"
     for path in plan.rebindings.replaced & walk.slots.keys():
         if not holds_plain(walk.slots[path].get()):
             return f"{path} holds a tensor that asks for gradients, or has attributes, and did not in the traces"

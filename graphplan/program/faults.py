@@ -7,12 +7,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dis import opname
 from traceback import walk_tb
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from graphplan.backends.backend import first_line, is_out_of_memory
-from graphplan.environment.origin import OURS
+from graphplan.environment.origin import OURS, is_users_file
 from graphplan.errors import EffectError, FaultError, GraphPlanError
 from graphplan.feed.call_arguments import is_callers
 
@@ -86,6 +87,17 @@ def describe(error: Exception) -> str:
     paths = (frame.f_locals.get(name) for frame in reversed(ours) for name in _NAMES)
     path = next((path for path in paths if type(path) is str and path), None)
     return f"{type(error).__name__} {doing} at {place}: {_text_of(error)}{'' if path is None else f', of {path}'}"
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Return True if a line of the user's own files raises ``error``, and says so."""
+    where = error.__traceback__
+    while where is not None and where.tb_next is not None:
+        where = where.tb_next
+    code = None if where is None else where.tb_frame.f_code
+    if where is None or code is None or not is_users_file(code.co_filename):
+        return False
+    return opname[code.co_code[where.tb_lasti]] == "RAISE_VARARGS"
 
 
 def is_steps_own(error: BaseException) -> bool:

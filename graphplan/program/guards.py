@@ -19,7 +19,6 @@ from graphplan.owners.views import attributes_of, home
 from graphplan.plan.plan import Plan
 from graphplan.specs.paths import Path
 from graphplan.tensors.dtensors import is_sharded, local
-from graphplan.tensors.host_numbers import Question
 from graphplan.trace.changes import is_alike, same_value
 
 Place = tuple[Any, Any, Any]
@@ -52,13 +51,10 @@ class Guards:
         read = {path: value for path in plan.reads.values if (value := walk.value(path)) is not None}
         self.values = {path: values[path] if path in values else value.get() for path, value in read.items()}
         """The Python values that the program was captured with, by path."""
-        asked = {
-            path: place for q in plan.reads.questions for path in q.paths if (place := walk.value(path)) is not None
-        }
+        lent = {path: place for path in plan.lent if (place := walk.value(path)) is not None}
         self._shown = _Metadata(plan.reads.metadata, walk)
-        links = _used_links(
-            walk, plan, [p.container for p in (*slots, *self._shown.slots, *read.values(), *asked.values())]
-        )
+        used = (*slots, *self._shown.slots, *read.values(), *lent.values())
+        links = _used_links(walk, plan, [place.container for place in used])
         self._structure_places = [*links, *((parts, name, None) for parts, name in walk.empty.values())]
         self._names = Counter(id(child) for _, _, child in links if not isinstance(child, Tensor | Module))
         """How many links lead to each container: what is in it was found by the name of one of them."""
@@ -71,8 +67,8 @@ class Guards:
             *(row for path, source in read.items() for row in source.rows(self.values[path])),
         ])  # fmt: skip
         structure = [(*row, same_value) if row[0].startswith("equal") else row for row in structure]
-        if plan.reads.questions:
-            structure.append(_row_of_questions(plan.reads.questions, asked))
+        if plan.lent:
+            structure.append(_row_of_numbers(plan, lent))
         places = [*((slot.container, slot.key, slot.get()) for slot in slots), *self._structure_places]
         self.rows: list[Row] = [
             *_rows_of_places(places),
@@ -176,16 +172,19 @@ def _rows_of_shards(sharded: list[Any]) -> list[Row]:
     return [("same_results", [lambda: not any(map(is_not, map(local, sharded), shards))], [True])] if sharded else []
 
 
-def _row_of_questions(questions: Mapping[Question, bool], asked: Mapping[str, Scalar]) -> Row:
-    """A comparison that holds while what the step branches on comes out as it did, of numbers at the places that are
-    ``asked``.
+def _row_of_numbers(plan: Plan, lent: Mapping[str, Scalar]) -> Row:
+    """A comparison that holds while the numbers at ``lent`` places are of the classes that they were of, and what the
+    step branches on comes out as it did.
     """
-    places, known = list(asked.values()), list[Any]()
+    places, known = list(lent.values()), list[Any]()
+    kinds, questions = list(plan.lent.values()), plan.reads.questions
 
     def hold() -> bool:
         now = [place.get() for place in places]
+        if list(map(type, now)) != kinds:
+            return False
         if now != known:
-            numbers = dict(zip(asked, now, strict=True))
+            numbers = dict(zip(lent, now, strict=True))
             if any(question.answer(numbers) is not answer for question, answer in questions.items()):
                 return False
             known[:] = now

@@ -62,6 +62,9 @@ class Lookup:
                     self._managed.look_again()
             elif program.fits():
                 return entry, program
+            elif entry.places and not looked and entry.relocate(self._managed.walk().scalars):
+                # An object that has such a number was replaced by another one.
+                looked = True
             # Following what moved may bring other hyper-parameters with it (a loaded checkpoint), hence another key.
             elif not self._follow(program, entry, base):
                 return self._entry(feed, base), None

@@ -31,7 +31,7 @@ from graphplan.owners.slots import Namespace, Reached, Walk
 from graphplan.owners.views import GroupCounts, attributes_of
 from graphplan.owners.walk import walk_owners
 from graphplan.plan.plan import Handles
-from graphplan.program.faults import refusing
+from graphplan.program.faults import is_raised_by_user, refusing
 from graphplan.program.fingerprint import Fingerprint
 from graphplan.specs.paths import free_name
 from graphplan.step.compiled import runs_compiled
@@ -178,7 +178,8 @@ class Managed:
                 )  # fmt: skip
             except Exception as error:
                 stands_in = record.deferred is not None and record.deferred.has_stand_ins
-                if not stands_in or isinstance(error, GraphPlanError) or is_out_of_memory(error):
+                is_own = isinstance(error, GraphPlanError) or is_out_of_memory(error) or is_raised_by_user(error)
+                if not stands_in or is_own:
                     raise
                 # C code that is handed a stand-in says that it wants something else.
                 raise ReadSignal(lent=record.lent.touched if record.lent.places else None) from None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from graphplan.compare.comparing import Row
-from graphplan.errors import NotCapturedError, RecaptureError, RefusalError
+from graphplan.errors import HostScalarError, NotCapturedError, RecaptureError, RefusalError
 from graphplan.feed.signature import Feed, first_difference, without_geometry
 from graphplan.owners.slots import Scalar
 from graphplan.plan.plan import Plan
@@ -69,24 +69,30 @@ class Way:
 
     Attributes:
         asked: what the code branches on that is computed of owners' numbers, with the answers.
+        kinds: the classes of those numbers that it may have done anything with, by path.
         used: those of these numbers whose values code needs, by path: each value is a way of its own.
         where: the first of those, and where code needs it.
         is_met: whether a call has had these values before.
+        is_known: whether a trace has told all this.
         lines: a line for each variant.
         refusal: why calls that take it are eager.
     """
 
     asked: dict[Question, bool] = field(default_factory=dict)
+    kinds: dict[str, type] = field(default_factory=dict)
     used: dict[str, Any] = field(default_factory=dict)
     where: str = ""
     lines: dict[Variant, Line] = field(default_factory=dict)
     refusal: RefusalError | None = None
     is_met: bool = True
+    is_known: bool = False
 
     def is_taken(self, numbers: Mapping[str, Any], *, values: bool = True) -> bool:
         """Return True if a step takes it with ``numbers`` by path; without ``values``, if it does with other ``used``
         ones.
         """
+        if any(type(numbers.get(path)) is not kind for path, kind in self.kinds.items()):
+            return False
         try:
             answers = all(question.answer(numbers) is answer for question, answer in self.asked.items())
             return answers and all(not values or same_value(numbers[path], value) for path, value in self.used.items())
@@ -109,7 +115,7 @@ class Entry:
     which are eager.
     ``batch``: what is read of the batch before the step, and chooses one of other entries. ``ways`` has the latest one
     last, which is the one of the call that was looked up last; ``places`` are where the numbers lie that decide, by
-    path.
+    path. ``untried`` counts ways that were traced since the latest capture, until they are ``too_many``.
     """
 
     key: Key = ()
@@ -125,6 +131,8 @@ class Entry:
     batch: BatchVariants | None = None
     ways: list[Way] = field(default_factory=lambda: [Way()])
     places: dict[str, Scalar] = field(default_factory=dict)
+    untried: int = 0
+    too_many: HostScalarError | None = None
     gate: Gate | None = None
     is_decided: bool = False
 
@@ -173,25 +181,35 @@ class Entry:
         """
         asked, way = facts.lent.asked, self.way
         paths = {path for question in asked for path in question.paths}
-        self.places.update({path: places[path] for path in sorted(paths & places.keys())})
+        self.places.update({path: places[path] for path in facts.lent.kinds if path in places})
         way.asked.update(asked)
+        way.kinds.update(facts.lent.kinds)
+        self.untried += not way.is_known
+        way.is_known = True
+        if self.untried > _WAYS and self.too_many is None:
+            self.too_many = HostScalarError(
+                f"the step takes another way through its code in each call, by what {' and '.join(sorted(paths))} come "
+                f"to: {_WAYS} in a row came once, and a replay is good for one way. Feed what decides, or decide "
+                "outside the step"
+            )
         way.used = {path: facts.entry_scalars[path] for path in facts.lent.used if path in paths}
         way.where = next((f"{path} at {facts.lent.used[path]}" for path in way.used), "")
 
     def _turn(self) -> None:
         """Turn to the way that the numbers of now lead to."""
         numbers = {path: value for path, place in self.places.items() if (value := _value_at(place)) is not None}
-        known = next((way for way in self.ways if way.asked and way.is_taken(numbers)), None)
+        known = next((way for way in self.ways if way.is_known and way.is_taken(numbers)), None)
         if known is None:
-            if not self.way.asked:
+            if not self.way.is_known:
                 # Nothing is known of it yet.
                 return
             alike = next((way for way in self.ways if way.used and way.is_taken(numbers, values=False)), Way())
             used = {path: numbers[path] for path in alike.used}
-            known = Way(asked=dict(alike.asked), used=used, where=alike.where, is_met=not used)
+            known = Way(dict(alike.asked), dict(alike.kinds), used, alike.where, is_met=not used, is_known=bool(used))
+            known.refusal = self.too_many
         elif known is self.way:
             return
-        if not (self.way.lines or self.way.refusal):
+        if not self.way.lines and (self.way.refusal in (None, self.too_many)):
             self.ways.pop()
         self.ways = [*(way for way in self.ways if way is not known), known]
         if len(self.ways) > _WAYS:
@@ -224,7 +242,14 @@ class Entry:
         """Close the programs and start again from one warm step."""
         for program in self.programs():
             program.close()
-        self.ways = [Way()]
+        self.ways, self.untried = [Way()], 0
+
+    def relocate(self, places: Mapping[str, Scalar]) -> bool:
+        """Look for the numbers at ``places`` from now on. Return True if that leads to another way."""
+        way, self.places = self.way, {path: places[path] for path in self.places if path in places}
+        if self.places:
+            self._turn()
+        return self.way is not way
 
 
 def _value_at(place: Scalar) -> Any:
@@ -366,7 +391,7 @@ class Programs:
         before = self._latest.pop(geometry, None)
         is_further = len(entry.programs()) > 1
         self._stats.recaptured += before is not None and not is_further
-        entry.captured = True
+        entry.captured, entry.untried = True, 0
         if before is not None:
             replays = before.replays if isinstance(before, Program) else before
             self._unpaid = self._unpaid + 1 if replays < _PAYS else 0

@@ -175,9 +175,10 @@ class Reasons:
         if not step.stages.is_ready(entry):
             return True
         variant = step.managed.grad_presence()
-        line = call.line = entry.lines.setdefault(variant, Line())
         with no_collections():
             walk = call.walk = step.managed.walk_of_call()
+        entry.relocate(walk.scalars)
+        line = call.line = entry.lines.setdefault(variant, Line())
         gone = next((path for path in line.state if path not in walk.slots), None)
         if gone is not None:
             # A recording would make it anew in every replay.

@@ -312,6 +312,8 @@ class Stages:
         self._planner.note(facts, walk)
         self._planner.take_truths(facts, walk)
         call.entry.learn(facts, walk.scalars)
+        if call.entry.too_many is not None:
+            raise call.entry.too_many
         line.traces.append(facts)
         line.state = [path for path in facts.entry_paths if is_optimizer_state(path)]
         plan = line.plan = self._planner.plan(call, walk, at_end)

@@ -58,6 +58,11 @@ class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
             made.append(function(*given) if callable(function) else next(values))
         return made[-1]
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from all others: of constants that are equal, ``0.0`` and ``-0.0``, the texts differ."""
+        return tuple((function, *((type(o), repr(o)) for o in operands)) for function, operands in self)
+
     def __repr__(self) -> str:
         paths = [function for function, _ in self if type(function) is str]
         return (

@@ -8,6 +8,7 @@ good for that value alone.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ NUMBERS = (int, float)
 
 
 _ALIKE = frozenset({"mul", "mul_", "add", "add_", "sub", "sub_", "__rsub__"})
-"""Functions of a tensor and a number that round as they do for a scalar tensor of the first one's dtype, on every
-device: a quotient by a number is a product with its reciprocal on some.
-"""
+"""Functions of a tensor and a number that round as they do for a scalar tensor of the first one's dtype."""
+_QUOTIENTS = {"div": Tensor.mul, "div_": Tensor.mul_}
+"""So do these on the host; on CUDA devices they are these products with a reciprocal (``div_true_kernel_cuda``)."""
 _EXACT = (torch.float32, torch.float64)
 """Dtypes that scalars are converted to before they are computed with: narrower ones are computed with in float32."""
 
@@ -105,16 +106,28 @@ class HostNumber(DeferredNumber):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Give functions of torch the value; those that give the same bits for it a tensor with it."""
-        if func.__name__ in _ALIKE and not kwargs and len(args) == 2 and type(args[1]) is HostNumber:
-            tensor, number = args
-            if isinstance(tensor, Tensor) and tensor.dtype in _EXACT and tensor.layout is torch.strided:
+        if not kwargs and len(args) == 2 and type(args[1]) is HostNumber and _is_exact(args[0]):
+            (tensor, number), alike = args, func
+            if func.__name__ in _QUOTIENTS and tensor.device.type == "cuda":
+                alike, number = _QUOTIENTS[func.__name__], number._computed(_inverse, (number,), float)
+            operand = None
+            if alike.__name__ in _ALIKE or alike.__name__ in _QUOTIENTS:
                 operand = number._reader.tensor_of(number, tensor.dtype, tensor.device)
-                return func(tensor, number._value() if operand is None else operand)
+            if operand is not None:
+                return alike(tensor, operand)
         return super().__torch_function__(func, types, args, kwargs)
 
     def __bool__(self) -> bool:
         self._reader.ask(Question(form_of(self)[0]), bool(self._known))
         return bool(self._known)
+
+
+def _is_exact(operand: Any) -> bool:
+    return isinstance(operand, Tensor) and operand.dtype in _EXACT and operand.layout is torch.strided
+
+
+def _inverse(number: Any) -> float:
+    return 1.0 / number if number else math.copysign(math.inf, number)
 
 
 def _comparing(function: Any) -> Callable[[HostNumber, Any], Any]:

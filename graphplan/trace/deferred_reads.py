@@ -60,8 +60,9 @@ class DeferredReads:
         """Those from which autograd would lead back."""
         self._real_copies: dict[int, Tensor] = {}
         self.lent = LentNumbers() if lent is None else lent
-        # Compiled code would not be run while methods of torch's are others.
-        self._conversions = Conversions(on_item=self._defer, on_copy=self._copy) if defers else nullcontext()
+        conversions = Conversions(on_item=self._defer, on_copy=self._copy) if defers else Conversions()
+        # Compiled code, which is not lent anything but arguments, is best left with torch's own methods.
+        self._conversions = conversions if defers or self.lent.places else nullcontext()
 
     def __enter__(self) -> DeferredReads:
         self._thread = get_ident()

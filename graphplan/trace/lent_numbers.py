@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -24,8 +25,6 @@ from graphplan.tensors.deferred import NumberForm, form_of, in_order
 from graphplan.tensors.host_numbers import HostNumber, Question
 from graphplan.trace.changes import same_value
 from graphplan.trace.host_reads import sums_otherwise
-
-_COUNTING = ([operator.add], [operator.sub])
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class HostTensors:
     """
 
     def __init__(self, known: Iterable[HostTensor] = (), *, final: bool = False) -> None:
-        self._known = {(t.form, t.tensor.dtype, t.tensor.device): t for t in known}
+        self._known = {(t.form.key, t.tensor.dtype, t.tensor.device): t for t in known}
         self.final = final
 
     def get(self, number: HostNumber, dtype: torch.dtype, device: torch.device) -> HostTensor:
@@ -58,7 +57,7 @@ class HostTensors:
             CaptureError: if there is none, and these are final.
         """
         form, paths = form_of(number)
-        key = form, dtype, device
+        key = form.key, dtype, device
         if key not in self._known:
             if self.final:
                 raise CaptureError(
@@ -84,8 +83,8 @@ class LentNumbers:
         used: the paths of numbers whose values code has needed, and where.
         given: the tensors that the step was given, by identity.
         touched: the paths of numbers that the step has compared or computed with.
-        truths: paths of truth values, which are no numbers, that count as asked.
-        counted: paths at which the step has left the number that lay there and a constant.
+        kinds: the classes of all numbers, and of truth values that count as asked, by path: code may ask for them.
+        counted: paths at which the step has left the integer that lay there and a constant one.
     """
 
     def __init__(
@@ -98,21 +97,23 @@ class LentNumbers:
         self.asked: dict[Question, bool] = {}
         self.used: dict[str, Source] = {}
         self.given: dict[int, HostTensor] = {}
-        self.truths: set[str] = set()
+        self.kinds: dict[str, type] = {}
         self.touched: set[str] = set()
         self.counted: set[str] = set()
         self._tensors, self._device = HostTensors() if tensors is None else tensors, device
         self._made: list[weakref.ref[Any]] = []
         self._is_over = False
-        self._thread = 0
+        self._thread = self._modes = self._functions = 0
 
     def __enter__(self) -> LentNumbers:
         self._thread = get_ident()
+        self._modes, self._functions = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
         shown: dict[int, tuple[Any, dict[str, HostNumber]]] = {}
         with ExitStack() as undo:
             for path, place in self.places.items():
                 number = HostNumber(self, place.get(), path)
                 self._made.append(weakref.ref(number))
+                self.kinds[path] = number._kind
                 container = _container_of(place)
                 if container is None:
                     thing = place.container.thing
@@ -130,6 +131,12 @@ class LentNumbers:
     def __exit__(self, *exc: object) -> None:
         self._is_over = True
         self._undo.close()
+        if exc[0] is not None:
+            # Nothing settles what the step has left.
+            containers = ((_container_of(place), place.key) for place in self.places.values())
+            for container, key in containers:
+                if container is not None and type(container.get(key)) is HostNumber:
+                    container[key] = container[key]._known
 
     def _showing(self, kind: type, numbers: Mapping[str, HostNumber]) -> type:
         """A class that shows ``numbers`` in place of properties of ``kind``."""
@@ -156,7 +163,7 @@ class LentNumbers:
 
     def ask(self, question: Question, answer: bool) -> None:
         """See :class:`graphplan.tensors.host_numbers.HostReader`."""
-        if not self._is_over:
+        if self._hears():
             self.asked[question] = answer
             self.touched.update(question.paths)
 
@@ -172,9 +179,16 @@ class LentNumbers:
                 self._note_use(node._source)
 
     def _note_use(self, path: str) -> None:
-        if not self._is_over and path not in self.used:
+        if path not in self.used and self._hears():
             self.used[path] = find_source()
             self.touched.add(path)
+
+    def _hears(self) -> bool:
+        """Whether it is the step that runs: in the thread that has entered this, or in one of autograd's, which Python
+        does not know.
+        """
+        own = get_ident()
+        return not self._is_over and (own == self._thread or all(own != other.ident for other in threading.enumerate()))
 
     def is_summed(self) -> bool:
         """See :class:`graphplan.tensors.host_numbers.HostReader`."""
@@ -186,7 +200,7 @@ class LentNumbers:
 
     def tensor_of(self, number: HostNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """See :class:`graphplan.tensors.host_numbers.HostReader`."""
-        if self._device is None or device.type != self._device.type:
+        if self._device is None or device.type != self._device.type or self._is_seen():
             return None
         found = self._tensors.get(number, dtype, device)
         if not self._tensors.final and id(found.tensor) not in self.given:
@@ -195,21 +209,29 @@ class LentNumbers:
         self.given[id(found.tensor)] = found
         return found.tensor
 
+    def _is_seen(self) -> bool:
+        """Whether code of the step's own would see a tensor where it expects a number: in modes, and in hooks on what
+        autograd saves, which are not called for numbers.
+        """
+        is_in_mode = torch._C._len_torch_dispatch_stack() > self._modes
+        is_in_mode |= torch._C._len_torch_function_stack() > self._functions
+        return is_in_mode or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
     def tracks(self, path: str) -> bool:
         """Return True if all is known of what code has done with the number at ``path``."""
-        return path in self.truths or (path in self.places and path not in self.used)
+        return path in self.kinds and path not in self.used
 
     def ask_truth(self, path: str, value: bool) -> None:
         """Count the truth value at ``path`` as asked: it is one of two."""
-        self.truths.add(path)
+        self.kinds[path] = bool
         self.asked[Question.of_truth(path)] = value
 
     def settle(self, path: str, number: Any, own: Any) -> Any:
-        """What the step has left at ``path``: how it is computed; the number itself if it is the one that lay there,
-        and a constant. ``own`` is the object that lay there, or None.
+        """What the step has left at ``path``: how it is computed; the number itself if it is the integer that lay
+        there, and a constant. ``own`` is the object that lay there, or None.
         """
         form, paths = form_of(number, own)
-        if paths == [path] and [function for function, _ in form[1:]] in _COUNTING:
+        if paths == [path] and len(form) > 1 and number._kind is self.kinds.get(path) is int and _counts(form):
             self.counted.add(path)
             return number._known
         return form
@@ -222,6 +244,15 @@ class LentNumbers:
 
     def _is_anywhere(self) -> bool:
         return any(number() is not None for number in self._made)
+
+
+def _counts(form: NumberForm) -> bool:
+    """Whether an integer's form raises it by a constant, perhaps several times."""
+    steps = form[1:]
+    is_chain = all(operands[0] == number and type(operands[0]) is not int for number, (_, operands) in enumerate(steps))
+    constants = (type(operands[1]) is int for _, operands in steps if len(operands) == 2)
+    functions = {function for function, _ in steps}
+    return functions <= {operator.add, operator.sub} and is_chain and all(constants)
 
 
 def may_lend(place: Scalar) -> bool:

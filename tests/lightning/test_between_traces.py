@@ -24,11 +24,11 @@ from tests.lightning.parts import (
 
 
 def by_epoch(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    return self.loss_of(batch) / (1 + self.current_epoch / 50)
+    return self.loss_of(batch) * float(1 + self.current_epoch / 50)
 
 
 def by_attribute(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    return self.loss_of(batch) / self.beta
+    return self.loss_of(batch) * float(self.beta)
 
 
 def set_beta(self: Any, last: int) -> None:
@@ -136,7 +136,7 @@ def _computed(self: Any, loss: Tensor) -> Tensor:
 
 
 def _divided(self: Any, loss: Tensor) -> Tensor:
-    return loss / (1 + self.current_epoch)
+    return loss * float(1 + self.current_epoch)
 
 
 LOOKS = [(_unused, 1, 21), (_compared, 2, 17), (_computed, 1, 21), (_divided, 3, 13)]

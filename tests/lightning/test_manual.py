@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -204,13 +205,12 @@ class EveryOther(Manual):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = 0
+        self.seen = ctypes.c_int(0)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) if self.seen**1 % 2 else self.loss_of(batch)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.seen += 1
+        # No guard looks there, and no stand-in can be put there.
+        self.seen.value += 1
+        return super().training_step(batch, batch_idx) if self.seen.value % 2 else self.loss_of(batch)
 
 
 def test_a_line_of_lightnings_is_named_where_no_line_of_the_step_is_to_blame(tmp_path: Path) -> None:

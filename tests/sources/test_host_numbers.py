@@ -95,7 +95,7 @@ def test_a_number_that_differs_in_each_step_and_whose_value_is_needed() -> None:
     """A function that would round otherwise for a tensor."""
 
     def body(model: Any, x: Tensor) -> Tensor:
-        y: Tensor = model.net(x) / model.scale
+        y: Tensor = model.net(x) * float(model.scale)
         return y.detach()
 
     model = Model()
@@ -184,7 +184,7 @@ class Showing(Model):
         if self.step % 10 == 0:
             self.rows.append((int(self.step), y.detach().sum().item()))
         if self.step < self.warm_up:
-            y = y / (self.step + 1)
+            y = y * float(self.step)
         return y
 
 
@@ -229,7 +229,7 @@ def test_a_number_that_code_computes_with_and_that_stays_for_a_while() -> None:
 
     def body(model: Any, x: Tensor) -> Tensor:
         y: Tensor = model.net(x)
-        return y / (model.step + 1) if model.step < 4 else y
+        return y * float(model.step) if model.step < 4 else y
 
     torch.manual_seed(0)
     model = Model()
@@ -274,3 +274,69 @@ def test_a_comparison_that_can_no_longer_be_made() -> None:
 
     with pytest.raises(TypeError, match="'>=' not supported between instances of 'NoneType' and 'int'"):
         run(16, act, graphed=True)
+
+
+class Annealed(nn.Module):
+    """A vector, and numbers that change in different ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-2, 3, 1000))
+        self.step, self.share, self.calls = 0, 1.0, 0
+
+
+def _in_place(model: Any, x: Tensor) -> Tensor:
+    y = x.detach() * 1
+    y.mul_(model.share).add_(model.step).sub_(model.calls).div_(model.step + 1)
+    y *= model.share
+    y /= model.share
+    return x * y
+
+
+def _by_counter(model: Any, x: Tensor) -> Tensor:
+    model.calls += 1
+    return x * (2.0 if model.calls % 3 == 0 else 1.0) + model.calls / 7
+
+
+OPERATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "product": lambda model, x: model.share * x + x * model.step,
+    "sum": lambda model, x: x * x + model.share + (model.step + x),
+    "difference": lambda model, x: (x - model.share) * (model.step - x),
+    "quotient": lambda model, x: x / model.share + x / (1 + model.step) + (x / (model.share * 3 - 7)).tanh(),
+    "made": lambda model, x: x * torch.tensor(model.share, dtype=x.dtype, device=x.device),
+    "computed": lambda model, x: x * min(1.0, model.step / 20) + x * (-abs(2 * model.share - 1) // 3),
+    "in place": _in_place,
+    "by counter": _by_counter,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_operators_get_the_number_of_each_step(operation: str, dtype: torch.dtype, device: torch.device) -> None:
+    """With the bits that the number itself gives, forward and backward, without checks that would hide others."""
+
+    def run(*, graphed: bool) -> tuple[Any, Any, list[Tensor]]:
+        model = Annealed().to(device, dtype)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+        def train(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = (OPERATIONS[operation](model, model.weight) * x).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        owners = {"model": model, "optimizer": optimizer}
+        step: Any = graph_step(train, owners=owners, verify="off", min_speedup=0) if graphed else train
+        losses = []
+        for index in range(40):
+            model.step, model.share = index, 0.93**index
+            losses.append(step(torch.linspace(0, 1 + index, 1000, dtype=dtype, device=device)))
+        return step, model, losses
+
+    _, twin, expected = run(graphed=False)
+    step, model, found = run(graphed=True)
+    assert all(map(torch.equal, expected, found))
+    assert torch.equal(twin.weight, model.weight)
+    assert (type(model.calls), model.calls) == (int, twin.calls)
+    assert step.stats.replayed >= 25, step.report()

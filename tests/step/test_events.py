@@ -65,7 +65,7 @@ def _flag_rig(every: int, ahead: int = 0) -> Any:
     """A flag that the step reads takes another value after each ``every`` calls, ``ahead`` calls earlier."""
 
     def loss(model: Any, x: Any, y: Any) -> Any:
-        return nn.functional.cross_entropy(model(x), y) / model.sharpness
+        return nn.functional.cross_entropy(model(x), y) * float(model.sharpness)
 
     each = lambda model, optimizer, index: setattr(model, "sharpness", 1.0 + (index + ahead) // every)  # noqa: E731
     return changing_rig(stay, loss, prepare=attributes(sharpness=1.0), each=each)

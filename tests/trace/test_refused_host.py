@@ -165,8 +165,8 @@ def decaying_fill(model: Any, x: Tensor, loss: Tensor) -> Tensor:
     return torch.full((3,), model.temperature)  # culprit
 
 
-def decaying_quotient(model: Any, x: Tensor, loss: Tensor) -> Tensor:
-    return x / model.temperature  # culprit
+def decaying_power(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return x**model.temperature  # culprit
 
 
 def decaying_dropout(model: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def scalar_rig(update: Callable[..., Any]) -> Rig:
     return updating_rig(update, attributes(temperature=0.5, start=0, noise=noise), host)
 
 
-@pytest.mark.parametrize("update", [decaying_fill, decaying_quotient], ids=lambda update: update.__name__)
+@pytest.mark.parametrize("update", [decaying_fill, decaying_power], ids=lambda update: update.__name__)
 def test_a_python_number_that_changes_is_refused(update: Callable[..., Any]) -> None:
     """Both values before the last two traces, where the number lies and the line are in the message."""
     patterns = [line_of(update), r"uses model\.temperature at", r"0\.015625", r"0\.0078125"]
