@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -113,9 +112,14 @@ def group_numbers(optimizer: Optimizer) -> dict[str, Any]:
     return {f"optimizer[{name}]": Numbers(_Groups(optimizer, name), ("param_groups",)) for name in names}
 
 
-@dataclass
 class Arguments:
     """Numbers that Lightning hands to hooks in a step: a trace has stand-ins in their place."""
 
-    batch_idx: int = 0
-    epoch: int = 0
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.batch_idx = 0
+
+    @property
+    def epoch(self) -> int:
+        """The Trainer's."""
+        return self._trainer.current_epoch

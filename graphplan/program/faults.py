@@ -16,6 +16,7 @@ from graphplan.backends.backend import first_line, is_out_of_memory
 from graphplan.environment.origin import OURS, is_users_file
 from graphplan.errors import EffectError, FaultError, GraphPlanError
 from graphplan.feed.call_arguments import is_callers
+from graphplan.feed.placeholders import compares_classes
 
 _COMPARED = "while the step was compared with its recordings"
 _DOING = {
@@ -90,12 +91,14 @@ def describe(error: Exception) -> str:
 
 
 def is_raised_by_user(error: BaseException) -> bool:
-    """Return True if a line of the user's own files raises ``error``, and says so."""
+    """Return True if a line of the user's own files raises ``error``, in code that does not ask for classes, of which a
+    stand-in has another one.
+    """
     where = error.__traceback__
     while where is not None and where.tb_next is not None:
         where = where.tb_next
     code = None if where is None else where.tb_frame.f_code
-    if where is None or code is None or not is_users_file(code.co_filename):
+    if where is None or code is None or not is_users_file(code.co_filename) or compares_classes(code):
         return False
     return opname[code.co_code[where.tb_lasti]] == "RAISE_VARARGS"
 

@@ -15,7 +15,7 @@ from torch.nn import Module
 from graphplan.compare.comparing import Checks, Row, contents_of, facts_of, row_of, rows_of
 from graphplan.owners.slots import Scalar, Slot, Walk, is_optimizer_state, tensor_leaves
 from graphplan.owners.tensor_metadata import TensorMetadata, metadata_of
-from graphplan.owners.views import attributes_of, home
+from graphplan.owners.views import Given, attributes_of, home
 from graphplan.plan.plan import Plan
 from graphplan.specs.paths import Path
 from graphplan.tensors.dtensors import is_sharded, local
@@ -51,7 +51,10 @@ class Guards:
         read = {path: value for path in plan.reads.values if (value := walk.value(path)) is not None}
         self.values = {path: values[path] if path in values else value.get() for path, value in read.items()}
         """The Python values that the program was captured with, by path."""
+        asked = {path for question in plan.reads.questions for path in question.paths}
         lent = {path: place for path in plan.lent if (place := walk.value(path)) is not None}
+        # Arguments are always integers.
+        lent = {path: place for path, place in lent.items() if path in asked or type(place.container) is not Given}
         self._shown = _Metadata(plan.reads.metadata, walk)
         used = (*slots, *self._shown.slots, *read.values(), *lent.values())
         links = _used_links(walk, plan, [place.container for place in used])
@@ -67,8 +70,8 @@ class Guards:
             *(row for path, source in read.items() for row in source.rows(self.values[path])),
         ])  # fmt: skip
         structure = [(*row, same_value) if row[0].startswith("equal") else row for row in structure]
-        if plan.lent:
-            structure.append(_row_of_numbers(plan, lent))
+        if lent or not plan.lent.keys() <= walk.scalars.keys():
+            structure.append(_row_of_numbers(plan, lent, walk))
         places = [*((slot.container, slot.key, slot.get()) for slot in slots), *self._structure_places]
         self.rows: list[Row] = [
             *_rows_of_places(places),
@@ -172,18 +175,19 @@ def _rows_of_shards(sharded: list[Any]) -> list[Row]:
     return [("same_results", [lambda: not any(map(is_not, map(local, sharded), shards))], [True])] if sharded else []
 
 
-def _row_of_numbers(plan: Plan, lent: Mapping[str, Scalar]) -> Row:
+def _row_of_numbers(plan: Plan, lent: Mapping[str, Scalar], walk: Walk) -> Row:
     """A comparison that holds while the numbers at ``lent`` places are of the classes that they were of, and what the
     step branches on comes out as it did.
     """
     places, known = list(lent.values()), list[Any]()
-    kinds, questions = list(plan.lent.values()), plan.reads.questions
+    is_whole = plan.lent.keys() <= walk.scalars.keys()
+    kinds, questions = [plan.lent[path] for path in lent], plan.reads.questions
 
     def hold() -> bool:
         now = [place.get() for place in places]
-        if list(map(type, now)) != kinds:
+        if not is_whole or list(map(type, now)) != kinds:
             return False
-        if now != known:
+        if questions and now != known:
             numbers = dict(zip(lent, now, strict=True))
             if any(question.answer(numbers) is not answer for question, answer in questions.items()):
                 return False

@@ -93,7 +93,10 @@ class LentNumbers:
         tensors: HostTensors | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.places = {path: place for path, place in places.items() if may_lend(place)}
+        # One place may have several paths.
+        first: dict[tuple[int, Any], str] = {}
+        self._paths = {path: first.setdefault(_identity(place), path) for path, place in places.items()}
+        self.places = {path: places[path] for path in first.values()}
         self.asked: dict[Question, bool] = {}
         self.used: dict[str, Source] = {}
         self.given: dict[int, HostTensor] = {}
@@ -103,10 +106,9 @@ class LentNumbers:
         self._tensors, self._device = HostTensors() if tensors is None else tensors, device
         self._made: list[weakref.ref[Any]] = []
         self._is_over = False
-        self._thread = self._modes = self._functions = 0
+        self._thread, self._modes, self._functions = get_ident(), 0, 0
 
     def __enter__(self) -> LentNumbers:
-        self._thread = get_ident()
         self._modes, self._functions = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
         shown: dict[int, tuple[Any, dict[str, HostNumber]]] = {}
         with ExitStack() as undo:
@@ -219,6 +221,7 @@ class LentNumbers:
 
     def tracks(self, path: str) -> bool:
         """Return True if all is known of what code has done with the number at ``path``."""
+        path = self._paths.get(path, path)
         return path in self.kinds and path not in self.used
 
     def ask_truth(self, path: str, value: bool) -> None:
@@ -263,6 +266,11 @@ def may_lend(place: Scalar) -> bool:
         return True
     thing = place.container.thing if type(place.container) in (Numbers, Given) else None
     return isinstance(getattr(type(thing), str(place.key), None), property)
+
+
+def _identity(place: Scalar) -> tuple[int, Any]:
+    container = _container_of(place)
+    return id(place.container.thing if container is None else container), place.key
 
 
 def _container_of(place: Scalar) -> Any:

@@ -109,7 +109,7 @@ class Seam(ABC):
         may_read = self._asks_eager is not None or self._variant is not None
         names = ("batch_idx", f"{ARGUMENTS}.batch_idx")
         self._watches_index = not (may_read or any(is_allowed(name, options.allow) for name in names))
-        self._arguments = Arguments()
+        self._arguments = Arguments(trainer)
         self.patches = Patches()
         # The sums are weighted with the batch's number of rows, which a program for padded rows does not know.
         self.logs = StepLogs(trainer, module, self.patches, sums_in_step=trains and not options.pads_rows)
@@ -245,7 +245,7 @@ class Seam(ABC):
         literals that it depends on.
         """
         self._index, self._rest = batch_idx, list(kwargs.items())[1:]
-        self._arguments.batch_idx, self._arguments.epoch = batch_idx, self._trainer.current_epoch
+        self._arguments.batch_idx = batch_idx
         batch = kwargs["batch"]
         if self._asks_eager is not None:
             # About the batch as it came.
