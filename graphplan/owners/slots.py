@@ -65,6 +65,31 @@ class Scalar:
 
 
 @dataclass(slots=True, eq=False)
+class Item(Scalar):
+    """A place in a list or dictionary that an attribute holds, whichever one that is: schedulers make a new list of
+    rates in each step. ``container`` has the attributes, ``key`` is the item's.
+    """
+
+    @property
+    def items(self) -> Any:
+        """The list or dictionary now."""
+        return self.container[self.attribute]
+
+    def get(self) -> Any:
+        """The value now."""
+        return self.items[self.key]
+
+
+def lasting(place: Scalar) -> Scalar:
+    """``place``, or the :class:`Item` that it is now."""
+    inner = attributes_of(place.owner)
+    is_item = type(place.container) in (list, dict) and inner is not None and inner is not place.container
+    if is_item and inner is not None and inner.get(place.attribute) is place.container:
+        return Item(inner, place.key, place.owner, place.attribute, place.via, place.name)
+    return place
+
+
+@dataclass(slots=True, eq=False)
 class Slot(Scalar):
     """A place that holds a tensor, or a tuple with tensors in it. ``param`` is set for ``.grad`` slots."""
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphplan.compare.comparing import Checks, Row, contents_of, facts_of, row_of, rows_of
-from graphplan.owners.slots import Scalar, Slot, Walk, is_optimizer_state, tensor_leaves
+from graphplan.owners.slots import Item, Scalar, Slot, Walk, is_optimizer_state, lasting, tensor_leaves
 from graphplan.owners.tensor_metadata import TensorMetadata, metadata_of
-from graphplan.owners.views import Given, attributes_of, home
+from graphplan.owners.views import Given, Told, attributes_of, extent, home
 from graphplan.plan.plan import Plan
 from graphplan.specs.paths import Path
 from graphplan.tensors.dtensors import is_sharded, local
@@ -52,10 +52,15 @@ class Guards:
         self.values = {path: values[path] if path in values else value.get() for path, value in read.items()}
         """The Python values that the program was captured with, by path."""
         asked = {path for question in plan.reads.questions for path in question.paths}
-        lent = {path: place for path in plan.lent if (place := walk.value(path)) is not None}
+        lent = {path: lasting(place) for path in plan.lent if (place := walk.value(path)) is not None}
         # Arguments are always integers.
         lent = {path: place for path, place in lent.items() if path in asked or type(place.container) is not Given}
         self._shown = _Metadata(plan.reads.metadata, walk)
+        # Of lists that may be others in each step, their lengths are compared with the numbers in them.
+        lists = {id(place.items) for place in lent.values() if isinstance(place, Item)}
+        told = [path for path, place in read.items() if isinstance(place.container, Told)]
+        others = {path for path in told if id(home(read[path].container)) in lists}
+        read = {path: place for path, place in read.items() if path not in others}
         used = (*slots, *self._shown.slots, *read.values(), *lent.values())
         links = _used_links(walk, plan, [place.container for place in used])
         self._structure_places = [*links, *((parts, name, None) for parts, name in walk.empty.values())]
@@ -180,6 +185,7 @@ def _row_of_numbers(plan: Plan, lent: Mapping[str, Scalar], walk: Walk) -> Row:
     step branches on comes out as it did.
     """
     places, known = list(lent.values()), list[Any]()
+    sizes = [(place, extent(place.items)) for place in places if isinstance(place, Item)]
     is_whole = plan.lent.keys() <= walk.scalars.keys()
     kinds, questions = [plan.lent[path] for path in lent], plan.reads.questions
 
@@ -192,7 +198,7 @@ def _row_of_numbers(plan: Plan, lent: Mapping[str, Scalar], walk: Walk) -> Row:
             if any(question.answer(numbers) is not answer for question, answer in questions.items()):
                 return False
             known[:] = now
-        return True
+        return all(extent(place.items) == size for place, size in sizes)
 
     return "same_results", [hold], [True]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphplan.owners.slots import Walk
+from graphplan.owners.slots import Walk, lasting
 from graphplan.tensors.deferred import DeferredNumber, NumberForm, form_of
 from graphplan.trace.lent_numbers import HostTensor
 
@@ -98,7 +98,7 @@ class StaticNumbers:
     def follow(self, walk: Walk) -> None:
         """Read owners' numbers where ``walk`` has found them."""
         paths = {path for _, path in self._hosts} | {path for filled in self._filled for path in filled.paths}
-        self._numbers = {path: walk.scalars[path] for path in sorted(paths) if path in walk.scalars}
+        self._numbers = {path: lasting(walk.scalars[path]) for path in sorted(paths) if path in walk.scalars}
 
     def start(self) -> None:
         """Before a replay: read owners' numbers, which the step may change."""

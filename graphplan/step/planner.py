@@ -79,8 +79,9 @@ class Planner:
         self._changing_numbers.update(changed)
         self._numbers = numbers
 
-    def _is_lendable(self, path: str, place: Scalar) -> bool:
-        is_named = place.attribute in self._managed.named_attributes or type(place.container) is Given
+    def _is_lendable(self, path: str, place: Scalar, *, is_named: bool = False) -> bool:
+        is_named |= place.attribute in self._managed.named_attributes or path in self._changing_numbers
+        is_named |= type(place.container) is Given
         return is_named and may_lend(place) and not is_allowed(path, self._options.allow)
 
     def lend(self, walk: Walk, device: torch.device | None, *, arguments_alone: bool) -> LentNumbers:
@@ -170,10 +171,9 @@ class Planner:
             return False
         before, now = (trace.entry_scalars for trace in pair.both)
         changed = {path for path in before.keys() & now.keys() if not same_value(before[path], now[path])}
-        new = {
-            path for path in changed & pair.walk.scalars.keys() if type(now[path]) in (*NUMBERS, bool)
-        } - self._changing_numbers
-        new = {path for path in new if self._is_lendable(path, pair.walk.scalars[path])}
+        numbers = (path for path in changed & pair.walk.scalars.keys() if type(now[path]) in (*NUMBERS, bool))
+        places = {path: pair.walk.scalars[path] for path in numbers if path not in self._changing_numbers}
+        new = {path for path, place in places.items() if self._is_lendable(path, place, is_named=pair.reads(place))}
         self._changing_numbers |= new
         return bool(new)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graphplan.compare.comparing import Row
 from graphplan.errors import HostScalarError, NotCapturedError, RecaptureError, RefusalError
 from graphplan.feed.signature import Feed, first_difference, without_geometry
-from graphplan.owners.slots import Scalar
+from graphplan.owners.slots import Scalar, lasting
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.report.stats import Stats
@@ -181,7 +181,7 @@ class Entry:
         """
         asked, way = facts.lent.asked, self.way
         paths = {path for question in asked for path in question.paths}
-        self.places.update({path: places[path] for path in facts.lent.kinds if path in places})
+        self.places.update({path: lasting(places[path]) for path in facts.lent.kinds if path in places})
         way.asked.update(asked)
         way.kinds.update(facts.lent.kinds)
         self.untried += not way.is_known
@@ -246,7 +246,7 @@ class Entry:
 
     def relocate(self, places: Mapping[str, Scalar]) -> bool:
         """Look for the numbers at ``places`` from now on. Return True if that leads to another way."""
-        way, self.places = self.way, {path: places[path] for path in self.places if path in places}
+        way, self.places = self.way, {path: lasting(places[path]) for path in self.places if path in places}
         if self.places:
             self._turn()
         return self.way is not way
@@ -255,7 +255,7 @@ class Entry:
 def _value_at(place: Scalar) -> Any:
     try:
         return place.get()
-    except (KeyError, AttributeError):
+    except (LookupError, AttributeError):
         return None
 
 

@@ -47,7 +47,7 @@ class DeviceConstants(TorchFunctionMode):
             return func(*args, **kwargs)
         make, given, options = func, args, kwargs
         if func is Tensor.new_tensor:
-            make, given, options = torch.tensor, args[1:], {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
+            make, given, options = _MAKERS[0], args[1:], {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
         if make not in _MAKERS or isinstance(given[0] if given else options.get("data"), Tensor):
             return func(*args, **kwargs)
         device = options.get("device")

@@ -7,7 +7,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from threading import get_ident
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphplan.errors import CaptureError
 from graphplan.observe.source import Source, find_source
-from graphplan.owners.slots import Namespace, Scalar
+from graphplan.owners.slots import Item, Namespace, Scalar, lasting
 from graphplan.owners.views import Attributes, Given, Numbers, attributes_of
 from graphplan.tensors.deferred import NumberForm, form_of, in_order
 from graphplan.tensors.host_numbers import HostNumber, Question
@@ -74,7 +74,7 @@ class LentNumbers:
     """Lends numbers to the code that runs while it is entered.
 
     Args:
-        places: where they lie, by path: attributes of objects.
+        places: where they lie, by path: see :func:`may_lend`.
         tensors: that hold them where the step needs tensors. Final ones were filled before the step.
         device: where the step computes.
 
@@ -95,8 +95,9 @@ class LentNumbers:
     ) -> None:
         # One place may have several paths.
         first: dict[tuple[int, Any], str] = {}
-        self._paths = {path: first.setdefault(_identity(place), path) for path, place in places.items()}
-        self.places = {path: places[path] for path in first.values()}
+        found = {path: lasting(place) for path, place in places.items()}
+        self._paths = {path: first.setdefault(_identity(place), path) for path, place in found.items()}
+        self.places = {path: found[path] for path in first.values()}
         self.asked: dict[Question, bool] = {}
         self.used: dict[str, Source] = {}
         self.given: dict[int, HostTensor] = {}
@@ -137,8 +138,9 @@ class LentNumbers:
             # Nothing settles what the step has left.
             containers = ((_container_of(place), place.key) for place in self.places.values())
             for container, key in containers:
-                if container is not None and type(container.get(key)) is HostNumber:
-                    container[key] = container[key]._known
+                with suppress(LookupError, TypeError):
+                    if type(container[key]) is HostNumber:
+                        container[key] = container[key]._known
 
     def _showing(self, kind: type, numbers: Mapping[str, HostNumber]) -> type:
         """A class that shows ``numbers`` in place of properties of ``kind``."""
@@ -259,8 +261,14 @@ def _counts(form: NumberForm) -> bool:
 
 
 def may_lend(place: Scalar) -> bool:
-    """Return True if ``place`` is an attribute itself, of an object that can be given another value there."""
-    if isinstance(place.owner, Namespace) or place.name is not None or place.key != place.attribute:
+    """Return True if ``place`` is an attribute itself, of an object that can be given another value there, or an item
+    in a list or dictionary that it holds.
+    """
+    if isinstance(place.owner, Namespace) or place.name is not None:
+        return False
+    if type(lasting(place)) is Item:
+        return True
+    if place.key != place.attribute:
         return False
     if _container_of(place) is not None:
         return True
@@ -274,15 +282,20 @@ def _identity(place: Scalar) -> tuple[int, Any]:
 
 
 def _container_of(place: Scalar) -> Any:
-    """The dictionary of the object in whose attribute the number lies; None for what a property computes."""
+    """The dictionary of the object in whose attribute the number lies, or the list or dictionary that it is an item of;
+    None for what a property computes.
+    """
     container = place.container
     if type(container) in (Numbers, Given):
         inner = attributes_of(container.thing)
         return inner if inner is not None and place.key in inner else None
+    if type(place) is Item:
+        return place.items
     is_own = isinstance(container, Attributes) or container is attributes_of(place.owner)
     return container if is_own else None
 
 
-def _take_back(container: Any, key: str, number: HostNumber, value: Any) -> None:
-    if container.get(key) is number:
-        container[key] = value
+def _take_back(container: Any, key: Any, number: HostNumber, value: Any) -> None:
+    with suppress(LookupError):
+        if container[key] is number:
+            container[key] = value

@@ -99,6 +99,15 @@ def logging_numbers(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return self.loss_of(batch)
 
 
+def logging_rates(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    self.counts["calls"] += 1
+    self.log("rate", self.lr_schedulers().get_last_lr()[0])
+    self.log("group's", self.trainer.optimizers[0].param_groups[0]["lr"])
+    self.log("calls", self.counts["calls"])
+    loss: Tensor = self.loss_of(batch) * (1 + self.counts["calls"] / 100)
+    return loss
+
+
 def annealed(self: Any, batch: Any, batch_idx: int) -> Tensor:
     share = min(1.0, self.global_step / 20)
     loss: Tensor = (1 - share) * self.loss_of(batch) + share * self.net[0].weight.square().mean()
@@ -106,7 +115,8 @@ def annealed(self: Any, batch: Any, batch_idx: int) -> Tensor:
 
 
 FOLLOWED = [
-    scaled_by_index, scaled_in_c, scaled_by_quotient, returning_quotient, keeping_index, logging_numbers, annealed,
+    scaled_by_index, scaled_in_c, scaled_by_quotient, returning_quotient, keeping_index, logging_numbers, logging_rates,
+    annealed,
 ]  # fmt: skip
 
 
@@ -117,9 +127,11 @@ def test_numbers_that_steps_compute_with(step: Any, verify: str, tmp_path: Path)
     seen: dict[Path, list[int]] = {}
 
     def make() -> Any:
-        return with_step(step, seen=seen.setdefault(tmp_path / str(len(seen)), []))()
+        module = with_step(step, seen=seen.setdefault(tmp_path / str(len(seen)), []))()
+        module.counts = {"calls": 0}
+        return module
 
-    replayed = 15 if step is annealed else FULL
+    replayed = {annealed: 15, logging_rates: FULL - 2}.get(step, FULL)
     assert_fit_equals_eager(make, tmp_path, replayed=replayed, callback=tape(verify=verify))
     eager, graphed = seen.values()
     assert eager == graphed

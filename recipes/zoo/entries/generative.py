@@ -54,6 +54,33 @@ def vae_distributions(scale: Scale) -> Case:
     return Case(_VAE(scale.pick(64, 512)), many(lambda: (torch.rand(size, 784), torch.randint(10, (size,)))), loss)
 
 
+class _AnnealedVAE(_VAE):
+    """Counts the steps, which weights and the temperature follow."""
+
+    calls = 0
+
+
+@entry("generative/vae_annealed")
+def vae_annealed(scale: Scale) -> Case:
+    """The divergence is weighted in over the first steps, the noise cooled, and the weights held small now and then."""
+
+    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        model.calls += 1
+        x, _ = batch
+        mean, log_variance = model.encoder(x).chunk(2, -1)
+        noise = torch.randn_like(mean) / (1 + 0.01 * model.calls)
+        made = model.decoder(mean + noise * (0.5 * log_variance).exp())
+        divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).mean()
+        total = F.mse_loss(made.sigmoid(), x) + min(1.0, model.calls / 100) * divergence
+        if model.calls % 4 == 0:
+            total = total + 1e-3 * sum(weight.square().mean() for weight in model.parameters())
+        return total
+
+    size = scale.pick(32, 128)
+    model = _AnnealedVAE(scale.pick(64, 512))
+    return Case(model, many(lambda: (torch.rand(size, 784), torch.randint(10, (size,)))), loss)
+
+
 class _GAN(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
