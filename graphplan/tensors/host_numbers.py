@@ -29,7 +29,10 @@ _ALIKE = frozenset({"mul", "mul_", "add", "add_", "sub", "sub_", "__rsub__"})
 _QUOTIENTS = {"div": Tensor.mul, "div_": Tensor.mul_}
 """So do these on the host; on CUDA devices they are these products with a reciprocal (``div_true_kernel_cuda``)."""
 _EXACT = (torch.float32, torch.float64)
-"""Dtypes that scalars are converted to before they are computed with: narrower ones are computed with in float32."""
+_NARROW = (torch.float16, torch.bfloat16)
+"""Operands of these are converted to single precision, and so is the number; the result is converted back."""
+_WIDENING = {"cuda": frozenset({"mul", "add", "sub", "__rsub__"}), "cpu": frozenset({"mul", "div"})}
+"""Functions that do so, by device: sums on the host round the number first."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +109,17 @@ class HostNumber(DeferredNumber):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Give functions of torch the value; those that give the same bits for it a tensor with it."""
-        if not kwargs and len(args) == 2 and type(args[1]) is HostNumber and _is_exact(args[0]):
+        if not kwargs and len(args) == 2 and type(args[1]) is HostNumber and _is_dense(args[0]):
             (tensor, number), alike = args, func
             if func.__name__ in _QUOTIENTS and tensor.device.type == "cuda":
                 alike, number = _QUOTIENTS[func.__name__], number._computed(_inverse, (number,), float)
-            operand = None
-            if alike.__name__ in _ALIKE or alike.__name__ in _QUOTIENTS:
-                operand = number._reader.tensor_of(number, tensor.dtype, tensor.device)
+            name, dtype, operand = alike.__name__, tensor.dtype, None
+            wide = dtype if dtype in _EXACT else torch.float32
+            known = _WIDENING.get(tensor.device.type, ()) if dtype is not wide else (*_ALIKE, *_QUOTIENTS)
+            if name in known:
+                operand = number._reader.tensor_of(number, wide, tensor.device)
             if operand is not None:
-                return alike(tensor, operand)
+                return alike(tensor.to(wide), operand).to(dtype)
         return super().__torch_function__(func, types, args, kwargs)
 
     def __bool__(self) -> bool:
@@ -122,8 +127,9 @@ class HostNumber(DeferredNumber):
         return bool(self._known)
 
 
-def _is_exact(operand: Any) -> bool:
-    return isinstance(operand, Tensor) and operand.dtype in _EXACT and operand.layout is torch.strided
+def _is_dense(operand: Any) -> bool:
+    is_known = isinstance(operand, Tensor) and operand.dtype in (*_EXACT, *_NARROW)
+    return is_known and operand.layout is torch.strided
 
 
 def _inverse(number: Any) -> float:
