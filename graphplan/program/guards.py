@@ -5,7 +5,7 @@ one call: what containers hold, by identity, Python values that the step's code 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_not
 from typing import Any
 
@@ -56,6 +56,8 @@ class Guards:
         # Arguments are always integers.
         lent = {path: place for path, place in lent.items() if path in asked or type(place.container) is not Given}
         self._shown = _Metadata(plan.reads.metadata, walk)
+        self.ask: Callable[[], bool] | None = None
+        """Tells whether the step would take the way through its code that was recorded, by owners' numbers."""
         # Of lists that may be others in each step, their lengths are compared with the numbers in them.
         lists = {id(place.items) for place in lent.values() if isinstance(place, Item)}
         told = [path for path, place in read.items() if isinstance(place.container, Told)]
@@ -76,7 +78,8 @@ class Guards:
         ])  # fmt: skip
         structure = [(*row, same_value) if row[0].startswith("equal") else row for row in structure]
         if lent or not plan.lent.keys() <= walk.scalars.keys():
-            structure.append(_row_of_numbers(plan, lent, walk))
+            self.ask = _asking(plan, lent, walk)
+            structure.append(("same_results", [self.ask], [True]))
         places = [*((slot.container, slot.key, slot.get()) for slot in slots), *self._structure_places]
         self.rows: list[Row] = [
             *_rows_of_places(places),
@@ -180,9 +183,9 @@ def _rows_of_shards(sharded: list[Any]) -> list[Row]:
     return [("same_results", [lambda: not any(map(is_not, map(local, sharded), shards))], [True])] if sharded else []
 
 
-def _row_of_numbers(plan: Plan, lent: Mapping[str, Scalar], walk: Walk) -> Row:
-    """A comparison that holds while the numbers at ``lent`` places are of the classes that they were of, and what the
-    step branches on comes out as it did.
+def _asking(plan: Plan, lent: Mapping[str, Scalar], walk: Walk) -> Callable[[], bool]:
+    """Return what tells whether the numbers at ``lent`` places are of the classes that they were of, and what the step
+    branches on comes out as it did.
     """
     places, known = list(lent.values()), list[Any]()
     sizes = [(place, extent(place.items)) for place in places if isinstance(place, Item)]
@@ -200,7 +203,7 @@ def _row_of_numbers(plan: Plan, lent: Mapping[str, Scalar], walk: Walk) -> Row:
             known[:] = now
         return all(extent(place.items) == size for place, size in sizes)
 
-    return "same_results", [hold], [True]
+    return hold
 
 
 def _hold(checks: Any) -> bool:

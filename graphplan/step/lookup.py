@@ -158,7 +158,7 @@ class KnownCall:
         self.program = program
         self.checks = checks
         self.variant = variant
-        self._reads = reads_of(feed)
+        self._reads, self._ask = reads_of(feed), program.adopted.guards.ask
         self._kinds = list(map(type, feed.leaves))
         # Only facts of the tensors are kept, not the tensors: they are a batch.
         self._tensors = [index for index, _ in feed.tensors()]
@@ -186,7 +186,7 @@ class KnownCall:
         return leaves if self._has(leaves) else None
 
     def _has(self, leaves: Sequence[Any]) -> bool:
-        if list(map(type, leaves)) != self._kinds:
+        if list(map(type, leaves)) != self._kinds or (self._ask is not None and not self._ask()):
             return False
         for index, literal, key in self._literals:
             if leaves[index] is not literal and leaf_key(leaves[index]) != key:

@@ -173,7 +173,9 @@ class Planner:
         changed = {path for path in before.keys() & now.keys() if not same_value(before[path], now[path])}
         numbers = (path for path in changed & pair.walk.scalars.keys() if type(now[path]) in (*NUMBERS, bool))
         places = {path: pair.walk.scalars[path] for path in numbers if path not in self._changing_numbers}
-        new = {path for path, place in places.items() if self._is_lendable(path, place, is_named=pair.reads(place))}
+        # What only a library's code names may have been set once (a layer's probability).
+        again = self._changing[1] > 1
+        new = {path for path, p in places.items() if self._is_lendable(path, p, is_named=again and pair.reads(p))}
         self._changing_numbers |= new
         return bool(new)
 

@@ -131,7 +131,7 @@ def test_numbers_that_steps_compute_with(step: Any, verify: str, tmp_path: Path)
         module.counts = {"calls": 0}
         return module
 
-    replayed = {annealed: 15, logging_rates: FULL - 2}.get(step, FULL)
+    replayed = {annealed: 15, logging_rates: FULL - 3}.get(step, FULL)
     assert_fit_equals_eager(make, tmp_path, replayed=replayed, callback=tape(verify=verify))
     eager, graphed = seen.values()
     assert eager == graphed

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import HostScalarError, graph_step
+from graphplan.step.lookup import Lookup
 
 
 class Model(nn.Module):
@@ -349,3 +350,24 @@ def test_operators_get_the_number_of_each_step(operation: str, dtype: torch.dtyp
     assert torch.equal(twin.weight, model.weight)
     assert (type(model.calls), model.calls) == (int, twin.calls)
     assert step.stats.replayed >= 25, step.report()
+
+
+def test_ways_that_alternate_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that take a known way are not looked up by their keys, whichever way the call before took."""
+    model = Annealed()
+
+    def body(x: Tensor) -> Tensor:
+        model.calls += 1
+        return x * 2 if model.calls % 2 else x + model.calls
+
+    step = graph_step(body, owners={"model": model}, verify="off")
+    x = torch.ones(3)
+    for index in range(24):
+        assert torch.equal(step(x), x * 2 if index % 2 == 0 else x + (index + 1))
+    looked_up: list[Any] = []
+    find = Lookup.find
+    monkeypatch.setattr(Lookup, "find", lambda self, *args: (looked_up.append(args), find(self, *args))[1])
+    for index in range(24, 64):
+        assert torch.equal(step(x), x * 2 if index % 2 == 0 else x + (index + 1))
+    assert not looked_up
+    assert (step.stats.captured, step.stats.recaptured) == (2, 0)
