@@ -1,4 +1,6 @@
-"""Attributes that a step sets to numbers which it reads from the device, without a use of their values."""
+"""Attributes that a step sets to numbers which it reads from the device, or computes of owners' numbers, without any
+need of their values.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from graphplan.trace.records import Trace
 
 @dataclass(frozen=True, slots=True)
 class HeldNumber:
-    """A Python number that every step computes by ``form`` from what it reads; replays compute it, too."""
+    """A Python number that every step computes by ``form`` from what it reads or finds; replays compute it, too."""
 
     path: str
     form: NumberForm
@@ -39,21 +41,21 @@ class HeldNumber:
             is_tracked = first.lent.tracks(path) and second.lent.tracks(path)
             if scalar is not None and not is_tracked and second.reads.uses(scalar):
                 raise HostScalarError(
-                    f"the step's code reads {path}, which it also sets to what it reads from the device; a replay "
+                    f"the step's code reads {path}, which it also sets to what it reads or computes; a replay "
                     f"would act on one value for ever. Keep it in a tensor, or read it outside the step; or, "
                     f"{allowing(path)}",
                     path=path,
                 )
             if not same_value(*forms):
                 raise HostEffectError(
-                    f"the step sets {path} to what it reads from the device in one call, and to something else, or "
+                    f"the step sets {path} to what it reads or computes in one call, and to something else, or "
                     "from other numbers, in the next; a replay does the same each time. Keep it in a tensor, or "
                     f"compute it after the step from what that returns; or, {allowing(path)}",
                     path=path,
                 )
             if path not in second.entry_scalars:
                 raise HostEffectError(
-                    f"the step sets {path}, which is not there before it, to what it reads from the device; a replay "
+                    f"the step sets {path}, which is not there before it, to what it reads or computes; a replay "
                     f"would not know where. Set it to a number before the step, and let it be; or, {allowing(path)}",
                     path=path,
                 )

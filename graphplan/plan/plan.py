@@ -85,7 +85,7 @@ class Plan:
         externals: every tensor that comes from outside, each with one role.
         rebindings: slots that the step binds to other tensors.
         counters: Python numbers that every step raises by the same amount.
-        numbers: Python numbers that every step computes from what it reads from the device.
+        numbers: Python numbers that every step computes from what it reads from the device or finds in its owners.
         appends: lists and deques that every step appends to.
         assignments: Python values that every step assigns alike.
         left: modes, flags, values in parameter groups and switches of torch's that the step leaves otherwise than it
@@ -257,7 +257,7 @@ class Plan:
             notes.append(f"guarded: how the step branches on {len(compared)} numbers ({_few(compared)})")
         notes += [f"in place: {self.feed.names()[index]}" for index in sorted(self.shared)]
         notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
-        notes += [f"read: {number.path}" for number in self.numbers]
+        notes += [f"computed: {number.path}" for number in self.numbers]
         notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]
         notes += [f"left: {path} = {value!r}" for path, value in self.left.items()]
         return notes + [f"note: {fact}" for fact in (*self.host_facts, *self.host_reads)]

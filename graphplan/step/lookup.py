@@ -53,7 +53,8 @@ class Lookup:
             program = entry.select(self._managed.grad_presence)
             if program is None:
                 is_first = not entry.eager_calls and self._programs.is_further(entry)
-                if looked or is_first or entry.way.refusal is not None or self._programs.waits(entry):
+                is_eager = entry.way.refusal is not None or not entry.way.is_met or self._programs.waits(entry)
+                if looked or is_first or is_eager:
                     # An eager step, for which nothing needs to be known, unless owners were looked at.
                     return entry, None
                 # Owners' containers may have been replaced since they were last looked at (a loaded checkpoint).

@@ -176,7 +176,11 @@ class Managed:
                     self._fn, feed, fed, owners=self.owners, walk=walk, device=device, record=record,
                     rates=lambda: self.rates.storages, before=before,
                 )  # fmt: skip
-            except Exception as error:
+            except BaseException as error:
+                if record.lent.places:
+                    record.lent.put_numbers(self.walk())
+                if not isinstance(error, Exception):
+                    raise
                 stands_in = record.deferred is not None and record.deferred.has_stand_ins
                 is_own = isinstance(error, GraphPlanError) or is_out_of_memory(error) or is_raised_by_user(error)
                 if not stands_in or is_own:

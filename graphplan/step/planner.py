@@ -6,6 +6,7 @@ others follow, and the calls of each way have a plan of their own; else the step
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from graphplan.owners.views import Given, Numbers
 from graphplan.plan.build import build_plan
 from graphplan.plan.difference import is_reordered
 from graphplan.plan.plan import Plan
-from graphplan.step.programs import Entry, Line
+from graphplan.step.programs import Entry, Line, value_at
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
 from graphplan.tensors.host_numbers import NUMBERS
@@ -51,10 +52,14 @@ class Planner:
         """The numbers that the step's code names, by path, as they were before the latest call that was looked at."""
         self._changing_numbers: set[str] = set()
         """The paths of those that were others before some call."""
+        self._read: dict[str, Any] = {}
+        """The numbers that the latest plan is good for, by path."""
         self._kept: set[str] = set()
         """The paths of those that are lent no more."""
         self._latest: Trace | None = None
         """The latest trace, until there is a plan or a refusal."""
+        self._times_changed: Counter[str] = Counter()
+        """How often values at these paths differed between traces."""
         self._changing = "", 0
         """The path whose value differs between consecutive traces of any key, and how often in a row."""
 
@@ -68,12 +73,13 @@ class Planner:
         if before is not None:
             changed = host_changes(TracePair(before, facts, walk, self._options.allow))
             path = "" if changed is None else changed.split(" was ")[0]
+            self._times_changed[path] += 1
             self._changing = path, self._changing[1] + 1 if path and path == self._changing[0] else int(bool(path))
 
     def note_numbers(self, walk: Walk) -> None:
         """Note which of the numbers that the step's code names are others than before an earlier call."""
         named = {path: place for path, place in walk.scalars.items() if self._is_lendable(path, place)}
-        numbers = {path: value for path, place in named.items() if type(value := place.get()) in (*NUMBERS, bool)}
+        numbers = {path: value for path, place in named.items() if type(value := value_at(place)) in (*NUMBERS, bool)}
         before = self._numbers
         changed = (path for path in numbers.keys() & before.keys() if not same_value(before[path], numbers[path]))
         self._changing_numbers.update(changed)
@@ -88,6 +94,7 @@ class Planner:
         """The numbers to lend to the step that is traced next: those that change, and what the Trainer counts; or
         its ``arguments_alone``.
         """
+        self._learn_changed(walk)
         self.note_numbers(walk)
         kinds = _LENT[:1] if arguments_alone else _LENT[: self._lent]
         lent = {
@@ -96,6 +103,14 @@ class Planner:
             if type(value) in NUMBERS and path not in self._kept and self._changes(path, walk.scalars[path], kinds)
         }
         return LentNumbers(lent, self._tensors, device)
+
+    def _learn_changed(self, walk: Walk) -> None:
+        """Learn which numbers that the latest plan is good for are others now."""
+        for path, value in self._read.items():
+            place = walk.scalars.get(path)
+            is_other = place is not None and not same_value(value_at(place), value)
+            if place is not None and is_other and self._is_lendable(path, place, is_named=True):
+                self._changing_numbers.add(path)
 
     def lend_less(self, paths: frozenset[str]) -> None:
         """Code needs what only real numbers are good for, of those at ``paths`` if any are known."""
@@ -122,6 +137,8 @@ class Planner:
         plan = self._plan(call, walk, at_end)
         if plan is not None:
             call.line.traces, call.line.straddling, self._latest = [], 0, None
+            read = plan.reads.values.items()
+            self._read = {path: value for path, value in read if type(value) in (*NUMBERS, bool)}
         return plan
 
     def _plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
@@ -174,8 +191,9 @@ class Planner:
         numbers = (path for path in changed & pair.walk.scalars.keys() if type(now[path]) in (*NUMBERS, bool))
         places = {path: pair.walk.scalars[path] for path in numbers if path not in self._changing_numbers}
         # What only a library's code names may have been set once (a layer's probability).
-        again = self._changing[1] > 1
-        new = {path for path, p in places.items() if self._is_lendable(path, p, is_named=again and pair.reads(p))}
+        again = {path for path, times in self._times_changed.items() if times > 1}
+        named = {path: path in again and pair.reads(place) for path, place in places.items()}
+        new = {path for path, place in places.items() if self._is_lendable(path, place, is_named=named[path])}
         self._changing_numbers |= new
         return bool(new)
 

@@ -183,6 +183,7 @@ class Entry:
         paths = {path for question in asked for path in question.paths}
         self.places.update({path: lasting(places[path]) for path in facts.lent.kinds if path in places})
         way.asked.update(asked)
+        way.kinds.update({path: type(facts.entry_scalars.get(path)) for path in self.places})
         way.kinds.update(facts.lent.kinds)
         self.untried += not way.is_known
         way.is_known = True
@@ -197,7 +198,7 @@ class Entry:
 
     def _turn(self) -> None:
         """Turn to the way that the numbers of now lead to."""
-        numbers = {path: value for path, place in self.places.items() if (value := _value_at(place)) is not None}
+        numbers = {path: value for path, place in self.places.items() if (value := value_at(place)) is not None}
         known = next((way for way in self.ways if way.is_known and way.is_taken(numbers)), None)
         if known is None:
             if not self.way.is_known:
@@ -252,7 +253,8 @@ class Entry:
         return self.way is not way
 
 
-def _value_at(place: Scalar) -> Any:
+def value_at(place: Scalar) -> Any:
+    """The value at ``place``; None if it is gone."""
     try:
         return place.get()
     except (LookupError, AttributeError):

@@ -261,9 +261,11 @@ def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any]
         is_known = kind in _PLAIN and not (is_power and not (type(second) in (int, float) and second >= 0))
         fails = is_power or (function in _DIVISIONS and (is_deferred(second) or second == 0))
         first = _device_first(operands)
-        if first.is_host and fails:
+        if function in _DIVISIONS and is_deferred(second) and second.is_host:
             # Where it raises an exception, it does so now; another divisor is asked whether it would.
-            fails = not is_known or (not is_power and not second)
+            fails = not second
+        elif first.is_host and fails:
+            fails = not is_known or not (is_power or second)
         is_summed = function is operator.add and first._reader.is_summed()
         if not is_known or is_summed or (fails and not first._reader.may_fail()):
             return function(*map(value_of, operands))

@@ -15,16 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphplan.errors import CaptureError
 from graphplan.observe.source import Source, find_source
-from graphplan.owners.slots import Item, Namespace, Scalar, lasting
+from graphplan.owners.slots import Item, Namespace, Scalar, Walk, lasting
 from graphplan.owners.views import Attributes, Given, Numbers, attributes_of
 from graphplan.tensors.deferred import NumberForm, form_of, in_order
 from graphplan.tensors.host_numbers import HostNumber, Question
 from graphplan.trace.changes import same_value
 from graphplan.trace.host_reads import sums_otherwise
+
+_MOST = 64
+"""Tensors of one step that are known by how what they hold is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,9 @@ class HostTensors:
                     f"the captured step uses a number as a tensor at {find_source()}, which the traced steps did not; "
                     "compute it in the same way in each step, or hold it in a tensor that an owner has"
                 )
+            if len(self._known) >= _MOST:
+                # Plans keep theirs.
+                del self._known[next(iter(self._known))]
             with torch.inference_mode(False), _disable_current_modes():
                 tensor = torch.zeros((), dtype=dtype, device=device)
             self._known[key] = HostTensor(tensor, form, tuple(paths))
@@ -95,7 +102,7 @@ class LentNumbers:
     ) -> None:
         # One place may have several paths.
         first: dict[tuple[int, Any], str] = {}
-        found = {path: lasting(place) for path, place in places.items()}
+        found = {path: lasting(place) for path, place in places.items() if may_lend(place)}
         self._paths = {path: first.setdefault(_identity(place), path) for path, place in found.items()}
         self.places = {path: found[path] for path in first.values()}
         self.asked: dict[Question, bool] = {}
@@ -136,11 +143,16 @@ class LentNumbers:
         self._undo.close()
         if exc[0] is not None:
             # Nothing settles what the step has left.
-            containers = ((_container_of(place), place.key) for place in self.places.values())
-            for container, key in containers:
-                with suppress(LookupError, TypeError):
-                    if type(container[key]) is HostNumber:
-                        container[key] = container[key]._known
+            for place in self.places.values():
+                _put_number(_container_of(place), place.key)
+
+    def put_numbers(self, walk: Walk) -> None:
+        """After a step that has failed: put numbers where it has left stand-ins in attributes and lists."""
+        for place in walk.scalars.values():
+            _put_number(place.container, place.key)
+        for items in walk.lists.values():
+            for index in range(len(items)):
+                _put_number(items, index)
 
     def _showing(self, kind: type, numbers: Mapping[str, HostNumber]) -> type:
         """A class that shows ``numbers`` in place of properties of ``kind``."""
@@ -293,6 +305,13 @@ def _container_of(place: Scalar) -> Any:
         return place.items
     is_own = isinstance(container, Attributes) or container is attributes_of(place.owner)
     return container if is_own else None
+
+
+def _put_number(container: Any, key: Any) -> None:
+    with suppress(LookupError, TypeError, AttributeError):
+        held = container[key]
+        if type(held) is HostNumber or type(held) in (tuple, list, dict):
+            container[key] = pytree.tree_map_only(HostNumber, lambda number: number._known, held)
 
 
 def _take_back(container: Any, key: Any, number: HostNumber, value: Any) -> None:

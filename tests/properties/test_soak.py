@@ -53,6 +53,9 @@ NAMES = 8
 """Code objects that nobody had asked about by then."""
 PARTS_OF_A_KEY = 80
 """Other objects that a remembered key consists of, roughly."""
+PARTS_OF_WAYS = {"Way": 16, "Scalar": 128, "Item": 16, "Question": 8, "NumberForm": 8, "_Made": 8, "_Place": 8}
+PARTS_OF_WAYS |= {"HostTensor": 8}
+"""Of ways through the step that owners' numbers decide, 16 are kept for each key, with what they ask of which place."""
 
 
 def draw_events() -> dict[int, tuple[str, int]]:
@@ -163,6 +166,9 @@ def test_a_long_run_with_random_events() -> None:
     assert step.stats.recaptured > 20
     # The names of a code object are remembered once somebody has asked for them, of however late a capture.
     assert growth.pop("Names") <= NAMES
+    for kind, most in PARTS_OF_WAYS.items():
+        growth["others"] -= min(growth[kind], most)
+        assert growth.pop(kind) <= most, kind
     keys = growth.pop("Entry")
     assert 0 <= keys <= KEYS
     # Eager may end with less than it had settled on (what its first steps left was collected later): that is no bound.

@@ -172,7 +172,7 @@ def test_the_plan_tells_of_them() -> None:
     rig = build(partial(rig_of, sums))
     step = managed(rig)
     drive(rig, step)
-    assert "read: model.total" in str(step.plan)
+    assert "computed: model.total" in str(step.plan)
     assert "counted: model.seen += 6" in str(step.plan)
 
 
