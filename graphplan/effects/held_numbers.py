@@ -38,7 +38,7 @@ class HeldNumber:
             if is_allowed(path, allow) or not any(isinstance(form, NumberForm) for form in forms):
                 continue
             scalar = walk.scalars.get(path)
-            is_tracked = first.lent.tracks(path) and second.lent.tracks(path)
+            is_tracked = first.symbolic.tracks(path) and second.symbolic.tracks(path)
             if scalar is not None and not is_tracked and second.reads.uses(scalar):
                 raise HostScalarError(
                     f"the step's code reads {path}, which it also sets to what it reads or computes; a replay "

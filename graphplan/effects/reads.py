@@ -21,7 +21,7 @@ from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.tensor_metadata import GONE, THERE, difference, is_there
 from graphplan.owners.views import Given
 from graphplan.specs.paths import Of, names
-from graphplan.tensors.host_numbers import Question
+from graphplan.tensors.symbolic import Question
 from graphplan.trace.changes import is_alike, same_value, told_apart
 
 
@@ -80,7 +80,7 @@ class Reads:
                 stale[path] = scalar
         if stale:
             _refuse_stale(stale, pair)
-        questions = {**pair.first.lent.asked, **pair.second.lent.asked}
+        questions = {**pair.first.symbolic.asked, **pair.second.symbolic.asked}
         metadata = _find_inspected(pair, values, appended, loose=loose)
         return cls(MappingProxyType(values), MappingProxyType(questions), MappingProxyType(metadata))
 
@@ -135,7 +135,7 @@ def check_used(pair: TracePair) -> None:
     does not know its name. Raises HostScalarError.
     """
     before, now = (trace.entry_scalars for trace in pair.both)
-    used = {path for trace in pair.both for path in trace.lent.used} & before.keys() & now.keys()
+    used = {path for trace in pair.both for path in trace.symbolic.used} & before.keys() & now.keys()
     changed = {path for path in used if not (same_value(before[path], now[path]) or pair.allows(path))}
     stale = {path: pair.walk.scalars[path] for path in sorted(changed & pair.walk.scalars.keys())}
     if stale:
@@ -147,7 +147,7 @@ def _refuse_stale(stale: Mapping[str, Scalar], pair: TracePair) -> NoReturn:
     path, scalar = next(iter(stale.items()))
     before, after = told_apart(*(trace.entry_scalars[path] for trace in pair.both))
     name = (scalar.via or scalar.attribute).removeprefix(".").removesuffix("[:]")
-    used = (trace.lent.used.get(path) for trace in pair.both)
+    used = (trace.symbolic.used.get(path) for trace in pair.both)
     found = next(filter(None, used), None) or find_load((code for code, _ in pair.second.reads.codes), name)
     instead = "Hold it in a tensor and update that in place, feed it, or, "
     if type(scalar.container) is Given:

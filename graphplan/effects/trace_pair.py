@@ -47,13 +47,13 @@ class TracePair:
         return any(trace.reads.may_cover(scalar) for trace in self.both)
 
     def uses(self, path: str, scalar: Scalar) -> bool:
-        """Whether code needed the value of a number that it was lent, or was handed and not lent."""
+        """Whether code needed the value of a number with a stand-in, or of an argument without one."""
         is_given = type(scalar.container) is Given
-        return any(path in t.lent.used or (is_given and path not in t.lent.places) for t in self.both)
+        return any(path in t.symbolic.used or (is_given and path not in t.symbolic.places) for t in self.both)
 
     def tracks(self, path: str) -> bool:
         """Whether all is known of what both traces have done with the number at ``path``."""
-        return all(trace.lent.tracks(path) for trace in self.both)
+        return all(trace.symbolic.tracks(path) for trace in self.both)
 
     def at_entry(self, path: str) -> tuple[Any, Any]:
         """What lay at ``path`` when each trace began: a tensor's metadata, or a Python value."""

@@ -19,14 +19,14 @@ from graphplan.environment.origin import is_users_file
 
 
 class ReadSignal(BaseException):
-    """The leaves at ``indices`` were used; or a number that the step was ``lent``, perhaps one of those at these paths.
+    """The leaves at ``indices`` were used; or a ``symbolic`` number, perhaps one of those at these paths.
     No ``Exception``, so that the step's own handlers let it pass.
     """
 
-    def __init__(self, indices: Iterable[int] = (), *, lent: Iterable[str] | None = None) -> None:
+    def __init__(self, indices: Iterable[int] = (), *, symbolic: Iterable[str] | None = None) -> None:
         super().__init__()
         self.indices = tuple(indices)
-        self.lent = None if lent is None else frozenset(lent)
+        self.symbolic = None if symbolic is None else frozenset(symbolic)
 
 
 class Placeholder:

@@ -162,7 +162,7 @@ def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def making(*args: Any, **kwargs: Any) -> Tensor:
         if args and is_deferred(args[0]):
             number, *rest = args
-            if not number.is_host or rest or not kwargs.keys() <= {"dtype", "device"}:
+            if not number.is_symbolic or rest or not kwargs.keys() <= {"dtype", "device"}:
                 return make(value_of(number), *rest, **kwargs)
             like = make(number._kind(), **kwargs)
             return number.as_tensor(like.dtype, like.device).clone()

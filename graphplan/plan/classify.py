@@ -46,7 +46,7 @@ def classify(
             unchanged = position < len(earlier) and earlier[position] == storage
             found.append(_unowned(external, unowned, walk, unchanged=unchanged))
             unowned += 1
-            number = second.lent.given.get(id(external.tensor))
+            number = second.symbolic.given.get(id(external.tensor))
             if number is not None:
                 found[-1] = replace(found[-1], name=" and ".join(number.paths))
     named = {external.path for external in found}

@@ -24,7 +24,7 @@ from graphplan.specs.paths import Of, names
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import External, Footprint, Role, TensorSpec
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.lent_numbers import HostTensor
+from graphplan.trace.symbolic_numbers import NumberTensor
 
 COLUMNS = ("name", "role", "tensor", "storage", "change")
 """Columns of a plan's table."""
@@ -111,8 +111,8 @@ class Plan:
         undone: paths of what the step has changed when it comes to the last value on which it branches: a replay that
             ends there puts it back.
         defers: whether numbers or copies that the step reads from the device were deferred in its traces.
-        lent: the classes of owners' numbers, by path, that stand-ins were put in the places of, which noted what code
-            did with them, and of truth values that it branches on.
+        symbolic: the classes of owners' numbers, by path, in whose places stand-ins noted what code did, and of truth
+            values that it branches on.
         filled: tensors that hold such numbers, or what is computed of them.
         kept: fed tensors whose memory the step may also read by another name.
         handles: the step itself.
@@ -146,8 +146,8 @@ class Plan:
     may_reorder: bool
     undone: frozenset[str]
     defers: bool
-    lent: Mapping[str, type]
-    filled: tuple[HostTensor, ...]
+    symbolic: Mapping[str, type]
+    filled: tuple[NumberTensor, ...]
     kept: tuple[Tensor, ...]
     handles: Handles
 

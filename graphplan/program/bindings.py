@@ -127,7 +127,7 @@ class Bindings:
         self._fresh: dict[str, Any] = {}
         self._places: dict[str, Slot | None] = {}
         self._appended: dict[Append, list[Any]] = {}
-        lent = {path: place.get() for path in plan.lent if (place := before.scalars.get(path)) is not None}
+        lent = {path: place.get() for path in plan.symbolic if (place := before.scalars.get(path)) is not None}
         self.numbers = StaticNumbers(lent, plan.filled)
         for filled in plan.filled:
             filled.fill(lent)

@@ -33,11 +33,11 @@ from graphplan.program.undo import Undo
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.tensors.attributes import dressed
-from graphplan.tensors.host_numbers import NUMBERS
 from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
+from graphplan.tensors.symbolic import NUMBERS
 from graphplan.trace.batch_answers import answers_in
 from graphplan.trace.deferred_reads import DeferredReads
-from graphplan.trace.lent_numbers import HostTensors, LentNumbers
+from graphplan.trace.symbolic_numbers import NumberTensors, SymbolicNumbers
 
 _IS_RECORDED = ContextVar("is_recorded", default=False)
 
@@ -125,9 +125,9 @@ def _record(
         try:
             if undo is not None:
                 undo.copy()
-            places = {path: walk.scalars[path] for path, kind in plan.lent.items() if kind in NUMBERS}
-            numbers = LentNumbers(places, HostTensors(plan.filled, final=True), plan.device)
-            with DeferredReads(fills=False, defers=plan.defers, lent=numbers) as deferred:
+            places = {path: walk.scalars[path] for path, kind in plan.symbolic.items() if kind in NUMBERS}
+            numbers = SymbolicNumbers(places, NumberTensors(plan.filled, final=True), plan.device)
+            with DeferredReads(fills=False, defers=plan.defers, symbolic=numbers) as deferred:
                 result = call_step(plan.handles.function(), fed.args, fed.kwargs)
             bindings.numbers.copies = deferred.copies
         finally:
@@ -156,7 +156,7 @@ def outdated(plan: Plan, walk: Walk) -> str | None:
     changed = plan.reads.changed(walk, values, " when the step was traced")
     if changed is not None:
         return changed
-    for path, kind in plan.lent.items():
+    for path, kind in plan.symbolic.items():
         place = walk.scalars.get(path)
         if place is None or type(place.get()) is not kind:
             return f"{path} held a number of class {kind.__name__} when the step was traced, and does not now"

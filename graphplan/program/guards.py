@@ -52,18 +52,20 @@ class Guards:
         self.values = {path: values[path] if path in values else value.get() for path, value in read.items()}
         """The Python values that the program was captured with, by path."""
         asked = {path for question in plan.reads.questions for path in question.paths}
-        lent = {path: lasting(place) for path in plan.lent if (place := walk.value(path)) is not None}
+        symbolic = {path: lasting(place) for path in plan.symbolic if (place := walk.value(path)) is not None}
         # Arguments are always integers.
-        lent = {path: place for path, place in lent.items() if path in asked or type(place.container) is not Given}
+        symbolic = {
+            path: place for path, place in symbolic.items() if path in asked or type(place.container) is not Given
+        }
         self._shown = _Metadata(plan.reads.metadata, walk)
         self.ask: Callable[[], bool] | None = None
         """Tells whether the step would take the way through its code that was recorded, by owners' numbers."""
         # Of lists that may be others in each step, their lengths are compared with the numbers in them.
-        lists = {id(place.items) for place in lent.values() if isinstance(place, Item)}
+        lists = {id(place.items) for place in symbolic.values() if isinstance(place, Item)}
         told = [path for path, place in read.items() if isinstance(place.container, Told)]
         others = {path for path in told if id(home(read[path].container)) in lists}
         read = {path: place for path, place in read.items() if path not in others}
-        used = (*slots, *self._shown.slots, *read.values(), *lent.values())
+        used = (*slots, *self._shown.slots, *read.values(), *symbolic.values())
         links = _used_links(walk, plan, [place.container for place in used])
         self._structure_places = [*links, *((parts, name, None) for parts, name in walk.empty.values())]
         self._names = Counter(id(child) for _, _, child in links if not isinstance(child, Tensor | Module))
@@ -77,8 +79,8 @@ class Guards:
             *(row for path, source in read.items() for row in source.rows(self.values[path])),
         ])  # fmt: skip
         structure = [(*row, same_value) if row[0].startswith("equal") else row for row in structure]
-        if lent or not plan.lent.keys() <= walk.scalars.keys():
-            self.ask = _asking(plan, lent, walk)
+        if symbolic or not plan.symbolic.keys() <= walk.scalars.keys():
+            self.ask = _asking(plan, symbolic, walk)
             structure.append(("same_results", [self.ask], [True]))
         places = [*((slot.container, slot.key, slot.get()) for slot in slots), *self._structure_places]
         self.rows: list[Row] = [
@@ -183,21 +185,21 @@ def _rows_of_shards(sharded: list[Any]) -> list[Row]:
     return [("same_results", [lambda: not any(map(is_not, map(local, sharded), shards))], [True])] if sharded else []
 
 
-def _asking(plan: Plan, lent: Mapping[str, Scalar], walk: Walk) -> Callable[[], bool]:
-    """Return what tells whether the numbers at ``lent`` places are of the classes that they were of, and what the step
-    branches on comes out as it did.
+def _asking(plan: Plan, symbolic: Mapping[str, Scalar], walk: Walk) -> Callable[[], bool]:
+    """Return what tells whether the numbers at ``symbolic`` places are of the classes that they were of, and what the
+    step branches on comes out as it did.
     """
-    places, known = list(lent.values()), list[Any]()
+    places, known = list(symbolic.values()), list[Any]()
     sizes = [(place, extent(place.items)) for place in places if isinstance(place, Item)]
-    is_whole = plan.lent.keys() <= walk.scalars.keys()
-    kinds, questions = [plan.lent[path] for path in lent], plan.reads.questions
+    is_whole = plan.symbolic.keys() <= walk.scalars.keys()
+    kinds, questions = [plan.symbolic[path] for path in symbolic], plan.reads.questions
 
     def hold() -> bool:
         now = [place.get() for place in places]
         if not is_whole or list(map(type, now)) != kinds:
             return False
         if questions and now != known:
-            numbers = dict(zip(lent, now, strict=True))
+            numbers = dict(zip(symbolic, now, strict=True))
             if any(question.answer(numbers) is not answer for question, answer in questions.items()):
                 return False
             known[:] = now

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.owners.slots import Walk, lasting
 from graphplan.tensors.deferred import DeferredNumber, NumberForm, form_of
-from graphplan.trace.lent_numbers import HostTensor
+from graphplan.trace.symbolic_numbers import NumberTensor
 
 
 class StaticNumber:
@@ -49,7 +49,7 @@ class StaticNumbers:
     owners' numbers before the recorded step, by path, and ``filled`` the tensors that hold such numbers.
     """
 
-    def __init__(self, before: Mapping[str, Any], filled: Sequence[HostTensor]) -> None:
+    def __init__(self, before: Mapping[str, Any], filled: Sequence[NumberTensor]) -> None:
         self._before, self._filled = before, filled
         self._hosts: list[tuple[int, str]] = []
         """Where in ``read`` owners' numbers lie."""

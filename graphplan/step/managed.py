@@ -177,8 +177,8 @@ class Managed:
                     rates=lambda: self.rates.storages, before=before,
                 )  # fmt: skip
             except BaseException as error:
-                if record.lent.places:
-                    record.lent.put_numbers(self.walk())
+                if record.symbolic.places:
+                    record.symbolic.put_numbers(self.walk())
                 if not isinstance(error, Exception):
                     raise
                 stands_in = record.deferred is not None and record.deferred.has_stand_ins
@@ -186,14 +186,14 @@ class Managed:
                 if not stands_in or is_own:
                     raise
                 # C code that is handed a stand-in says that it wants something else.
-                raise ReadSignal(lent=record.lent.touched if record.lent.places else None) from None
+                raise ReadSignal(symbolic=record.symbolic.touched if record.symbolic.places else None) from None
         discovery.faults.check()
         if record.deferred is not None and record.deferred.has_stand_ins:
-            is_lost, is_compiled = not record.lent.are_over(), bool(record.deferred and record.executed.compiled)
+            is_lost, is_compiled = not record.symbolic.are_over(), bool(record.deferred and record.executed.compiled)
             if is_lost or is_compiled or _are_misused(record):
                 # What refuses the step anyway need not be looked for again.
                 raise record.violation or ReadSignal(
-                    lent=record.lent.touched if is_lost or not record.deferred else None
+                    symbolic=record.symbolic.touched if is_lost or not record.deferred else None
                 )
         self.kept = discovery.kept(after, result)
         return result, self.walk() if self._take_owners(discovery, after) else after

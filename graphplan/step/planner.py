@@ -24,30 +24,30 @@ from graphplan.plan.plan import Plan
 from graphplan.step.programs import Entry, Line, value_at
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
-from graphplan.tensors.host_numbers import NUMBERS
+from graphplan.tensors.symbolic import NUMBERS
 from graphplan.trace.changes import same_value
-from graphplan.trace.lent_numbers import HostTensors, LentNumbers, may_lend
 from graphplan.trace.records import Trace, collect
+from graphplan.trace.symbolic_numbers import NumberTensors, SymbolicNumbers, may_be_symbolic
 
 FICKLE_TRACES = 3
 """Traces and captures of one line that may come to another value than a trace before, where the step branches on it."""
 _REORDERED = 5
 """Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps."""
-_LENT = (Given, Numbers)
-"""Kinds of numbers that are lent before they are known to change, those that are given up last first."""
-_ALL = len(_LENT)
+_REPLACED = (Given, Numbers)
+"""Kinds of numbers that have stand-ins before they are known to change, those that lose them last first."""
+_ALL = len(_REPLACED)
 _STRADDLING = 3
 """Pairs of traces in a row between which host code changed something: it is no coincidence any more."""
 
 
 class Planner:
-    """Makes plans of one step's traces, and says which numbers these are lent."""
+    """Makes plans of one step's traces, and says which numbers have stand-ins in these."""
 
     def __init__(self, parts: Parts) -> None:
         self._managed, self._options, self._peers = parts.managed, parts.options, parts.peers
         self._stats = parts.runner.stats
-        self._lent = _ALL
-        self._tensors = HostTensors()
+        self._level = _ALL
+        self._tensors = NumberTensors()
         self._numbers: dict[str, Any] = {}
         """The numbers that the step's code names, by path, as they were before the latest call that was looked at."""
         self._changing_numbers: set[str] = set()
@@ -55,7 +55,7 @@ class Planner:
         self._read: dict[str, Any] = {}
         """The numbers that the latest plan is good for, by path."""
         self._kept: set[str] = set()
-        """The paths of those that are lent no more."""
+        """The paths of those that have none any more."""
         self._latest: Trace | None = None
         """The latest trace, until there is a plan or a refusal."""
         self._times_changed: Counter[str] = Counter()
@@ -78,46 +78,46 @@ class Planner:
 
     def note_numbers(self, walk: Walk) -> None:
         """Note which of the numbers that the step's code names are others than before an earlier call."""
-        named = {path: place for path, place in walk.scalars.items() if self._is_lendable(path, place)}
+        named = {path: place for path, place in walk.scalars.items() if self._may_replace(path, place)}
         numbers = {path: value for path, place in named.items() if type(value := value_at(place)) in (*NUMBERS, bool)}
         before = self._numbers
         changed = (path for path in numbers.keys() & before.keys() if not same_value(before[path], numbers[path]))
         self._changing_numbers.update(changed)
         self._numbers = numbers
 
-    def _is_lendable(self, path: str, place: Scalar, *, is_named: bool = False) -> bool:
+    def _may_replace(self, path: str, place: Scalar, *, is_named: bool = False) -> bool:
         is_named |= place.attribute in self._managed.named_attributes or path in self._changing_numbers
         is_named |= type(place.container) is Given
-        return is_named and may_lend(place) and not is_allowed(path, self._options.allow)
+        return is_named and may_be_symbolic(place) and not is_allowed(path, self._options.allow)
 
-    def lend(self, walk: Walk, device: torch.device | None, *, arguments_alone: bool) -> LentNumbers:
-        """The numbers to lend to the step that is traced next: those that change, and what the Trainer counts; or
+    def make_symbolic(self, walk: Walk, device: torch.device | None, *, arguments_alone: bool) -> SymbolicNumbers:
+        """Stand-ins for the numbers of the step that is traced next: those that change, and what the Trainer counts; or
         its ``arguments_alone``.
         """
         self._learn_changed(walk)
         self.note_numbers(walk)
-        kinds = _LENT[:1] if arguments_alone else _LENT[: self._lent]
-        lent = {
+        kinds = _REPLACED[:1] if arguments_alone else _REPLACED[: self._level]
+        replaced = {
             path: walk.scalars[path]
             for path, value in self._numbers.items()
             if type(value) in NUMBERS and path not in self._kept and self._changes(path, walk.scalars[path], kinds)
         }
-        return LentNumbers(lent, self._tensors, device)
+        return SymbolicNumbers(replaced, self._tensors, device)
 
     def _learn_changed(self, walk: Walk) -> None:
         """Learn which numbers that the latest plan is good for are others now."""
         for path, value in self._read.items():
             place = walk.scalars.get(path)
             is_other = place is not None and not same_value(value_at(place), value)
-            if place is not None and is_other and self._is_lendable(path, place, is_named=True):
+            if place is not None and is_other and self._may_replace(path, place, is_named=True):
                 self._changing_numbers.add(path)
 
-    def lend_less(self, paths: frozenset[str]) -> None:
+    def replace_less(self, paths: frozenset[str]) -> None:
         """Code needs what only real numbers are good for, of those at ``paths`` if any are known."""
         self._kept |= paths
-        self._lent = self._lent if paths else max(self._lent - 1, 0)
+        self._level = self._level if paths else max(self._level - 1, 0)
 
-    def _changes(self, path: str, place: Scalar, kinds: Sequence[type] = _LENT) -> bool:
+    def _changes(self, path: str, place: Scalar, kinds: Sequence[type] = _REPLACED) -> bool:
         return type(place.container) in kinds or (len(kinds) > 1 and path in self._changing_numbers)
 
     def take_truths(self, facts: Trace, walk: Walk) -> None:
@@ -125,7 +125,7 @@ class Planner:
         for path, value in self._numbers.items():
             place = walk.scalars.get(path)
             if type(value) is bool and place is not None and self._changes(path, place) and facts.reads.covers(place):
-                facts.lent.ask_truth(path, value)
+                facts.symbolic.ask_truth(path, value)
 
     def plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
         """The plan of the line's traces, which it then lets go of; None if others have to follow. ``at_end`` is a walk
@@ -181,10 +181,10 @@ class Planner:
                 allow = (*allow, error.path)
 
     def _learns(self, error: RefusalError, pair: TracePair) -> bool:
-        """Whether the step's code names numbers that are others before each of the traces and were not lent: what
+        """Whether the step's code names numbers that are others before each of the traces and had no stand-ins: what
         stands in the way may be what it makes of them.
         """
-        if not isinstance(error, (HostScalarError, HostEffectError, ControlFlowError)) or self._lent < _ALL:
+        if not isinstance(error, (HostScalarError, HostEffectError, ControlFlowError)) or self._level < _ALL:
             return False
         before, now = (trace.entry_scalars for trace in pair.both)
         changed = {path for path in before.keys() & now.keys() if not same_value(before[path], now[path])}
@@ -193,7 +193,7 @@ class Planner:
         # What only a library's code names may have been set once (a layer's probability).
         again = {path for path, times in self._times_changed.items() if times > 1}
         named = {path: path in again and pair.reads(place) for path, place in places.items()}
-        new = {path for path, place in places.items() if self._is_lendable(path, place, is_named=named[path])}
+        new = {path for path, place in places.items() if self._may_replace(path, place, is_named=named[path])}
         self._changing_numbers |= new
         return bool(new)
 

@@ -15,7 +15,7 @@ from graphplan.program.program import Program
 from graphplan.report.stats import Stats
 from graphplan.step.batch_variants import BatchVariants
 from graphplan.step.options import Options
-from graphplan.tensors.host_numbers import Question
+from graphplan.tensors.symbolic import Question
 from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace
 
@@ -179,12 +179,12 @@ class Entry:
         """Take in what a trace of the call that was looked up last has asked of owners' numbers, which lie at
         ``places``. The way is for the values that the step had.
         """
-        asked, way = facts.lent.asked, self.way
+        asked, way = facts.symbolic.asked, self.way
         paths = {path for question in asked for path in question.paths}
-        self.places.update({path: lasting(places[path]) for path in facts.lent.kinds if path in places})
+        self.places.update({path: lasting(places[path]) for path in facts.symbolic.kinds if path in places})
         way.asked.update(asked)
         way.kinds.update({path: type(facts.entry_scalars.get(path)) for path in self.places})
-        way.kinds.update(facts.lent.kinds)
+        way.kinds.update(facts.symbolic.kinds)
         self.untried += not way.is_known
         way.is_known = True
         if self.untried > _WAYS and self.too_many is None:
@@ -193,8 +193,8 @@ class Entry:
                 f"to: {_WAYS} in a row came once, and a replay is good for one way. Feed what decides, or decide "
                 "outside the step"
             )
-        way.used = {path: facts.entry_scalars[path] for path in facts.lent.used if path in paths}
-        way.where = next((f"{path} at {facts.lent.used[path]}" for path in way.used), "")
+        way.used = {path: facts.entry_scalars[path] for path in facts.symbolic.used if path in paths}
+        way.where = next((f"{path} at {facts.symbolic.used[path]}" for path in way.used), "")
 
     def _turn(self) -> None:
         """Turn to the way that the numbers of now lead to."""

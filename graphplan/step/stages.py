@@ -157,8 +157,8 @@ class Stages:
                 entry.warm = min(entry.warm, self._options.warmup_steps - 1)
             # An error of the step's own comes out here, too.
             result = self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
-            if signal.lent is not None:
-                self._planner.lend_less(signal.lent)
+            if signal.symbolic is not None:
+                self._planner.replace_less(signal.symbolic)
             else:
                 self._defers &= bool(signal.indices)
             return result
@@ -232,8 +232,8 @@ class Stages:
         facts.expects = not rehearses and self._peers is None
         if facts.expects:
             facts.batch = recorder_of(feed)
-        lent = self._planner.lend(call.walk, self._runner.device, arguments_alone=rehearses)
-        facts.deferred = DeferredReads(defers=self._defers and not rehearses, lent=lent)
+        symbolic = self._planner.make_symbolic(call.walk, self._runner.device, arguments_alone=rehearses)
+        facts.deferred = DeferredReads(defers=self._defers and not rehearses, symbolic=symbolic)
         placeholders = Placeholders(feed, feed.unread)
         fed = CallArguments.of(placeholders.feed).watch()
         undo.callback(fed.restore)

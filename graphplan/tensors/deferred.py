@@ -104,7 +104,7 @@ class DeferredNumber:
     """
 
     __slots__ = ("__weakref__", "_function", "_kind", "_operands", "_reader", "_source")
-    is_array = is_host = False
+    is_array = is_symbolic = False
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class DeferredNumber:
         """The value, which code needs."""
         known: dict[int, Any] = {}
         for node in in_order(self):
-            if node.is_host:
+            if node.is_symbolic:
                 known[id(node)] = value_of(node)
             elif node._source is not None:
                 known[id(node)] = node._reader.read(node._source, node._kind)
@@ -240,17 +240,17 @@ def _computed(function: Any, *operands: Any, kind: type) -> DeferredNumber:
 
 def _device_first(operands: Iterable[Any]) -> DeferredNumber:
     """The first that is read from the device, whose value is not known; else that of owners' numbers."""
-    return min((operand for operand in operands if is_deferred(operand)), key=lambda number: number.is_host)
+    return min((operand for operand in operands if is_deferred(operand)), key=lambda number: number.is_symbolic)
 
 
 def _are_mixed(*numbers: Any) -> bool:
     """Whether some are read from the device, and others are the owners'."""
-    return len({number.is_host for number in numbers if is_deferred(number)}) > 1
+    return len({number.is_symbolic for number in numbers if is_deferred(number)}) > 1
 
 
 def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any], Any]:
     def method(self: DeferredNumber, other: Any) -> Any:
-        if self.is_host and isinstance(other, Tensor):
+        if self.is_symbolic and isinstance(other, Tensor):
             # It is asked next, and says of this number what it is to torch's functions.
             return NotImplemented
         kind = other._kind if is_deferred(other) else type(other)
@@ -261,10 +261,10 @@ def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any]
         is_known = kind in _PLAIN and not (is_power and not (type(second) in (int, float) and second >= 0))
         fails = is_power or (function in _DIVISIONS and (is_deferred(second) or second == 0))
         first = _device_first(operands)
-        if function in _DIVISIONS and is_deferred(second) and second.is_host:
+        if function in _DIVISIONS and is_deferred(second) and second.is_symbolic:
             # Where it raises an exception, it does so now; another divisor is asked whether it would.
             fails = not second
-        elif first.is_host and fails:
+        elif first.is_symbolic and fails:
             fails = not is_known or not (is_power or second)
         is_summed = function is operator.add and first._reader.is_summed()
         if not is_known or is_summed or (fails and not first._reader.may_fail()):
@@ -288,7 +288,7 @@ def _comparing(function: Any) -> Callable[[DeferredNumber, Any], Any]:
 
     def method(self: DeferredNumber, other: Any) -> Any:
         if _are_mixed(self, other):
-            return function(*map(_without_host, (self, other)))
+            return function(*map(_without_symbolic, (self, other)))
         kind = other._kind if is_deferred(other) else type(other)
         is_exact = kind in _PLAIN and (is_deferred(other) or kind is float or abs(other) < _EXACT)
         if not is_exact:
@@ -377,7 +377,7 @@ def form_of(number: DeferredNumber, own: Any = None) -> tuple[NumberForm, list[A
         if node is begin and own is not None and operands and operands[0] is own:
             operands[0] = OWN
         places[id(node)] = _Made(len(instructions))
-        function = node._source if node.is_host and node._source is not None else node._function
+        function = node._source if node.is_symbolic and node._source is not None else node._function
         instructions.append((function, tuple(operands)))
     return NumberForm(instructions), read
 
@@ -387,8 +387,8 @@ def value_of(number: Any) -> Any:
     return number._value() if is_deferred(number) else number
 
 
-def _without_host(number: Any) -> Any:
-    return value_of(number) if is_deferred(number) and number.is_host else number
+def _without_symbolic(number: Any) -> Any:
+    return value_of(number) if is_deferred(number) and number.is_symbolic else number
 
 
 def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:
@@ -398,7 +398,7 @@ def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:
     made: dict[int, Tensor] = {}
     with torch.no_grad():
         for node in in_order(number):
-            if node.is_host:
+            if node.is_symbolic:
                 continue
             if node._source is not None:
                 made[id(node)] = node._source

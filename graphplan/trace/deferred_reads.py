@@ -29,8 +29,8 @@ from graphplan.tensors.deferred import DeferredArray, DeferredNumber, HostCopy, 
 from graphplan.tensors.trees import flatten_result, rebuild
 from graphplan.trace.changes import Changes
 from graphplan.trace.host_reads import ends_step, is_torchs, sums_otherwise
-from graphplan.trace.lent_numbers import LentNumbers
 from graphplan.trace.operator_schemas import AS_ON_DEVICE
+from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 _item, _to, _numpy = torch._C.TensorBase.item, torch._C.TensorBase.to, torch._C.TensorBase.numpy
 _NO_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
@@ -39,11 +39,11 @@ _NO_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
 
 class DeferredReads:
     """Defers the reads of the code that runs in the thread which enters it. Copies hold what they are copies of if it
-    ``fills`` them: a capture cannot. ``lent`` are owners' numbers that the step is lent; with ``defers=False`` nothing
+    ``fills`` them: a capture cannot. ``symbolic`` are the stand-ins for owners' numbers; with ``defers=False`` nothing
     else waits.
     """
 
-    def __init__(self, *, fills: bool = True, defers: bool = True, lent: LentNumbers | None = None) -> None:
+    def __init__(self, *, fills: bool = True, defers: bool = True, symbolic: SymbolicNumbers | None = None) -> None:
         self._thread = self._modes = 0
         self._fills = fills
         self._made: list[weakref.ref[Any]] = []
@@ -59,21 +59,21 @@ class DeferredReads:
         self._derived: set[int] = set()
         """Those from which autograd would lead back."""
         self._real_copies: dict[int, Tensor] = {}
-        self.lent = LentNumbers() if lent is None else lent
+        self.symbolic = SymbolicNumbers() if symbolic is None else symbolic
         conversions = Conversions(on_item=self._defer, on_copy=self._copy) if defers else Conversions()
-        # Compiled code, which is not lent anything but arguments, is best left with torch's own methods.
-        self._conversions = conversions if defers or self.lent.places else nullcontext()
+        # Compiled code, which gets stand-ins for arguments alone, is best left with torch's own methods.
+        self._conversions = conversions if defers or self.symbolic.places else nullcontext()
 
     def __enter__(self) -> DeferredReads:
         self._thread = get_ident()
         self._modes = torch._C._len_torch_dispatch_stack()
-        self.lent.__enter__()
+        self.symbolic.__enter__()
         self._conversions.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._conversions.__exit__(*exc)
-        self.lent.__exit__(*exc)
+        self.symbolic.__exit__(*exc)
         for copy, _ in self.copies.values():
             copy.settle()
 
@@ -83,7 +83,7 @@ class DeferredReads:
     @property
     def has_stand_ins(self) -> bool:
         """Whether code was given what is no real number or tensor."""
-        return bool(self) or bool(self.lent.places)
+        return bool(self) or bool(self.symbolic.places)
 
     def _copy(self, tensor: Tensor) -> Tensor | None:
         if type(tensor) is HostCopy:
@@ -187,7 +187,10 @@ class DeferredReads:
                 self._is_lost |= new.is_array
                 scalar = after.scalars[path]
                 own = None if scalar.key in assigned else old
-                changes.scalars[path] = old, self.lent.settle(path, new, own) if new.is_host else form_of(new, own)[0]
+                changes.scalars[path] = (
+                    old,
+                    self.symbolic.settle(path, new, own) if new.is_symbolic else form_of(new, own)[0],
+                )
                 if isinstance(scalar.container, tuple):
                     self._is_lost = True
                 else:

@@ -25,8 +25,8 @@ from graphplan.trace.changes import Changes
 from graphplan.trace.collectives import is_collective
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.host_reads import HostRead
-from graphplan.trace.lent_numbers import LentNumbers
 from graphplan.trace.rng import SavedStates
+from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 _MOST = 64
 """Refusals that are collected; a step that reads the device in a loop over rows has a text for each."""
@@ -182,9 +182,9 @@ class Trace:
         return list({id(generator): generator for generator, _ in self.drawings}.values())
 
     @property
-    def lent(self) -> LentNumbers:
-        """The owners' numbers that the step was lent."""
-        return LentNumbers() if self.deferred is None else self.deferred.lent
+    def symbolic(self) -> SymbolicNumbers:
+        """The owners' numbers that stand-ins were put in the places of."""
+        return SymbolicNumbers() if self.deferred is None else self.deferred.symbolic
 
     def refuse(self, error: RefusalError) -> None:
         """Note that the step cannot be replayed. What is noted first counts, but for a learning rate that the step's

@@ -14,8 +14,8 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassAUROC
 
 from graphplan import HostScalarError, HostSyncError
-from graphplan.tensors.host_numbers import HostNumber
-from graphplan.trace.lent_numbers import LentNumbers
+from graphplan.tensors.symbolic import SymbolicNumber
+from graphplan.trace.symbolic_numbers import SymbolicNumbers
 from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
 
 FULL = 21
@@ -311,8 +311,8 @@ def test_questions_have_pythons_answers() -> None:
         lambda i: abs(i - 5) > 2, lambda i: i != 4.0, lambda i: (i + 0.5) * 2 >= i / 2 + 9, lambda i: i == True,  # noqa: E712
     ]  # fmt: skip
     for function in functions:
-        lent = LentNumbers()
-        assert function(HostNumber(lent, 3, "n")) is function(3)
+        lent = SymbolicNumbers()
+        assert function(SymbolicNumber(lent, 3, "n")) is function(3)
         ((question, answer),) = lent.asked.items()
         assert answer is bool(function(3)) and question.paths.count("n") == len(question.paths)
         answers = [question.answer({"n": number}) for number in range(12)]
@@ -324,8 +324,8 @@ def test_questions_have_pythons_answers() -> None:
         lambda i: torch.ones(2, dtype=torch.bfloat16) * i, lambda i: {3: 1}[i], range, round, lambda i: i | 1,
     ]  # fmt: skip
     for use in uses:
-        lent = LentNumbers()
-        assert str(use(HostNumber(lent, 3, "n"))) == str(use(3))
+        lent = SymbolicNumbers()
+        assert str(use(SymbolicNumber(lent, 3, "n"))) == str(use(3))
         assert list(lent.used) == ["n"]
 
 

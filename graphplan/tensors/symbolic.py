@@ -1,9 +1,9 @@
 """Numbers that lie among a step's owners: what a traced step has in the place of ``self.global_step``.
 
-A replay runs no Python, so it is good for as long as a number is used as it was in the traces. A :class:`HostNumber`
-notes how: what is computed of it, and with which outcome it is compared, are instructions that can be carried out
-again for another number. Only where code needs the value itself (an index, a text, an operator's argument) is a replay
-good for that value alone.
+A replay runs no Python, so it is good for as long as a number is used as it was in the traces. A
+:class:`SymbolicNumber` notes how: what is computed of it, and with which outcome it is compared, are instructions that
+can be carried out again for another number. Only where code needs the value itself (an index, a text, an operator's
+argument) is a replay good for that value alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from graphplan.tensors.deferred import DeferredNumber, NumberForm, form_of, value_of
 
 NUMBERS = (int, float)
-"""Types of the numbers that a step can be lent: code may ask whether a truth value *is* ``True``."""
+"""Types of the numbers that have stand-ins: code may ask whether a truth value *is* ``True``."""
 
 
 _ALIKE = frozenset({"mul", "mul_", "add", "add_", "sub", "sub_", "__rsub__"})
@@ -56,19 +56,19 @@ class Question:
         return cls(NumberForm([(path, ())]))
 
 
-class HostReader(Protocol):
+class NumberReader(Protocol):
     """What is told of the uses of host numbers."""
 
     def ask(self, question: Question, answer: bool) -> None:
         """Code branches on a comparison."""
 
-    def touch(self, number: HostNumber) -> None:
+    def touch(self, number: SymbolicNumber) -> None:
         """Code computes with the number."""
 
-    def use(self, number: HostNumber) -> None:
+    def use(self, number: SymbolicNumber) -> None:
         """Code needs the value."""
 
-    def tensor_of(self, number: HostNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    def tensor_of(self, number: SymbolicNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """A scalar tensor that holds the value in every step; None if that is not where the step computes."""
 
     def is_summed(self) -> bool:
@@ -78,22 +78,22 @@ class HostReader(Protocol):
         """False: what may raise an exception is not computed again."""
 
 
-class HostNumber(DeferredNumber):
+class SymbolicNumber(DeferredNumber):
     """The owners' number ``known`` at the path ``source``, or what ``function`` gives for such ``operands``."""
 
     __slots__ = ("_known",)
-    is_host = True
+    is_symbolic = True
 
     def __init__(
-        self, reader: HostReader, known: Any, source: Any = None, function: Any = None, operands: tuple[Any, ...] = ()
+        self, reader: NumberReader, known: Any, source: Any = None, function: Any = None, operands: tuple[Any, ...] = ()
     ) -> None:
         super().__init__(type(known), reader, source, function, operands)
         self._known = known
 
     def _computed(self, function: Any, operands: tuple[Any, ...], kind: type) -> DeferredNumber:
         self._reader.touch(self)
-        value = function(*(o._known if type(o) is HostNumber else o for o in operands))
-        return HostNumber(self._reader, value, None, function, operands)
+        value = function(*(o._known if type(o) is SymbolicNumber else o for o in operands))
+        return SymbolicNumber(self._reader, value, None, function, operands)
 
     def as_tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A scalar tensor that is filled with the value before each replay; where the step does not compute, one that
@@ -109,7 +109,7 @@ class HostNumber(DeferredNumber):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Give functions of torch the value; those that give the same bits for it a tensor with it."""
-        if not kwargs and len(args) == 2 and type(args[1]) is HostNumber and _is_dense(args[0]):
+        if not kwargs and len(args) == 2 and type(args[1]) is SymbolicNumber and _is_dense(args[0]):
             (tensor, number), alike = args, func
             if func.__name__ in _QUOTIENTS and tensor.device.type == "cuda":
                 alike, number = _QUOTIENTS[func.__name__], number._computed(_inverse, (number,), float)
@@ -136,9 +136,9 @@ def _inverse(number: Any) -> float:
     return 1.0 / number if number else math.copysign(math.inf, number)
 
 
-def _comparing(function: Any) -> Callable[[HostNumber, Any], Any]:
-    def method(self: HostNumber, other: Any) -> Any:
-        if type(other) not in (HostNumber, bool, *NUMBERS):
+def _comparing(function: Any) -> Callable[[SymbolicNumber, Any], Any]:
+    def method(self: SymbolicNumber, other: Any) -> Any:
+        if type(other) not in (SymbolicNumber, bool, *NUMBERS):
             return function(value_of(self), other)
         return bool(self._computed(function, (self, other), bool))
 
@@ -149,6 +149,6 @@ _COMPARISONS: tuple[Any, ...] = (
     operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
 )  # fmt: skip
 for _function in _COMPARISONS:
-    setattr(HostNumber, f"__{_function.__name__}__", _comparing(_function))
+    setattr(SymbolicNumber, f"__{_function.__name__}__", _comparing(_function))
 # Which containers ask, before they compare.
-HostNumber.__hash__ = lambda self: hash(value_of(self))  # type: ignore[method-assign]
+SymbolicNumber.__hash__ = lambda self: hash(value_of(self))  # type: ignore[method-assign]

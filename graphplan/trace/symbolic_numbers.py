@@ -1,4 +1,4 @@
-"""Stand-ins for owners' numbers while a step is traced or captured: see :mod:`graphplan.tensors.host_numbers`."""
+"""Stand-ins for owners' numbers while a step is traced or captured: see :mod:`graphplan.tensors.symbolic`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from graphplan.observe.source import Source, find_source
 from graphplan.owners.slots import Item, Namespace, Scalar, Walk, lasting
 from graphplan.owners.views import Attributes, Given, Numbers, attributes_of
 from graphplan.tensors.deferred import NumberForm, form_of, in_order
-from graphplan.tensors.host_numbers import HostNumber, Question
+from graphplan.tensors.symbolic import Question, SymbolicNumber
 from graphplan.trace.changes import same_value
 from graphplan.trace.host_reads import sums_otherwise
 
@@ -32,7 +32,7 @@ _MOST = 64
 
 
 @dataclass(frozen=True, slots=True)
-class HostTensor:
+class NumberTensor:
     """A scalar tensor for what ``form`` computes of the numbers at ``paths``: replays fill it before they begin."""
 
     tensor: Tensor
@@ -45,16 +45,16 @@ class HostTensor:
             self.tensor.fill_(self.form.compute([numbers[path] for path in self.paths]))
 
 
-class HostTensors:
+class NumberTensors:
     """The scalar tensors of one step: its traces and captures use the same ones. ``known`` ones are not made anew, and
     no others are made if they are ``final``.
     """
 
-    def __init__(self, known: Iterable[HostTensor] = (), *, final: bool = False) -> None:
+    def __init__(self, known: Iterable[NumberTensor] = (), *, final: bool = False) -> None:
         self._known = {(t.form.key, t.tensor.dtype, t.tensor.device): t for t in known}
         self.final = final
 
-    def get(self, number: HostNumber, dtype: torch.dtype, device: torch.device) -> HostTensor:
+    def get(self, number: SymbolicNumber, dtype: torch.dtype, device: torch.device) -> NumberTensor:
         """The tensor for how ``number`` is computed.
 
         Raises:
@@ -73,15 +73,15 @@ class HostTensors:
                 del self._known[next(iter(self._known))]
             with torch.inference_mode(False), _disable_current_modes():
                 tensor = torch.zeros((), dtype=dtype, device=device)
-            self._known[key] = HostTensor(tensor, form, tuple(paths))
+            self._known[key] = NumberTensor(tensor, form, tuple(paths))
         return self._known[key]
 
 
-class LentNumbers:
-    """Lends numbers to the code that runs while it is entered.
+class SymbolicNumbers:
+    """Puts stand-ins in the places of numbers while it is entered.
 
     Args:
-        places: where they lie, by path: see :func:`may_lend`.
+        places: where they lie, by path: see :func:`may_be_symbolic`.
         tensors: that hold them where the step needs tensors. Final ones were filled before the step.
         device: where the step computes.
 
@@ -97,31 +97,31 @@ class LentNumbers:
     def __init__(
         self,
         places: Mapping[str, Scalar] = MappingProxyType({}),
-        tensors: HostTensors | None = None,
+        tensors: NumberTensors | None = None,
         device: torch.device | None = None,
     ) -> None:
         # One place may have several paths.
         first: dict[tuple[int, Any], str] = {}
-        found = {path: lasting(place) for path, place in places.items() if may_lend(place)}
+        found = {path: lasting(place) for path, place in places.items() if may_be_symbolic(place)}
         self._paths = {path: first.setdefault(_identity(place), path) for path, place in found.items()}
         self.places = {path: found[path] for path in first.values()}
         self.asked: dict[Question, bool] = {}
         self.used: dict[str, Source] = {}
-        self.given: dict[int, HostTensor] = {}
+        self.given: dict[int, NumberTensor] = {}
         self.kinds: dict[str, type] = {}
         self.touched: set[str] = set()
         self.counted: set[str] = set()
-        self._tensors, self._device = HostTensors() if tensors is None else tensors, device
+        self._tensors, self._device = NumberTensors() if tensors is None else tensors, device
         self._made: list[weakref.ref[Any]] = []
         self._is_over = False
         self._thread, self._modes, self._functions = get_ident(), 0, 0
 
-    def __enter__(self) -> LentNumbers:
+    def __enter__(self) -> SymbolicNumbers:
         self._modes, self._functions = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
-        shown: dict[int, tuple[Any, dict[str, HostNumber]]] = {}
+        shown: dict[int, tuple[Any, dict[str, SymbolicNumber]]] = {}
         with ExitStack() as undo:
             for path, place in self.places.items():
-                number = HostNumber(self, place.get(), path)
+                number = SymbolicNumber(self, place.get(), path)
                 self._made.append(weakref.ref(number))
                 self.kinds[path] = number._kind
                 container = _container_of(place)
@@ -154,20 +154,20 @@ class LentNumbers:
             for index in range(len(items)):
                 _put_number(items, index)
 
-    def _showing(self, kind: type, numbers: Mapping[str, HostNumber]) -> type:
+    def _showing(self, kind: type, numbers: Mapping[str, SymbolicNumber]) -> type:
         """A class that shows ``numbers`` in place of properties of ``kind``."""
         space: dict[str, Any] = {"__slots__": (), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         for name, number in numbers.items():
             space[name] = property(self._getter(getattr(kind, name), number))
         return type(kind)(kind.__name__, (kind,), space)
 
-    def _getter(self, plain: Any, number: HostNumber) -> Callable[[Any], Any]:
+    def _getter(self, plain: Any, number: SymbolicNumber) -> Callable[[Any], Any]:
         path, known = number._source, number._known
 
         def get(thing: Any) -> Any:
             now = plain.__get__(thing)
-            if type(now) is HostNumber:
-                # What it is computed of is lent, too.
+            if type(now) is SymbolicNumber:
+                # What it is computed of has a stand-in, too.
                 return now
             if same_value(now, known):
                 return number
@@ -178,18 +178,18 @@ class LentNumbers:
         return get
 
     def ask(self, question: Question, answer: bool) -> None:
-        """See :class:`graphplan.tensors.host_numbers.HostReader`."""
+        """See :class:`graphplan.tensors.symbolic.NumberReader`."""
         if self._hears():
             self.asked[question] = answer
             self.touched.update(question.paths)
 
-    def touch(self, number: HostNumber) -> None:
-        """See :class:`graphplan.tensors.host_numbers.HostReader`."""
+    def touch(self, number: SymbolicNumber) -> None:
+        """See :class:`graphplan.tensors.symbolic.NumberReader`."""
         if number._source is not None:
             self.touched.add(number._source)
 
-    def use(self, number: HostNumber) -> None:
-        """See :class:`graphplan.tensors.host_numbers.HostReader`."""
+    def use(self, number: SymbolicNumber) -> None:
+        """See :class:`graphplan.tensors.symbolic.NumberReader`."""
         for node in in_order(number):
             if node._source is not None:
                 self._note_use(node._source)
@@ -207,15 +207,15 @@ class LentNumbers:
         return not self._is_over and (own == self._thread or all(own != other.ident for other in threading.enumerate()))
 
     def is_summed(self) -> bool:
-        """See :class:`graphplan.tensors.host_numbers.HostReader`."""
+        """See :class:`graphplan.tensors.symbolic.NumberReader`."""
         return sums_otherwise()
 
     def may_fail(self) -> bool:
-        """See :class:`graphplan.tensors.host_numbers.HostReader`."""
+        """See :class:`graphplan.tensors.symbolic.NumberReader`."""
         return False
 
-    def tensor_of(self, number: HostNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """See :class:`graphplan.tensors.host_numbers.HostReader`."""
+    def tensor_of(self, number: SymbolicNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """See :class:`graphplan.tensors.symbolic.NumberReader`."""
         if self._device is None or device.type != self._device.type or self._is_seen():
             return None
         found = self._tensors.get(number, dtype, device)
@@ -272,7 +272,7 @@ def _counts(form: NumberForm) -> bool:
     return functions <= {operator.add, operator.sub} and is_chain and all(constants)
 
 
-def may_lend(place: Scalar) -> bool:
+def may_be_symbolic(place: Scalar) -> bool:
     """Return True if ``place`` is an attribute itself, of an object that can be given another value there, or an item
     in a list or dictionary that it holds.
     """
@@ -310,11 +310,11 @@ def _container_of(place: Scalar) -> Any:
 def _put_number(container: Any, key: Any) -> None:
     with suppress(LookupError, TypeError, AttributeError):
         held = container[key]
-        if type(held) is HostNumber or type(held) in (tuple, list, dict):
-            container[key] = pytree.tree_map_only(HostNumber, lambda number: number._known, held)
+        if type(held) is SymbolicNumber or type(held) in (tuple, list, dict):
+            container[key] = pytree.tree_map_only(SymbolicNumber, lambda number: number._known, held)
 
 
-def _take_back(container: Any, key: Any, number: HostNumber, value: Any) -> None:
+def _take_back(container: Any, key: Any, number: SymbolicNumber, value: Any) -> None:
     with suppress(LookupError):
         if container[key] is number:
             container[key] = value

@@ -101,7 +101,7 @@ def test_a_number_that_differs_in_each_step_and_whose_value_is_needed() -> None:
 
     model = Model()
     step = graph_step(partial(body, model), owners={"model": model})
-    text = r"uses model\.scale at test_host_numbers\.py:\d+ in body: .*, which is \d\.0 before one step"
+    text = r"uses model\.scale at test_symbolic_numbers\.py:\d+ in body: .*, which is \d\.0 before one step"
     with pytest.raises(HostScalarError, match=text):
         for index in range(8):
             _scale(model, index + 1)
@@ -217,7 +217,7 @@ def test_calls_whose_comparison_has_code_compute_with_the_number_are_eager() -> 
     assert model.rows == twin.rows
     assert (step.stats.captured, step.stats.traced, step.stats.replayed) == (1, 3, 48 - 3 - 3 - 4)
     ((reason, times),) = step.stats.reasons.items()
-    where = r"test_host_numbers\.py:\d+ in forward: `.*`"
+    where = r"test_symbolic_numbers\.py:\d+ in forward: `.*`"
     assert re.fullmatch(rf"the step's code computes with model\.step at {where}, as its comparisons .* calls", reason)
     assert times == 3
 
@@ -341,7 +341,7 @@ def test_operators_get_the_number_of_each_step(operation: str, dtype: torch.dtyp
 
     is_narrow = dtype in (torch.float16, torch.bfloat16)
     if is_narrow and (operation == "in place" or (device.type == "cpu" and operation in SUMS)):
-        with pytest.raises(HostScalarError, match=r"uses model\.\w+ at test_host_numbers\.py:\d+ in "):
+        with pytest.raises(HostScalarError, match=r"uses model\.\w+ at test_symbolic_numbers\.py:\d+ in "):
             run(graphed=True)
         return
     _, twin, expected = run(graphed=False)
