@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import warnings
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphplan import HostScalarError, graph_step
+from graphplan import CaptureError, HostScalarError, graph_step
 from graphplan.step.lookup import Lookup
 
 
@@ -371,3 +372,41 @@ def test_ways_that_alternate_take_the_fast_path(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(step(x), x * 2 if index % 2 == 0 else x + (index + 1))
     assert not looked_up
     assert (step.stats.captured, step.stats.recaptured) == (2, 0)
+
+
+def test_ways_that_never_come_again() -> None:
+    """After a bound, further calls are eager without a trace."""
+    model = Annealed()
+
+    def body(x: Tensor) -> Tensor:
+        turns = 0
+        while turns < model.step:
+            turns += 1
+        return x * turns
+
+    step = graph_step(body, owners={"model": model}, on_failure="eager")
+    with pytest.warns(
+        UserWarning, match=r"takes another way through its code in each call, by what model\.step come to"
+    ):
+        for model.step in range(60):
+            assert torch.equal(step(torch.ones(2)), torch.full((2,), float(model.step)))
+    assert (step.stats.traced, step.stats.captured) == (17, 0)
+
+
+UNSEEN = ctypes.c_int(0)
+"""A number where no guard looks."""
+
+
+def test_a_number_that_only_the_capture_gives_to_an_operator() -> None:
+    """No memory was filled with it."""
+    model, UNSEEN.value = Annealed(), 0
+
+    def body(x: Tensor) -> Tensor:
+        UNSEEN.value += 1
+        return x * (model.step + 1) if UNSEEN.value == 6 else x * 2
+
+    step = graph_step(body, owners={"model": model}, allow=("UNSEEN[:]",))
+    with pytest.raises(CaptureError, match=r"captured step uses a number as a tensor at test_symbolic_numbers\.py:\d+"):
+        for model.step in range(8):
+            step(torch.ones(2))
+    assert type(model.step) is int
