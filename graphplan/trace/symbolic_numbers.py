@@ -310,7 +310,7 @@ def _container_of(place: Scalar) -> Any:
 def _put_number(container: Any, key: Any) -> None:
     with suppress(LookupError, TypeError, AttributeError):
         held = container[key]
-        if type(held) is SymbolicNumber or type(held) in (tuple, list, dict):
+        if any(type(leaf) is SymbolicNumber for leaf in pytree.tree_leaves(held)):
             container[key] = pytree.tree_map_only(SymbolicNumber, lambda number: number._known, held)
 
 
