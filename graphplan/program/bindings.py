@@ -133,6 +133,7 @@ class Bindings:
             filled.fill(lent)
         """What the step reads for numbers that it binds or returns."""
         self._numbers: dict[str, StaticNumber] = {}
+        self._raised = {number.path for number in plan.numbers if number.form.has_own}
         self._before = {number.path: before.scalars[number.path].get() for number in plan.numbers}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._walk = before
@@ -153,7 +154,8 @@ class Bindings:
             self._appended[append] = append.record(after, lambda item: _own(self.numbers.take(item), outside))
         for path, own in self._before.items():
             scalar = after.scalars[path]
-            self._numbers[path] = self.numbers.take(scalar.get(), own)
+            # Another small integer may be the same object.
+            self._numbers[path] = self.numbers.take(scalar.get(), own if path in self._raised else None)
             scalar.container[scalar.key] = own
         for counter in self._plan.counters:
             counted = after.scalars.get(counter.path)

@@ -21,6 +21,8 @@ from graphplan.specs.paths import Path
 from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.trace.changes import is_alike, same_value
 
+_MISSED = (LookupError, RuntimeError, AttributeError, TypeError, ArithmeticError)
+"""What is raised where a key is gone, a Python value became a tensor, or a number something else."""
 Place = tuple[Any, Any, Any]
 """A container, a key in it, and what lies there."""
 
@@ -205,14 +207,19 @@ def _asking(plan: Plan, symbolic: Mapping[str, Scalar], walk: Walk) -> Callable[
             known[:] = now
         return all(extent(place.items) == size for place, size in sizes)
 
-    return hold
+    def ask() -> bool:
+        try:
+            return hold()
+        except _MISSED:
+            return False
+
+    return ask
 
 
 def _hold(checks: Any) -> bool:
     try:
         return bool(checks.hold())
-    except (KeyError, IndexError, RuntimeError, AttributeError, TypeError, ArithmeticError):
-        # A key that is gone, a Python value that became a tensor, or a number that became something else.
+    except _MISSED:
         return False
 
 

@@ -59,6 +59,11 @@ class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
         return made[-1]
 
     @property
+    def has_own(self) -> bool:
+        """Whether the number that lies where it is stored is among the operands."""
+        return any(operand is OWN for _, operands in self for operand in operands)
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """What tells it from all others: of constants that are equal, ``0.0`` and ``-0.0``, the texts differ."""
         return tuple((function, *((type(o), repr(o)) for o in operands)) for function, operands in self)

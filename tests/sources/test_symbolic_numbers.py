@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from graphplan import CaptureError, HostScalarError, graph_step
 from graphplan.step.lookup import Lookup
@@ -412,3 +415,182 @@ def test_a_number_that_only_the_capture_gives_to_an_operator() -> None:
         for model.step in range(8):
             step(torch.ones(2))
     assert type(model.step) is int
+
+
+class Held:
+    """An object of the user's, with a number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+class Holding(nn.Module):
+    """A model with numbers in several places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.count: Any = 0
+        self.other: Any = 0
+        self.average = 0.0
+        self.counts, self.rows, self.held, self.spare = {"calls": 0, "rest": 3}, list[Any](), Held(1), Held(7)
+
+
+def _becomes(value: Callable[[int], Any], since: int = 15) -> Callable[[Any, int], None]:
+    """The host sets ``count`` to the call's number, and later to something else."""
+    return lambda model, index: setattr(model, "count", index if index < since else value(index))
+
+
+def _gone(model: Any, index: int) -> None:
+    if index < 15:
+        model.count = index
+    elif index == 15:
+        del model.count
+
+
+def _swap(model: Any, index: int) -> None:
+    model.held, model.spare = model.spare, model.held
+    model.held.count += 1
+
+
+def _renew(model: Any, index: int) -> None:
+    model.held = Held(index)
+    model.counts = {"calls": index, "rest": 3}
+
+
+def _flip(model: Any, index: int) -> None:
+    model.count = index % 2 == 0 if index < 40 else index % 3
+
+
+def _reflected(model: Any, y: Tensor) -> Tensor:
+    model.count = 5 - model.count
+    return y * model.count
+
+
+def _doubled(model: Any, y: Tensor) -> Tensor:
+    model.count = model.count + model.count if model.count < 64 else 1
+    return y + model.count
+
+
+def _by_tenths(model: Any, y: Tensor) -> Tensor:
+    model.average += 0.1
+    return y * 2 if model.average > 1.9000000000000001 else y
+
+
+def _kept(model: Any, y: Tensor) -> Tensor:
+    model.counts["calls"] += 1
+    model.rows.append((model.counts["calls"], y.sum().item() / model.counts["calls"]))
+    model.average = 0.9 * model.average + 0.1 * y.mean().item()
+    model.other = model.average * model.counts["calls"]
+    return y * (model.counts["calls"] / 10)
+
+
+def _in_checkpoint(model: Any, y: Tensor) -> Tensor:
+    model.count += 1
+    result: Tensor = checkpoint(lambda z: (z * model.count).sin(), y, use_reentrant=False)
+    return result
+
+
+def _in_a_mode(model: Any, y: Tensor) -> Tensor:
+    with Doubling():
+        return y * model.count
+
+
+class Doubling(TorchDispatchMode):
+    """Doubles the numbers, not the tensors, that tensors are multiplied with."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mul.Tensor and not isinstance(args[1], Tensor):
+            args = args[0], args[1] * 2
+        return func(*args, **(kwargs or {}))
+
+
+Case = tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, int], None], int]
+CASES: dict[str, Case] = {
+    "None": (lambda model, y: y if model.count is None else y * 2, _becomes(lambda index: None), 20),
+    "None and a number": (
+        lambda model, y: y if model.count is None else y * model.count,
+        lambda model, index: setattr(model, "count", index if index // 5 % 2 else None), 20,
+    ),
+    "another class": (
+        lambda model, y: y * (1 if isinstance(model.count, int) else 2), _becomes(lambda index: index + 0.5), 20
+    ),
+    "gone": (lambda model, y: y * 2 if hasattr(model, "count") else y, _gone, 20),
+    "a truth value": (lambda model, y: y * (1 + model.count), _flip, 20),
+    "swapped objects": (lambda model, y: y * model.held.count, _swap, 30),
+    "a question of swapped objects": (lambda model, y: y * 2 if model.held.count % 3 else y, _swap, 30),
+    "new objects": (lambda model, y: y * model.held.count + model.counts["calls"], _renew, 30),
+    "reflected": (_reflected, lambda model, index: None, 30),
+    "doubled": (_doubled, lambda model, index: None, 30),
+    "tenths": (_by_tenths, lambda model, index: None, 30),
+    "kept": (_kept, lambda model, index: None, 30),
+    "in a checkpoint": (_in_checkpoint, lambda model, index: None, 0),
+    "in a mode": (_in_a_mode, _becomes(lambda index: index), 0),
+    "signed zeros": (
+        lambda model, y: y + torch.copysign(torch.ones(()), (y.detach() * 0.0).sum() + (1 + model.count) * -0.0),
+        _becomes(lambda index: index), 30,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:graphplan")
+def test_numbers_in_odd_places(name: str) -> None:
+    """Replays without checks, which would hide them, are eager's steps, and leave plain numbers behind."""
+    act, between, replayed = CASES[name]
+
+    def run(*, graphed: bool) -> tuple[Any, Any, list[Tensor]]:
+        torch.manual_seed(0)
+        model = Holding()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-7, fused=True)
+
+        def train(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = act(model, model.net(x)).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        owners = {"model": model, "optimizer": optimizer}
+        step: Any = graph_step(train, owners=owners, verify="off", on_failure="eager") if graphed else train
+        losses = []
+        for index in range(60):
+            between(model, index)
+            losses.append(step(torch.randn(8, 4)))
+        return step, model, losses
+
+    _, twin, expected = run(graphed=False)
+    step, model, found = run(graphed=True)
+    assert all(map(torch.equal, expected, found))
+    assert step.stats.replayed >= replayed, step.report()
+    names = ("count", "other", "average", "counts", "rows")
+    values = [[getattr(each, name, None) for name in names] for each in (model, twin)]
+    assert values[0] == values[1]
+    assert "SymbolicNumber" not in str(tree_map(type, values[0]))
+
+
+@pytest.mark.parametrize("when", range(3, 8))
+def test_a_step_that_fails_leaves_plain_numbers(when: int) -> None:
+    """In attributes, lists and dictionaries, whichever call it is; what it has appended to keeps its identity."""
+    model = Holding()
+    row = {"count": 0}
+    model.rows.append(row)
+
+    def body(x: Tensor) -> Tensor:
+        model.counts["calls"] += 1
+        model.count = model.counts["calls"] * 2
+        model.rows.append((model.counts["calls"], model.count))
+        if model.counts["calls"] == when + 1:
+            raise ValueError("on purpose")
+        return x * model.count
+
+    step = graph_step(body, owners={"model": model}, on_failure="eager")
+    for index in range(12):
+        if index == when:
+            with pytest.raises(ValueError, match="on purpose"):
+                step(torch.ones(2))
+        else:
+            assert torch.equal(step(torch.ones(2)), torch.full((2,), 2.0 * (index + 1)))
+        assert "SymbolicNumber" not in str(tree_map(type, [model.count, model.counts, model.rows]))
+    assert model.rows[0] is row and model.rows[1:] == [(n, 2 * n) for n in range(1, 13)]
+    assert step.stats.replayed > 0
