@@ -31,18 +31,27 @@ _MOST = 64
 """Tensors of one step that are known by how what they hold is computed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class NumberTensor:
-    """A scalar tensor for what ``form`` computes of the numbers at ``paths``: replays fill it before they begin."""
+    """A scalar tensor for what ``form`` computes of the numbers at ``paths``: replays fill it before they begin. It
+    holds ``held``.
+    """
 
     tensor: Tensor
     form: NumberForm
     paths: tuple[str, ...]
+    held: Any = None
 
     def fill(self, numbers: Mapping[str, Any]) -> None:
         """Fill it for ``numbers`` by path."""
-        with torch.no_grad():
-            self.tensor.fill_(self.form.compute([numbers[path] for path in self.paths]))
+        self.hold(self.form.compute([numbers[path] for path in self.paths]))
+
+    def hold(self, value: Any) -> None:
+        """Fill it with ``value``, unless it holds that: a fill is a launch."""
+        if not same_value(value, self.held):
+            with torch.no_grad():
+                self.tensor.fill_(value)
+            self.held = value
 
 
 class NumberTensors:
@@ -219,9 +228,9 @@ class SymbolicNumbers:
         if self._device is None or device.type != self._device.type or self._is_seen():
             return None
         found = self._tensors.get(number, dtype, device)
-        if not self._tensors.final and id(found.tensor) not in self.given:
-            with _disable_current_modes(), torch.no_grad():
-                found.tensor.fill_(number._known)
+        if not self._tensors.final:
+            with _disable_current_modes():
+                found.hold(number._known)
         self.given[id(found.tensor)] = found
         return found.tensor
 
