@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphplan.compare.comparing import facts_of
 from graphplan.compare.tensors import geometry
-from graphplan.owners.slots import Slot, Walk, holds_plain, tensor_leaves
+from graphplan.owners.slots import Item, Slot, Walk, holds_plain, lasting, tensor_leaves
 from graphplan.plan.plan import Plan
 from graphplan.program.guards import Guards
 from graphplan.specs.paths import Path
@@ -80,6 +80,7 @@ class AdoptedTensors:
         self._unowned = [(e, e.tensor) for e in plan.externals if e.path is None and e.tensor is not None]
         self._copied = set(copied)
         self._replaced = plan.rebindings.replaced.difference(copied)
+        self._moving: set[str] = set()
         self._sources: dict[str, Tensor] = {}
         self._versions: list[int] = []
         self.uses: dict[int, int] = {}
@@ -90,6 +91,11 @@ class AdoptedTensors:
 
     def take(self, walk: Walk) -> None:
         """Take the owners' tensors as they lie now, with the Python values of the capture."""
+        for path in self._plan.reads.values:
+            before, now = self.walk.scalars.get(path), walk.scalars.get(path)
+            if before is not None and now is not None and before.container is not now.container:
+                # A scheduler makes a new list in each step: to follow each would be a walk.
+                self._moving |= {path} if isinstance(lasting(now), Item) else set()
         self.guards = self._guard(walk, self.guards.values)
 
     def _guard(self, walk: Walk, values: Mapping[str, Any]) -> Guards:
@@ -109,7 +115,7 @@ class AdoptedTensors:
         self.written = {storage_id(t) for path in self._held.keys() & changed for t in self._aliases[path]}
         self.written |= {storage_id(tensor) for tensor in self._plan.changed_tensors(walk)}
         unowned = [tensor for _, tensor in self._unowned]
-        return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads)
+        return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads, moving=self._moving)
 
     def _twins(self, walk: Walk, held: Collection[int], named: Collection[str]) -> list[Slot]:
         """Other slots of what is held: a plan lists one of several names."""

@@ -5,7 +5,7 @@ one call: what containers hold, by identity, Python values that the step's code 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import is_not
 from typing import Any
 
@@ -19,6 +19,7 @@ from graphplan.owners.views import Given, Told, attributes_of, extent, home
 from graphplan.plan.plan import Plan
 from graphplan.specs.paths import Path
 from graphplan.tensors.dtensors import is_sharded, local
+from graphplan.tensors.symbolic import come_out
 from graphplan.trace.changes import is_alike, same_value
 
 _MISSED = (LookupError, RuntimeError, AttributeError, TypeError, ArithmeticError)
@@ -37,6 +38,7 @@ class Guards:
         extra: unowned tensors that the plan keeps.
         values: what those Python values were at capture, by path; of others, what they are now counts.
         entry_grads: by path, the gradients that the step accumulates into.
+        moving: paths of values in lists and dictionaries that were replaced by others which hold the same.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Guards:
         values: Mapping[str, Any],
         *,
         entry_grads: Mapping[str, Tensor | None],
+        moving: Collection[str] = (),
     ) -> None:
         slots = [slot for slot in slots if slot.param is None]
         read = {path: value for path in plan.reads.values if (value := walk.value(path)) is not None}
@@ -62,12 +65,13 @@ class Guards:
         self._shown = _Metadata(plan.reads.metadata, walk)
         self.ask: Callable[[], bool] | None = None
         """Tells whether the step would take the way through its code that was recorded, by owners' numbers."""
-        # Of lists that may be others in each step, their lengths are compared with the numbers in them.
-        lists = {id(place.items) for place in symbolic.values() if isinstance(place, Item)}
+        # Of lists that may be others in each step, their lengths are compared with the values in them.
+        fixed = {path: lasting(place) for path, place in read.items() if path in moving}
+        lists = {id(place.items) for place in (*symbolic.values(), *fixed.values()) if isinstance(place, Item)}
         told = [path for path, place in read.items() if isinstance(place.container, Told)]
         others = {path for path in told if id(home(read[path].container)) in lists}
-        read = {path: place for path, place in read.items() if path not in others}
-        used = (*slots, *self._shown.slots, *read.values(), *symbolic.values())
+        read = {path: place for path, place in read.items() if path not in others and path not in fixed}
+        used = (*slots, *self._shown.slots, *read.values(), *symbolic.values(), *fixed.values())
         links = _used_links(walk, plan, [place.container for place in used])
         self._structure_places = [*links, *((parts, name, None) for parts, name in walk.empty.values())]
         self._names = Counter(id(child) for _, _, child in links if not isinstance(child, Tensor | Module))
@@ -81,9 +85,11 @@ class Guards:
             *(row for path, source in read.items() for row in source.rows(self.values[path])),
         ])  # fmt: skip
         structure = [(*row, same_value) if row[0].startswith("equal") else row for row in structure]
-        if symbolic or not plan.symbolic.keys() <= walk.scalars.keys():
-            self.ask = _asking(plan, symbolic, walk)
-            structure.append(("same_results", [self.ask], [True]))
+        asking: list[Row] = []
+        if symbolic or fixed or not plan.symbolic.keys() <= walk.scalars.keys():
+            pairs = [(place, self.values[path]) for path, place in fixed.items()]
+            self.ask = _asking(plan, symbolic, pairs, walk)
+            asking = [("same_results", [self.ask], [True])]
         places = [*((slot.container, slot.key, slot.get()) for slot in slots), *self._structure_places]
         self.rows: list[Row] = [
             *_rows_of_places(places),
@@ -92,8 +98,9 @@ class Guards:
             *self._rows_of_tensors(slots, list(extra)),
             *([("same_results", [self._shown.hold], [True])] if plan.reads.metadata else []),
         ]
-        self._checks = Checks(self.rows)
-        self._structure = Checks([*_rows_of_places(self._structure_places), *structure])
+        """All that is compared but for what :attr:`ask` tells."""
+        self._checks = Checks([*asking, *self.rows])
+        self._structure = Checks([*_rows_of_places(self._structure_places), *structure, *asking])
 
     def _rows_of_tensors(self, slots: Sequence[Slot], extra: list[Tensor]) -> list[Row]:
         """Where tensors lie, and what they are like; of optimizers' state, which code leaves as it is, the former."""
@@ -187,29 +194,29 @@ def _rows_of_shards(sharded: list[Any]) -> list[Row]:
     return [("same_results", [lambda: not any(map(is_not, map(local, sharded), shards))], [True])] if sharded else []
 
 
-def _asking(plan: Plan, symbolic: Mapping[str, Scalar], walk: Walk) -> Callable[[], bool]:
+def _asking(
+    plan: Plan, symbolic: Mapping[str, Scalar], fixed: Sequence[tuple[Scalar, Any]], walk: Walk
+) -> Callable[[], bool]:
     """Return what tells whether the numbers at ``symbolic`` places are of the classes that they were of, and what the
-    step branches on comes out as it did.
+    step branches on comes out as it did; and whether ``fixed`` places have their values.
     """
     places, known = list(symbolic.values()), list[Any]()
-    sizes = [(place, extent(place.items)) for place in places if isinstance(place, Item)]
+    items = [place for place in (*places, *(place for place, _ in fixed)) if isinstance(place, Item)]
+    sizes = [(place, extent(place.items)) for place in items]
     is_whole = plan.symbolic.keys() <= walk.scalars.keys()
     kinds, questions = [plan.symbolic[path] for path in symbolic], plan.reads.questions
 
-    def hold() -> bool:
-        now = [place.get() for place in places]
-        if not is_whole or list(map(type, now)) != kinds:
-            return False
-        if questions and now != known:
-            numbers = dict(zip(symbolic, now, strict=True))
-            if any(question.answer(numbers) is not answer for question, answer in questions.items()):
-                return False
-            known[:] = now
-        return all(extent(place.items) == size for place, size in sizes)
-
     def ask() -> bool:
         try:
-            return hold()
+            now = [place.get() for place in places]
+            if not is_whole or list(map(type, now)) != kinds:
+                return False
+            if questions and now != known:
+                if not come_out(questions, dict(zip(symbolic, now, strict=True))):
+                    return False
+                known[:] = now
+            is_alike = all(same_value(place.get(), value) for place, value in fixed)
+            return is_alike and all(extent(place.items) == size for place, size in sizes)
         except _MISSED:
             return False
 

@@ -15,7 +15,7 @@ from graphplan.program.program import Program
 from graphplan.report.stats import Stats
 from graphplan.step.batch_variants import BatchVariants
 from graphplan.step.options import Options
-from graphplan.tensors.symbolic import Question
+from graphplan.tensors.symbolic import Question, come_out
 from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace
 
@@ -94,8 +94,8 @@ class Way:
         if any(type(numbers.get(path)) is not kind for path, kind in self.kinds.items()):
             return False
         try:
-            answers = all(question.answer(numbers) is answer for question, answer in self.asked.items())
-            return answers and all(not values or same_value(numbers[path], value) for path, value in self.used.items())
+            are_alike = not values or all(same_value(numbers[path], value) for path, value in self.used.items())
+            return are_alike and come_out(self.asked, numbers)
         except Exception:  # noqa: BLE001 - the step raises it, too, or guards find that the number is gone
             return False
 

@@ -56,6 +56,11 @@ class Question:
         return cls(NumberForm([(path, ())]))
 
 
+def come_out(asked: Mapping[Question, bool], numbers: Mapping[str, Any]) -> bool:
+    """Return True if all questions have the answers that they had, for ``numbers`` by path."""
+    return all(question.answer(numbers) is answer for question, answer in asked.items())
+
+
 class NumberReader(Protocol):
     """What is told of the uses of host numbers."""
 

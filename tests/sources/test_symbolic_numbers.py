@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from graphplan import CaptureError, HostScalarError, graph_step
+from graphplan.program.program import Program
 from graphplan.step.lookup import Lookup
 
 
@@ -594,3 +595,40 @@ def test_a_step_that_fails_leaves_plain_numbers(when: int) -> None:
         assert "SymbolicNumber" not in str(tree_map(type, [model.count, model.counts, model.rows]))
     assert model.rows[0] is row and model.rows[1:] == [(n, 2 * n) for n in range(1, 13)]
     assert step.stats.replayed > 0
+
+
+def test_a_list_that_a_scheduler_makes_anew_is_not_followed_by_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rates are what they were: once it was another one, they are compared wherever they lie."""
+    model = Holding()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, fused=True)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1000])
+    optimizer.step()
+
+    def body(x: Tensor) -> Tensor:
+        return x * scheduler.get_last_lr()[0]
+
+    owners = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    step = graph_step(body, owners=owners, verify="off")
+    walks: list[int] = []
+    resync = Program.resync
+    monkeypatch.setattr(Program, "resync", lambda self, *args: (walks.append(1), resync(self, *args))[1])
+    for _ in range(40):
+        assert torch.equal(step(torch.ones(2)), torch.full((2,), 0.05))
+        scheduler.step()
+    assert len(walks) <= 2 and step.stats.replayed >= 30
+    scheduler._last_lr = [0.5]
+    assert torch.equal(step(torch.ones(2)), torch.full((2,), 0.5))
+
+
+def test_memory_is_filled_where_the_number_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fill is a launch."""
+    model, fills = Annealed(), list[Any]()
+    step = graph_step(lambda x: x * model.share, owners={"model": model}, verify="off")
+    fill = Tensor.fill_
+    for index in range(50):
+        model.share = float(index) if index < 20 else float(index // 10)
+        if index == 20:
+            monkeypatch.setattr(Tensor, "fill_", lambda self, value: (fills.append(value), fill(self, value))[1])
+        assert torch.equal(step(torch.ones(2)), torch.full((2,), model.share))
+    assert step.stats.replayed >= 30
+    assert fills == [2.0, 3.0, 4.0]
