@@ -17,7 +17,7 @@ from torch import Tensor
 from graphplan.errors import BackendError, CaptureMemoryError
 from graphplan.specs.roles import Footprint
 from graphplan.trace.batch_answers import BatchAnswers
-from graphplan.trace.records import HostConstant
+from graphplan.trace.host_transfers import HostProgram, Transfer
 from graphplan.trace.rng import SavedStates
 
 BACKENDS = ("auto", "cudagraph", "tape", "eager")
@@ -51,8 +51,8 @@ class TracedValues:
         states: the states of generators that the step saves and puts back.
         generators: generators other than torch's default ones that the step draws from.
         device_constants: tensors that the step makes from Python values on the device.
-        host_constants: tensors that the step makes from Python values on the host and copies to the device.
-        host_draws: what draws again what a step that computes on a device draws on the host, and nothing depends on.
+        transfers: tensors that the step makes on the host and copies to the device.
+        host_program: what makes those again that are not constant, and draws again what the step draws on the host.
         answers: what was read of the batch before the step, if anything.
         in_mode: the step is to run in a dispatch mode, as in the traces, where some of autograd's formulas do not read
             on the host: results differ by rounding from eager steps.
@@ -62,8 +62,8 @@ class TracedValues:
     states: SavedStates = SavedStates()  # noqa: RUF009 - it cannot be changed
     generators: Sequence[torch.Generator] = ()
     device_constants: Sequence[Tensor] = ()
-    host_constants: Sequence[HostConstant] = ()
-    host_draws: Sequence[Callable[[], Any]] = ()
+    transfers: Sequence[Transfer] = ()
+    host_program: HostProgram | None = None
     answers: BatchAnswers | None = None
     in_mode: bool = False
 

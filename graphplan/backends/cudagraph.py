@@ -302,10 +302,10 @@ class CUDAGraphBackend(Backend):
         current = torch.cuda.current_stream(self.device)
         constants = DeviceConstants(traced.device_constants) if traced.device_constants else nullcontext()
         # Compiled code leaves a dispatch mode out of account, or does not run compiled: no mode without need.
-        is_needed = traced.in_mode or traced.host_constants or any(read.waits for read in traced.reads)
+        is_needed = traced.in_mode or traced.transfers or any(read.waits for read in traced.reads)
         is_given = is_needed or traced.answers is not None
         on_expected = capture.split
-        given = GivenValues(traced.reads, traced.host_constants, traced.answers, on_expected) if is_given else None
+        given = GivenValues(traced.reads, traced.transfers, traced.answers, on_expected) if is_given else None
         states = capture.states
         self.stream.wait_stream(current)
         with UNDISTURBED, torch.cuda.stream(self.stream):

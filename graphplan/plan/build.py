@@ -129,8 +129,8 @@ def _traced_values(trace: Trace) -> TracedValues:
         states=trace.states,
         generators=trace.generators,
         device_constants=trace.device_constants,
-        host_constants=trace.host_constants,
-        host_draws=trace.host_draws,
+        transfers=trace.transfers,
+        host_program=trace.host_program,
         in_mode=trace.derives_otherwise,
     )
 

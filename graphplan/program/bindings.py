@@ -8,7 +8,7 @@ tensor that the step gives other memory (``q.data = ...``) is carried too, and g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from operator import add, attrgetter, is_, is_not, sub
@@ -109,13 +109,10 @@ def settle_companions() -> None:
 
 class Bindings:
     """What one program binds. ``before`` is the owner walk before its recording, during which ``stand_ins`` are in the
-    owners' slots; ``draws`` are random draws on the host that the recording leaves out.
+    owners' slots.
     """
 
-    def __init__(
-        self, plan: Plan, before: Walk, stand_ins: Mapping[str, Tensor], draws: Sequence[Callable[[], Any]]
-    ) -> None:
-        self._draws = draws
+    def __init__(self, plan: Plan, before: Walk, stand_ins: Mapping[str, Tensor]) -> None:
         self._plan = plan
         self._old = {path: before.slots[path].get() for path in plan.rebindings.carries}
         self._into = {path: tensor_leaves(stand_ins.get(path, old)) for path, old in self._old.items()}
@@ -282,7 +279,7 @@ class Bindings:
         counted = [counter.repeating(walk) for counter in self._plan.counters]
         repeats = filter(None, [*counted, *(assignment.repeating(walk) for assignment in self._plan.assignments)])
         appends = (append.repeating(walk, items, cloned) for append, items in self._appended.items())
-        self._repeats: list[Callable[[], Any]] = [*self._draws, *repeats, self._set_fresh, *appends, *self._set_numbers]
+        self._repeats: list[Callable[[], Any]] = [*repeats, self._set_fresh, *appends, *self._set_numbers]
 
     def _place_in(self, walk: Walk, path: str) -> Slot | None:
         """Where the step binds ``path``: if nothing is there now (``self.cache.clear()`` before each step), where it

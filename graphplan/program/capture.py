@@ -25,6 +25,7 @@ from graphplan.owners.slots import Walk, holds_plain
 from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import own_tensors
 from graphplan.program.bindings import Bindings
+from graphplan.program.host_inputs import HostInputs
 from graphplan.program.inputs import StaticInputs
 from graphplan.program.outputs import Outputs, lend_outputs
 from graphplan.program.program import Program
@@ -82,8 +83,9 @@ def capture_program(
     flags = Flags(walk)
     found = {path: value for path, value in flags.read().items() if path in plan.left}
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
-    # A backend that executes records them with the rest.
-    bindings = Bindings(plan, walk, copied.stand_ins, () if backend.executes else plan.traced.host_draws)
+    bindings = Bindings(plan, walk, copied.stand_ins)
+    # A backend that executes records it with the rest.
+    host = None if backend.executes or plan.traced.host_program is None else HostInputs(plan.traced, walk)
     undo = Undo(plan, walk, inputs) if plan.branches else None
     parts = inputs, copied, bindings
     recording, after, outputs = _record(plan, feed, walk, backend, *parts, undo, sharding=sharding, lends=lends)
@@ -92,7 +94,7 @@ def capture_program(
     flags.assign(found)
     is_as_recorded = not (plan.rebindings.carries or plan.appends or plan.left or plan.defers or copied.stand_ins)
     walk = after if is_as_recorded else plan.handles.walk()
-    program = Program(plan, policy, recording, *parts, outputs, undo, walk=walk, values=values, feed=feed)
+    program = Program(plan, policy, recording, *parts, outputs, undo, host, walk=walk, values=values, feed=feed)
     flags.assign(plan.left)
     program.adopted.count_uses(before)
     return program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import AdoptedTensors
 from graphplan.program.bindings import Bindings, settle_companions
 from graphplan.program.faults import lost
+from graphplan.program.host_inputs import HostInputs
 from graphplan.program.inputs import MEMORY_IS_FED, StaticInputs
 from graphplan.program.outputs import Outputs
 from graphplan.program.statics import CopiedOwned
@@ -73,6 +75,7 @@ class Program:
         bindings: Bindings,
         outputs: Outputs,
         undo: Undo | None,
+        host: HostInputs | None,
         *,
         walk: Walk,
         values: Mapping[str, Any],
@@ -87,7 +90,7 @@ class Program:
         self._copied = copied
         self.bindings = bindings
         self.outputs = outputs
-        self._undo = undo
+        self._undo, self._host = undo, host
         self.outcomes = 0
         """Replays that ended at a value that was another one than in the traces."""
         self._flags = Flags(walk) if plan.left else None
@@ -185,13 +188,14 @@ class Program:
                 raise
             raise lost(error, self.plan.name) from error
 
-    def _launch(self) -> None:
+    def _launch(self, *, is_recorded: bool = False) -> None:
+        """Replay; ``is_recorded`` for the recorded call itself, which has made what it makes on the host."""
         assert self._recording is not None
-        if self._undo is None:
-            _launch(self._recording)
-            return
+        undoing = nullcontext() if self._undo is None else self._undo.undoing(self.bindings.grads_in_place())
         try:
-            with self._undo.undoing(self.bindings.grads_in_place()):
+            with undoing:
+                if self._host is not None:
+                    self._host.load(is_recorded=is_recorded)
                 _launch(self._recording)
         except OutcomeError:
             self.outcomes += 1
@@ -241,7 +245,7 @@ class Program:
     def run_recorded(self, leaves: Sequence[Any], *, executed: bool) -> Any:
         """Finish the call that was recorded: execute it unless recording did, and hand out its results."""
         if not executed:
-            self._launch()
+            self._launch(is_recorded=True)
         self._copied.give_back()
         self.bindings.replace_recorded()
         return self.collect(leaves)

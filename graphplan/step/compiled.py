@@ -189,8 +189,8 @@ def refuse_beside_compiled(plan: Plan) -> None:
     ]
     if plan.traced.in_mode:
         whats.append("derives a product (prod, cumprod), for which torch looks for zeros on the host")
-    for constant in plan.traced.host_constants:
-        whats.append(f"copies a tensor of shape {tuple(constant.value.shape)} from host memory")
+    for transfer in plan.traced.transfers:
+        whats.append(f"copies a tensor of shape {tuple(transfer.value.shape)} from host memory")
     if whats:
         raise HostSyncError(
             f"the step {whats[0]}, and runs compiled code: a capture of both waits for the device, or copies from that "

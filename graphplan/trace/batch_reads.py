@@ -89,6 +89,8 @@ class Call:
     changed: frozenset[int | None]
     writes: bool
     read: Read | None
+    has_effect: bool
+    """It draws random numbers, or copies to a device: it is run again even if nothing depends on it."""
 
     @property
     def form(self) -> str:
@@ -187,7 +189,7 @@ class BatchReads:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for position, call in enumerate(self._calls):
                 if position == len(ran):
-                    out = call.run(*_filled(call.args, known), **{k: _filled(v, known) for k, v in call.kwargs.items()})
+                    out = call.run(*filled(call.args, known), **{k: filled(v, known) for k, v in call.kwargs.items()})
                     ran.append((self._forms[position], out, tensors_in(out)))
                 _, out, made = ran[position]
                 read = self._of_call.get(position)
@@ -226,11 +228,12 @@ def _is_same(one: Read, other: Read) -> bool:
     return one.finds(other.found, [other.found]) if one.kind is not Kind.SHAPE else one.found == other.found
 
 
-def _filled(given: Any, known: Mapping[int, Any]) -> Any:
+def filled(given: Any, known: Mapping[int, Any]) -> Any:
+    """``given`` with ``known`` tensors in the places of slots."""
     if type(given) is TensorSlot:
         return known[given.number]
     if type(given) is list or type(given) is tuple:
-        return type(given)([_filled(item, known) for item in given])
+        return type(given)([filled(item, known) for item in given])
     return given
 
 

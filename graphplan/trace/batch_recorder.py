@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from graphplan.errors import HostSyncError
@@ -15,9 +13,10 @@ from graphplan.owners.slots import Slot
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_answers import Answer, contents_of, is_right, masks_among, masks_of, positions_among
-from graphplan.trace.batch_reads import POSITIONS, BatchReads, BatchSource, Call, Kind, Read, TensorSlot, reads_in
+from graphplan.trace.batch_reads import POSITIONS, BatchReads, BatchSource, Call, Kind, Read, reads_in
+from graphplan.trace.call_recorder import CallRecorder, is_plain
 from graphplan.trace.host_reads import find_place
-from graphplan.trace.operator_schemas import OF_GEOMETRY, OperatorCall, tensors_in
+from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 
 _LARGEST = 4096
 """Elements of a tensor that the host may read as a whole: each content of it needs a program of its own."""
@@ -34,31 +33,25 @@ class _Place(NamedTuple):
     begin: int
 
 
-class BatchRecorder:
+class BatchRecorder(CallRecorder):
     """Follows, in one trace, what is computed from the batch alone."""
 
     def __init__(self, leaves: Sequence[tuple[int, Tensor]]) -> None:
-        self._numbers: dict[Any, int] = {}
-        """By memory and geometry: views of other views, and what autograd unpacks, are the same tensor."""
-        self._known: set[int | None] = set()
-        self._calls: list[Call] = []
+        super().__init__()
         self._kept: list[Tensor] = []
         """What the step does not make: no other tensor may get its memory meanwhile."""
         self.is_outdated = False
         """What was read before the step is not what is read in it."""
-        self._dtype = torch.get_default_dtype()
         self._operators = 0
         self._places: list[_Place] = []
         self._sources: dict[int, BatchSource] = {}
-        self._outside: set[int | None] = set()
-        """The memory of the sources, which the step does not make."""
         self._owned: dict[int | None, Tensor] = {}
         """Those that owners have, by their memory."""
         self._ambiguous: set[int | None] = set()
         """Memory that is both an owner's and fed: the next call may be fed something else."""
         for index, leaf in leaves:
-            if storage_id(leaf) is not None and _is_plain(leaf):
-                self._begin_with(leaf, index)
+            if storage_id(leaf) is not None and is_plain(leaf):
+                self._sources.setdefault(self._begin_with(leaf), index)
                 if leaf.numel():
                     self._places.append(_Place(index, self._number(leaf), storage_id(leaf), leaf.data_ptr()))
 
@@ -69,23 +62,17 @@ class BatchRecorder:
             self._ambiguous.add(storage)
         for slot in slots:
             held = slot.get()
-            if type(held) not in PLAIN_KINDS or held.requires_grad or storage in self._outside or not _is_plain(held):
+            if type(held) not in PLAIN_KINDS or held.requires_grad or storage in self._outside or not is_plain(held):
                 continue
             # By now there may be another tensor.
             if storage_id(held) == storage:
                 self._owned[storage] = held
-                self._begin_with(held, slot)
-
-    def _begin_with(self, tensor: Tensor, source: BatchSource) -> None:
-        self._sources.setdefault(self._number(tensor), source)
-        self._known.add(storage_id(tensor))
-        self._outside.add(storage_id(tensor))
+                self._sources.setdefault(self._begin_with(held), slot)
 
     def reads(self) -> BatchReads | None:
         """The reads of the trace, and what leads to them; None if there are none."""
-        calls = [call for call, _ in self._leading_to(None)]
-        reads = any(call.read is not None for call in calls)
-        return _made_once(calls, self._sources, self._places) if reads else None
+        calls = self._leading_to(lambda call: call.read is not None)
+        return _made_once(calls, self._sources, self._places) if calls else None
 
     def impossible(self, changed: Mapping[int, Tensor]) -> list[HostSyncError]:
         """The refusals of reads that cannot be made before the step: they take long, or need what it has ``changed``
@@ -96,8 +83,8 @@ class BatchRecorder:
         written = list(map(_range_of, changed.values())) if reads else []
         found = []
         for read in reads:
-            leading = self._leading_to(read)
-            needed = frozenset[int | None]().union(*(memory for _, memory in leading))
+            leading = self._leading_to(lambda call, read=read: call.read is read)  # type: ignore[misc]
+            needed = frozenset[int | None]().union(*(call.given | call.changed for call in leading))
             owned = needed & self._owned.keys()
             overlaps = (_overlap(_range_of(self._owned[storage]), other) for storage in owned for other in written)
             is_changed = not owned.isdisjoint(changed) or any(overlaps)
@@ -106,48 +93,10 @@ class BatchRecorder:
                 found.append(read.error)
         return found
 
-    def _leading_to(self, read: Read | None) -> list[tuple[Call, frozenset[int | None]]]:
-        """The operators that lead to ``read``, or to all reads, with the memory that each needs."""
-        needed: set[int | None] = set()
-        calls: list[tuple[Call, frozenset[int | None]]] = []
-        for call in reversed(self._calls):
-            is_asked = call.read is not None and (read is None or call.read is read)
-            if is_asked or not needed.isdisjoint(call.changed):
-                calls.append((call, call.given | call.changed))
-                needed |= call.given | call.changed
-        return calls[::-1]
-
     def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
-        """Take in an operator that is no read, after it has run: it was ``given`` tensors, and ``made`` some."""
+        """See :class:`CallRecorder`; reads are noted as such."""
         self._operators += 1
-        schema = call.schema
-        if schema.name in OF_GEOMETRY and not self._has(call.args[0]) and _is_plain(call.args[0]):
-            self._note_filled(call, made[0])
-            return
-        follows = schema.is_certain and all(map(self._has, given))
-        if not (follows or schema.may_write):
-            return
-        written = list(map(storage_id, call.written()))
-        # By now, what has another shape in place is no longer what the operator was given.
-        is_kept = torch.get_default_dtype() == self._dtype and torch.Tag.inplace_view not in schema.operator.tags
-        if not (follows and is_kept and all(map(_is_plain, made)) and self._outside.isdisjoint(written)):
-            self._known.difference_update(written)
-        elif made or written:
-            self._add(schema.call, schema.name, call.args, call.kwargs, made, written)
-
-    def _note_filled(self, call: OperatorCall, made: Tensor) -> None:
-        """Take in a tensor of equal numbers that is like another one, which need not be there: ``zeros_like(p)``."""
-        schema, (given, *others) = call.schema, call.args
-        with torch._C._DisableTorchDispatch():
-            like = torch.empty_strided(given.size(), given.stride(), dtype=given.dtype, device="meta")
-        named = {**call.kwargs, "device": made.device}
-        name = f"{schema.name} {like.dtype} {tuple(like.size())} {like.stride()} {others} {named}"
-        self._add(partial(schema.call, like, *others, **named), name, (), {}, [made])
-
-    def note_constant(self, made: Tensor, value: Tensor) -> None:
-        """Take in a tensor that was made of Python's numbers."""
-        name = f"constant {value.dtype} {value.device} {tuple(value.shape)} {value.tolist()}"
-        self._add(value.clone, name, (), {}, [made])
+        super().note(call, made, given)
 
     def read(self, call: OperatorCall, out: Any, error: Callable[[], HostSyncError] | None = None) -> bool:
         """Take in a read; False if it needs more than the batch. Operators that use masks are noted beside it.
@@ -185,38 +134,6 @@ class BatchRecorder:
         if answer.is_content and answer.call is None:
             self.note(call, tensors_in(answer.value), call.tensors())
         return True
-
-    def _has(self, tensor: Tensor) -> bool:
-        is_known = storage_id(tensor) in self._known and _is_plain(tensor)
-        return is_known and _geometry(tensor) in self._numbers
-
-    def _number(self, tensor: Tensor) -> int:
-        return self._numbers.setdefault(_geometry(tensor), len(self._numbers))
-
-    def _slotted(self, given: Any) -> Any:
-        """``given`` with numbers for its tensors. What torch maps trees with is watched and takes ten times as long."""
-        if isinstance(given, Tensor):
-            return TensorSlot(self._number(given))
-        if type(given) is list or type(given) is tuple:
-            return type(given)([self._slotted(item) for item in given])
-        return given
-
-    def _add(
-        self,
-        run: Callable[..., Any],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        made: Sequence[Tensor],
-        written: Collection[int | None] = (),
-        read: Read | None = None,
-    ) -> None:
-        given = frozenset(map(storage_id, tensors_in([*args, *kwargs.values()])))
-        named = {name: self._slotted(value) for name, value in kwargs.items()}
-        changed = frozenset((*map(storage_id, made), *written))
-        self._known |= changed
-        numbers = tuple(map(self._number, made))
-        self._calls.append(Call(run, name, self._slotted(args), named, numbers, given, changed, bool(written), read))
 
 
 def _made_once(calls: Sequence[Call], sources: Mapping[int, BatchSource], places: Sequence[_Place]) -> BatchReads:
@@ -257,15 +174,6 @@ def _beside(places: Sequence[_Place], given: set[int], made: set[int]) -> list[t
         if len(numbers) <= len(others) or not made.isdisjoint(numbers):
             found += [(first.leaf, other.leaf, other.begin - first.begin) for other in others]
     return found
-
-
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    place = storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
-    return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return not tensor.is_nested and tensor.layout is torch.strided
 
 
 def _overlap(one: range, other: range) -> bool:

@@ -9,6 +9,7 @@ and compiled code does not run compiled in a dispatch mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from graphplan.tensors.copying import same_bits
 from graphplan.trace.batch_answers import BatchAnswers
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_reads import HostRead, KnownReads, find_place
+from graphplan.trace.host_transfers import Transfer
 from graphplan.trace.operator_schemas import INDEXING, NONZERO, TRANSFERS, OperatorCall
-from graphplan.trace.records import HostConstant
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 _SUBSCRIPTS = (Tensor.__getitem__, Tensor.__setitem__)
@@ -87,21 +88,24 @@ def _index_tensor(numbers: Any) -> Tensor:
 
 
 class GivenValues(OperatorMode):
-    """Answers reads as in the traces, and replaces what is copied from the host by the traces' constants.
+    """Answers reads as in the traces, and replaces what is copied from the host by the traces' copies.
     ``on_expected`` is told of reads that replays compare, with the tensor.
     """
 
     def __init__(
         self,
         reads: Sequence[HostRead] = (),
-        constants: Sequence[HostConstant] = (),
+        transfers: Sequence[Transfer] = (),
         answers: BatchAnswers | None = None,
         on_expected: Callable[[Tensor, HostRead], None] | None = None,
     ) -> None:
         super().__init__(answers)
         self._on_expected = on_expected
         self._known = KnownReads(reads)
-        self._constants = constants
+        self._constants = [transfer for transfer in transfers if transfer.is_constant]
+        made_again = {transfer.place for transfer in transfers if not transfer.is_constant}
+        self._next = {place: iter([each for each in transfers if each.place == place]) for place in made_again}
+        """Transfers at places where not all are of constants, in their order."""
         self._missing: CaptureError | None = None
 
     def check(self) -> None:
@@ -126,16 +130,17 @@ class GivenValues(OperatorMode):
             if schema.name in INDEXING:
                 call = OperatorCall(schema, (call.args[0], answer, *call.args[2:]), call.kwargs)
         args = call.args
-        operands = call.host_operands() if self._constants else ()
+        operands = call.host_operands() if self._constants or self._next else ()
         copies = {id(tensor): self._copy_of(tensor, schema.name) for tensor in operands}
         if copies:
             args = tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), args)
         return aside.run(schema.operator, args, call.kwargs)
 
     def _copy_of(self, tensor: Tensor, name: str) -> Tensor:
-        for constant in self._constants:
-            if same_bits(constant.value, tensor):
-                return constant.copy
+        at_place = self._next.get(find_place()) if self._next else None
+        for transfer in self._constants if at_place is None else islice(at_place, 1):
+            if transfer.takes(tensor):
+                return transfer.copy
         if name in TRANSFERS and self._missing is None:
             self._missing = CaptureError(
                 f"the captured step copies host memory to the device at {find_source()}, other values than the traced "

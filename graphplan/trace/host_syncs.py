@@ -20,6 +20,7 @@ from graphplan.errors import HostSyncError, TemporaryCopyError
 from graphplan.observe.conversions import validates
 from graphplan.observe.source import Source, find_source, optimizer_fix, with_users_line
 from graphplan.trace.host_reads import HostRead, find_place, is_asserted
+from graphplan.trace.host_transfers import HostRecorder, Transfer
 from graphplan.trace.operands import Operand, Operands
 from graphplan.trace.operator_schemas import (
     INDEXING,
@@ -32,7 +33,7 @@ from graphplan.trace.operator_schemas import (
     is_mask,
     without_masks,
 )
-from graphplan.trace.records import HostConstant, Trace
+from graphplan.trace.records import Trace
 
 _FIX = (
     "Keep it on the device (torch.where, a mask of fixed shape), or read it after the step from what the step returns "
@@ -51,8 +52,8 @@ _Given = Sequence[tuple[Tensor, Operand]]
 class HostSyncs:
     """Notes in ``trace`` what its operators have the host wait for. The step runs in the thread that makes this."""
 
-    def __init__(self, trace: Trace, operands: Operands) -> None:
-        self._trace, self._operands = trace, operands
+    def __init__(self, trace: Trace, operands: Operands, host: HostRecorder | None) -> None:
+        self._trace, self._operands, self._host = trace, operands, host
         self._thread = get_ident()
 
     def read(self, name: str, tensor: Tensor | None) -> None:
@@ -81,9 +82,10 @@ class HostSyncs:
         if name in TRANSFERS:
             self._check_copy(call, out, source)
         for tensor in call.host_operands():
-            if any(one is tensor and operand in self._operands.fixed for one, operand in given):
-                value = tensor.detach().clone()
-                self._trace.host_constants.append(HostConstant(value, value.to(out.device)))
+            is_constant = any(one is tensor and operand in self._operands.fixed for one, operand in given)
+            transfer = Transfer.of(find_place(), tensor, out.device, is_constant=is_constant)
+            if is_constant or self._may_send(transfer, tensor):
+                self._trace.transfers.append(transfer)
             elif name in TRANSFERS:
                 self._trace.violate(
                     TemporaryCopyError,
@@ -101,6 +103,10 @@ class HostSyncs:
             if name == PACKING:
                 # How many rows there are at each step follows from the lengths alone.
                 self._operands.add_constant(out[1])
+
+    def _may_send(self, transfer: Transfer, tensor: Tensor) -> bool:
+        """Return True if replays can make a tensor again that is no constant."""
+        return self._host is not None and get_ident() == self._thread and self._host.send(transfer, tensor)
 
     def _check_value(self, call: OperatorCall, out: Any, source: Source, given: _Given) -> None:
         is_torchs, is_constant = validates(), self._are_fixed(given)

@@ -19,6 +19,7 @@ from graphplan.trace.batch_answers import Answer, BatchAnswers, is_read
 from graphplan.trace.collectives import finish
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_syncs import HostSyncs
+from graphplan.trace.host_transfers import HostRecorder
 from graphplan.trace.memory_watch import MemoryWatch
 from graphplan.trace.operands import NOWHERE, Operand, Operands
 from graphplan.trace.operator_schemas import NESTED_FIX, OF_GEOMETRY, OperatorCall, tensors_in
@@ -61,7 +62,8 @@ class TraceMode(OperatorMode):
         before = before or Trace()
         self.record = record
         self.operands = Operands(record.device)
-        self.syncs = HostSyncs(record, self.operands)
+        self._host = HostRecorder() if record.device is not None and record.device.type != "cpu" else None
+        self.syncs = HostSyncs(record, self.operands, self._host)
         self.generators = GeneratorWatch(record.violate)
         self.writes: defaultdict[int | None, int] = defaultdict(int)
         """How often each storage was written to."""
@@ -104,6 +106,10 @@ class TraceMode(OperatorMode):
         self._rates.check(name, tensors, made, source)
         if schema.may_synchronize:
             self.syncs.check(call, out, source, list(zip(tensors, operands, strict=True)))
+        if self._host is not None and constant is not None:
+            self._host.note_constant(out, constant)
+        elif self._host is not None:
+            self._host.note(call, made, tensors)
         self._follow_batch(call, tensors, out, made, constant)
         is_fresh = False
         for tensor in made:
@@ -113,14 +119,12 @@ class TraceMode(OperatorMode):
                 self._refuse_nested("gets" if any(tensor is given for given in tensors) else "makes", name, source)
         if stay_fixed:
             fixed.update(operands)
-        is_certain = False
-        if self._draws.drawn:
-            is_certain = self._draws.take(name, call.args, operands, views=bool(made) and not is_fresh)
+        is_certain = bool(self._draws.drawn) and self._draws.is_certain(name, call.args, operands)
         computes = not (written or schema.is_random or schema.allocates)
         if constant is not None or is_certain or (computes and (stay_fixed or name in OF_GEOMETRY)):
             fixed.update(map(self.operands.internal, made))
         if name in UNIFORM:
-            self._draws.add(self.operands.internal(out), call, out)
+            self._draws.add(self.operands.internal(out), out)
         launches = (bool(written) or is_fresh) and not schema.allocates and constant is None
         is_threaded = get_ident() != self._thread
         self._note_gradients(call, tensors, is_threaded=is_threaded)
@@ -157,8 +161,8 @@ class TraceMode(OperatorMode):
             if storage not in record.entry_slots:
                 external.let_go()
         record.footprint = self.operands.footprint
-        if record.device is not None and record.device.type != "cpu":
-            record.host_draws = self._draws.repeats()
+        if self._host is not None:
+            record.host_program = self._host.program()
 
     def _source_of(self, name: str, operands: tuple[Operand, ...]) -> Source:
         """Where an operator comes from: as in the previous trace if the operator in its place is the same, since to
@@ -203,8 +207,9 @@ class TraceMode(OperatorMode):
             self.operands.add(tensor)
         else:
             known[storage] = ("external", len(record.externals))
-            if record.batch is not None:
-                record.batch.meet(tensor, record.entry_slots.get(storage, ()))
+            for recorder in (record.batch, self._host):
+                if recorder is not None:
+                    recorder.meet(tensor, record.entry_slots.get(storage, ()))
             self._rates.meet(storage)
             given = given_to_script()
             is_scripted = given is not None and storage not in given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from graphplan.trace.changes import Changes
 from graphplan.trace.collectives import is_collective
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.host_reads import HostRead
+from graphplan.trace.host_transfers import HostProgram, Transfer
 from graphplan.trace.rng import SavedStates
 from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
@@ -110,13 +111,6 @@ class TracedExternal:
         return self.communicated and fills and (self.operator, self.source) == (self.mutated_by, self.mutated_at)
 
 
-class HostConstant(NamedTuple):
-    """A tensor that the step makes in host memory of Python's numbers alone, and gives to the device; a copy there."""
-
-    value: Tensor
-    copy: Tensor
-
-
 @dataclass(slots=True)
 class Trace:
     """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index.
@@ -155,8 +149,6 @@ class Trace:
     draws: list[str] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
     """Where the step left tensors that it had made, and that have a gradient."""
-    host_draws: list[Callable[[], Any]] = field(default_factory=list)
-    """What draws again what the step drew on the host, while it computed elsewhere, and nothing depends on."""
     states: SavedStates = field(default_factory=SavedStates)
     """The states of generators that the step saved and put back."""
     prints: list[str] = field(default_factory=list)
@@ -167,7 +159,9 @@ class Trace:
     dtypes: set[torch.dtype] = field(default_factory=set)
     footprint: Footprint = field(default_factory=Footprint)
     device_constants: list[Tensor] = field(default_factory=list)
-    host_constants: list[HostConstant] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    host_program: HostProgram | None = None
+    """What makes again what a step draws on the host, or copies from there to its device."""
     graph_elsewhere: bool = False
     derives_otherwise: bool = False
     """Whether the step derives an operator whose derivative has another formula in traces than in eager steps."""

@@ -1,0 +1,117 @@
+"""What a step makes in host memory and copies to the device: ``torch.randn(n).type_as(x)``, ``weights.to(device)``.
+
+No graph holds a copy from temporary host memory. What is made of Python's numbers alone is the same in each step, and
+is copied once. What the step draws on the host, or takes from a tensor that an owner has there, is made again before
+each replay by the operators that the trace has found, and copied to where the recording reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphplan.owners.slots import Slot
+from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.copying import same_bits
+from graphplan.tensors.storages import storage_id
+from graphplan.trace.batch_reads import Call, filled
+from graphplan.trace.call_recorder import CallRecorder, is_plain
+from graphplan.trace.host_reads import Place
+from graphplan.trace.operator_schemas import OperatorCall, Schema, tensors_in
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A tensor in host memory that a step copies to the device at ``place``, or indexes a device's tensor with.
+
+    Attributes:
+        value: what it held in the trace, or in the latest capture.
+        copy: memory on the device, which recordings read in its place.
+        is_constant: whether it is made of Python's numbers alone.
+    """
+
+    place: Place
+    value: Tensor
+    copy: Tensor
+    is_constant: bool = False
+
+    @classmethod
+    def of(cls, place: Place, tensor: Tensor, device: torch.device, *, is_constant: bool = False) -> Transfer:
+        """The transfer of ``tensor``, as it is now, to ``device``."""
+        with torch.inference_mode(False), torch.no_grad():
+            value = tensor.detach().clone()
+            return cls(place, value, value.to(device), is_constant)
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Return True if a capture may read the copy where it copies ``tensor``, whose values it then has."""
+        if self.is_constant:
+            return same_bits(self.value, tensor)
+        if (self.value.shape, self.value.dtype) != (tensor.shape, tensor.dtype):
+            return False
+        self.value = tensor.detach().clone()
+        return True
+
+    def load(self, tensor: Tensor) -> None:
+        """Have recordings read what ``tensor`` holds."""
+        self.copy.copy_(tensor, non_blocking=True)
+
+
+class HostRecorder(CallRecorder):
+    """Follows, in a trace of a step that computes on a device, what it makes in host memory of Python's numbers, random
+    numbers, and tensors of its owners.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sources: dict[int, tuple[str, Tensor]] = {}
+
+    def meet(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
+        """Take in a tensor of an owner, which is in one of ``slots``."""
+        for slot in slots if tensor.device.type == "cpu" else ():
+            held = slot.get()
+            if type(held) in PLAIN_KINDS and is_plain(held) and storage_id(held) == storage_id(tensor):
+                self._sources.setdefault(self._begin_with(held), (slot.path, held))
+
+    def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
+        """Take in an operator, after it has run: it was ``given`` tensors, and ``made`` some."""
+        if all(tensor.device.type == "cpu" for tensor in made):
+            super().note(call, made, given)
+
+    def _may_repeat(self, schema: Schema) -> bool:
+        return schema.is_certain or (schema.is_native and schema.is_random)
+
+    def send(self, transfer: Transfer, tensor: Tensor) -> bool:
+        """Take in a transfer of ``tensor``; False if it cannot be made again before a replay."""
+        if tensor.requires_grad or not self._has(tensor):
+            return False
+        self._add(transfer.load, "transfer", (tensor,), {}, [], has_effect=True)
+        return True
+
+    def program(self) -> HostProgram | None:
+        """What makes it all again; None if the step makes nothing of that kind, or writes to an owner's tensor there
+        that it copies.
+        """
+        calls = self._leading_to(lambda call: call.has_effect)
+        used = {slot.number for call in calls for slot in call.slots()}
+        sources = {number: path for number, (path, _) in self._sources.items() if number in used}
+        return HostProgram(calls, sources) if calls else None
+
+
+class HostProgram:
+    """Operators that run on the host before each replay: those that draw there, those that copy to the device, and what
+    leads to them. ``sources`` are the paths of owners' tensors that they begin with, by number.
+    """
+
+    def __init__(self, calls: Sequence[Call], sources: Mapping[int, str]) -> None:
+        self._calls, self.sources = calls, sources
+
+    def run(self, tensors: Mapping[int, Tensor]) -> None:
+        """Run the operators, with the owners' ``tensors`` by number."""
+        known = dict(tensors)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for call in self._calls:
+                out = call.run(*filled(call.args, known), **{k: filled(v, known) for k, v in call.kwargs.items()})
+                known.update(zip(call.made, tensors_in(out), strict=False))
