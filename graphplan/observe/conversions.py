@@ -162,10 +162,11 @@ def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def making(*args: Any, **kwargs: Any) -> Tensor:
         if args and is_deferred(args[0]):
             number, *rest = args
-            if not number.is_symbolic or rest or not kwargs.keys() <= {"dtype", "device"}:
-                return make(value_of(number), *rest, **kwargs)
-            like = make(number._kind(), **kwargs)
-            return number.as_tensor(like.dtype, like.device).clone()
+            operand = None
+            if not (number.is_array or rest) and kwargs.keys() <= {"dtype", "device"}:
+                like = make(number._kind(), **kwargs)
+                operand = number._reader.tensor_of(number, like.dtype, like.device)
+            return make(value_of(number), *rest, **kwargs) if operand is None else operand.clone()
         return make(*args, **kwargs)
 
     return making

@@ -51,7 +51,8 @@ def classify(
                 found[-1] = replace(found[-1], name=" and ".join(number.paths))
     named = {external.path for external in found}
     found += [_passed_on(walk.slots[path]) for path in carries if path not in named]
-    _check_devices(found, second.device)
+    covered = frozenset[str]() if second.host_program is None else second.host_program.covers
+    _check_devices([each for each in found if each.mutated or each.path not in covered], second.device)
     _check_shared(feed, found)
     return tuple(sorted(found, key=lambda external: list(Role).index(external.role)))
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphplan.tensors.number_operands import inverse, with_operand
+
 _PLAIN = (bool, int, float)
 _EXACT = 2**53
 """Below this, each integer is a float64."""
@@ -25,7 +27,7 @@ _BINARY: tuple[Any, ...] = (
 _DIVISIONS: tuple[Any, ...] = (operator.floordiv, operator.mod, operator.truediv)
 _ON_DEVICE: dict[Any, Callable[..., Tensor]] = {
     operator.add: torch.add, operator.sub: torch.sub, operator.mul: torch.mul, operator.truediv: torch.div,
-    operator.neg: torch.neg, operator.pos: torch.positive, operator.abs: torch.abs,
+    operator.neg: torch.neg, operator.pos: torch.positive, operator.abs: torch.abs, inverse: torch.reciprocal,
 }  # fmt: skip
 """Functions that give the same bits in float64 on every device, as IEEE 754 demands."""
 
@@ -94,6 +96,9 @@ class Reader(Protocol):
     def need(self, copy: HostCopy) -> None:
         """Code is about to look at what ``copy`` holds: from now on it is a tensor like any other."""
 
+    def tensor_of(self, number: DeferredNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """A scalar tensor with the value; None if that is not where the step computes, or other code would see it."""
+
     def may_fail(self) -> bool:
         """Whether a computation may wait that raises an exception for some values: no code catches that."""
 
@@ -149,7 +154,11 @@ class DeferredNumber:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Give functions of torch the values."""
+        """Give functions of torch the values; those that give the same bits for it a tensor with it."""
+        if not kwargs and len(args) == 2 and is_deferred(args[1]) and not args[1].is_array:
+            result = with_operand(func, *args)
+            if result is not None:
+                return result
         return func(*_with_values(args), **_with_values(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -255,7 +264,7 @@ def _are_mixed(*numbers: Any) -> bool:
 
 def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any], Any]:
     def method(self: DeferredNumber, other: Any) -> Any:
-        if self.is_symbolic and isinstance(other, Tensor):
+        if isinstance(other, Tensor):
             # It is asked next, and says of this number what it is to torch's functions.
             return NotImplemented
         kind = other._kind if is_deferred(other) else type(other)

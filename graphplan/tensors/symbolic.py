@@ -8,7 +8,6 @@ argument) is a replay good for that value alone.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,17 +21,6 @@ from graphplan.tensors.deferred import DeferredNumber, NumberForm, form_of, valu
 
 NUMBERS = (int, float)
 """Types of the numbers that have stand-ins: code may ask whether a truth value *is* ``True``."""
-
-
-_ALIKE = frozenset({"mul", "mul_", "add", "add_", "sub", "sub_", "__rsub__"})
-"""Functions of a tensor and a number that round as they do for a scalar tensor of the first one's dtype."""
-_QUOTIENTS = {"div": Tensor.mul, "div_": Tensor.mul_}
-"""So do these on the host; on CUDA devices they are these products with a reciprocal (``div_true_kernel_cuda``)."""
-_EXACT = (torch.float32, torch.float64)
-_NARROW = (torch.float16, torch.bfloat16)
-"""Operands of these are converted to single precision, and so is the number; the result is converted back."""
-_WIDENING = {"cuda": frozenset({"mul", "add", "sub", "__rsub__"}), "cpu": frozenset({"mul", "div"})}
-"""Functions that do so, by device: sums on the host round the number first."""
 
 
 @dataclass(frozen=True)
@@ -111,34 +99,9 @@ class SymbolicNumber(DeferredNumber):
         self._reader.use(self)
         return self._known
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Give functions of torch the value; those that give the same bits for it a tensor with it."""
-        if not kwargs and len(args) == 2 and type(args[1]) is SymbolicNumber and _is_dense(args[0]):
-            (tensor, number), alike = args, func
-            if func.__name__ in _QUOTIENTS and tensor.device.type == "cuda":
-                alike, number = _QUOTIENTS[func.__name__], number._computed(_inverse, (number,), float)
-            name, dtype, operand = alike.__name__, tensor.dtype, None
-            wide = dtype if dtype in _EXACT else torch.float32
-            known = _WIDENING.get(tensor.device.type, ()) if dtype is not wide else (*_ALIKE, *_QUOTIENTS)
-            if name in known:
-                operand = number._reader.tensor_of(number, wide, tensor.device)
-            if operand is not None:
-                return alike(tensor.to(wide), operand).to(dtype)
-        return super().__torch_function__(func, types, args, kwargs)
-
     def __bool__(self) -> bool:
         self._reader.ask(Question(form_of(self)[0]), bool(self._known))
         return bool(self._known)
-
-
-def _is_dense(operand: Any) -> bool:
-    is_known = isinstance(operand, Tensor) and operand.dtype in (*_EXACT, *_NARROW)
-    return is_known and operand.layout is torch.strided
-
-
-def _inverse(number: Any) -> float:
-    return 1.0 / number if number else math.copysign(math.inf, number)
 
 
 def _comparing(function: Any) -> Callable[[SymbolicNumber, Any], Any]:

@@ -89,7 +89,7 @@ class Call:
     changed: frozenset[int | None]
     writes: bool
     read: Read | None
-    has_effect: bool
+    has_effect: bool = False
     """It draws random numbers, or copies to a device: it is run again even if nothing depends on it."""
 
     @property

@@ -25,7 +25,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphplan.observe.conversions import Conversions
 from graphplan.owners.slots import Walk
 from graphplan.tensors.attributes import PLAIN_KINDS
-from graphplan.tensors.deferred import DeferredArray, DeferredNumber, HostCopy, form_of, is_deferred, value_of
+from graphplan.tensors.deferred import (
+    DeferredArray,
+    DeferredNumber,
+    HostCopy,
+    form_of,
+    is_deferred,
+    on_device,
+    value_of,
+)
 from graphplan.tensors.trees import flatten_result, rebuild
 from graphplan.trace.changes import Changes
 from graphplan.trace.host_reads import ends_step, is_torchs, sums_otherwise
@@ -136,8 +144,12 @@ class DeferredReads:
         is_number = tensor.numel() == 1 and tensor.dtype not in _NO_NUMBERS and not tensor.is_quantized
         if not (_is_plain(tensor) and is_number) or is_torchs():
             return _item(tensor)
+        device = self.symbolic.device
+        is_elsewhere = device is not None and device.type != tensor.device.type == "cpu"
         with torch.no_grad():
-            copy = tensor.clone() if tensor.dim() == 0 else tensor.reshape(()).clone()
+            copy = tensor if tensor.dim() == 0 else tensor.reshape(())
+            # A replay reads no host memory: it has a copy where it computes.
+            copy = _to(copy, device) if is_elsewhere else copy.clone()
         number = DeferredNumber(float if copy.dtype.is_floating_point else int, self, copy)
         self._made.append(weakref.ref(number))
         return number
@@ -164,6 +176,13 @@ class DeferredReads:
         # No trace hears of what other threads do.
         self._is_lost |= get_ident() != self._thread
         return _item(tensor)
+
+    def tensor_of(self, number: DeferredNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """See :class:`graphplan.tensors.deferred.Reader`."""
+        if self.symbolic.is_seen() or get_ident() != self._thread:
+            return None
+        made = on_device(number, dtype)
+        return made if made.device == device else None
 
     def may_fail(self) -> bool:
         """See :class:`graphplan.tensors.deferred.Reader`."""

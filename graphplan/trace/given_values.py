@@ -130,7 +130,9 @@ class GivenValues(OperatorMode):
             if schema.name in INDEXING:
                 call = OperatorCall(schema, (call.args[0], answer, *call.args[2:]), call.kwargs)
         args = call.args
-        operands = call.host_operands() if self._constants or self._next else ()
+        operands = call.host_operands() if self._constants or self._next else []
+        if self._next and (scalar := call.host_scalar()) is not None:
+            operands.append(scalar)
         copies = {id(tensor): self._copy_of(tensor, schema.name) for tensor in operands}
         if copies:
             args = tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), args)
@@ -141,7 +143,7 @@ class GivenValues(OperatorMode):
         for transfer in self._constants if at_place is None else islice(at_place, 1):
             if transfer.takes(tensor):
                 return transfer.copy
-        if name in TRANSFERS and self._missing is None:
+        if (name in TRANSFERS or at_place is not None) and self._missing is None:
             self._missing = CaptureError(
                 f"the captured step copies host memory to the device at {find_source()}, other values than the traced "
                 "steps made there; make the same ones in each step, or hold the values in a tensor that an owner has"

@@ -104,6 +104,38 @@ class HostSyncs:
                 # How many rows there are at each step follows from the lengths alone.
                 self._operands.add_constant(out[1])
 
+    def follow_host(
+        self, call: OperatorCall, made: list[Tensor], given: _Given, constant: Tensor | None, source: Source
+    ) -> None:
+        """Take in what an operator has ``made`` in host memory, or computed on the device with numbers that lie there;
+        ``constant`` is what it was given of Python's.
+        """
+        host, name = self._host, call.schema.name
+        if host is None:
+            return
+        if constant is not None:
+            host.note_constant(made[0], constant)
+        elif all(tensor.device.type == "cpu" for tensor in made):
+            host.note(call, made, [tensor for tensor, _ in given])
+        elif name not in TRANSFERS:
+            numbers = [tensor for tensor, operand in given if not tensor.dim() and operand not in self._operands.fixed]
+            for tensor in numbers:
+                if tensor.device.type == "cpu" and not any(tensor is sent for sent in call.host_operands()):
+                    self._compute_with(call, tensor, made[0], source)
+
+    def _compute_with(self, call: OperatorCall, number: Tensor, out: Tensor, source: Source) -> None:
+        """Take in a number in host memory with which an operator computes on the device."""
+        transfer = Transfer.of(find_place(), number, out.device)
+        if call.host_scalar() is number and self._may_send(transfer, number):
+            self._trace.transfers.append(transfer)
+            return
+        self._trace.violate(
+            TemporaryCopyError,
+            f"{call.schema.name} computes on {out.device} with a tensor in host memory at {self._told(source)}; a "
+            "graph would keep its first value. Move it to the device (.to(device)), or make it there",
+            component=source.component,
+        )
+
     def _may_send(self, transfer: Transfer, tensor: Tensor) -> bool:
         """Return True if replays can make a tensor again that is no constant."""
         return self._host is not None and get_ident() == self._thread and self._host.send(transfer, tensor)

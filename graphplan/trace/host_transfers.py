@@ -20,7 +20,7 @@ from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import Call, filled
 from graphplan.trace.call_recorder import CallRecorder, is_plain
 from graphplan.trace.host_reads import Place
-from graphplan.trace.operator_schemas import OperatorCall, Schema, tensors_in
+from graphplan.trace.operator_schemas import Schema, tensors_in
 
 
 @dataclass(slots=True, eq=False)
@@ -75,11 +75,6 @@ class HostRecorder(CallRecorder):
             if type(held) in PLAIN_KINDS and is_plain(held) and storage_id(held) == storage_id(tensor):
                 self._sources.setdefault(self._begin_with(held), (slot.path, held))
 
-    def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
-        """Take in an operator, after it has run: it was ``given`` tensors, and ``made`` some."""
-        if all(tensor.device.type == "cpu" for tensor in made):
-            super().note(call, made, given)
-
     def _may_repeat(self, schema: Schema) -> bool:
         return schema.is_certain or (schema.is_native and schema.is_random)
 
@@ -91,22 +86,35 @@ class HostRecorder(CallRecorder):
         return True
 
     def program(self) -> HostProgram | None:
-        """What makes it all again; None if the step makes nothing of that kind, or writes to an owner's tensor there
-        that it copies.
-        """
+        """What makes it all again; None if the step makes nothing of that kind."""
         calls = self._leading_to(lambda call: call.has_effect)
         used = {slot.number for call in calls for slot in call.slots()}
         sources = {number: path for number, (path, _) in self._sources.items() if number in used}
-        return HostProgram(calls, sources) if calls else None
+        return HostProgram(calls, sources, self._covered(calls)) if calls else None
+
+    def _covered(self, calls: Sequence[Call]) -> frozenset[str]:
+        """The paths of owners' tensors that nothing but ``calls`` needs."""
+        repeated, covered = set(map(id, calls)), set[str]()
+        for path, held in self._sources.values():
+            of_source = {storage_id(held)}
+            is_covered = True
+            for call in self._calls:
+                if not of_source.isdisjoint(call.given):
+                    of_source |= call.changed
+                    is_covered &= id(call) in repeated
+            if is_covered:
+                covered.add(path)
+        return frozenset(covered)
 
 
 class HostProgram:
     """Operators that run on the host before each replay: those that draw there, those that copy to the device, and what
-    leads to them. ``sources`` are the paths of owners' tensors that they begin with, by number.
+    leads to them. ``sources`` are the paths of owners' tensors that they begin with, by number; of those that it
+    ``covers`` the step needs nothing else.
     """
 
-    def __init__(self, calls: Sequence[Call], sources: Mapping[int, str]) -> None:
-        self._calls, self.sources = calls, sources
+    def __init__(self, calls: Sequence[Call], sources: Mapping[int, str], covers: frozenset[str]) -> None:
+        self._calls, self.sources, self.covers = calls, sources, covers
 
     def run(self, tensors: Mapping[int, Tensor]) -> None:
         """Run the operators, with the owners' ``tensors`` by number."""

@@ -106,10 +106,8 @@ class TraceMode(OperatorMode):
         self._rates.check(name, tensors, made, source)
         if schema.may_synchronize:
             self.syncs.check(call, out, source, list(zip(tensors, operands, strict=True)))
-        if self._host is not None and constant is not None:
-            self._host.note_constant(out, constant)
-        elif self._host is not None:
-            self._host.note(call, made, tensors)
+        if self._host is not None:
+            self.syncs.follow_host(call, made, list(zip(tensors, operands, strict=True)), constant, source)
         self._follow_batch(call, tensors, out, made, constant)
         is_fresh = False
         for tensor in made:

@@ -114,6 +114,8 @@ OF_GEOMETRY = frozenset(
     f"aten.{name}.default" for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 )
 """Operators that only look at what their first argument is like."""
+_ALIKE = frozenset(f"aten.{name}.Tensor" for name in ("mul", "mul_", "add", "add_", "sub", "sub_"))
+"""Operators that round alike for a number and for a scalar tensor."""
 _BY_ARGUMENTS = (*INDEXING, "aten.repeat_interleave.Tensor", "aten.one_hot.default", "aten._ctc_loss.default")
 """Operators whose results may have a shape that depends on values, and sometimes do."""
 
@@ -317,6 +319,17 @@ class OperatorCall:
             # Its lengths are numbers, which it copies to a device.
             return bool(args[0].device.type != "cpu")
         return self.schema.has_dynamic_shape
+
+    def host_scalar(self) -> Tensor | None:
+        """A scalar tensor in host memory that the operator computes with on a device, if one there would give the same
+        bits.
+        """
+        one, other = self.args[:2] if self.schema.name in _ALIKE and not self.kwargs else (None, None)
+        if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or one.dtype != other.dtype:
+            return None
+        one, other = (one, other) if one.device.type == "cpu" else (other, one)
+        is_scalar = one.device.type == "cpu" and not one.dim() and other.device.type != "cpu"
+        return one if is_scalar and one.dtype in (torch.float32, torch.float64) else None
 
     def host_operands(self) -> list[Tensor]:
         """The tensors in host memory that a transfer to a device, or what indexes a device's tensor, copies from."""

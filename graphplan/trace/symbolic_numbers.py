@@ -96,6 +96,7 @@ class SymbolicNumbers:
 
     Attributes:
         asked: what the step has branched on, with the answers.
+        device: where the step computes, if that is known.
         used: the paths of numbers whose values code has needed, and where.
         given: the tensors that the step was given, by identity.
         touched: the paths of numbers that the step has compared or computed with.
@@ -120,7 +121,7 @@ class SymbolicNumbers:
         self.kinds: dict[str, type] = {}
         self.touched: set[str] = set()
         self.counted: set[str] = set()
-        self._tensors, self._device = NumberTensors() if tensors is None else tensors, device
+        self._tensors, self.device = NumberTensors() if tensors is None else tensors, device
         self._made: list[weakref.ref[Any]] = []
         self._is_over = False
         self._thread, self._modes, self._functions = get_ident(), 0, 0
@@ -225,7 +226,7 @@ class SymbolicNumbers:
 
     def tensor_of(self, number: SymbolicNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """See :class:`graphplan.tensors.symbolic.NumberReader`."""
-        if self._device is None or device.type != self._device.type or self._is_seen():
+        if self.device is None or device.type != self.device.type or self.is_seen():
             return None
         found = self._tensors.get(number, dtype, device)
         if not self._tensors.final:
@@ -234,9 +235,9 @@ class SymbolicNumbers:
         self.given[id(found.tensor)] = found
         return found.tensor
 
-    def _is_seen(self) -> bool:
-        """Whether code of the step's own would see a tensor where it expects a number: in modes, and in hooks on what
-        autograd saves, which are not called for numbers.
+    def is_seen(self) -> bool:
+        """Return True if code of the step's own would see a tensor where it expects a number: in modes, and in hooks on
+        what autograd saves, which are not called for numbers.
         """
         is_in_mode = torch._C._len_torch_dispatch_stack() > self._modes
         is_in_mode |= torch._C._len_torch_function_stack() > self._functions

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from graphplan import CaptureError, HostScalarError, graph_step
+from graphplan import CaptureError, HostScalarError, HostSyncError, graph_step
 from graphplan.program.program import Program
 from graphplan.step.lookup import Lookup
 
@@ -355,6 +356,36 @@ def test_operators_get_the_number_of_each_step(operation: str, dtype: torch.dtyp
     assert torch.equal(twin.weight, model.weight)
     assert (type(model.calls), model.calls) == (int, twin.calls)
     assert step.stats.replayed >= 25, step.report()
+
+
+READ = ("product", "sum", "difference", "quotient", "made", "in place")
+"""Of the operations, those that do not branch."""
+
+
+@pytest.mark.parametrize("operation", READ)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_operators_get_the_number_that_is_read(operation: str, dtype: torch.dtype, device: torch.device) -> None:
+    """``x / count.item()`` reads nothing: the operator gets a scalar tensor, which gives the same bits."""
+
+    def body(x: Tensor, share: Tensor, count: Tensor) -> Tensor:
+        w = x.detach().requires_grad_()
+        numbers = SimpleNamespace(share=share.mean().item() * 2, step=count.sum().item(), calls=count[0].item())
+        y = OPERATIONS[operation](numbers, w)
+        return torch.stack([y.detach(), *torch.autograd.grad(y.sum(), [w])])
+
+    step = graph_step(body, verify="off", min_speedup=0)
+    feeds = []
+    for index in range(24):
+        counts = torch.tensor([index, 3, 5], device=device)
+        feeds.append((torch.linspace(0, 1 + index, 1000, dtype=dtype, device=device), torch.rand(3).to(device), counts))
+    is_narrow = dtype is torch.bfloat16
+    if is_narrow and (operation == "in place" or (device.type == "cpu" and operation in SUMS)):
+        with pytest.raises(HostSyncError, match=r"reads a tensor's value on the host .*at test_symbolic_numbers\.py"):
+            for feed in feeds:
+                step(*feed)
+        return
+    assert all(torch.equal(step(*feed), body(*feed)) for feed in feeds)
+    assert (step.stats.captured, step.stats.replayed) == (1, 18), step.report()
 
 
 def test_ways_that_alternate_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ z = 1 if x else 2
 z = x.item()\nlog(z)
 log(x.item())
 v = x.item()\nif v > 3: raise ValueError\nlog(v)
-v = x.item()\nassert v > 0\nreturn x * v
+v = x.item()\nassert v > 0\nreturn x ** v
 v = x.item()\nassert v > 0\nstore = {}\nstore[v] = 1
 v = int(x)\nassert v > 0\nfor i in range(v): log(i)
 if not x:\n    log(1)\n    if flag: raise ValueError
@@ -200,7 +200,7 @@ for i in range(2):\n    if i: log(v)\n    v = x.item()\n    assert v
 v = w = x.item()\nassert v\nlog(w)
 v = x.item()\nassert v > 0\nv += 1\nlog(v)
 v = x.item()\nassert v\nlog(locals())
-v = x.item()\nassert v\nreturn x * eval("v")
+v = x.item()\nassert v\nreturn x ** eval("v")
 try:\n    assert 1 / x.item() > 0\nexcept ZeroDivisionError:\n    log(1)
 try:\n    assert helper2(x) and [1, 2][int(x)].real\nexcept AttributeError:\n    log(1)
 if not x: raise StopIteration
@@ -498,7 +498,7 @@ def test_generators_give_their_values_away() -> None:
     def step(x: Tensor) -> Tensor:
         both = values(x)
         assert next(both)
-        return x * next(both)
+        return x ** next(both)
 
     refuses(step, torch.tensor(1.0))
 

@@ -24,7 +24,7 @@ READS: dict[str, Step] = {
     "not": lambda x, m: x * 2 if not (m.int().min() < 1) else x * 3,
     "builtin max": lambda x, m: x * 2 if max(m.int()) == min(m.int()) else x * 3,
     "between": lambda x, m: x * 2 if 1 < m.sum() < 4 else x * 3,
-    "item": lambda x, m: x * m.sum().item(),
+    "item": lambda x, m: x ** m.sum().item(),
     "int": lambda x, m: x * int(m.sum()),
     "float": lambda x, m: x * float(m.sum()),
     "tolist": lambda x, m: x * m.tolist()[1],

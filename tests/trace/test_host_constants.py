@@ -22,8 +22,9 @@ from graphplan.plan.difference import check_difference
 from graphplan.step.compiled import refuse_beside_compiled
 from graphplan.trace.given_values import GivenValues
 from graphplan.trace.host_reads import ENGINE, HostRead, KnownReads, Place
+from graphplan.trace.host_transfers import Transfer
 from graphplan.trace.operator_schemas import without_masks
-from graphplan.trace.records import HostConstant, Trace
+from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
 from tests.twins import line_of
 
@@ -52,10 +53,10 @@ class Copied(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def constants_of(step: Callable[[Tensor], Any]) -> list[HostConstant]:
+def constants_of(step: Callable[[Tensor], Any]) -> list[Transfer]:
     """The constants of the plan of ``step``."""
     plan = compile_plan(step, torch.ones(2), owners={})
-    return list(plan.traced.host_constants)
+    return list(plan.traced.transfers)
 
 
 @pytest.mark.parametrize("name", GIVEN)
@@ -95,9 +96,9 @@ def test_numbers_that_change_are_refused() -> None:
 
 
 def test_a_capture_copies_from_the_device() -> None:
-    known = [HostConstant(torch.arange(4), torch.empty(4, dtype=torch.int64, device="meta"))]
+    known = [Transfer.of(ENGINE, torch.arange(4), torch.device("meta"), is_constant=True)]
     there = torch.empty(4, 3, device="meta")
-    noted, constants = Copied(), GivenValues(constants=known)
+    noted, constants = Copied(), GivenValues(transfers=known)
     with noted, constants:
         assert torch.arange(4).to("meta").shape == (4,)
         assert there[torch.arange(4)].shape == (4, 3)
@@ -108,7 +109,7 @@ def test_a_capture_copies_from_the_device() -> None:
 
 
 def test_a_capture_that_copies_other_values_is_refused() -> None:
-    constants = GivenValues(constants=[HostConstant(torch.arange(4), torch.empty(4, device="meta"))])
+    constants = GivenValues(transfers=[Transfer.of(ENGINE, torch.arange(4), torch.device("meta"), is_constant=True)])
     with constants:
         torch.arange(1, 5).to("meta")
     with pytest.raises(

@@ -85,7 +85,7 @@ def test_a_refusal_in_inference_mode() -> None:
     def reads(memory: Any, x: Tensor) -> Tensor:
         memory.mean = memory.mean * 2 + 1
         memory.seen.add_(1.0)
-        return memory.mean * memory.seen.item()
+        return memory.mean ** memory.seen.item()
 
     assert_refused(partial(predicting_rig, reads), HostSyncError, r"\.item\(\)")
 
