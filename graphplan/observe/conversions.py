@@ -41,7 +41,8 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 class Conversions:
     """While it is entered, ``on_read(what, tensor)`` is called for each such read by the thread that entered it, with
     None where the tensor is not known. ``on_item(tensor)`` gives what ``tensor.item()`` gives, and ``on_copy(tensor)``
-    a copy of it in host memory, or None for the usual one. Of several, the innermost that has such a function is asked.
+    a copy of it in host memory, or None for the usual one; ``on_list(tensors)`` likewise what ``torch.tensor`` makes of
+    a list of scalar ones. Of several, the innermost that has such a function is asked.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class Conversions:
         on_read: Callable[[str, Tensor | None], None] | None = None,
         on_item: Callable[[Tensor], Any] | None = None,
         on_copy: Callable[[Tensor], Tensor | None] | None = None,
+        on_list: Callable[[Sequence[Tensor]], Tensor | None] | None = None,
     ) -> None:
-        self._on_read, self._on_item, self._on_copy = on_read, on_item, on_copy
+        self._on_read, self._on_item, self._on_copy, self._on_list = on_read, on_item, on_copy, on_list
         self._thread = 0
 
     def __enter__(self) -> Conversions:
@@ -86,6 +88,13 @@ class Conversions:
         """
         on_copy = cls._innermost("_on_copy")
         return on_copy(tensor) if on_copy is not None and _is_to_host(tensor, args, kwargs) else None
+
+    @classmethod
+    def stack_of(cls, numbers: Sequence[Any]) -> Tensor | None:
+        """What this thread has for ``torch.tensor(numbers)`` in place of a tensor of what they hold; None for that."""
+        are_scalars = bool(numbers) and all(type(each) is Tensor and not each.dim() for each in numbers)
+        on_list = cls._innermost("_on_list") if are_scalars else None
+        return None if on_list is None else on_list(numbers)
 
 
 def _is_to_host(tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -167,7 +176,8 @@ def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 like = make(number._kind(), **kwargs)
                 operand = number._reader.tensor_of(number, like.dtype, like.device)
             return make(value_of(number), *rest, **kwargs) if operand is None else operand.clone()
-        return make(*args, **kwargs)
+        listed = Conversions.stack_of(*args) if len(args) == 1 and not kwargs and type(args[0]) is list else None
+        return make(*args, **kwargs) if listed is None else listed
 
     return making
 

@@ -91,7 +91,7 @@ class Reader(Protocol):
         """What ``copy.numpy()`` gives."""
 
     def move(self, copy: HostCopy, function: Callable[[Tensor], Tensor], *, detaches: bool) -> Tensor:
-        """What ``function``, which only moves values, makes of ``copy``; it may detach them from autograd's graph."""
+        """What ``function`` makes of ``copy``, made of its source; it may detach values from autograd's graph."""
 
     def need(self, copy: HostCopy) -> None:
         """Code is about to look at what ``copy`` holds: from now on it is a tensor like any other."""
@@ -188,16 +188,16 @@ _FACTS += (
 """What code may ask of a copy without a need of its values."""
 _MOVES: tuple[Any, ...] = (
     Tensor.detach, Tensor.clone, Tensor.contiguous, Tensor.flatten, Tensor.reshape, Tensor.view, Tensor.squeeze,
-    Tensor.unsqueeze, Tensor.permute, Tensor.transpose,
+    Tensor.unsqueeze, Tensor.permute, Tensor.transpose, Tensor.norm,
 )  # fmt: skip
-"""What gives the same values at other places."""
+"""What gives the same values at other places. A norm is computed where the copy's source is: it may round otherwise."""
 
 
 class HostCopy(Tensor):
     """A copy of ``source`` in host memory whose values no code has read. Its own memory may be uninitialised.
 
-    An operator that only moves values gives another such copy. Any other one reads them: then the copy becomes an
-    ordinary tensor.
+    An operator that only moves values gives another such copy, and so does a norm. Any other one reads them: then the
+    copy becomes an ordinary tensor.
     """
 
     source: Tensor

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
@@ -59,8 +59,8 @@ class DeferredReads:
         self._is_lost = False
         self._reads = False
         self._is_over = False
-        self._has_copied = False
-        """Whether there were copies that code has needed: it was told of them where it needed them."""
+        self._has_replaced = False
+        """Whether there were copies that code has needed, and was told of where it needed them, or tensors of lists."""
         self.copies: dict[int, tuple[HostCopy, Tensor]] = {}
         """Copies whose values were not needed and what they are copies of, by the identity of the copy."""
         self._moved: set[int] = set()
@@ -68,7 +68,8 @@ class DeferredReads:
         """Those from which autograd would lead back."""
         self._real_copies: dict[int, Tensor] = {}
         self.symbolic = SymbolicNumbers() if symbolic is None else symbolic
-        conversions = Conversions(on_item=self._defer, on_copy=self._copy) if defers else Conversions()
+        deferring = Conversions(on_item=self._defer, on_copy=self._copy, on_list=self._stack)
+        conversions = deferring if defers else Conversions()
         # Compiled code, which gets stand-ins for arguments alone, is best left with torch's own methods.
         self._conversions = conversions if defers or self.symbolic.places else nullcontext()
 
@@ -86,7 +87,7 @@ class DeferredReads:
             copy.settle()
 
     def __bool__(self) -> bool:
-        return bool(self._made or self.copies or self._is_lost or self._has_copied)
+        return bool(self._made or self.copies or self._is_lost or self._has_replaced)
 
     @property
     def has_stand_ins(self) -> bool:
@@ -104,6 +105,17 @@ class DeferredReads:
         if tensor.requires_grad and torch.is_grad_enabled():
             self._derived.add(id(copy))
         return copy
+
+    def _stack(self, numbers: Sequence[Tensor]) -> Tensor | None:
+        """What ``torch.tensor(numbers)`` gives: a copy that waits, or a tensor for which the host reads no value."""
+        kinds = {(each.dtype, each.device) for each in numbers}
+        if len(kinds) > 1 or is_torchs() or not all(map(_is_plain, numbers)):
+            return None
+        self._has_replaced = True
+        with torch.no_grad():
+            stacked = torch.stack([each.detach() for each in numbers])
+        is_on_device = stacked.device.type != "cpu" or AS_ON_DEVICE.get()
+        return self._copy_of(stacked) if is_on_device else stacked
 
     def _copy_of(self, source: Tensor) -> Tensor:
         with _disable_current_modes():
@@ -130,7 +142,7 @@ class DeferredReads:
         # C code has passed its memory to an operator already: the trace, which is being told of that, hears of no read.
         self._is_lost |= torch._C._len_torch_dispatch_stack() < self._modes
         _, source = self.copies.pop(id(copy))
-        self._has_copied = True
+        self._has_replaced = True
         copy.settle()
         self._reads = True
         try:
