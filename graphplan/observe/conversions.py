@@ -12,6 +12,7 @@ as well (:mod:`graphplan.observe.scripts`).
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -33,6 +34,12 @@ READERS = {name: f"Tensor.{name}" for name in _IN_PYTHON}
 READERS |= dict.fromkeys(("_to_dlpack", "_to_dlpack_versioned"), "Tensor.__dlpack__")
 """Functions in C that look at a tensor's memory, which a profile function does hear of, and what leads to them."""
 _NUMBERS = ("__float__", "__index__", "__int__", "__bool__", "__complex__")
+_OF_NUMBERS = (
+    "acos", "asin", "atan", "atan2", "ceil", "copysign", "cos", "cosh", "exp", "exp2", "expm1", "fabs", "floor", "fmod",
+    "hypot", "isclose", "isfinite", "isinf", "isnan", "log", "log10", "log1p", "log2", "pow", "sin", "sinh", "sqrt",
+    "tan", "tanh", "trunc",
+)  # fmt: skip
+"""Functions of :mod:`math` that can be computed again for other numbers."""
 _OF_LIST = "torch.tensor, as_tensor, new_tensor or the like of a list with tensors in it (torch.stack does without)"
 _OF_INDICES = "torch.tensor_split with indices in a tensor (a list of numbers does without)"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -182,6 +189,15 @@ def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return making
 
 
+def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def computing(*args: Any) -> Any:
+        symbolic = next((each for each in args if is_deferred(each) and each.is_symbolic), None)
+        return function(*args) if symbolic is None else symbolic.apply(function, args)
+
+    return computing
+
+
 class _Validating(local):
     depth = 0
 
@@ -221,6 +237,7 @@ def _find_readers() -> list[tuple[Any, str, Any]]:
         (torch, "tensor_split", _split(torch.tensor_split)),
         *((torch, make.__name__, _making(make)) for make in (torch.tensor, torch.as_tensor)),
         (functional, "one_hot", _validating(functional.one_hot)),
+        *((math, name, _computing(getattr(math, name))) for name in _OF_NUMBERS if hasattr(math, name)),
         *watched_calls(Conversions.tell),
     ]
 

@@ -9,7 +9,7 @@ argument) is a replay good for that value alone.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -42,6 +42,21 @@ class Question:
     def of_truth(cls, path: str) -> Question:
         """Whether the value at ``path`` is true."""
         return cls(NumberForm([(path, ())]))
+
+
+@dataclass(frozen=True, slots=True)
+class Gives:
+    """Tells whether a function gives a value of that class, and does not raise an exception."""
+
+    function: Callable[..., Any]
+    kind: type
+
+    def __call__(self, *operands: Any) -> bool:
+        """Whether it does so for ``operands``."""
+        try:
+            return type(self.function(*operands)) is self.kind
+        except Exception:  # noqa: BLE001 - the step raises it, and is not replayed for these numbers
+            return False
 
 
 def come_out(asked: Mapping[Question, bool], numbers: Mapping[str, Any]) -> bool:
@@ -88,6 +103,28 @@ class SymbolicNumber(DeferredNumber):
         value = function(*(o._known if type(o) is SymbolicNumber else o for o in operands))
         return SymbolicNumber(self._reader, value, None, function, operands)
 
+    def apply(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
+        """What ``function``, which only depends on its operands, gives for ``operands``, of which this is one: a
+        stand-in, if all are numbers. That it gives a number of the same class is a question.
+        """
+        if not all(type(operand) is SymbolicNumber or isinstance(operand, NUMBERS) for operand in operands):
+            return function(*map(value_of, operands))
+        made: Any = self._computed(function, tuple(operands), float)
+        if not (isinstance(made._known, NUMBERS) or _is_numpys(made._known)):
+            return function(*map(value_of, operands))
+        given = SymbolicNumber(self._reader, True, None, Gives(function, made._kind), tuple(operands))
+        self._reader.ask(Question(form_of(given)[0]), True)
+        return made
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Functions of NumPy are functions of numbers."""
+        if method == "__call__" and not kwargs and ufunc.nout == 1:
+            return self.apply(ufunc, inputs)
+        return getattr(ufunc, method)(*map(value_of, inputs), **kwargs)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return self.apply(round, (self,) if digits is None else (self, digits))
+
     def as_tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A scalar tensor that is filled with the value before each replay; where the step does not compute, one that
         has the value.
@@ -104,9 +141,14 @@ class SymbolicNumber(DeferredNumber):
         return bool(self._known)
 
 
+def _is_numpys(value: Any) -> bool:
+    """Whether it is a number of NumPy's, or a truth value."""
+    return type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
+
+
 def _comparing(function: Any) -> Callable[[SymbolicNumber, Any], Any]:
     def method(self: SymbolicNumber, other: Any) -> Any:
-        if type(other) not in (SymbolicNumber, bool, *NUMBERS):
+        if type(other) is not SymbolicNumber and not isinstance(other, NUMBERS):
             return function(value_of(self), other)
         return bool(self._computed(function, (self, other), bool))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -315,6 +317,64 @@ OPERATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "in place": _in_place,
     "by counter": _by_counter,
 }
+
+
+COMPUTED: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "cosine": (lambda model: 1 + math.cos(math.pi * model.step / 40), 1),
+    "logistic": (lambda model: 1 / (1 + math.exp(-0.1 * (model.step - 20))), 1),
+    "decay": (lambda model: 0.99**model.step, 1),
+    "power": (lambda model: (1 - model.share) ** 2.5, 1),
+    "inverse root": (lambda model: (model.step + 1) ** -0.5, 1),
+    "warm-up": (lambda model: min((model.step + 1) ** -0.5, (model.step + 1) * 8**-1.5), 2),
+    "stairs": (lambda model: 0.5 ** (model.step // 10), 1),
+    "floor": (lambda model: 0.5 ** math.floor((1 + model.step) / 10), 1),
+    "rounded": (lambda model: round(model.share, 1) + round(model.share), 1),
+    "NumPy's": (lambda model: np.cos(np.pi * model.step / 40) * 2 - np.minimum(model.share, 0.5), 1),
+    "asked": (lambda model: 2.0 if math.isnan(model.share) or np.isinf(model.share) else model.share, 1),
+    "of another class": (lambda model: 2 ** (model.step - 20), 2),
+    "undefined at first": (lambda model: math.log(model.step - 3) if model.step > 3 else 0.0, 1),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_functions_of_numbers(name: str) -> None:
+    """Python's and NumPy's give the same number of the same class, which operators and lists get."""
+    function, captured = COMPUTED[name]
+    runs = []
+    for graphed in (False, True):
+        model, kept = Annealed(), list[Any]()
+        history = SimpleNamespace(kept=kept)
+
+        def body(x: Tensor, model: Any = model, history: Any = history) -> Tensor:
+            history.kept.append(function(model))
+            return x * function(model)
+
+        step: Any = body
+        if graphed:
+            step = graph_step(body, owners={"model": model, "history": history}, verify="off")
+        for index in range(40):
+            model.step, model.share = index, 0.93**index
+            kept.append(step(torch.linspace(0, 1, 8)).tolist())
+        runs.append(kept)
+    assert runs[0] == runs[1]
+    assert list(map(type, runs[0])) == list(map(type, runs[1]))
+    assert step.stats.captured == captured, step.report()
+    assert step.stats.replayed >= 28
+
+
+def test_a_function_that_raises_does_so_in_an_eager_step() -> None:
+    """A number for which it cannot be computed is no replay's."""
+    model = Annealed()
+    step = graph_step(lambda x: x * math.sqrt(model.step), owners={"model": model}, verify="off")
+    for index in range(12):
+        model.step = index
+        step(torch.ones(2))
+    model.step = -1
+    with pytest.raises(ValueError, match=r"math domain error|nonnegative"):
+        step(torch.ones(2))
+    model.step = 4
+    assert step(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert step.stats.replayed == 7
 
 
 SUMS = ("sum", "difference")
