@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 
 from graphplan.effects.allowed import allowing, is_allowed
 from graphplan.effects.trace_pair import TracePair
@@ -12,7 +13,17 @@ from graphplan.trace.records import Trace
 
 
 def check_draws(pair: TracePair) -> None:
-    """Refuse a step that draws from a generator of Python or NumPy, even if no operator gets what it drew."""
+    """Refuse a step that draws from a generator of Python or NumPy what replays cannot draw again, even if no operator
+    gets what it drew.
+    """
+    both = zip_longest(*(trace.symbolic.draws for trace in pair.both))
+    other = next((new or old for old, new in both if old != new), None)
+    if other is not None:
+        raise HostScalarError(
+            f"the step does not draw the same random numbers on the host as one step before ({other.path} with "
+            f"{(*other.args, *other.kwargs)}), as replays would. Draw before the step and feed the result",
+            path=other.generator,
+        )
     for name in (name for trace in pair.both for name in trace.draws):
         if not pair.allows(name):
             source = find_load((code for code, _ in pair.second.reads.codes), "random")

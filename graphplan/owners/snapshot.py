@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -16,6 +14,7 @@ from torch import Tensor
 from graphplan.environment.devices import default_generators, set_generator
 from graphplan.environment.switches import read_all, set_all
 from graphplan.errors import CaptureError, EffectError
+from graphplan.owners.generators import HostGenerators
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Container, Walk, is_optimizer_state
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory, has_own_operators, is_freed
@@ -66,7 +65,7 @@ class Snapshot:
             copies = copy_all(live, device)
         self._tensors = {id(t): (t, copy) for t, copy in zip(live, copies, strict=True)}
         of_torch = [(partial(set_generator, g), g.get_state()) for g in (*default_generators(), *generators)]
-        self._generators: list[tuple[Callable[[Any], object], Any]] = [*of_torch, *_host_generators()]
+        self._generators: list[tuple[Callable[[Any], object], Any]] = [*of_torch, *HostGenerators().states]
 
     @property
     def storages(self) -> set[int | None]:
@@ -200,28 +199,3 @@ _NOTHING = object()
 def _holds_the_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     """Return True if two dictionaries have the same keys and values, in the same order."""
     return len(one) == len(other) and all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
-
-
-def _numpy_random() -> Any:
-    """NumPy's module of random generators; None where it is not loaded, or another thread is loading it."""
-    module = sys.modules.get("numpy.random")
-    return module if hasattr(module, "set_state") and hasattr(module, "get_state") else None
-
-
-def _host_generators() -> list[tuple[Callable[[Any], object], Any]]:
-    """Python's random generator, and NumPy's where that is loaded: how to set the state, and the state now."""
-    found: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
-    numpy = _numpy_random()
-    if numpy is not None:
-        found.append((numpy.set_state, numpy.get_state(legacy=False)))
-    return found
-
-
-def host_generators() -> dict[str, Any]:
-    """States of generators that only Python draws from, by the name of what moves them."""
-    states: dict[str, Any] = {"Python's random generator": random.getstate()}
-    numpy = _numpy_random()
-    if numpy is not None:
-        name, keys, *rest = numpy.get_state()
-        states["NumPy's random generator"] = (name, keys.tobytes(), *rest)
-    return states

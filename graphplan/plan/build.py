@@ -104,6 +104,7 @@ def build_plan(
         defers=bool(second.deferred),
         symbolic=MappingProxyType(second.symbolic.kinds),
         filled=tuple(second.symbolic.given.values()),
+        drawn=tuple(second.symbolic.draws),
         last_operators=_last_operators(second),
         kept=_shared(first, second),
         handles=handles,

@@ -17,6 +17,7 @@ from graphplan.effects.host_changes import Holder
 from graphplan.effects.reads import Reads
 from graphplan.effects.rebindings import Rebindings
 from graphplan.feed.signature import Feed
+from graphplan.observe.host_draws import Draw
 from graphplan.optimizers.rates import LearningRates
 from graphplan.owners.slots import Walk
 from graphplan.owners.walk import walk_owners
@@ -114,6 +115,7 @@ class Plan:
         symbolic: the classes of owners' numbers, by path, in whose places stand-ins noted what code did, and of truth
             values that it branches on.
         filled: tensors that hold such numbers, or what is computed of them.
+        drawn: what the step draws from Python's and NumPy's generators, as replays do before they begin.
         kept: fed tensors whose memory the step may also read by another name.
         handles: the step itself.
     """
@@ -148,6 +150,7 @@ class Plan:
     defers: bool
     symbolic: Mapping[str, type]
     filled: tuple[NumberTensor, ...]
+    drawn: tuple[Draw, ...]
     kept: tuple[Tensor, ...]
     handles: Handles
 

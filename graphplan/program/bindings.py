@@ -125,9 +125,7 @@ class Bindings:
         self._places: dict[str, Slot | None] = {}
         self._appended: dict[Append, list[Any]] = {}
         lent = {path: place.get() for path in plan.symbolic if (place := before.scalars.get(path)) is not None}
-        self.numbers = StaticNumbers(lent, plan.filled)
-        for filled in plan.filled:
-            filled.fill(lent)
+        self.numbers = StaticNumbers(lent, plan.filled, plan.drawn)
         """What the step reads for numbers that it binds or returns."""
         self._numbers: dict[str, StaticNumber] = {}
         self._raised = {number.path for number in plan.numbers if number.form.has_own}

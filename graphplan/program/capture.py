@@ -38,7 +38,7 @@ from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
 from graphplan.tensors.symbolic import NUMBERS
 from graphplan.trace.batch_answers import answers_in
 from graphplan.trace.deferred_reads import DeferredReads
-from graphplan.trace.symbolic_numbers import NumberTensors, SymbolicNumbers
+from graphplan.trace.symbolic_numbers import NumberTensor, NumberTensors, SymbolicNumbers
 
 _IS_RECORDED = ContextVar("is_recorded", default=False)
 
@@ -119,6 +119,7 @@ def _record(
     outside = {storage_id(inputs.by_leaf.get(index, leaf)) for index, leaf in feed.tensors()} | set(walk.by_storage())
     lent = lend_outputs(plan) if lends else {}
     found: list[tuple[Walk, Outputs]] = []
+    pending: list[tuple[NumberTensor, Any]] = []
 
     @presenting_capture()
     @runs_step
@@ -128,10 +129,14 @@ def _record(
             if undo is not None:
                 undo.copy()
             places = {path: walk.scalars[path] for path, kind in plan.symbolic.items() if kind in NUMBERS}
-            numbers = SymbolicNumbers(places, NumberTensors(plan.filled, final=True), plan.device)
+            numbers = SymbolicNumbers(
+                places, NumberTensors(plan.filled, final=True), plan.device, expected=plan.drawn,
+                follows={draw.generator for draw in plan.drawn}, may_fill=backend.executes,
+            )  # fmt: skip
             with DeferredReads(fills=False, defers=plan.defers, symbolic=numbers) as deferred:
                 result = call_step(plan.handles.function(), fed.args, fed.kwargs)
             bindings.numbers.copies = deferred.copies
+            bindings.numbers.take_drawn(numbers.drawn)
         finally:
             _IS_RECORDED.reset(token)
         sharding.settle()
@@ -143,12 +148,15 @@ def _record(
             outputs = Outputs(plan, result, bindings.numbers, overwritten=bindings.targets, lent=lent)
             bindings.close_step(after, outside)
             found.append((after, outputs))
+            pending.extend(numbers.pending)
 
     # Casts of the weights that the caller's autocast remembers would be missing from the recording.
     torch.clear_autocast_cache()
     copied.load({}, walk)
     with copied.swapped_in(walk):
         recording = backend.record(body, replace(plan.traced, answers=answers_in(fed.kwargs)))[0]
+    for tensor, value in pending:
+        tensor.hold(value)
     return recording, *found[-1]
 
 

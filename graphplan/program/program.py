@@ -17,6 +17,7 @@ from graphplan.errors import ClosedError, DeviceFault, FeedError, GraphPlanError
 from graphplan.feed.call_arguments import hands_over
 from graphplan.feed.signature import Feed, check_match, flatten
 from graphplan.owners.flags import Flags
+from graphplan.owners.generators import HostGenerators
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import AdoptedTensors
@@ -171,10 +172,16 @@ class Program:
         self._push_rates()
         self.bindings.settle_grads(are_kept=not is_settled)
         self.adopted.refresh()
+        drawn_from = HostGenerators() if self._undo is not None and self.plan.drawn else None
         self.bindings.numbers.start()
         self.inputs.load(leaves)
         self.outputs.renew()
-        self._launch()
+        try:
+            self._launch()
+        except OutcomeError:
+            if drawn_from is not None:
+                drawn_from.restore()
+            raise
         try:
             self.bindings.repeat()
             if self._copied.externals:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphplan.observe.host_draws import Draw
 from graphplan.owners.slots import Walk, lasting
 from graphplan.tensors.deferred import DeferredNumber, NumberForm, form_of
 from graphplan.trace.symbolic_numbers import NumberTensor
@@ -46,11 +47,15 @@ class StaticCopy:
 
 class StaticNumbers:
     """What a recorded step reads for all its numbers. ``read`` has the values of the latest replay. ``before`` are the
-    owners' numbers before the recorded step, by path, and ``filled`` the tensors that hold such numbers.
+    owners' numbers before the recorded step, by path, ``filled`` the tensors that hold such numbers, and ``draws`` what
+    the step draws on the host.
     """
 
-    def __init__(self, before: Mapping[str, Any], filled: Sequence[NumberTensor]) -> None:
-        self._before, self._filled = before, filled
+    def __init__(self, before: Mapping[str, Any], filled: Sequence[NumberTensor], draws: Sequence[Draw]) -> None:
+        self._before, self._filled, self._draws = before, filled, draws
+        for each in filled:
+            if before.keys() >= set(each.paths):
+                each.fill(before)
         self._hosts: list[tuple[int, str]] = []
         """Where in ``read`` owners' numbers lie."""
         self._numbers: Mapping[str, Any] = {}
@@ -62,6 +67,10 @@ class StaticNumbers:
         self._places: dict[Any, int] = {}
         """By the identity of those tensors, or by path."""
         self._packs: list[tuple[list[int], Tensor]] = []
+
+    def take_drawn(self, numbers: Mapping[str, Any]) -> None:
+        """What the recorded step has drawn, by path."""
+        self._before = {**self._before, **numbers}
 
     def take(self, tree: Any, own: Any = None) -> Any:
         """``tree`` with static numbers and copies for deferred ones. Their tensors are the recording's own copies."""
@@ -102,9 +111,11 @@ class StaticNumbers:
 
     def start(self) -> None:
         """Before a replay: read owners' numbers, which the step may change."""
-        if not self._numbers:
+        if not (self._numbers or self._draws):
             return
         numbers = {path: number.get() for path, number in self._numbers.items()}
+        for draw in self._draws:
+            numbers[draw.path] = draw()
         for place, path in self._hosts:
             self.read[place] = numbers[path]
         for filled in self._filled:

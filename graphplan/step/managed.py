@@ -177,7 +177,7 @@ class Managed:
                     rates=lambda: self.rates.storages, before=before,
                 )  # fmt: skip
             except BaseException as error:
-                if record.symbolic.places:
+                if record.symbolic.are_there:
                     record.symbolic.put_numbers(self.walk())
                 if not isinstance(error, Exception):
                     raise
@@ -186,7 +186,7 @@ class Managed:
                 if not stands_in or is_own:
                     raise
                 # C code that is handed a stand-in says that it wants something else.
-                raise ReadSignal(symbolic=record.symbolic.touched if record.symbolic.places else None) from None
+                raise ReadSignal(symbolic=record.symbolic.touched if record.symbolic.are_there else None) from None
         discovery.faults.check()
         if record.deferred is not None and record.deferred.has_stand_ins:
             is_lost, is_compiled = not record.symbolic.are_over(), bool(record.deferred and record.executed.compiled)

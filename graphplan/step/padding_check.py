@@ -30,8 +30,9 @@ from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed
 from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside
+from graphplan.owners.generators import HostGenerators
 from graphplan.owners.slots import Walk, is_optimizer_state
-from graphplan.owners.snapshot import Snapshot, host_generators
+from graphplan.owners.snapshot import Snapshot
 from graphplan.step.capture_sizes import tolerance
 from graphplan.step.compiled import uncompiled
 from graphplan.step.padding import Kind
@@ -64,7 +65,7 @@ class RehearsalMode(OperatorMode):
         """What no snapshot can put back, and the types of all numbers."""
         self._states = self.record.unowned_draws
         self._states += [(generator, generator.get_state()) for generator in default_generators()]
-        self._host_states = host_generators()
+        self._host_states = HostGenerators()
         self._places: dict[str, None] = {}
         self.written: set[int | None] = set()
 
@@ -110,8 +111,7 @@ class RehearsalMode(OperatorMode):
     @property
     def draws(self) -> list[str]:
         """What has drawn random numbers; empty if no generator was moved."""
-        host = host_generators()
-        moved = [name for name, state in host.items() if state != self._host_states.get(name, state)]
+        moved = self._host_states.moved()
         if any(not torch.equal(generator.get_state(), state) for generator, state in self._states):
             moved += self._places
         return moved

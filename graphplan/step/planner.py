@@ -16,6 +16,8 @@ from graphplan.effects.allowed import is_allowed
 from graphplan.effects.host_changes import host_changes
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import ControlFlowError, HostEffectError, HostScalarError, OutcomeError, RefusalError
+from graphplan.observe.host_draws import DRAWN
+from graphplan.owners.generators import NUMPYS, PYTHONS
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.views import Given, Numbers
 from graphplan.plan.build import build_plan
@@ -47,6 +49,7 @@ class Planner:
         self._managed, self._options, self._peers = parts.managed, parts.options, parts.peers
         self._stats = parts.runner.stats
         self._level = _ALL
+        self._follows_draws = True
         self._tensors = NumberTensors()
         self._numbers: dict[str, Any] = {}
         """The numbers that the step's code names, by path, as they were before the latest call that was looked at."""
@@ -102,7 +105,9 @@ class Planner:
             for path, value in self._numbers.items()
             if type(value) in NUMBERS and path not in self._kept and self._changes(path, walk.scalars[path], kinds)
         }
-        return SymbolicNumbers(replaced, self._tensors, device)
+        follows = [name for name in (PYTHONS, NUMPYS) if not is_allowed(name, self._options.allow)]
+        may_follow = self._follows_draws and self._level == _ALL and not arguments_alone
+        return SymbolicNumbers(replaced, self._tensors, device, follows=follows if may_follow else ())
 
     def _learn_changed(self, walk: Walk) -> None:
         """Learn which numbers that the latest plan is good for are others now."""
@@ -115,6 +120,7 @@ class Planner:
     def replace_less(self, paths: frozenset[str]) -> None:
         """Code needs what only real numbers are good for, of those at ``paths`` if any are known."""
         self._kept |= paths
+        self._follows_draws &= not any(path.startswith(DRAWN) for path in paths)
         self._level = self._level if paths else max(self._level - 1, 0)
 
     def _changes(self, path: str, place: Scalar, kinds: Sequence[type] = _REPLACED) -> bool:

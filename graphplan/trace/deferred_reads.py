@@ -92,7 +92,7 @@ class DeferredReads:
     @property
     def has_stand_ins(self) -> bool:
         """Whether code was given what is no real number or tensor."""
-        return bool(self) or bool(self.symbolic.places)
+        return bool(self) or self.symbolic.are_there
 
     def _copy(self, tensor: Tensor) -> Tensor | None:
         if type(tensor) is HostCopy:

@@ -17,9 +17,9 @@ from graphplan.feed.signature import Feed, is_dense, is_literal
 from graphplan.observe.capture_state import presenting_capture
 from graphplan.observe.profile import Profile
 from graphplan.observe.source import find_source, runs_step
+from graphplan.owners.generators import HostGenerators
 from graphplan.owners.sharding import Sharding, come_to_rest
 from graphplan.owners.slots import Walk
-from graphplan.owners.snapshot import host_generators
 from graphplan.owners.walk import walk_owners
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_memory, is_freed
@@ -122,7 +122,7 @@ def _run(
 ) -> Any:
     """Run the step under everything that watches it, and note what it ran, read and drew."""
     profile = Profile(mode.syncs.read, lambda: record.prints.append(str(find_source())))
-    drawn, held = host_generators(), sharding.holds_gradients()
+    generators, held = HostGenerators(), sharding.holds_gradients()
     states = TracedStates(mode.generators)
     deferring = nullcontext() if record.deferred is None else record.deferred
     with presenting_capture(), saving_states(states.save, states.put), mode, profile, deferring:
@@ -137,7 +137,7 @@ def _run(
         record.violate(HostEffectError, _HELD)
     mode.finish()
     record.states = states.facts(record.device)
-    record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]
+    record.note_draws(generators)
     record.reads = profile.reads()
     record.executed = profile.executed
     record.executed.leave_out(fed.objects())

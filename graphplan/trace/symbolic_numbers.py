@@ -6,7 +6,7 @@ import gc
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from threading import get_ident
@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphplan.errors import CaptureError
+from graphplan.errors import CaptureError, HostScalarError
+from graphplan.feed.signature import is_literal
+from graphplan.observe.host_draws import DRAWN, Draw, HostDraws
 from graphplan.observe.source import Source, find_source
 from graphplan.owners.slots import Item, Namespace, Scalar, Walk, lasting
 from graphplan.owners.views import Attributes, Given, Numbers, attributes_of
-from graphplan.tensors.deferred import NumberForm, form_of, in_order
-from graphplan.tensors.symbolic import Question, SymbolicNumber
+from graphplan.tensors.deferred import NumberForm, form_of, in_order, value_of
+from graphplan.tensors.symbolic import NUMBERS, Question, SymbolicNumber
 from graphplan.trace.changes import same_value
 from graphplan.trace.host_reads import sums_otherwise
 
@@ -93,6 +95,9 @@ class SymbolicNumbers:
         places: where they lie, by path: see :func:`may_be_symbolic`.
         tensors: that hold them where the step needs tensors. Final ones were filled before the step.
         device: where the step computes.
+        expected: what the traced steps draw from Python's and NumPy's generators, of a step that is captured.
+        follows: the names of generators whose draws have stand-ins, too: replays draw again.
+        may_fill: whether tensors can be filled while the step runs; else that is :attr:`pending`.
 
     Attributes:
         asked: what the step has branched on, with the answers.
@@ -102,6 +107,8 @@ class SymbolicNumbers:
         touched: the paths of numbers that the step has compared or computed with.
         kinds: the classes of all numbers, and of truth values that count as asked, by path: code may ask for them.
         counted: paths at which the step has left the integer that lay there and a constant one.
+        draws: what the step has drawn, in order, and ``drawn`` the numbers, by path.
+        refusal: why the step is not replayed, with what it draws.
     """
 
     def __init__(
@@ -109,6 +116,10 @@ class SymbolicNumbers:
         places: Mapping[str, Scalar] = MappingProxyType({}),
         tensors: NumberTensors | None = None,
         device: torch.device | None = None,
+        *,
+        expected: Sequence[Draw] | None = None,
+        follows: Collection[str] = (),
+        may_fill: bool = True,
     ) -> None:
         # One place may have several paths.
         first: dict[tuple[int, Any], str] = {}
@@ -122,6 +133,11 @@ class SymbolicNumbers:
         self.touched: set[str] = set()
         self.counted: set[str] = set()
         self._tensors, self.device = NumberTensors() if tensors is None else tensors, device
+        self.draws: list[Draw] = []
+        self.drawn: dict[str, Any] = {}
+        self.pending: list[tuple[NumberTensor, Any]] = []
+        self.refusal: HostScalarError | None = None
+        self._expected, self._follows, self._may_fill = expected, follows, may_fill
         self._made: list[weakref.ref[Any]] = []
         self._is_over = False
         self._thread, self._modes, self._functions = get_ident(), 0, 0
@@ -145,6 +161,8 @@ class SymbolicNumbers:
                 undo.callback(setattr, thing, "__class__", type(thing))
                 thing.__class__ = self._showing(type(thing), numbers)
             shown.clear()
+            if self._follows:
+                undo.enter_context(HostDraws(self._draw))
             self._undo = undo.pop_all()
         return self
 
@@ -187,9 +205,46 @@ class SymbolicNumbers:
 
         return get
 
+    @property
+    def are_there(self) -> bool:
+        """Whether the step has been given any."""
+        return bool(self.places or self.draws)
+
+    def _draw(self, generator: str, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Draw for the step; a stand-in for what is drawn if replays can draw it again."""
+        args, kwargs = tuple(map(value_of, args)), {name: value_of(value) for name, value in kwargs.items()}
+        value = function(*args, **kwargs)
+        if generator not in self._follows or type(value) not in NUMBERS or not is_literal((*args, *kwargs.values())):
+            return value
+        path = f"{DRAWN}{len(self.draws) + 1}, {function.__name__}()"
+        draw = Draw(path, generator, function, args, tuple(kwargs.items()))
+        if self._expected is not None and draw not in self._expected[len(self.draws) :][:1]:
+            raise CaptureError(f"the captured step draws {path} at {find_source()}, which the traced steps did not")
+        self.draws.append(draw)
+        self.drawn[path] = value
+        number = SymbolicNumber(self, value, path)
+        self._made.append(weakref.ref(number))
+        return number
+
+    def _refuse_drawn(self, paths: Iterable[str], what: str) -> None:
+        """Note that the step does with a random number what replays could not do with another one."""
+        drawn = next((path for path in paths if path in self.drawn), None)
+        self.touched.update(path for path in paths if path in self.drawn)
+        if drawn is not None and self.refusal is None:
+            self.refusal = HostScalarError(
+                f"the step {what} that Python draws ({drawn}), at {find_source()}. Replays draw again, and take one "
+                "way through its code. Draw with torch on the step's device and use torch.where, or draw before the "
+                "step and feed the result",
+                path=next(draw.generator for draw in self.draws if draw.path == drawn),
+            )
+
     def ask(self, question: Question, answer: bool) -> None:
         """See :class:`graphplan.tensors.symbolic.NumberReader`."""
-        if self._hears():
+        if not self.drawn.keys().isdisjoint(question.paths):
+            # That a function can be computed for other numbers as well is no branch of the step's.
+            if not question.is_of_function:
+                self._refuse_drawn(question.paths, "branches on a random number")
+        elif self._hears():
             self.asked[question] = answer
             self.touched.update(question.paths)
 
@@ -205,7 +260,9 @@ class SymbolicNumbers:
                 self._note_use(node._source)
 
     def _note_use(self, path: str) -> None:
-        if path not in self.used and self._hears():
+        if path in self.drawn:
+            self._refuse_drawn([path], "needs the value of a random number")
+        elif path not in self.used and self._hears():
             self.used[path] = find_source()
             self.touched.add(path)
 
@@ -229,7 +286,10 @@ class SymbolicNumbers:
         if self.device is None or device.type != self.device.type or self.is_seen():
             return None
         found = self._tensors.get(number, dtype, device)
-        if not self._tensors.final:
+        is_drawn = not self.drawn.keys().isdisjoint(found.paths)
+        if not self._may_fill and is_drawn:
+            self.pending.append((found, number._known))
+        elif is_drawn or not self._tensors.final:
             with _disable_current_modes():
                 found.hold(number._known)
         self.given[id(found.tensor)] = found

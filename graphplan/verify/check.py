@@ -19,8 +19,9 @@ from graphplan.backends.backend import first_line
 from graphplan.effects.allowed import is_allowed
 from graphplan.errors import OutcomeError, PeerError
 from graphplan.feed.call_arguments import BATCH_READS
+from graphplan.owners.generators import HostGenerators
 from graphplan.owners.slots import Walk
-from graphplan.owners.snapshot import Snapshot, host_generators
+from graphplan.owners.snapshot import Snapshot
 from graphplan.program.leases import StaticOutput
 from graphplan.program.program import Program
 from graphplan.tensors.copying import copy_all
@@ -108,9 +109,9 @@ class Check:
         self._program.plan.handles.rates.push()
         self._program.bindings.settle_grads()
         self.start()
-        hosts = host_generators()
         try:
             self.first_replay()
+            hosts = HostGenerators()
         finally:
             self.undo(self._before)
         walk = cache(self._walk)
@@ -122,8 +123,8 @@ class Check:
             raise
         found = [
             Difference(name, "the eager step draws from it, which a replay does not")
-            for name, state in host_generators().items()
-            if state != hosts.get(name, state) and not self._is_allowed(name)
+            for name in hosts.moved()
+            if not self._is_allowed(name)
         ]
         reason = ""
         try:

@@ -1,0 +1,80 @@
+"""Random numbers that a step draws from Python's and NumPy's generators, while it is traced or recorded."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from threading import get_ident
+from typing import Any
+
+from graphplan.observe.replacements import Replacements
+from graphplan.owners.generators import NUMPYS, PYTHONS
+
+DRAWN = "draw "
+"""How the paths of what is drawn begin."""
+_OF_PYTHON = (
+    "betavariate", "expovariate", "gammavariate", "gauss", "lognormvariate", "normalvariate", "paretovariate",
+    "randint", "random", "randrange", "triangular", "uniform", "vonmisesvariate", "weibullvariate",
+)  # fmt: skip
+_OF_NUMPY = (
+    "beta", "binomial", "exponential", "gamma", "geometric", "laplace", "logistic", "lognormal", "normal", "poisson",
+    "rand", "randint", "randn", "random", "random_sample", "standard_normal", "triangular", "uniform", "weibull",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One call of a function that draws. ``path`` tells it from the others of its step."""
+
+    path: str
+    generator: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def __call__(self) -> Any:
+        """Draw again."""
+        return self.function(*self.args, **dict(self.kwargs))
+
+
+OnDraw = Callable[[str, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+class HostDraws:
+    """While it is entered, ``on_draw(generator, function, args, kwargs)`` gives what the thread draws that entered."""
+
+    def __init__(self, on_draw: OnDraw) -> None:
+        self._on_draw, self._thread = on_draw, 0
+
+    def __enter__(self) -> HostDraws:
+        self._thread = get_ident()
+        _FUNCTIONS.enter(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _FUNCTIONS.leave(self)
+
+
+def _drawing(generator: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def drawing(*args: Any, **kwargs: Any) -> Any:
+        watch = next((each for each in reversed(_FUNCTIONS.entered) if each._thread == get_ident()), None)
+        return function(*args, **kwargs) if watch is None else watch._on_draw(generator, function, args, kwargs)
+
+    return drawing
+
+
+def _find_functions() -> Iterator[tuple[Any, str, Any]]:
+    numpy = sys.modules.get("numpy.random")
+    for generator, module, names in ((PYTHONS, random, _OF_PYTHON), (NUMPYS, numpy, _OF_NUMPY)):
+        for name in names:
+            function = getattr(module, name, None)
+            # Another one may be the user's.
+            if callable(function) and getattr(function, "__self__", None) is not None:
+                yield module, name, _drawing(generator, function)
+
+
+_FUNCTIONS = Replacements(_find_functions)

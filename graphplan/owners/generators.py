@@ -1,0 +1,54 @@
+"""Generators of random numbers that only Python draws from: its own, and NumPy's where that is loaded."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+PYTHONS, NUMPYS = "Python's random generator", "NumPy's random generator"
+
+
+class HostGenerators:
+    """Their ``states`` when this was made: how to set each, and what it was."""
+
+    def __init__(self) -> None:
+        self.states: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
+        self._names = [PYTHONS]
+        numpy = _numpy_random()
+        if numpy is not None:
+            self.states.append((numpy.set_state, numpy.get_state(legacy=False)))
+            self._names.append(NUMPYS)
+
+    def moved(self, by: Sequence[Callable[[], Any]] = ()) -> list[str]:
+        """The names of those that are in other states now; other than ``by`` these functions, which draw."""
+        now = HostGenerators()
+        states = self
+        if by:
+            self.restore()
+            for draw in by:
+                draw()
+            states = HostGenerators()
+            now.restore()
+        pairs = zip(now._names, now.states, states.states, strict=False)
+        return [name for name, (_, new), (_, old) in pairs if not _is_same(old, new)]
+
+    def restore(self) -> None:
+        """Set the states."""
+        for put, state in self.states:
+            put(state)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if not isinstance(one, dict):
+        return bool(one == other)
+    keys = one["state"]["key"]
+    rest = [{**each, "state": {**each["state"], "key": None}} for each in (one, other)]
+    return bool(rest[0] == rest[1]) and keys.tobytes() == other["state"]["key"].tobytes()
+
+
+def _numpy_random() -> Any:
+    """NumPy's module of random generators; None where it is not loaded, or another thread is loading it."""
+    module = sys.modules.get("numpy.random")
+    return module if hasattr(module, "set_state") and hasattr(module, "get_state") else None

@@ -1,0 +1,149 @@
+"""Random numbers that a step draws from Python's and NumPy's generators: replays draw again, in the same order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import GraphPlanError, HostScalarError, graph_step
+from graphplan.observe import host_draws
+from graphplan.owners.generators import HostGenerators
+from tests.devices import BACKEND
+
+CALLS, REPLAYED = 30, 24
+
+
+class Mixed(nn.Module):
+    """Weights, and what a step keeps of what it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.kept: list[Any] = []
+        self.share, self.total = 0.0, 0.0
+
+
+def _mixup(model: Mixed, x: Tensor) -> Tensor:
+    share = np.random.beta(0.4, 0.4)
+    return share * x + (1 - share) * x[torch.arange(len(x) - 1, -1, -1, device=x.device)]
+
+
+def _cutoff(model: Mixed, x: Tensor) -> Tensor:
+    model.share = random.uniform(0.1, 0.9)
+    return x * model.share
+
+
+def _keeps(model: Mixed, x: Tensor) -> Tensor:
+    drawn = random.gauss(0, 1)
+    model.kept.append((drawn, np.random.randint(5), random.randrange(3, 9) / 2))
+    model.total += drawn
+    return x / (1.5 + drawn**2)
+
+
+USES: dict[str, Callable[[Mixed, Tensor], Tensor]] = {
+    "mixup": _mixup,
+    "kept in an attribute": _cutoff,
+    "appended and summed": _keeps,
+    "several": lambda model, x: x * random.random() + np.random.rand() - random.betavariate(2, 3) * np.random.normal(),
+    "beside torch's": lambda model, x: x * random.random() * torch.rand(8, device=x.device),
+    "unused": lambda model, x: [random.random(), np.random.poisson(3.0), x][-1],
+    "computed with": lambda model, x: x * np.sqrt(1 - np.random.uniform(low=0.2, high=0.8)),
+    "mixed with an owner's": lambda model, x: x * (random.random() * len(model.kept) + 0.5),
+}
+
+
+@pytest.mark.parametrize("verify", ["off", 4])
+@pytest.mark.parametrize("name", USES)
+def test_replays_draw_again(name: str, verify: Any, device: torch.device) -> None:
+    """With the numbers of eager steps, in which other code goes on drawing; all generators end in the same states."""
+    runs = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = Mixed().to(device)
+
+        def train(x: Tensor, model: Mixed = model) -> Tensor:
+            loss = model.layer(USES[name](model, x)).square().mean()
+            slopes = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                for parameter, slope in zip(model.parameters(), slopes, strict=True):
+                    parameter.sub_(slope, alpha=0.05)
+            return loss.detach()
+
+        step: Any = train
+        if graphed:
+            step = graph_step(train, owners={"model": model}, verify=verify, min_speedup=0)
+        random.seed(1)
+        np.random.seed(2)
+        torch.manual_seed(3)
+        out: list[Any] = []
+        for _ in range(CALLS):
+            out.append(step(torch.full((5, 8), random.random(), device=device) + np.random.rand()).item())
+        kept = [model.kept, model.share, model.total, random.getstate(), np.random.get_state()[1].tolist()]
+        runs.append([out, *kept, *(parameter.tolist() for parameter in model.parameters())])
+    assert runs[0] == runs[1]
+    assert (step.stats.captured, step.stats.replayed) == (1, REPLAYED), step.report()
+    assert verify == "off" or step.stats.verified > 0
+
+
+def test_nothing_stays_in_the_modules() -> None:
+    before = random.random, random.uniform, np.random.beta
+    step = graph_step(lambda x: x * random.random())
+    for _ in range(8):
+        step(torch.ones(2))
+    assert (random.random, random.uniform, np.random.beta) == before
+    assert not host_draws._FUNCTIONS.entered
+
+
+REFUSED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
+    "a branch": ("branches on a random number that Python draws", lambda x: x * 2 if random.random() < 0.5 else x),
+    "an index": ("needs the value of a random number", lambda x: x[random.randrange(2)]),
+    "a text": ("needs the value of a random number", lambda x: [f"{np.random.rand():.2f}", x * 2][1]),
+    "an array": ("draws from NumPy's random generator", lambda x: [np.random.rand(3), x * 2][1]),
+    "a choice": ("draws from Python's random generator", lambda x: [random.choice("ab"), x * 2][1]),
+    "seeded": ("draws from Python's random generator", lambda x: [random.seed(1), x * random.random()][1]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_replays_cannot_draw_again_is_refused(name: str) -> None:
+    text, body = REFUSED[name]
+    step = graph_step(body, backend="tape")
+    state = HostGenerators()
+    with pytest.raises(HostScalarError, match=text):
+        for _ in range(8):
+            step(torch.ones(2))
+    state.restore()
+
+
+def test_another_distribution_in_each_step_is_refused() -> None:
+    """Replays have the arguments of the traces."""
+    bounds = iter(range(1, 90))
+    step = graph_step(lambda x: x * random.uniform(0, next(bounds)))
+    with pytest.raises(GraphPlanError, match=r"does not draw the same random numbers on the host|bounds"):
+        for _ in range(8):
+            step(torch.ones(2))
+
+
+def test_a_replay_that_ends_early_has_drawn_once() -> None:
+    """What the eager step draws after it is what the replay had drawn."""
+    runs = []
+    for graphed in (False, True):
+        owner = SimpleNamespace(kept=[])
+
+        def body(x: Tensor, owner: Any = owner) -> Tensor:
+            y = x * random.random()
+            return y * 2 if x.sum() + torch.rand(()) < 7 else y * 3
+
+        step: Any = graph_step(body, owners={"owner": owner}, verify="off", backend=BACKEND) if graphed else body
+        random.seed(4)
+        torch.manual_seed(4)
+        runs.append([step(torch.full((3,), 9.0 if index == 12 else 1.0)).tolist() for index in range(20)])
+    assert runs[0] == runs[1]
+    assert step.stats.replayed > 0
