@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from threading import get_ident
 from typing import Any
 
 from graphplan.observe.replacements import Replacements
-from graphplan.owners.generators import NUMPYS, PYTHONS
+from graphplan.owners.generators import NUMPYS, PYTHONS, HostGenerators
 
 DRAWN = "draw "
 """How the paths of what is drawn begin."""
@@ -38,6 +38,17 @@ class Draw:
     def __call__(self) -> Any:
         """Draw again."""
         return self.function(*self.args, **dict(self.kwargs))
+
+
+def peek(draws: Sequence[Draw]) -> dict[str, Any]:
+    """What ``draws`` would give now, by path; no generator moves."""
+    if not draws:
+        return {}
+    before = HostGenerators()
+    try:
+        return {draw.path: draw() for draw in draws}
+    finally:
+        before.restore()
 
 
 OnDraw = Callable[[str, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]

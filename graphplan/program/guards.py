@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphplan.compare.comparing import Checks, Row, contents_of, facts_of, row_of, rows_of
+from graphplan.observe.host_draws import peek
 from graphplan.owners.slots import Item, Scalar, Slot, Walk, is_optimizer_state, lasting, tensor_leaves
 from graphplan.owners.tensor_metadata import TensorMetadata, metadata_of
 from graphplan.owners.views import Given, Told, attributes_of, extent, home
@@ -86,7 +87,7 @@ class Guards:
         ])  # fmt: skip
         structure = [(*row, same_value) if row[0].startswith("equal") else row for row in structure]
         asking: list[Row] = []
-        if symbolic or fixed or not plan.symbolic.keys() <= walk.scalars.keys():
+        if symbolic or fixed or plan.drawn or not plan.symbolic.keys() <= walk.scalars.keys():
             pairs = [(place, self.values[path]) for path, place in fixed.items()]
             self.ask = _asking(plan, symbolic, pairs, walk)
             asking = [("same_results", [self.ask], [True])]
@@ -205,14 +206,15 @@ def _asking(
     sizes = [(place, extent(place.items)) for place in items]
     is_whole = plan.symbolic.keys() <= walk.scalars.keys()
     kinds, questions = [plan.symbolic[path] for path in symbolic], plan.reads.questions
+    draws = plan.drawn if questions else ()
 
     def ask() -> bool:
         try:
             now = [place.get() for place in places]
             if not is_whole or list(map(type, now)) != kinds:
                 return False
-            if questions and now != known:
-                if not come_out(questions, dict(zip(symbolic, now, strict=True))):
+            if questions and (draws or now != known):
+                if not come_out(questions, {**dict(zip(symbolic, now, strict=True)), **peek(draws)}):
                     return False
                 known[:] = now
             is_alike = all(same_value(place.get(), value) for place, value in fixed)

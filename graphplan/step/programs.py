@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graphplan.compare.comparing import Row
 from graphplan.errors import HostScalarError, NotCapturedError, RecaptureError, RefusalError
 from graphplan.feed.signature import Feed, first_difference, without_geometry
+from graphplan.observe.host_draws import Draw, peek
 from graphplan.owners.slots import Scalar, lasting
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
@@ -69,6 +70,7 @@ class Way:
 
     Attributes:
         asked: what the code branches on that is computed of owners' numbers, with the answers.
+        draws: what it draws on the host: numbers are those of owners and these.
         kinds: the classes of those numbers that it may have done anything with, by path.
         used: those of these numbers whose values code needs, by path: each value is a way of its own.
         where: the first of those, and where code needs it.
@@ -79,6 +81,7 @@ class Way:
     """
 
     asked: dict[Question, bool] = field(default_factory=dict)
+    draws: tuple[Draw, ...] = ()
     kinds: dict[str, type] = field(default_factory=dict)
     used: dict[str, Any] = field(default_factory=dict)
     where: str = ""
@@ -95,7 +98,7 @@ class Way:
             return False
         try:
             are_alike = not values or all(same_value(numbers[path], value) for path, value in self.used.items())
-            return are_alike and come_out(self.asked, numbers)
+            return are_alike and come_out(self.asked, {**numbers, **peek(self.draws)})
         except Exception:  # noqa: BLE001 - the step raises it, too, or guards find that the number is gone
             return False
 
@@ -162,7 +165,7 @@ class Entry:
 
     def select(self, variant: Callable[[], Variant]) -> Program | None:
         """The program for the gradients and the owners' numbers that there are now, if it is ready."""
-        if self.places:
+        if self.places or any(way.draws for way in self.ways):
             self._turn()
         ready = self.way.programs
         # Of a step that drops gradients unread, one serves whatever there are.
@@ -183,6 +186,7 @@ class Entry:
         paths = {path for question in asked for path in question.paths}
         self.places.update({path: lasting(places[path]) for path in facts.symbolic.kinds if path in places})
         way.asked.update(asked)
+        way.draws = tuple(facts.symbolic.draws)
         way.kinds.update({path: type(facts.entry_scalars.get(path)) for path in self.places})
         way.kinds.update(facts.symbolic.kinds)
         self.untried += not way.is_known
@@ -206,7 +210,8 @@ class Entry:
                 return
             alike = next((way for way in self.ways if way.used and way.is_taken(numbers, values=False)), Way())
             used = {path: numbers[path] for path in alike.used}
-            known = Way(dict(alike.asked), dict(alike.kinds), used, alike.where, is_met=not used, is_known=bool(used))
+            known = Way(dict(alike.asked), alike.draws, dict(alike.kinds), used, alike.where)
+            known.is_met, known.is_known = not used, bool(used)
             known.refusal = self.too_many
         elif known is self.way:
             return
@@ -248,8 +253,7 @@ class Entry:
     def relocate(self, places: Mapping[str, Scalar]) -> bool:
         """Look for the numbers at ``places`` from now on. Return True if that leads to another way."""
         way, self.places = self.way, {path: lasting(places[path]) for path in self.places if path in places}
-        if self.places:
-            self._turn()
+        self._turn()
         return self.way is not way
 
 

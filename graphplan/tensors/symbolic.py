@@ -34,11 +34,6 @@ class Question:
         """Where these numbers lie, in the order in which they are read."""
         return tuple(function for function, _ in self.form if type(function) is str)
 
-    @property
-    def is_of_function(self) -> bool:
-        """Whether it asks no more than whether a function can be computed."""
-        return type(self.form[-1][0]) is Gives
-
     def answer(self, numbers: Mapping[str, Any]) -> bool:
         """The truth value for ``numbers`` by path. A comparison that cannot be made raises, as in the step."""
         return bool(self.form.compute([numbers[path] for path in self.paths]))

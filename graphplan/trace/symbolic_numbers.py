@@ -226,25 +226,20 @@ class SymbolicNumbers:
         self._made.append(weakref.ref(number))
         return number
 
-    def _refuse_drawn(self, paths: Iterable[str], what: str) -> None:
+    def _refuse_drawn(self, path: str) -> None:
         """Note that the step does with a random number what replays could not do with another one."""
-        drawn = next((path for path in paths if path in self.drawn), None)
-        self.touched.update(path for path in paths if path in self.drawn)
-        if drawn is not None and self.refusal is None:
+        self.touched.add(path)
+        if self.refusal is None:
             self.refusal = HostScalarError(
-                f"the step {what} that Python draws ({drawn}), at {find_source()}. Replays draw again, and take one "
-                "way through its code. Draw with torch on the step's device and use torch.where, or draw before the "
-                "step and feed the result",
-                path=next(draw.generator for draw in self.draws if draw.path == drawn),
+                f"the step needs the value of a random number that Python draws ({path}), at {find_source()}. Replays "
+                "draw again, and compute and branch with what they draw, but an index, a size or a text is the traced "
+                "one. Draw with torch on the step's device, or draw before the step and feed the result",
+                path=next(draw.generator for draw in self.draws if draw.path == path),
             )
 
     def ask(self, question: Question, answer: bool) -> None:
         """See :class:`graphplan.tensors.symbolic.NumberReader`."""
-        if not self.drawn.keys().isdisjoint(question.paths):
-            # That a function can be computed for other numbers as well is no branch of the step's.
-            if not question.is_of_function:
-                self._refuse_drawn(question.paths, "branches on a random number")
-        elif self._hears():
+        if self._hears():
             self.asked[question] = answer
             self.touched.update(question.paths)
 
@@ -261,7 +256,7 @@ class SymbolicNumbers:
 
     def _note_use(self, path: str) -> None:
         if path in self.drawn:
-            self._refuse_drawn([path], "needs the value of a random number")
+            self._refuse_drawn(path)
         elif path not in self.used and self._hears():
             self.used[path] = find_source()
             self.touched.add(path)

@@ -101,8 +101,65 @@ def test_nothing_stays_in_the_modules() -> None:
     assert not host_draws._FUNCTIONS.entered
 
 
+def _nested(x: Tensor) -> Tensor:
+    if random.random() < 0.6:
+        share = random.uniform(1, 2)
+        return x * share if share > 1.5 else x / share
+    return x + np.random.normal()
+
+
+def _coin() -> bool:
+    return random.random() < 0.5
+
+
+BRANCHES: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "a coin": (2, lambda x: x * 2 if _coin() else x),
+    "NumPy's": (2, lambda x: x * 2 if np.random.rand() < 0.3 else x + 1),
+    "one of three": (
+        3,
+        lambda x: [x.sin, x.cos, x.exp][0 if (n := random.randint(0, 2)) == 0 else 1 if n == 1 else 2](),
+    ),
+    "one after the other": (4, lambda x: (x * 2 if random.random() < 0.5 else x) + (1 if random.random() < 0.5 else 2)),
+    "draws that depend on others": (3, _nested),
+    "beside torch's": (
+        2,
+        lambda x: x + torch.rand(4, device=x.device) if random.random() < 0.5 else x * random.random(),
+    ),
+}
+
+
+@pytest.mark.parametrize("verify", ["off", 4])
+@pytest.mark.parametrize("name", BRANCHES)
+def test_each_way_has_a_program(name: str, verify: Any, device: torch.device) -> None:
+    """What would be drawn is looked at before a replay: it chooses the program."""
+    ways, body = BRANCHES[name]
+    runs = []
+    for graphed in (False, True):
+        step: Any = graph_step(body, verify=verify, min_speedup=0) if graphed else body
+        random.seed(1)
+        np.random.seed(2)
+        torch.manual_seed(3)
+        out: list[Any] = []
+        for _ in range(80):
+            out.append(step(torch.full((4,), random.random(), device=device)).tolist())
+        runs.append([out, random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()])
+    assert runs[0] == runs[1]
+    assert step.stats.captured == ways, step.report()
+    assert step.stats.replayed >= 60
+
+
+def test_too_many_ways_by_chance() -> None:
+    """A draw for each of many parts: each call takes another way, and is eager in the end."""
+    body = lambda x: sum((x * number if random.random() < 0.5 else x for number in range(12)), x)  # noqa: E731
+    step = graph_step(body, on_failure="eager")
+    random.seed(1)
+    text = "takes another way through its code in each call, by what draw 1, random"
+    with pytest.warns(UserWarning, match=text):
+        [step(torch.ones(4)) for _ in range(80)]
+    assert step.stats.captured <= 2
+
+
 REFUSED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
-    "a branch": ("branches on a random number that Python draws", lambda x: x * 2 if random.random() < 0.5 else x),
     "an index": ("needs the value of a random number", lambda x: x[random.randrange(2)]),
     "a text": ("needs the value of a random number", lambda x: [f"{np.random.rand():.2f}", x * 2][1]),
     "an array": ("draws from NumPy's random generator", lambda x: [np.random.rand(3), x * 2][1]),
