@@ -276,12 +276,12 @@ def test_a_result_whose_structure_changes_is_refused() -> None:
 
 
 def draws_from_python(model: Any, x: Tensor, loss: Tensor) -> None:
-    if random.random() > 2:
+    if random.choice((0.5, 1)) > 2:
         raise AssertionError
 
 
 def draws_from_numpy(model: Any, x: Tensor, loss: Tensor) -> None:
-    if np.random.rand() > 2:
+    if np.random.rand(1)[0] > 2:
         raise AssertionError
 
 

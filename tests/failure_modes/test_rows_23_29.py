@@ -76,7 +76,7 @@ def test_row_24_temporary_host_tensor() -> None:
     """Values staged in a temporary are those of the capture for ever: line and values are named."""
     make = partial(changing_rig, stay, _staged, prepare=seeded)
     assert_naive_is_wrong(make)
-    assert_refused(make, HostScalarError, line_of(_staged), "tensor made from a Python value", done=WARMUP + 1)
+    assert_refused(make, HostScalarError, line_of(_staged), "tensor made from a Python value", done=WARMUP + 3)
 
 
 def box_rig(change: Callable[[dict[str, Tensor]], object]) -> Rig:

@@ -69,8 +69,8 @@ def goes_to_numpy() -> None:
     train(lambda model, x: loss_of(model, x) * float(x.numpy().mean()))
 
 
-def draws_with_python() -> None:
-    train(lambda model, x: loss_of(model, x) * random.random())
+def chooses_with_python() -> None:
+    train(lambda model, x: loss_of(model, x) * random.choice((0.5, 2.0, 3.0)))
 
 
 def seeds_in_the_step() -> None:
@@ -192,7 +192,7 @@ MISTAKES: dict[Callable[[], None], tuple[str, str]] = {
     selects_rows_by_a_mask: ("x[model(x)[:, 0] > 0]", "a mask of fixed shape"),
     keeps_numbers_of_losses: ("`losses.append(float(loss.detach()))`", "read it after the step"),
     goes_to_numpy: ("Tensor.numpy reads", "Keep the value in a tensor"),
-    draws_with_python: ("random.random()", "feed it to the step"),
+    chooses_with_python: ("random.choice(", "feed it to the step"),
     seeds_in_the_step: ("manual_seed", "Seed outside the step"),
     schedules_in_the_step: ("`scheduler.step()`", "Call scheduler.step() after the step"),
     steps_on_the_host: ("LBFGS cannot be captured", "use Adam or SGD"),
