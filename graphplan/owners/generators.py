@@ -31,8 +31,12 @@ class HostGenerators:
                 draw()
             states = HostGenerators()
             now.restore()
-        pairs = zip(now._names, now.states, states.states, strict=False)
-        return [name for name, (_, new), (_, old) in pairs if not _is_same(old, new)]
+        return now.other_than(states)
+
+    def other_than(self, others: HostGenerators) -> list[str]:
+        """The names of those that are in other states here than in ``others``."""
+        pairs = zip(self._names, self.states, others.states, strict=False)
+        return [name for name, (_, own), (_, other) in pairs if not _is_same(own, other)]
 
     def restore(self) -> None:
         """Set the states."""

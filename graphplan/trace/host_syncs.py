@@ -120,7 +120,9 @@ class HostSyncs:
         elif name not in TRANSFERS:
             numbers = [tensor for tensor, operand in given if not tensor.dim() and operand not in self._operands.fixed]
             for tensor in numbers:
-                if tensor.device.type == "cpu" and not any(tensor is sent for sent in call.host_operands()):
+                # Others are an operator's own, such as the seed of a dropout.
+                is_sent = any(tensor is sent for sent in call.host_operands())
+                if tensor.device.type == "cpu" and host.knows(tensor) and not is_sent:
                     self._compute_with(call, tensor, made[0], source)
 
     def _compute_with(self, call: OperatorCall, number: Tensor, out: Tensor, source: Source) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import random
 import warnings
 from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torchmetrics.classification import MulticlassAUROC
 
@@ -114,9 +118,37 @@ def annealed(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss
 
 
+def on_a_cosine(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    share = 0.5 * (1 + math.cos(math.pi * self.global_step / 27))
+    self.log("share", share)
+    loss: Tensor = self.loss_of(batch) * (1 + share) * 0.99**self.global_step
+    return loss
+
+
+def mixed_up(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    x, y = batch
+    share, order = np.random.beta(0.4, 0.4), torch.randperm(len(x)).to(self.device)
+    logits = self(share * x + (1 - share) * x[order])
+    self.log("share", share, on_epoch=True)
+    cross_entropy = torch.nn.functional.cross_entropy
+    return share * cross_entropy(logits, y) + (1 - share) * cross_entropy(logits, y[order])
+
+
+def by_chance(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    x, y = batch
+    return self.loss_of((x.flip(1) if random.random() < 0.5 else x, y))
+
+
+def over_the_batch(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    x, y = batch
+    count = (y > 2).sum().item()
+    self.log("count", count)
+    return torch.nn.functional.cross_entropy(self(x), y, reduction="sum") / max(count, 1)
+
+
 FOLLOWED = [
     scaled_by_index, scaled_in_c, scaled_by_quotient, returning_quotient, keeping_index, logging_numbers, logging_rates,
-    annealed,
+    annealed, on_a_cosine, mixed_up, by_chance, over_the_batch,
 ]  # fmt: skip
 
 
@@ -129,13 +161,27 @@ def test_numbers_that_steps_compute_with(step: Any, verify: str, tmp_path: Path)
     def make() -> Any:
         module = with_step(step, seen=seen.setdefault(tmp_path / str(len(seen)), []))()
         module.counts = {"calls": 0}
+        random.seed(0)
+        np.random.seed(0)
         return module
 
-    replayed = {annealed: 15, logging_rates: FULL - 3}.get(step, FULL)
+    replayed = {annealed: 15, logging_rates: FULL - 3, by_chance: 17, over_the_batch: 20}.get(step, FULL)
     assert_fit_equals_eager(make, tmp_path, replayed=replayed, callback=tape(verify=verify))
     eager, graphed = seen.values()
     assert eager == graphed
     assert {*map(type, graphed)} <= {int}
+
+
+class Normed(LitDigits):
+    """Logs the norms of its gradients with Lightning's function for that."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+def test_norms_of_gradients(tmp_path: Path) -> None:
+    """It makes a tensor of a list of norms, which is a stack of them in traces and captures."""
+    assert_fit_equals_eager(Normed, tmp_path, replayed=FULL)
 
 
 _INDEX = r"uses arguments\.batch_idx at test_training_step\.py:\d+.*on_train_batch_end.*eager_if=.*\.batch_idx'"

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from graphplan import HostSyncError, graph_step
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import flatten
-from graphplan.owners.snapshot import Snapshot, host_generators
+from graphplan.owners.generators import HostGenerators
+from graphplan.owners.snapshot import Snapshot
 from graphplan.owners.walk import walk_owners
 from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
@@ -183,7 +184,7 @@ def test_draws_are_repeated_in_order() -> None:
 
 
 def test_numpys_generator_is_left_alone_while_another_thread_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(host_generators()) == 2
+    assert len(HostGenerators().states) == 2
     monkeypatch.setitem(sys.modules, "numpy.random", ModuleType("numpy.random"))
-    assert len(host_generators()) == 1
+    assert len(HostGenerators().states) == 1
     Snapshot(walk_owners({})).restore()
