@@ -188,7 +188,7 @@ def test_checks_change_nothing(name: str) -> None:
     expected, drawn, _ = run(OWN[name])
     unchecked, drawn_unchecked, step = run(OWN[name], verify="off")
     assert_same_runs(expected, unchecked)
-    assert drawn == drawn_unchecked
+    assert drawn.other_than(drawn_unchecked) == []
     assert step.stats.verified == 0 < step.stats.replayed
     # Without checks each shape is traced twice.
     assert checking.stats.replayed >= step.stats.replayed
@@ -239,7 +239,7 @@ def test_read_only_memory_is_left_alone(tmp_path: Path) -> None:
     assert_same_runs(expected, found)
     assert step.stats.verified == CALLS - BEFORE_REPLAY
     # A refusal puts the batch back as well.
-    rig = build(partial(rig_of, lambda model, x, y: model(x).sum() * model(x).sum().item(), calls))
+    rig = build(partial(rig_of, lambda model, x, y: model(x).sum() * float(model(x).sum()), calls))
     with pytest.raises(HostSyncError, match=r"\.item\(\)"):
         drive(rig, managed(rig))
 
