@@ -37,8 +37,8 @@ from graphplan.trace.records import Trace
 
 _FIX = (
     "Keep it on the device (torch.where, a mask of fixed shape), or read it after the step from what the step returns "
-    "(a number of .item(), not float(), or a copy of .cpu() that is only logged, appended or returned is read then); where only some "
-    "calls do it, eager_if= names those"
+    "(a number of .item(), not float(), or a copy of .cpu() that is only logged, appended or returned is read then); "
+    "where only some calls do it, eager_if= names those"
 )
 _METRIC_FIX = (
     "Update the metric after the step, with what the step returns for it (in a Trainer: return a dictionary with the "
