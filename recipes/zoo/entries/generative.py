@@ -118,6 +118,61 @@ def gan(scale: Scale) -> Case:
     return Case(_GAN(scale.pick(64, 256)), batches, update=_adversarial, parts=_players)
 
 
+@entry("generative/gan_host_noise")
+def gan_host_noise(scale: Scale) -> Case:
+    """The GAN of Lightning's examples: noise and labels are made in host memory, and copied with ``type_as``."""
+
+    def update(
+        model: Any, optimizers: list[Any], batch: tuple[Tensor, Tensor], backward: Callable[[Tensor], Any]
+    ) -> Tensor:
+        x, _ = batch
+        generator, critic = optimizers
+        noise = torch.randn(x.shape[0], 16).type_as(x)
+        valid, fake = torch.ones(x.size(0), 1).type_as(x), torch.zeros(x.size(0), 1).type_as(x)
+        made = model.generator(noise).sigmoid()
+        fooled = F.binary_cross_entropy_with_logits(model.critic(made), valid)
+        generator.zero_grad()
+        backward(fooled)
+        generator.step()
+        told = F.binary_cross_entropy_with_logits(model.critic(x), valid)
+        told = (told + F.binary_cross_entropy_with_logits(model.critic(made.detach()), fake)) / 2
+        critic.zero_grad()
+        backward(told)
+        critic.step()
+        return fooled.detach() + told.detach()
+
+    size = scale.pick(32, 128)
+    batches = many(lambda: (torch.rand(size, 784), torch.randint(10, (size,))))
+    return Case(_GAN(scale.pick(64, 256)), batches, update=update, parts=_players)
+
+
+class _Denoiser(nn.Module):
+    """Predicts the noise; the schedule is a plain attribute, which stays in host memory."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = perceptron(784 + 1, width, 784, 3, nn.SiLU)
+        self.kept = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)
+
+
+@entry("generative/diffusion_host_steps")
+def diffusion_host_steps(scale: Scale) -> Case:
+    """Diffusion as in tutorials: the steps are drawn on the host, where the schedule lies, too."""
+
+    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, _ = batch
+        steps = torch.randint(0, 1000, (x.shape[0],))
+        kept = model.kept[steps].to(x.device)[:, None]
+        noise = torch.randn(x.shape).to(x.device)
+        noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
+        said = model.body(torch.cat([noisy, steps.to(x.device)[:, None] / 1000], 1))
+        return F.mse_loss(said, noise)
+
+    size = scale.pick(32, 128)
+    model = _Denoiser(scale.pick(64, 512))
+    return Case(model, many(lambda: (torch.rand(size, 784), torch.randint(10, (size,)))), loss)
+
+
 @entry("generative/wgan_gp")
 def wgan(scale: Scale) -> Case:
     """A Wasserstein GAN whose gradient penalty is differentiated twice."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -47,6 +49,23 @@ def _timm(name: str, options: dict[str, Any], side: int) -> Callable[[Scale], Ca
 
 for _name, (_options, _side, _core) in TIMM.items():
     entry(f"vision/timm_{_name}", "timm", core=_core)(_timm(_name, _options, _side))
+
+
+@entry("vision/timm_mixup", "timm")
+def timm_mixup(scale: Scale) -> Case:
+    """Mixup as its authors wrote it, with numbers of NumPy's and a permutation of the host's; flips by chance."""
+    import timm
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        if random.random() < 0.5:
+            x = x.flip(3)
+        share, order = np.random.beta(1.0, 1.0), torch.randperm(x.size(0)).to(x.device)
+        logits = model(share * x + (1 - share) * x[order])
+        return share * F.cross_entropy(logits, y) + (1 - share) * F.cross_entropy(logits, y[order])
+
+    model = timm.create_model("resnet18", num_classes=10)
+    return Case(model, many(lambda: images(scale, side=64, size=scale.pick(2, 32)), 4), loss)
 
 
 TORCHVISION = {"mobilenet_v3_small": True, "densenet121": True, "squeezenet1_1": False, "shufflenet_v2_x0_5": False}
