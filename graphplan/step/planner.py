@@ -107,7 +107,9 @@ class Planner:
         }
         follows = [name for name in (PYTHONS, NUMPYS) if not is_allowed(name, self._options.allow)]
         may_follow = self._follows_draws and self._level == _ALL and not arguments_alone
-        return SymbolicNumbers(replaced, self._tensors, device, follows=follows if may_follow else ())
+        return SymbolicNumbers(
+            replaced, self._tensors, device, follows=follows if may_follow else (), is_shared=self._peers is not None
+        )
 
     def _learn_changed(self, walk: Walk) -> None:
         """Learn which numbers that the latest plan is good for are others now."""

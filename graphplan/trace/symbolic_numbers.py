@@ -97,6 +97,7 @@ class SymbolicNumbers:
         device: where the step computes.
         expected: what the traced steps draw from Python's and NumPy's generators, of a step that is captured.
         follows: the names of generators whose draws have stand-ins, too: replays draw again.
+        is_shared: whether other ranks take the same steps, which may draw other numbers.
         may_fill: whether tensors can be filled while the step runs; else that is :attr:`pending`.
 
     Attributes:
@@ -120,6 +121,7 @@ class SymbolicNumbers:
         expected: Sequence[Draw] | None = None,
         follows: Collection[str] = (),
         may_fill: bool = True,
+        is_shared: bool = False,
     ) -> None:
         # One place may have several paths.
         first: dict[tuple[int, Any], str] = {}
@@ -137,7 +139,7 @@ class SymbolicNumbers:
         self.drawn: dict[str, Any] = {}
         self.pending: list[tuple[NumberTensor, Any]] = []
         self.refusal: HostScalarError | None = None
-        self._expected, self._follows, self._may_fill = expected, follows, may_fill
+        self._expected, self._follows, self._may_fill, self._is_shared = expected, follows, may_fill, is_shared
         self._made: list[weakref.ref[Any]] = []
         self._is_over = False
         self._thread, self._modes, self._functions = get_ident(), 0, 0
@@ -226,20 +228,23 @@ class SymbolicNumbers:
         self._made.append(weakref.ref(number))
         return number
 
-    def _refuse_drawn(self, path: str) -> None:
+    def _refuse_drawn(self, path: str, does: str) -> None:
         """Note that the step does with a random number what replays could not do with another one."""
         self.touched.add(path)
         if self.refusal is None:
             self.refusal = HostScalarError(
-                f"the step needs the value of a random number that Python draws ({path}), at {find_source()}. Replays "
-                "draw again, and compute and branch with what they draw, but an index, a size or a text is the traced "
-                "one. Draw with torch on the step's device, or draw before the step and feed the result",
+                f"the step {does} a random number that Python draws ({path}), at {find_source()}. Replays draw again, "
+                "and compute with what they draw, but an index, a size or a text is the traced one, and several ranks "
+                "take one way. Draw with torch on the step's device, or draw before the step and feed the result",
                 path=next(draw.generator for draw in self.draws if draw.path == path),
             )
 
     def ask(self, question: Question, answer: bool) -> None:
         """See :class:`graphplan.tensors.symbolic.NumberReader`."""
-        if self._hears():
+        drawn = next((path for path in question.paths if path in self.drawn), None)
+        if drawn is not None and self._is_shared:
+            self._refuse_drawn(drawn, "branches on")
+        elif self._hears():
             self.asked[question] = answer
             self.touched.update(question.paths)
 
@@ -256,7 +261,7 @@ class SymbolicNumbers:
 
     def _note_use(self, path: str) -> None:
         if path in self.drawn:
-            self._refuse_drawn(path)
+            self._refuse_drawn(path, "needs the value of")
         elif path not in self.used and self._hears():
             self.used[path] = find_source()
             self.touched.add(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from graphplan import GraphPlanError, HostScalarError, graph_step
 from graphplan.observe import host_draws
-from graphplan.owners.generators import HostGenerators
+from graphplan.owners.generators import PYTHONS, HostGenerators
+from graphplan.trace.symbolic_numbers import SymbolicNumbers
 from tests.devices import BACKEND
 
 CALLS, REPLAYED = 30, 24
@@ -177,6 +179,14 @@ def test_what_replays_cannot_draw_again_is_refused(name: str) -> None:
         for _ in range(8):
             step(torch.ones(2))
     state.restore()
+
+
+def test_several_ranks_take_one_way() -> None:
+    """Others may draw other numbers, and take another way; what is only computed with differs in any case."""
+    with SymbolicNumbers(follows=(PYTHONS,), is_shared=True) as numbers:
+        assert random.random() >= 0
+    text = r"branches on a random number .*at test_drawn_numbers\.py.*several ranks take one way"
+    assert re.search(text, str(numbers.refusal))
 
 
 def test_another_distribution_in_each_step_is_refused() -> None:
