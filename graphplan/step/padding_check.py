@@ -44,7 +44,17 @@ from graphplan.tensors.trees import map_result
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 from graphplan.trace.records import Trace
-from graphplan.verify.compare import RESPONSES, SPREADS, Run, Sides, describe, differing_values, distances, fits
+from graphplan.verify.compare import (
+    RESPONSES,
+    SPREADS,
+    Run,
+    Sides,
+    describe,
+    differing_values,
+    distances,
+    fits,
+    last_places,
+)
 from graphplan.verify.noise import nudged
 from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 
@@ -171,7 +181,7 @@ class PaddingCheck:
         over: dict[str, float] = {}
         for path in alike:
             apart = far.get(path, 0.0)
-            excess = apart - tolerance(came[path].dtype) * moves[path] - _last_places(came[path]) * sizes[path]
+            excess = apart - tolerance(came[path].dtype) * moves[path] - last_places(came[path]) * sizes[path]
             if not excess <= 0:
                 if not (math.isfinite(apart) or bool(came[path].isfinite().all())):
                     raise ArithmeticError(f"{path} has elements that are infinite or no numbers, without padding too")
@@ -231,8 +241,3 @@ class PaddingCheck:
         left = collect_tensors(walk, (), extra, (), is_left_out)
         copies = dict(zip(left, copy_all(list(left.values()), self._room), strict=True))
         return State(copies, collect_values(walk, (), lambda path: is_allowed(path, allow), {}))
-
-
-def _last_places(tensor: Tensor) -> float:
-    """Two units in the last place."""
-    return 2 * torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0.0

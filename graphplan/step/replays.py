@@ -20,7 +20,6 @@ from graphplan.program.program import Program, Tally
 from graphplan.step.runner import Parts
 from graphplan.verify.check import Check, Verdict, detached
 from graphplan.verify.copy_placement import find_room
-from graphplan.verify.noise import Noise
 from graphplan.verify.schedule import Timetable
 
 _FICKLE, _SHARE = 8, 1 / 4
@@ -63,7 +62,6 @@ class Replays:
         self._runner, self._options, self._peers = parts.runner, parts.options, parts.peers
         self._stats = parts.runner.stats
         self._asked = 0
-        self._noises: WeakKeyDictionary[Program, Noise] = WeakKeyDictionary()
         self._by_form: WeakValueDictionary[int, _Series] = WeakValueDictionary()
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
@@ -130,7 +128,6 @@ class Replays:
                     allow=self._options.allow,
                     place=partial(self._place, program, nbytes, room),
                     on_any=self._on_any if program.plan.communicates else bool,
-                    noise=self._noises.setdefault(program, Noise()),
                 )
                 verdict = check.run(partial(self._eager, program, fed, feed.leaves))
         except (torch.OutOfMemoryError, PeerError) as error:

@@ -2,7 +2,7 @@
 
 Copy what the step may change, replay, keep what it left, put everything back, run the step eagerly, compare. If
 something is not the same bit by bit, the replay is repeated from the same state, to see how far replays lie apart, and
-where they are noisy, once from parameters that are off by rounding. Later checks know that noise.
+where they are noisy, once from parameters that are off by rounding.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from graphplan.tensors.copying import copy_all
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import map_result, named_leaves
-from graphplan.verify.compare import Difference, Run, describe, differing, differing_values, distances, unexplained
-from graphplan.verify.noise import Noise, nudged
+from graphplan.verify.compare import Difference, Run, describe, differing, differing_values, unexplained
+from graphplan.verify.noise import nudged
 from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 
 Result = TypeVar("Result")
@@ -58,7 +58,6 @@ class Check:
         place: gives the device that the next copies go to.
         on_any: whether something is so on any rank, told whether it is on this one: where ranks communicate in the
             step, all of them have to run it as often. A PeerError from it ends the check.
-        noise: what earlier checks of ``program`` have shown of it, to which this one adds.
     """
 
     def __init__(
@@ -69,10 +68,8 @@ class Check:
         allow: Sequence[str],
         place: Callable[[], torch.device],
         on_any: Callable[[bool], bool],
-        noise: Noise,
     ) -> None:
         self._program = program
-        self._noise = noise
         self._on_any = on_any
         self._feed = feed
         # Asked for each of hundreds of paths.
@@ -81,7 +78,7 @@ class Check:
         )
         self._place = place
         plan = program.plan
-        self._walk, self._home = plan.handles.walk, plan.device
+        self._walk = plan.handles.walk
         fed = {f"input {index}": leaf for index, leaf in enumerate(feed) if isinstance(leaf, Tensor)}
         # What replays are filled with, eager steps do not have.
         filled = {id(number.tensor) for number in plan.filled}
@@ -188,7 +185,7 @@ class Check:
         left = self.left(walk(), result)
         differences = differing_values(self._values, left.values)
         sides = self._replayed, left.tensors
-        beyond = self._noise.beyond(self._changes(), *sides) if self._noise.is_known else differing(*sides)
+        beyond = differing(*sides)
         if not self._on_any(bool(beyond)):
             return differences
         # More replays write where the eager step has.
@@ -202,11 +199,6 @@ class Check:
             self.undo(end)
         return describe(found, self._old, self._replayed, left.tensors) + differences
 
-    def _changes(self) -> dict[str, float]:
-        """How far the replay has moved each tensor with numbers, by path."""
-        rounded = [path for path, t in self._replayed.items() if t.is_floating_point() or t.is_complex()]
-        return distances(rounded, self._replayed, self._old, self._home)
-
     def _unexplained(self, paths: list[str], eager: Run) -> dict[str, float]:
         """Find the ``paths`` that more replays from the same state do not explain, and how far replays lie apart there.
 
@@ -215,20 +207,16 @@ class Check:
         again: list[Run] = []
         found = dict.fromkeys(paths, 0.0)
         noisy = self._program.plan.may_reorder or self._program.plan.traced.in_mode
-        explain = partial(unexplained, one=self._replayed, again=again, eager=eager, device=self._home)
+        explain = partial(unexplained, one=self._replayed, again=again, eager=eager)
         for _ in range(_REPLAYS):
             again.append(self._repeat(nudge=False))
             noisy = noisy or again[-1].differs
             found = explain(found, noisy=noisy)
             if not self._on_any(bool(found) and not noisy):
                 break
-        off = None
         # Noise that is rare has not been seen in a few replays: what rounding does says how large it may be.
-        if self._on_any(noisy and (bool(found) or not self._noise.is_known)):
-            off = self._repeat(nudge=True)
-            found = explain(found, nudged=off, noisy=True)
-        if not found and noisy:
-            self._noise.learn(self._changes(), again, eager, off)
+        if self._on_any(noisy and bool(found)):
+            found = explain(found, nudged=self._repeat(nudge=True), noisy=True)
         return found
 
     def left(self, walk: Walk, result: Any) -> State:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from graphplan.owners.flags import COMPUTED
 from graphplan.owners.tensor_metadata import StandIn
 from graphplan.specs.roles import TensorSpec
-from graphplan.tensors.copying import Unequal, beside, bits, values_of
+from graphplan.tensors.copying import Unequal, bits, values_of
 from graphplan.trace.changes import same_value
 
 SPREADS = 8.0
@@ -27,12 +26,10 @@ step. (A GPT of 124M parameters in bfloat16, on an H200: gradients of runs from 
 at all; with the parameters off by a 512th, 1.1 %.)
 """
 _NOTHING = StandIn("nothing")
-_TOGETHER = 2**22
+_ELEMENTS = 2**22
 """Elements that a distance takes into double precision at a time."""
-_SIDE, _BROUGHT = 2**28, 2**24
-"""Bytes of differences that are there at a time; and where tensors are brought from the host for them."""
 _SUBTRACTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Types of which many tensors are subtracted at once, in their own precision: near numbers lose nothing."""
+"""Types that are subtracted in their own precision: near numbers lose nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,64 +57,42 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
 
 
 @torch.no_grad()
-def _norms(rows: Sequence[tuple[Tensor, ...]], device: torch.device | None = None) -> list[float]:
+def _norms(rows: Sequence[tuple[Tensor, ...]]) -> list[float]:
     """The Euclidean distance between each row's two tensors, or its only one's length, in float64. NaN in the same
-    places counts as equal, NaN in one of the two as far. Each device is waited for once; rows that lie on the host
-    altogether are computed on ``device``, if that is given.
+    places counts as equal, NaN in one of the two as far. Each device is waited for once.
     """
-    vectors: list[Tensor] = []
-    order: list[int] = []
-    for home, members in _alike(rows, device):
-        columns = (list(column) for column in zip(*(rows[index] for index in members), strict=True))
-        order += members
-        vectors.append(torch.stack(_norms_of(*(beside(column, home) for column in columns))))
-    found = dict(zip(order, chain.from_iterable(values_of(vectors)), strict=True))
+    found = values_of([_norm(*row) for row in rows])
     # Infinite and NaN norms are computed again, element by element.
-    careful = lambda one, *others: _careful_norm(one, *(other.to(one.device) for other in others)).item()  # noqa: E731
-    return [n if math.isfinite(n := found[index]) else careful(*row) for index, row in enumerate(rows)]
+    return [n if math.isfinite(n) else _careful_norm(*row).item() for n, row in zip(found, rows, strict=True)]
 
 
-def _norms_of(one: list[Tensor], *others: list[Tensor]) -> list[Tensor]:
-    if one[0].dtype in _SUBTRACTED:
-        terms = torch._foreach_sub(one, *others) if others else one
-        return list(torch._foreach_norm(terms, 2, dtype=torch.float64))
-    return [_careful_norm(*row) for row in zip(one, *others, strict=True)]
+def _norm(*row: Tensor) -> Tensor:
+    if row[0].dtype not in _SUBTRACTED:
+        return _careful_norm(*row)
+    one, *others = _together(row)
+    return torch._foreach_norm((one - others[0] if others else one,), 2, dtype=torch.float64)[0]
+
+
+def _together(row: Sequence[Tensor]) -> list[Tensor]:
+    """The row on one device, that of a tensor that is not on the host."""
+    home = next((tensor.device for tensor in row if not tensor.is_cpu), row[0].device)
+    return [tensor.to(home, non_blocking=True) for tensor in row]
 
 
 def distances(
-    paths: Iterable[str],
-    one: Mapping[str, Tensor],
-    other: Mapping[str, Tensor] = MappingProxyType({}),
-    device: torch.device | None = None,
+    paths: Iterable[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor] = MappingProxyType({})
 ) -> dict[str, float]:
     """Return how far ``one`` is from ``other`` at ``paths``, or its length if nothing alike is there: ``_norms``."""
     sides = {path: (one[path], other.get(path)) for path in paths}
     rows = [(_real(t),) if o is None or not fits(o, t) else (_real(t), _real(o)) for t, o in sides.values()]
-    return dict(zip(sides, _norms(rows, device), strict=True))
+    return dict(zip(sides, _norms(rows), strict=True))
 
 
 def _careful_norm(*row: Tensor) -> Tensor:
     """The same of one row, a few elements at a time in double precision."""
     term = _finite if len(row) == 1 else _apart
-    parts = zip(*(tensor.reshape(-1).split(_TOGETHER) for tensor in row), strict=True)
+    parts = zip(*(tensor.reshape(-1).split(_ELEMENTS) for tensor in _together(row)), strict=True)
     return torch.stack([term(*(part.double() for part in some)).sum() for some in parts]).sum().sqrt()
-
-
-def _alike(rows: Sequence[tuple[Tensor, ...]], device: torch.device | None) -> Iterator[tuple[torch.device, list[int]]]:
-    """Yield a device, and the positions of rows of one length and dtype, of a limited size, that are compared there."""
-    groups: dict[tuple[int, torch.device, torch.dtype], tuple[list[int], int]] = {}
-    for index, row in enumerate(rows):
-        there = [tensor for tensor in row if not tensor.is_cpu]
-        home = there[0].device if there else device or row[0].device
-        most = _SIDE if len(there) == len(row) or home.type == "cpu" else _BROUGHT
-        key, nbytes = (len(row), home, row[0].dtype), row[0].nbytes
-        members, size = groups.get(key, ([], 0))
-        if members and size + nbytes > most:
-            yield home, members
-            members, size = [], 0
-        members.append(index)
-        groups[key] = members, size + nbytes
-    yield from ((home, members) for (_, home, _), (members, _) in groups.items())
 
 
 def _apart(one: Tensor, two: Tensor) -> Tensor:
@@ -154,7 +129,6 @@ def unexplained(
     nudged: Run | None = None,
     *,
     noisy: bool,
-    device: torch.device | None = None,
 ) -> dict[str, float]:
     """Of the tensors at ``paths``, those that differ from eager's by more than replays differ from each other.
 
@@ -162,15 +136,14 @@ def unexplained(
     must agree. Where it is, rounding is let pass too, since a few replays may agree in one place by chance, and what
     rounding does to the step: ``nudged`` is a replay whose parameters had been off by that.
 
-    ``one`` are copies of what the first replay left, ``again`` more replays from the same state, at least one; what
-    lies on the host is computed on ``device``. Returns how far replays lie apart, by path; 0 where there is nothing to
-    compare.
+    ``one`` are copies of what the first replay left, ``again`` more replays from the same state, at least one. Returns
+    how far replays lie apart, by path; 0 where there is nothing to compare.
     """
     found = {path: max(run.far.get(path, 0.0) for run in again) for path in paths}
     alike = [path for path in found if all(path in run.far for run in (eager, *again))]
     if not alike or not noisy:
         return found
-    for path, size in distances(alike, one, device=device).items():
+    for path, size in distances(alike, one).items():
         response = 0.0 if nudged is None else nudged.far.get(path, 0.0)
         distance, rounding = eager.far[path], last_places(one[path]) * size
         if math.isfinite(distance) and distance <= SPREADS * found[path] + RESPONSES * response + rounding:

@@ -1,12 +1,7 @@
-"""What explains a difference between a replay and the eager step besides a fault: rounding, and the spread of replays.
-
-To replay once more takes as long as a step, and copies. How far replays lay apart in earlier checks, as a share of what
-the step changes, is enough to know noise by; what is larger is measured anew.
-"""
+"""What rounding does to a step: a replay, or a rehearsal, from parameters whose last bits are others."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -14,55 +9,7 @@ from torch import Tensor
 
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import beside, copy_all
-from graphplan.verify.compare import RESPONSES, SPREADS, Run, differing, distances, fits
-
-_LITTLE = 0.1
-"""As a share of what the step changes. More than that may come of a first checked step that hardly changes anything."""
-
-
-class Noise:
-    """How far replays of one program from the same state lie apart."""
-
-    def __init__(self) -> None:
-        self._shares: dict[str, float] = {}
-        self._measured = 0
-
-    @property
-    def is_known(self) -> bool:
-        """Return True if one check has measured the noise, or two where the first found it large."""
-        return self._measured >= (1 if max(self._shares.values(), default=0.0) <= _LITTLE else 2)
-
-    def learn(self, changes: Mapping[str, float], again: Sequence[Run], eager: Run, nudged: Run | None = None) -> None:
-        """Take in how far replays from one state lie from the first of them, which has made ``changes``: ``again``, at
-        least one, and as ``nudged`` one from rounded parameters. What the eager step left was found to be as good by
-        the check: as far away it may be again, and no further.
-        """
-        self._measured += 1
-        for other in again:
-            self._widen(changes, other, 1.0)
-        self._widen(changes, eager, 1 / SPREADS)
-        if nudged is not None:
-            self._widen(changes, nudged, RESPONSES / SPREADS)
-
-    def _widen(self, changes: Mapping[str, float], other: Run, part: float) -> None:
-        for path in changes.keys() & other.far.keys():
-            change, distance = changes[path], other.far[path]
-            if change > 0 and math.isfinite(distance) and math.isfinite(change):
-                self._shares[path] = max(self._shares.get(path, 0.0), part * distance / change)
-
-    def beyond(self, changes: Mapping[str, float], one: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> list[str]:
-        """Paths at which ``one``, what a replay left after ``changes``, and what the eager step left differ by more
-        than noise.
-        """
-        # Integers are the same, or they are not.
-        far = distances([path for path in changes if path in eager and fits(one[path], eager[path])], one, eager)
-        found = [
-            path
-            for path, distance in far.items()
-            if distance > 0 and not distance <= SPREADS * self._shares.get(path, 0.0) * changes[path] < math.inf
-        ]
-        return found + differing(*({path: t for path, t in side.items() if path not in far} for side in (one, eager)))
-
+from graphplan.verify.compare import fits
 
 _ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
