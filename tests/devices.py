@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from graphplan.backends.cudaruntime import forget_workspaces
+from graphplan.backends.cudapools import forget_workspaces
 from graphplan.optimizers.preparation import Preparation
 from tests.facts import assert_same, flatten
 from tests.twins import Record, Rig, assert_same_runs, before_replays, build, drive, managed

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from graphplan.backends.backend import NOTHING_TRACED, Backend, Recording, TracedValues, first_line, is_out_of_memory
-from graphplan.backends.cudapools import Loan
-from graphplan.backends.cudaruntime import forget_workspaces, upload
+from graphplan.backends.cudapools import Loan, forget_workspaces
 from graphplan.backends.cudastates import CapturedStates
 from graphplan.backends.idleness import UNDISTURBED
 from graphplan.environment.collector import no_collections
@@ -270,9 +269,6 @@ class CUDAGraphBackend(Backend):
                 result = self._capture(capture, body, traced)
         finally:
             forget_workspaces()
-        for graph in capture.graphs:
-            upload(graph, self.stream)
-        self.stream.synchronize()
         nbytes = torch.cuda.memory_reserved(self.device) - before
         graphs, branches = capture.graphs, capture.branches
         recording = GraphRecording(graphs, branches, self.device, nbytes, self._pool, states=states)

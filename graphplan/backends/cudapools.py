@@ -1,4 +1,4 @@
-"""Memory of CUDA graphs that eager work uses between their replays."""
+"""Memory of CUDA graphs: what eager work uses between their replays, and cuBLAS's workspaces."""
 
 from __future__ import annotations
 
@@ -74,6 +74,18 @@ def _only(pool: Any) -> dict[str, Any]:
     """How to ask for a snapshot of that pool alone, without a history, as far as this torch can: it is much faster."""
     wanted = {"mempool_id": tuple(pool), "include_traces": False}
     return {name: wanted[name] for name in signature(torch.cuda.memory_snapshot).parameters if name in wanted}
+
+
+def forget_workspaces() -> None:
+    """Have torch free each stream's cuBLAS workspace, and make a new one when it is next needed.
+
+    A graph has its address, and newer releases free it with the first graph of that stream that is destroyed, while
+    others still replay. What is made anew in a capture lies in that capture's own memory, which stays for as long as
+    the graph.
+    """
+    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if forget is not None:
+        forget()
 
 
 def _renew(storage: UntypedStorage) -> None:

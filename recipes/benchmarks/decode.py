@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from graphplan import buckets, graphed
-from graphplan.backends.cudaruntime import forget_workspaces
+from graphplan.backends.cudapools import forget_workspaces
 from recipes.benchmarks.devices import require_cuda
 from recipes.benchmarks.tables import plain_table
 from recipes.comparison import now

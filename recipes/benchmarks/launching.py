@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from graphplan.backends.cudaruntime import upload
 from recipes.benchmarks.contenders import make_step
 from recipes.benchmarks.workloads import Workload
 
@@ -71,24 +70,21 @@ def _replay(graph: torch.cuda.CUDAGraph) -> tuple[float, float]:
     return launch, start.elapsed_time(end) * 1e3
 
 
-def _first_replays(step: _Step, *, uploaded: bool) -> tuple[Row, float]:
+def _first_replays(step: _Step) -> tuple[Row, float]:
     """The first replay over later ones, on the device and as a launch, and what it takes to instantiate; medians."""
     firsts, launches, making = [], [], []
-    times: Row = {}
     for _ in range(_GRAPHS):
         graph = step.capture()
         making.append(_timed(graph.instantiate))
-        if uploaded:
-            times["upload"] = "done" if upload(graph, step.side) else "not done"
-            torch.cuda.synchronize()
         launch, taken = _replay(graph)
         later = [_replay(graph) for _ in range(_REPLAYS)]
         firsts.append(taken / median(device for _, device in later))
         launches.append((launch, median(host for host, _ in later)))
-    name = "uploaded" if uploaded else "plain"
-    times[f"first_{name}"] = median(firsts)
-    times[f"first_{name}_launch_us"] = median(first for first, _ in launches)
-    times[f"later_{name}_launch_us"] = median(later for _, later in launches)
+    times = {
+        "first_plain": median(firsts),
+        "first_plain_launch_us": median(first for first, _ in launches),
+        "later_plain_launch_us": median(later for _, later in launches),
+    }
     return times, median(making)
 
 
@@ -113,8 +109,7 @@ def _update(step: _Step) -> Row:
 
 
 def measure_launches(work: Workload, device: torch.device) -> Row:
-    """First replays with and without an upload; to instantiate a new graph against updating the old one."""
+    """First replays; to instantiate a new graph against updating the old one."""
     step = _Step(work, device)
-    plain, making = _first_replays(step, uploaded=False)
-    uploaded, _ = _first_replays(step, uploaded=True)
-    return {**plain, **uploaded, "instantiate_us": making, **_update(step)}
+    times, making = _first_replays(step)
+    return {**times, "instantiate_us": making, **_update(step)}

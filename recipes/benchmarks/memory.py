@@ -9,8 +9,8 @@ checked     reserved after replays that were checked against eager steps; checke
 budget      as checked, under a memory_budget: what a check took goes back to the device
 shared      what programs that train, accumulate and validate take in one pool, as a multiple of the largest alone
 
-On a CUDA device also: the time of the first replay of a graph, with and without an upload after it was instantiated,
-as a multiple of later ones; and what it takes to instantiate a graph that is captured anew, or to update the old one.
+On a CUDA device also: the time of the first replay of a graph as a multiple of later ones;
+and what it takes to instantiate a graph that is captured anew, or to update the old one.
 On a CPU (the tape) nothing is reserved, and the bars are not asked for.
 """
 
@@ -44,7 +44,7 @@ Row = dict[str, Any]
 WORKLOADS = ("mlp", "gpt", "resnet")
 _STEPS, _CHECKED = 12, 16
 """Steps of a run without checks (six come before the first replay), and of one with them."""
-_NEAR, _SHARED, _FIRST, _SETS, _MOST = 1.15, 1.3, 1.2, 1.5, 1.3
+_NEAR, _SHARED, _SETS, _MOST = 1.15, 1.3, 1.5, 1.3
 _MANY = 2**23
 """Bytes of gradients from which a second set of them would show beside what else is alive."""
 
@@ -232,7 +232,6 @@ def bars(row: Row) -> list[Row]:
         held.append(("most with checks / (eager + static)", row["checked_most"] / plain, _MOST))
         held.append(("three programs / the largest alone", row["shared"], _SHARED))
         held.append(("gradients that are held", row.get("gradient_sets"), _SETS))
-        held.append(("first replay / later ones", row.get("first_uploaded"), _FIRST))
     return [
         {"workload": row["workload"], "bar": bar, "value": value, "at_most": bound, "met": value <= bound}
         for bar, value, bound in held
@@ -254,9 +253,8 @@ def show(rows: Sequence[Row]) -> None:
             *(f"{name} {row[name]:.2f}" for name in timed if isinstance(row.get(name), float)),
             sep="  ",
         )
-        for name in ("update_result", "upload"):
-            if name in row:
-                print(f"  {name}: {row[name]}")
+        if "update_result" in row:
+            print(f"  update_result: {row['update_result']}")
     for row in rows:
         for bar in bars(row):
             verdict = "met" if bar["met"] else "missed"

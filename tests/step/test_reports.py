@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphplan import GraphedStep, OptionError, graph_step, graphed, piecewise
-from graphplan.backends import cudaruntime
 from tests.twins import by_chance
 
 
@@ -94,16 +92,3 @@ def test_pieces_report_all_their_programs() -> None:
 def test_a_form_that_there_is_not() -> None:
     with pytest.raises(OptionError, match=r"format is 'xml'; expected one of: text, json, html"):
         served(3).report("xml")
-
-
-def test_a_graph_is_not_uploaded_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or where torch does not show it: its first replay sends it."""
-    stream: Any = SimpleNamespace(cuda_stream=0)
-    graph: Any = SimpleNamespace(raw_cuda_graph_exec=lambda: 1)
-    monkeypatch.setattr(cudaruntime, "_driver_library", lambda: None)
-    assert not cudaruntime.upload(graph, stream)
-    asked: list[int] = []
-    driver = SimpleNamespace(cuGraphUpload=lambda graph, stream: asked.append(graph.value) or 0)
-    monkeypatch.setattr(cudaruntime, "_driver_library", lambda: driver)
-    assert cudaruntime.upload(graph, stream) and asked == [1]
-    assert not cudaruntime.upload(cast("Any", SimpleNamespace()), stream)
