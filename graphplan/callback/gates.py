@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-import lightning
 from lightning.pytorch import Callback, LightningModule, Trainer, strategies
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.progress import _BatchProgress
@@ -121,7 +121,8 @@ def closed_loop(trainer: Any, module: LightningModule) -> str | None:
     """Return why a run needs Lightning's own loop over batches, or None if the loop seam fits."""
     loop: Any = trainer.fit_loop.epoch_loop
     if not is_known("loop"):
-        return f"the code of Lightning {lightning.__version__}'s loop is none of those that are known here"
+        version = sys.modules[Trainer.__module__.partition(".")[0]].__version__
+        return f"the code of Lightning {version}'s loop is none of those that are known here"
     for name in LOOP_METHODS:
         if getattr(type(loop), name) is not getattr(_TrainingEpochLoop, name) or name in vars(loop):
             return f"the training loop's {name} is not Lightning's own"

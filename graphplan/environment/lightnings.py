@@ -2,14 +2,14 @@
 
 A class of one is none of the other's, so the callback needs the classes of the Trainer that it is given. Its code is
 written for ``lightning.pytorch``. For Trainers of ``pytorch_lightning`` the same files are loaded a second time, under
-another name, with the imports of the one package read as imports of the other.
+another name, with the name of the one package read as that of the other.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -21,7 +21,7 @@ from typing import Any
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 _FIRST, _SECOND = "graphplan.callback", "graphplan.callback_of_pytorch_lightning"
 _READ_AS = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric", _FIRST: _SECOND}
-_WHOLE = "lightning"
+_NAME = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in _READ_AS))
 
 
 def name_of(thing: Any) -> str:
@@ -92,28 +92,5 @@ class _Loader(SourceFileLoader):
     """Compiles a module of the first package for the second; the code is not kept in ``__pycache__``."""
 
     def get_code(self, fullname: str) -> CodeType:
-        tree = ast.parse(self.get_data(self.path), self.path)
-        return compile(ast.fix_missing_locations(_Imports().visit(tree)), self.path, "exec", dont_inherit=True)
-
-
-class _Imports(ast.NodeTransformer):
-    """Reads imports of one package as imports of the other."""
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
-        node.module = _translated(node.module or "")
-        return node
-
-    def visit_Import(self, node: ast.Import) -> ast.Import:
-        for alias in node.names:
-            if alias.name == _WHOLE:
-                alias.name, alias.asname = NAMES[1], alias.asname or _WHOLE
-            else:
-                alias.name = _translated(alias.name)
-        return node
-
-
-def _translated(module: str) -> str:
-    for name, other in _READ_AS.items():
-        if module == name or module.startswith(f"{name}."):
-            return other + module[len(name) :]
-    return module
+        source = _NAME.sub(lambda found: _READ_AS[found[0]], self.get_source(fullname) or "")
+        return compile(source, self.path, "exec", dont_inherit=True)
