@@ -9,11 +9,9 @@ in the functions of those parts, see that the copies are still right, and add th
 
 from __future__ import annotations
 
-import linecache
-import re
 from functools import cache
 from hashlib import sha256
-from itertools import takewhile
+from inspect import getsource
 from textwrap import dedent
 from typing import Any
 
@@ -71,24 +69,12 @@ def _inner(function: Any) -> Any:
     return function
 
 
-def _source_of(function: Any) -> str:
-    """The text of a function, by how its lines are indented. ``inspect.getsource`` reads the file token by token: that
-    was half of a fit's start.
-    """
-    code = function.__code__
-    lines = linecache.getlines(code.co_filename, function.__globals__)[code.co_firstlineno - 1 :]
-    # Decorators come before it.
-    head = next((number for number, line in enumerate(lines, 1) if line.lstrip().startswith(("def ", "async def "))), 0)
-    indent = re.match(" *", "".join(lines[:1]))[0]  # type: ignore[index]
-    body = takewhile(re.compile(rf"\s*$|{indent}[ )\]}}]").match, lines[head:])
-    return "".join([*lines[:head], *body]).rstrip() + "\n"
-
-
 @cache
 def _digest_of(functions: tuple[Any, ...]) -> str:
-    if not all(hasattr(function, "__code__") for function in functions):
+    try:
+        sources = [dedent(getsource(function.__code__)) for function in functions]
+    except (AttributeError, OSError):
         return ""
-    sources = [dedent(_source_of(function)) for function in functions]
     return sha256("\n".join(sources).encode()).hexdigest()[:16]
 
 

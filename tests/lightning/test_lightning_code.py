@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,6 @@ def test_what_is_installed_is_known(part: str) -> None:
     """If this fails with a new release of Lightning: see the module's docstring."""
     found = digest_of(part)
     assert found in KNOWN[part], f"Lightning {lightning.__version__} has the digest {found!r} for {part!r}"
-
-
-def test_the_text_of_a_function_is_what_inspect_gives() -> None:
-    """Found by how its lines are indented, for all code that there is a copy of."""
-    held = [getattr(holder, name) for parts in PARTS.values() for holder, names in parts for name in names]
-    for function in [lightning_code._inner(getattr(one, "fget", None) or one) for one in held]:
-        assert lightning_code._source_of(function) == inspect.getsource(function)
 
 
 @pytest.fixture

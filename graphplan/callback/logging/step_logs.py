@@ -402,13 +402,8 @@ def _as_in_step(call: LogCall, value: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = f"{call}, called at {call.source}"
-        add_note: Any = getattr(error, "add_note", None)
-        if add_note is not None:
-            add_note(text)
-        else:
-            # Python 3.10 has no notes.
-            error.args = ("\n".join([*map(str, error.args[:1]), text]), *error.args[1:])
+        # Python 3.10 has no notes.
+        getattr(error, "add_note", lambda text: None)(f"{call}, called at {call.source}")
         raise
     finally:
         torch.set_default_dtype(dtype)
