@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from threading import Event, Lock, Thread
 from time import perf_counter
-from typing import Protocol
+from typing import Any
 
 UNDISTURBED = Lock()
 """No look is taken while it is held: CUDA gives up the capture of a stream that is asked how far it is."""
@@ -19,17 +19,10 @@ _MOST = 20_000
 """Looks of a watch that is not ended, as that of a fit's last step: four seconds or more."""
 
 
-class Queue(Protocol):
-    """A stream."""
-
-    def query(self) -> bool:
-        """Whether all that was submitted to it is done."""
-
-
 class Idleness:
     """Looks at ``streams`` from now on, until :meth:`end`. What is seen holds for the time since the look before."""
 
-    def __init__(self, streams: Sequence[Queue]) -> None:
+    def __init__(self, streams: Sequence[Any]) -> None:
         self._streams = streams
         self._looks = 0
         self._idle = 0.0

@@ -336,20 +336,14 @@ def _working_overload(kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
 
 def _copying(run: Callable[[], Any], outs: list[Tensor | None]) -> Callable[[], Any]:
     """Run the functional form, then copy its results to where they were recorded."""
-    if len(outs) == 1 and (single := outs[0]) is not None:
 
-        def again() -> None:
-            result = run()
-            single.copy_(result[0] if isinstance(result, list | tuple) else result)
-
-        return again
-
-    def again_many() -> None:
-        for out, new in zip(outs, run(), strict=True):
+    def again() -> None:
+        result = run()
+        for out, new in zip(outs, result if isinstance(result, list | tuple) else (result,), strict=True):
             if out is not None:
                 out.copy_(new)
 
-    return again_many
+    return again
 
 
 _Run = tuple[tuple[bool, bool, dict[str, Any]], list[Callable[[], Any]]]

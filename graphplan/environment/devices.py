@@ -38,11 +38,20 @@ def current_stream(device: torch.device) -> Any:
     return module_of(device).current_stream(device)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on ``device``, an accelerator: its own, and those that torch has cached."""
-    module = module_of(device)
-    free, _ = module.mem_get_info(device)
-    return int(free + module.memory_reserved(device) - module.memory_allocated(device))
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on ``device``, those that torch has cached among them; None where that is
+    unknown.
+    """
+    if is_accelerator(device):
+        module = module_of(device)
+        free, _ = module.mem_get_info(device)
+        return int(free + module.memory_reserved(device) - module.memory_allocated(device))
+    try:
+        with open("/proc/meminfo", encoding="ascii") as facts:
+            lines = dict(line.split(":", 1) for line in facts)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
 
 
 def default_generators() -> list[torch.Generator]:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from graphplan.backends.backend import Backend
-from graphplan.environment.devices import is_accelerator
+from graphplan.environment.devices import free_bytes, is_accelerator
 from graphplan.errors import MemoryBudgetError
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
@@ -15,7 +15,6 @@ from graphplan.program.program import Program
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.programs import Entry, Programs
-from graphplan.verify.copy_placement import free_bytes
 
 _GROUPS = 4
 """Groups of programs that share memory, of which one can go when a budget is used up."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from graphplan.environment import devices
+from graphplan.environment.devices import free_bytes
 
 _COPIES = 3
 """Full copies alive at once: from before the step, after the replay, and eager's while that is repeated."""
@@ -30,15 +30,3 @@ def find_room(
         f"a check needs {needed / 2**20:.0f} MiB for copies of parameters and state, and neither {device} nor the host "
         "has that much free"
     )
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on ``device``; None where that is unknown."""
-    if devices.is_accelerator(device):
-        return devices.free_bytes(device)
-    try:
-        with open("/proc/meminfo", encoding="ascii") as facts:
-            lines = dict(line.split(":", 1) for line in facts)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return None
