@@ -1,7 +1,4 @@
-"""What a backend is: something that records a function's device work once and can run that work again.
-
-The two implementations are :mod:`graphplan.backends.cudagraph` and :mod:`graphplan.backends.tape`.
-"""
+"""What a backend is: something that records a function's device work once and can run that work again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The CUDA-graph backend: stream capture of a whole step into one graph.
-
-One capture stream and one memory pool serve all recordings of a backend. A capture that CUDA gives up leaves generators
-in the middle of it, which makes every later random operator raise; a capture of nothing that ends well heals that.
-"""
+"""The CUDA-graph backend: stream capture of a whole step. One stream and one memory pool serve all its recordings."""
 
 from __future__ import annotations
 
@@ -92,12 +88,8 @@ class GraphRecording:
 
 
 class _Capture:
-    """A capture on the current stream, in as many graphs as the step's branches need.
-
-    Args:
-        pool: the handle of the graphs' memory.
-        traced: what the traces have found.
-        states: the generators for the states that the step puts back.
+    """A capture on the current stream, in as many graphs as the step's branches need. ``pool`` is the handle of their
+    memory, ``states`` are the generators for the states that the step puts back.
     """
 
     def __init__(self, pool: Any, traced: TracedValues, states: CapturedStates | None) -> None:
@@ -349,7 +341,7 @@ class CUDAGraphBackend(Backend):
         return intact
 
     def _heal_generators(self, generators: Sequence[torch.Generator]) -> None:
-        """Make generators usable again that a capture which never ended has left in its state: a capture of nothing
+        """Make generators usable again that a capture which never ended has left in its middle: a capture of nothing
         does it. With a fresh copy of their state, living graphs would go on with the old one, and draw other numbers.
         """
         graph = torch.cuda.CUDAGraph()
@@ -372,10 +364,8 @@ class CUDAGraphBackend(Backend):
 
 
 def lend(result: Any, stream: Any, device: torch.device) -> None:
-    """Keep the memory of ``result`` on ``device`` from being used again before ``stream`` is done with it.
-
-    An eager call's result is the capture stream's, whose next step waits for its own caller alone. Under a mode or a
-    transform of the caller's it is left alone: that would see this, or fail.
+    """Keep the memory of ``result`` on ``device``, which is the capture stream's, from being used again before
+    ``stream`` is done with it. A mode or a transform of the caller's would see this, or fail.
     """
     if surroundings() is not None:
         return

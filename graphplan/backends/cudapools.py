@@ -12,9 +12,7 @@ from torch import Tensor, UntypedStorage
 
 class Loan:
     """A context in which memory for the current stream comes from the pool of CUDA graphs, autograd's threads included.
-
-    Between two replays eager work may use what is free there, instead of as much again beside it. The next replay
-    overwrites it: what eager work leaves there has to be moved out before.
+    The next replay overwrites it: what eager work leaves there has to be moved out before.
     """
 
     def __init__(self, device: torch.device, pool: Any) -> None:
@@ -77,11 +75,8 @@ def _only(pool: Any) -> dict[str, Any]:
 
 
 def forget_workspaces() -> None:
-    """Have torch free each stream's cuBLAS workspace, and make a new one when it is next needed.
-
-    A graph has its address, and newer releases free it with the first graph of that stream that is destroyed, while
-    others still replay. What is made anew in a capture lies in that capture's own memory, which stays for as long as
-    the graph.
+    """Have torch free each stream's cuBLAS workspace. Newer releases free it with the first graph of that stream that
+    is destroyed, while others have its address. One that is made anew in a capture lies in that graph's own memory.
     """
     forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if forget is not None:

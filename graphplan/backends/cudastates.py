@@ -13,8 +13,8 @@ from graphplan.trace.rng import SavedStates, saving_states
 
 
 class CapturedStates:
-    """The generators that what is captured next draws from in place of the device's default ``generator``: one for each
-    state that is put back. ``states`` are the traced step's.
+    """The generators that a captured step draws from in place of the device's default ``generator``: one for each state
+    that it puts back.
     """
 
     def __init__(self, generator: torch.Generator, states: SavedStates) -> None:

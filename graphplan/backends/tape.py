@@ -84,10 +84,8 @@ class _Kernel:
 
 
 def _alias(value: Any, aliases: list[tuple[Tensor, Tensor]]) -> Any:
-    """The same memory without its autograd history (which would keep a whole step's graph alive).
-
-    One tensor in several places stays one: torch's attention asks whether two arguments are. ``aliases`` has those that
-    were made for the operator.
+    """The same memory without its autograd history, which would keep a whole step's graph alive. One tensor in several
+    places stays one, since torch's attention asks for that: ``aliases`` has those that were made for the operator.
     """
     kind = type(value)
     if kind in ATOMS:
@@ -143,8 +141,7 @@ class _TapeMode(OperatorMode):
 
     def _take_read(self, name: str, tensor: Tensor, out: Any) -> tuple[Any, HostRead | None]:
         """Take in a read that an operator makes of ``tensor``, and return what the step is given, and the traces' read
-        there. Replays compare it if these say so: then the step goes their way, since it is undone if that is another
-        one.
+        there. Where replays are to compare it, the step goes the traces' way; it is undone if that is another one.
         """
         place = find_place()
         if place not in self._reads:

@@ -27,10 +27,8 @@ _log = logging.getLogger("graphplan")
 
 
 def allow_fused_clipping(trainer: Trainer, patches: Patches) -> None:
-    """Allow gradient clipping beside a fused optimizer, unless the plugin overrides it.
-
-    Lightning's mixed precision refuses it, since a fused kernel takes scaled gradients, and clipping would see those.
-    In bfloat16 there is no scale; in float16 it is right after the scaler has unscaled the gradients, which it notes.
+    """Allow gradient clipping beside a fused optimizer, which Lightning's mixed precision refuses: a fused kernel takes
+    scaled gradients. In bfloat16 there is no scale; in float16 the scaler unscales them first, which it notes.
     """
     plugin: Any = trainer.precision_plugin
     if isinstance(plugin, MixedPrecision) and type(plugin).clip_gradients is MixedPrecision.clip_gradients:
@@ -49,10 +47,9 @@ def _clip(plugin: Any, optimizer: Any, clip_val: int | float = 0.0, *args: Any, 
 class LaggingSigterm:
     """Replaces the epoch loop's broadcast, before every step, of whether rank 0 got a SIGTERM, among several ranks.
 
-    The answer is read ``EVERY`` steps later, without waiting: all ranks end before the same step, up to ``2 * EVERY``
-    steps after the signal, whichever rank got it. Lightning's own signal handler broadcasts from rank 0 at once. If
-    only one rank gets the signal, that message may meet a collective of the step. While batches are trained, this
-    handler only takes a note.
+    The answer is read ``EVERY`` steps later, without waiting: all ranks end before the same step. Lightning's own
+    signal handler broadcasts from rank 0 at once, which may meet a collective of the step. While batches are trained,
+    this handler only takes a note.
     """
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:

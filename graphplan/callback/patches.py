@@ -12,10 +12,7 @@ Recover = Callable[[Exception], None]
 
 
 class InstancePatch(partial[Any]):
-    """A callable attribute of an instance that shadows a method: calling it calls ``run``.
-
-    A copy of the instance, or an unpickled one, has the method itself: a copied Trainer has no seam.
-    """
+    """A callable attribute of an instance that shadows a method. A copy of the instance has the method itself."""
 
     _owner: Any
     _name: str
@@ -68,9 +65,7 @@ def telling(tell: str, plain: Any) -> Callable[..., Any]:
 
 
 def settled(name: str, changed: Callable[[Any], None] = lambda thing: None) -> Any:
-    """Make a property for an attribute that ``settle`` of its object brings up to date before it is read or set.
-    ``changed`` is called with the object when it was set.
-    """
+    """Make a property for an attribute that ``settle`` of its object brings up to date, before it is read or set."""
 
     def read(self: Any) -> Any:
         self.settle()

@@ -10,9 +10,7 @@ from graphplan.report.stats import Stats
 
 class StockBatches:
     """Counts the batches before the seam is installed and after it was removed, from Lightning's own progress.
-
-    Attributes:
-        reason: why the current ones run without graphplan; None for those that are timed.
+    ``reason`` tells why the current ones run without graphplan; None for those that are timed.
     """
 
     def __init__(self, trainer: Any = None) -> None:

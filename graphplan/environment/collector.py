@@ -1,8 +1,7 @@
 """Python's garbage collector, put off while a step is traced, captured or checked.
 
-A trace makes hundreds of thousands of small objects, and reference counts free most of them when it ends. A collector
-that runs meanwhile moves them to the oldest generation and soon traverses all objects of the process. With torch and
-Lightning loaded that takes a quarter of a second, during which the device is idle.
+A trace makes hundreds of thousands of small objects. A collector that runs meanwhile moves them to the oldest
+generation and soon traverses all objects of the process: a quarter of a second with torch and Lightning loaded.
 """
 
 from __future__ import annotations

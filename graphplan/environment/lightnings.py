@@ -1,8 +1,7 @@
 """Lightning under its two names: ``lightning.pytorch``, and ``pytorch_lightning`` with the same code a second time.
 
-A class of one is none of the other's, so the callback needs the classes of the Trainer that it is given. Its code is
-written for ``lightning.pytorch``. For Trainers of ``pytorch_lightning`` the same files are loaded a second time, under
-another name, with the name of the one package read as that of the other.
+A class of one is none of the other's. The callback is written for ``lightning.pytorch``; for Trainers of
+``pytorch_lightning`` its files are loaded a second time, with the name of the one package read as that of the other.
 """
 
 from __future__ import annotations

@@ -40,9 +40,7 @@ class Figures:
         return self.stats.captured - self.stats.recaptured
 
     def headline(self) -> str:
-        """One line: plans, steps replayed of all, why others were not, recaptures, time per step, extra memory. Where
-        the optimizers' steps are not as many as the calls, both numbers are told.
-        """
+        """One line: plans, steps replayed of all, why others were not, recaptures, time per step, extra memory."""
         stats = self.stats
         is_same = self.updates in (None, stats.calls)
         unit = "steps" if is_same else f"calls of training_step ({self.updates} optimizer steps)"

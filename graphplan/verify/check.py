@@ -1,8 +1,7 @@
 """One replay, checked: the same step is replayed and run eagerly from one state, and eager's outcome stays.
 
-Copy what the step may change, replay, keep what it left, put everything back, run the step eagerly, compare. If
-something is not the same bit by bit, the replay is repeated from the same state, to see how far replays lie apart, and
-where they are noisy, once from parameters that are off by rounding.
+If something is not the same bit by bit, the replay is repeated from the same state, to see how far replays lie apart,
+and where they are noisy, once from parameters that are off by rounding.
 """
 
 from __future__ import annotations
@@ -178,9 +177,7 @@ class Check:
         self._replayed, self._values = dict(zip(left.tensors, copies, strict=True)), left.values
 
     def compare(self, result: Any, walk: Callable[[], Walk]) -> list[Difference]:
-        """Differences between what the first replay left and what is there after the eager step, to which ``walk()``
-        leads.
-        """
+        """Differences between what the first replay left and what the eager step did, to which ``walk()`` leads."""
         # The device runs the eager step meanwhile.
         left = self.left(walk(), result)
         differences = differing_values(self._values, left.values)
@@ -201,8 +198,7 @@ class Check:
 
     def _unexplained(self, paths: list[str], eager: Run) -> dict[str, float]:
         """Find the ``paths`` that more replays from the same state do not explain, and how far replays lie apart there.
-
-        All ranks repeat as often. Noise may be so seldom that several replays show none.
+        All ranks repeat as often.
         """
         again: list[Run] = []
         found = dict.fromkeys(paths, 0.0)
@@ -237,9 +233,7 @@ class Check:
         return State(plain | self._take_numbers(values), values)
 
     def _take_numbers(self, values: dict[str, Any]) -> dict[str, Tensor]:
-        """Take numbers and arrays that were read from the device out of ``values``: they are as noisy as what is
-        there.
-        """
+        """Take numbers and arrays that were read from the device out of ``values``: they are as noisy as it."""
         plan = self._program.plan
         if not plan.defers:
             return {}

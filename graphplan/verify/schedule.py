@@ -57,8 +57,7 @@ class Schedule:
 
 
 class Timetable:
-    """When replays are checked, of one program or of several that take turns. Where checks take long, fewer of the
-    first replays are, and later the next one is so far away that checks take no more than ``SHARE`` of the time.
+    """When replays are checked, of one program or of several that take turns: no more often than ``schedule`` says.
 
     Args:
         schedule: the least distances.

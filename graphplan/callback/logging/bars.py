@@ -1,7 +1,6 @@
 """Progress bars: drawn, and their numbers read from the device, ten times a second.
 
-Lightning's ``TQDMProgressBar`` writes two lines to the terminal after every ``refresh_rate`` batches, one by default,
-which takes longer than a small replay. Others read their numbers after every batch, and the host waits for the device.
+To write to the terminal after every batch takes longer than a small replay, and to read numbers waits for the device.
 Numbers are exact at an epoch's end.
 """
 
@@ -24,16 +23,12 @@ _SLOW_START = 64
 
 
 class ThrottledBar:
-    """Replaces ``_should_update`` of the Trainer's bar, unless the bar overrides it, and on a device ``get_metrics``.
-
-    An update that is not drawn still sets the bar's count, so that whatever draws the bar next shows where it is.
-    """
+    """Replaces the bar's ``_should_update``, unless it is the bar's own, and on a device ``get_metrics``."""
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._trainer = trainer
         self._bar: Any = trainer.progress_bar_callback
-        self._asked, self._drawn = 0, 0.0
-        self._read = 0.0
+        self._asked, self._drawn, self._read = 0, 0.0, 0.0
         self._metrics: dict[str, Any] = {}
         kind = type(self._bar)
         if getattr(kind, "_should_update", None) is TQDMProgressBar._should_update and is_known("bar"):
@@ -56,6 +51,7 @@ class ThrottledBar:
         self._asked += 1
         now = perf_counter()
         if self._asked > _SLOW_START and current != total and now - self._drawn < _INTERVAL:
+            # What draws the bar next shows where it is.
             bar = self._bar.train_progress_bar if self._trainer.training else self._bar.val_progress_bar
             bar.n = current
             return False

@@ -1,8 +1,7 @@
 """Lightning's logger connector, without waiting for the device after every batch.
 
-Lightning reads each value logged with ``prog_bar=True`` at the end of every batch, with or without a bar, and again
-whenever any metrics of the run are read. Here such values stay tensors until ``progress_bar_metrics`` is read, and the
-dictionaries of metrics are filled when one of them is read.
+Lightning reads each value logged with ``prog_bar=True`` at the end of every batch. Here such values stay tensors until
+``progress_bar_metrics`` is read, and the dictionaries of metrics are filled when one of them is read.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class LazyConnector(_LoggerConnector):
     rows: LateRows
 
     def postpone(self, results: Any, shown: Callable[[], Iterable[tuple[Any, Any]]] | None) -> None:
-        """Fill the dictionaries with what a batch logged when one of them is read, or at once if something else holds
-        one. ``shown`` gives all metrics and their values, if they form a group.
+        """Fill the dictionaries when one of them is read, or at once if something else holds one. ``shown`` gives all
+        metrics and their values, if they form a group.
         """
         inner = vars(self)
         if shown is None:
@@ -49,6 +48,10 @@ class LazyConnector(_LoggerConnector):
         ):
             self.settle()
 
+    _progress_bar_metrics = settled("_progress_bar_metrics")
+    _callback_metrics = settled("_callback_metrics")
+    _logged_metrics = settled("_logged_metrics")
+
     @recovering(_LoggerConnector.on_batch_end)
     def settle(self) -> None:
         """Fill the dictionaries, if :meth:`postpone` has left that."""
@@ -62,10 +65,6 @@ class LazyConnector(_LoggerConnector):
         inner["_progress_bar_metrics"].update(found["pbar"])
         inner["_callback_metrics"].update(found["callback"])
         inner["_logged_metrics"].update(found["log"])
-
-    _progress_bar_metrics = settled("_progress_bar_metrics")
-    _callback_metrics = settled("_callback_metrics")
-    _logged_metrics = settled("_logged_metrics")
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Do as Lightning does, but perhaps write a step's row later."""

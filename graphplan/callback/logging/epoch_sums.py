@@ -1,10 +1,9 @@
 """Sums of logged values over an epoch, added inside the step.
 
-For a value that is averaged over the epoch, Lightning adds value times batch size to one tensor and the batch size to
-another: on a GPU four launches per value and step, beside the replay. Here the metrics that a step logs form a *group*.
-The step adds all means of a group to one vector, and the metrics hold its elements. After a step the group counts it
-and keeps the logged values; a metric catches up with the steps that it has missed when it is read. A metric that
-Lightning resets gets new tensors, whose values are copied into the vector before the next step.
+For a mean over the epoch Lightning takes four launches per value and step. Here the metrics that a step logs form a
+*group*: the step adds all its means to one vector, whose elements the metrics hold. After a step the group keeps the
+logged values, and a metric catches up with the steps that it has missed when it is read. A metric that Lightning resets
+gets new tensors, whose values are copied into the vector before the next step.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ class Group:
     """
 
     def __init__(self, number: int, metrics: Mapping[str, Any], patches: Patches) -> None:
-        """A group of metrics that have none."""
         keys = sorted(metrics, key=lambda key: not metrics[key].meta.on_epoch)
         means = [metrics[key].value.detach() for key in keys if metrics[key].meta.on_epoch]
         self.number, self.metrics, self.means = number, {key: metrics[key] for key in keys}, len(means)

@@ -1,9 +1,7 @@
 """Copies of logged scalars and of the loss, made together at the step's end.
 
-Lightning copies each logged value, and the loss that it returns, at once: a launch each. The copies are read after the
-step, so one copy of all at its end does as well, if the step does not change the originals until then. A trace copies
-at once and watches the originals' memory. A capture copies late what no trace has seen changed. Eager steps copy at
-once.
+Lightning copies each logged value, and the loss that it returns, at once: a launch each. A capture makes one copy of
+all at its end instead, of what the step does not change until then: traces watch the originals' memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Copies of device tensors to the host for loggers, without waiting for the device.
 
-Every ``log_every_n_steps`` steps Lightning reads the logged values one after the other and hands them to the loggers,
-which write files; meanwhile the device has nothing to do. Here asynchronous copies are started, and the loggers get the
-numbers in one of the next steps: the same rows in the same order. Whatever else is logged, and each use of a logger's
-``experiment``, waits for the rows under way.
+Every ``log_every_n_steps`` steps Lightning waits for the logged values and writes files. Here asynchronous copies are
+started, and the loggers get the numbers in one of the next steps: the same rows in the same order. Whatever else is
+logged, and each use of a logger's ``experiment``, waits for the rows under way.
 """
 
 from __future__ import annotations
@@ -100,12 +99,16 @@ class LateRows:
                 patches.callback(_ROWS.pop, logger)
                 patches.kind(logger, late)
 
-    def end(self) -> None:
+    def settle(self) -> None:
         """Write all rows."""
         while self.pending:
-            # Errors of the writers were raised when the rows were due.
+            self._write()
+
+    def end(self) -> None:
+        """Write all rows. Errors of the writers were raised when the rows were due."""
+        while self.pending:
             with suppress(Exception):
-                self._write()
+                self.settle()
 
     def take(self, metrics: Mapping[str, Any]) -> bool:
         """Start the copy of a step's row for all loggers; False if the row has to be written at once."""
@@ -126,11 +129,6 @@ class LateRows:
     def look(self) -> None:
         """Write the rows whose numbers have arrived."""
         while self.pending and self.pending[0].numbers.has_arrived():
-            self._write()
-
-    def settle(self) -> None:
-        """Write all rows."""
-        while self.pending:
             self._write()
 
     def _write(self) -> None:

@@ -1,13 +1,9 @@
 """``self.log`` inside a step: noted while the step runs, carried out after it.
 
-Lightning's result collection rebinds its metric states on every log, which a replay could not repeat on the host. So
-while a managed step runs, the collection only notes what is logged; the logged tensors leave the step as outputs, and
-after it (eager, captured or replayed alike) each call is made for real. Where the step itself reads the collection, a
-trace is refused; in other steps the calls noted so far are made at once, and taken back at the step's end.
-
-A call that was made for real once, and comes again with the same options, needs little more than its value: its metric
-is in a group (:mod:`graphplan.callback.logging.epoch_sums`). The values of all grouped calls and the loss become
-elements of one vector at the step's end.
+Lightning's result collection rebinds its metric states on every log. So while a managed step runs, the collection only
+notes what is logged; the logged tensors leave the step as outputs, and after it each call is made for real. Where the
+step reads the collection, a trace is refused; in other steps the calls noted so far are made at once, and taken back at
+the step's end. Calls that come again are grouped (:mod:`graphplan.callback.logging.epoch_sums`).
 """
 
 from __future__ import annotations
@@ -171,7 +167,7 @@ class StepLogs:
         if results is None:
             yield notes
             return
-        last_hook, taking_back, logged = self._last_hook, Patches(), 0
+        taking_back, logged = Patches(), 0
 
         def note(fx: str, name: str, value: Any, **options: Any) -> None:
             source = _NOWHERE
@@ -198,7 +194,7 @@ class StepLogs:
             logged = len(notes)
 
         with taking_back, Patches() as left:
-            taking_back.callback(setattr, self, "_last_hook", last_hook)
+            taking_back.callback(setattr, self, "_last_hook", self._last_hook)
             left.kind(results, _NotingResults, note=note, log_now=log_now)
             self.late.defer_logged(self._grouped.__contains__, left)
             self.late.defer_loss(self.loop, left)
@@ -222,9 +218,7 @@ class StepLogs:
             self.faults.note(error)
 
     def start(self) -> None:
-        """Before a step: keep Lightning's note of the hook that logged last, which decides whether an epoch's first log
-        resets; make the resets that grouped calls would make, and have their metrics hold the sums.
-        """
+        """Before a step: make the resets that grouped calls would make, and have their metrics hold the sums."""
         self.faults.check()
         connector = self._connector
         self._last_hook = connector._current_fx
@@ -240,10 +234,8 @@ class StepLogs:
             group.bind()
 
     def _settled(self, notes: list[Note], result: Any) -> tuple[list[Note], Any, tuple[Part, ...]]:
-        """At the end of a step: copy what its grouped calls log, and the loss, to one vector, and sum its means.
-
-        Returns:
-            The notes and ``result``, with those copies, and the grouped calls by group.
+        """At the end of a step: copy what its grouped calls log, and the loss, to one vector, and sum its means. Return
+        the notes and ``result`` with those copies, and the grouped calls by group.
         """
         self.late.settle()
         notes = [(call if call.latest is None else _shown_by(call, value), value) for call, value in notes]
@@ -310,9 +302,7 @@ class StepLogs:
             self._learn(notes)
 
     def _carry_out(self, notes: Sequence[Note]) -> bool:
-        """Log for real what is in no group, with the resets that ``LightningModule.log`` would make. Return True if
-        Lightning's own code has logged any.
-        """
+        """Log for real what is in no group, with Lightning's resets. Return True if Lightning's code has logged any."""
         by_lightning = False
         connector, results = self._connector, None
         connector._current_fx = self._last_hook
@@ -392,9 +382,7 @@ def _shown_by(call: LogCall, metric: Any) -> LogCall:
 
 @contextmanager
 def _as_in_step(call: LogCall, value: Any) -> Iterator[None]:
-    """Log under the default dtype that the call was made under, a metric as it was, and have errors tell where in the
-    step that was.
-    """
+    """Log under the call's default dtype, a metric as it was, and have errors tell where in the step that was."""
     dtype, now = torch.get_default_dtype(), None
     if call.latest is not None:
         now, vars(value)[_LATEST] = vars(value)[_LATEST], call.latest[0]

@@ -22,10 +22,9 @@ from graphplan.trace.mode import refuse_trace
 class Schedules:
     """The schedulers of a fit by manual optimization: ``scheduler.step()`` in the step is noted, and made after it.
 
-    A scheduler works on Python numbers, so that its step is no part of a recording: before each replay the latest
-    learning rates are put where the optimizer reads them. What a recording must not hold is anything that comes of the
-    new numbers. So the rest of the step is watched: where it uses a scheduler that was stepped, or a learning rate of
-    its optimizer, a trace is refused, and any other step makes the noted steps at once.
+    A recording must not hold anything that comes of the new learning rates. So the rest of the step is watched: where
+    it uses a scheduler that was stepped, or a learning rate of its optimizer, a trace is refused, and any other step
+    makes the noted steps at once.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -93,11 +92,7 @@ class Schedules:
                 self._watch.callback(groups.__setitem__, index, group)
 
     def _use(self, what: str) -> None:
-        """The step uses what its schedulers change: they step now.
-
-        Raises:
-            HostEffectError: with the line of code, in a trace.
-        """
+        """The step uses what its schedulers change: a trace is refused, and they step now."""
         refuse_trace(
             HostEffectError,
             f"the step {what} at {find_source()}; after a replay its schedulers step with nothing handed to them, when "

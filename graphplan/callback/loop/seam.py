@@ -1,8 +1,4 @@
-"""The base of the seams: graphed steps in the place of methods of Lightning's loops.
-
-A seam replaces methods of instances, never of classes, and removes them again. A program reads the optimizers that it
-was captured with: when the Trainer gets others in the middle of a fit, the rest of the fit is Lightning's.
-"""
+"""The base of the seams: graphed steps in the place of methods of Lightning's loops."""
 
 from __future__ import annotations
 
@@ -141,10 +137,8 @@ class Seam(ABC):
         self.notes += compiled.notes
 
     def take_off(self) -> list[GraphedStep]:
-        """Remove the seam, and close its steps, which puts the optimizers' flags back.
-
-        Returns:
-            Steps that stand down. They keep their optimizers' kernels until the end of the run, and are not closed.
+        """Remove the seam, and close its steps, which puts the optimizers' flags back. Return those that stand down:
+        they keep their optimizers' kernels until the end of the run.
         """
         self.patches.close()
         for step in self._steps:
@@ -205,11 +199,7 @@ class Seam(ABC):
             self._stand_down(*step.down_because)
 
     def _has_other_optimizers(self) -> bool:
-        """Return True if the Trainer has other optimizers than those that programs read, and end the seam.
-
-        Raises:
-            RecaptureError: if no step was ever replayed.
-        """
+        """Return True if the Trainer has other optimizers than those that programs read, and end the seam."""
         if self._trainer.optimizers == self._optimizers:
             return False
         error = RecaptureError(
@@ -241,9 +231,7 @@ class Seam(ABC):
         return result
 
     def _through(self, step: GraphedStep, batch_idx: int, kwargs: OrderedDict[str, Any], *facts: Any) -> Any:
-        """Run a batch, the first of the loop's arguments, through ``step``, and carry out what it logged. ``facts`` are
-        literals that it depends on.
-        """
+        """Run a batch through ``step``, and carry out what it logged. ``facts`` are literals that it depends on."""
         self._index, self._rest = batch_idx, list(kwargs.items())[1:]
         self._arguments.batch_idx = batch_idx
         batch = kwargs["batch"]
@@ -252,7 +240,7 @@ class Seam(ABC):
             self._wants_eager = self._asks_eager(batch_idx + 1, (batch, batch_idx), {})
         if not self._start_logs():
             return self._stock(self._on_device(kwargs))
-        known = self._known(facts)
+        known = _literals((*facts, getattr(self._wrapper, WRAPPERS_NOTE, None)))
         if self._variant is not None:
             out = step(batch, known, self._variant_of(batch))
         else:
@@ -260,16 +248,8 @@ class Seam(ABC):
         self._finish(out)
         return out["result"]
 
-    def _known(self, facts: tuple[Any, ...]) -> Literals:
-        """``facts`` and all else that a step depends on as one leaf."""
-        return _literals((*facts, getattr(self._wrapper, WRAPPERS_NOTE, None)))
-
     def _variant_of(self, batch: Any) -> Any:
-        """The user's key of this batch, for steps whose control flow alternates.
-
-        Raises:
-            OptionError: if the module has no such method.
-        """
+        """The user's key of this batch, for steps whose control flow alternates."""
         given, module = self._variant, self._module
         found = getattr(module, given, None) if isinstance(given, str) else given
         if not callable(found):

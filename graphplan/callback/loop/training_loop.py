@@ -1,9 +1,8 @@
 """Lightning's loop over training batches, without what a run does not use.
 
-Around each step Lightning opens profiler contexts, calls hooks that are not overridden, asks the data module about
-transfers and inspects the signature of ``training_step``: more time than a small replay takes. The *loop seam* replaces
-``advance`` and does the rest in the same order, batch after batch. It returns to Lightning's loop when something is due
-that only that loop does (validation, the end of the epoch, a stop), or when anything has changed that decides about it.
+Around each step Lightning's ``advance`` takes more time than a small replay. The *loop seam* replaces it and does what
+is needed in the same order, batch after batch. It returns to Lightning's loop when something is due that only that loop
+does (validation, the end of the epoch, a stop), or when anything has changed that decides about it.
 :func:`graphplan.callback.gates.closed_loop` says which runs need Lightning's own loop.
 """
 
@@ -93,11 +92,7 @@ class Batches(Iterator[Any]):
 
 class LoopSeam:
     """Replaces ``advance`` of one fit's loop over batches. The first batch goes through Lightning's own code, which may
-    warn.
-
-    Args:
-        logs: of the step.
-        direct: whether the step moves batches to the device itself.
+    warn. The step moves batches to the device itself if ``direct``.
     """
 
     def __init__(
@@ -111,7 +106,6 @@ class LoopSeam:
         self._device = self._strategy.root_device
         self._is_cpu = self._device.type == "cpu"
         self._is_one_of_many = trainer.world_size > 1
-        self._validates = is_overridden("validation_step", module)
         self._takes_index: bool | None = None
         self._unchanged: Any = None
         patches.method(self._loop, "advance", self._advance)
@@ -169,7 +163,7 @@ class LoopSeam:
         self._unchanged = None
         self._most, self._max_steps = trainer.fit_loop.max_batches, loop.max_steps
         self._may_accumulate = trainer.accumulate_grad_batches != 1
-        self._validates_every = self._between_validations() if self._validates else 0
+        self._validates_every = self._between_validations()
         self._hands_out = not self._direct or keeps_stock_transfer(trainer, self._module) is not None
         if trainer.should_stop or trainer.received_sigterm or loop._skip_next_val:
             return
@@ -186,6 +180,8 @@ class LoopSeam:
     def _between_validations(self) -> int:
         """After how many batches of an epoch validation may be due; 0 for never."""
         trainer = self._trainer
+        if not is_overridden("validation_step", self._module):
+            return 0
         if trainer.check_val_every_n_epoch is None or getattr(trainer, "_val_check_time_interval", None) is not None:
             return 1
         return 0 if trainer.val_check_batch == float("inf") else trainer.val_check_batch
