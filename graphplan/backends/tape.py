@@ -99,21 +99,6 @@ def _alias(value: Any, aliases: list[tuple[Tensor, Tensor]]) -> Any:
     return kind([_alias(item, aliases) for item in value]) if isinstance(value, list | tuple) else value
 
 
-class _SavedState:
-    """A generator's state that replays save, and put back later on."""
-
-    def __init__(self, generator: torch.Generator, state: Tensor) -> None:
-        self.generator, self._state = generator, state
-
-    def save(self) -> None:
-        """Save the state."""
-        self._state = self.generator.get_state()
-
-    def put(self) -> None:
-        """Put it back."""
-        self.generator.set_state(self._state)
-
-
 class _TapeMode(OperatorMode):
     def __init__(self, reads: KnownReads, given: BatchAnswers | None) -> None:
         super().__init__(given)
@@ -124,7 +109,8 @@ class _TapeMode(OperatorMode):
         """The first read of another value than in the traces, and that value."""
         self.storages: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
-        self._saved: dict[int, _SavedState] = {}
+        self._saved: dict[int, tuple[torch.Generator, list[Tensor]]] = {}
+        """The generator and the state of each time that the step saves one, by the first state's identity."""
         self._overloads: dict[Any, tuple[Any, tuple[str, ...]] | None] = {}
         self._found = answers(_GETTERS)
 
@@ -164,19 +150,19 @@ class _TapeMode(OperatorMode):
 
     def save_state(self, generator: torch.Generator) -> Tensor:
         """Have replays save the generator's state where the step does now."""
-        state = generator.get_state()
-        self._saved[id(state)] = saved = _SavedState(generator, state)
-        self.kernels.append(_Kernel(saved.save))
-        return state
+        saved = [generator.get_state()]
+        self._saved[id(saved[0])] = generator, saved
+        self.kernels.append(_Kernel(lambda: saved.__setitem__(0, generator.get_state())))
+        return saved[0]
 
     def put_state(self, generator: torch.Generator, state: Tensor) -> None:
         """Have replays put back what they saved."""
         generator.set_state(state)
-        saved = self._saved.get(id(state))
-        if saved is None or saved.generator is not generator:
+        owner, saved = self._saved.get(id(state), (None, [state]))
+        if owner is not generator:
             self.fail("the state of a generator is set to one that the step did not save")
         else:
-            self.kernels.append(_Kernel(saved.put))
+            self.kernels.append(_Kernel(lambda: generator.set_state(saved[0])))
 
     def operate(self, aside: Aside, call: OperatorCall) -> Any:
         """Run an operator and record it."""

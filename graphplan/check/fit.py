@@ -47,7 +47,8 @@ def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "
                 accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, logger=False, callbacks=[callback],
                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
             )  # fmt: skip
-            is_own = fed is None and _has_loader(module, pl.LightningModule)
+            loader = getattr(module.train_dataloader, "__func__", None)
+            is_own = fed is None and loader is not pl.LightningModule.train_dataloader
             # A fit takes a data module in the place of a loader.
             trainer.fit(module, fed if is_own or isinstance(fed, pl.LightningDataModule) else _loader_of(fed))
         return callback.stats, callback.plan, callback.notes
@@ -65,10 +66,6 @@ def _quiet(package: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _has_loader(module: Any, base: Any) -> bool:
-    return getattr(module.train_dataloader, "__func__", None) is not base.train_dataloader
 
 
 def _loader_of(data: Any) -> DataLoader[Any]:
