@@ -221,14 +221,14 @@ class Replays:
 
 def _disagreement(program: Program, verdict: Verdict) -> VerifyError:
     number = program.replays + 1
-    first, *others = verdict.differences
+    (first, text), *others = verdict.differences.items()
     # Those between two checks were not compared.
     past = "; replays since the check before it may have gone wrong unseen" if number > 1 else ", nothing is lost"
-    more = f" (and {len(others)} more: {', '.join(d.path for d in others[:4])})" if others else ""
+    more = f" (and {len(others)} more: {', '.join(path for path, _ in others[:4])})" if others else ""
     return VerifyError(
-        f"replay {number} of {program.plan.name} is not what the eager step does: {first}{more}. Something that the "
-        "step depends on is not in the recording: a Python or NumPy value that changes where graphplan cannot see it, "
-        "an operator that writes memory unseen, or host code. Hold it in a tensor that the step updates, feed it, or "
-        f"keep the step eager. The eager step's outcome stands{past}",
+        f"replay {number} of {program.plan.name} is not what the eager step does: {first}: {text}{more}. Something "
+        "that the step depends on is not in the recording: a Python or NumPy value that changes where graphplan cannot "
+        "see it, an operator that writes memory unseen, or host code. Hold it in a tensor that the step updates, feed "
+        f"it, or keep the step eager. The eager step's outcome stands{past}",
         result=verdict.result,
     )

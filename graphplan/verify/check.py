@@ -27,7 +27,7 @@ from graphplan.tensors.copying import copy_all
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import map_result, named_leaves
-from graphplan.verify.compare import Difference, Run, describe, differing, differing_values, unexplained
+from graphplan.verify.compare import Run, describe, differing, differing_values, unexplained
 from graphplan.verify.noise import nudged
 from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 
@@ -43,7 +43,7 @@ class Verdict:
     """
 
     result: Any
-    differences: list[Difference]
+    differences: dict[str, str]
     open: str = ""
 
 
@@ -117,14 +117,11 @@ class Check:
             # The copies and a second set of activations are the check's doing; without it there was room.
             self.undo(self._before)
             raise
-        found = [
-            Difference(name, "the eager step draws from it, which a replay does not")
-            for name in hosts.moved()
-            if not self._is_allowed(name)
-        ]
+        drawn = (name for name in hosts.moved() if not self._is_allowed(name))
+        found = dict.fromkeys(drawn, "the eager step draws from it, which a replay does not")
         reason = ""
         try:
-            found += self.compare(result, walk)
+            found |= self.compare(result, walk)
         except (torch.OutOfMemoryError, PeerError) as error:
             # The batch has been trained on: the caller must not go on as if it had not.
             reason = first_line(error)
@@ -176,7 +173,7 @@ class Check:
         copies = copy_all(list(left.tensors.values()), self._place())
         self._replayed, self._values = dict(zip(left.tensors, copies, strict=True)), left.values
 
-    def compare(self, result: Any, walk: Callable[[], Walk]) -> list[Difference]:
+    def compare(self, result: Any, walk: Callable[[], Walk]) -> dict[str, str]:
         """Differences between what the first replay left and what the eager step did, to which ``walk()`` leads."""
         # The device runs the eager step meanwhile.
         left = self.left(walk(), result)
@@ -194,7 +191,7 @@ class Check:
             found = {}
         finally:
             self.undo(end)
-        return describe(found, self._old, self._replayed, left.tensors) + differences
+        return describe(found, self._old, self._replayed, left.tensors) | differences
 
     def _unexplained(self, paths: list[str], eager: Run) -> dict[str, float]:
         """Find the ``paths`` that more replays from the same state do not explain, and how far replays lie apart there.

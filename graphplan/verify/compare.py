@@ -32,17 +32,6 @@ _SUBTRACTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types that are subtracted in their own precision: near numbers lose nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One difference between the replay and the eager step: its ``path`` and a description."""
-
-    path: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.text}"
-
-
 def fits(first: Tensor, second: Tensor) -> bool:
     """Return True if two tensors can be compared element by element."""
     return first.shape == second.shape and first.dtype == second.dtype and first.layout == second.layout
@@ -177,12 +166,12 @@ def describe(
     one: Mapping[str, Tensor],
     eager: Mapping[str, Tensor],
     sides: Sides = _REPLAY,
-) -> list[Difference]:
-    """Describe what :func:`unexplained` found. ``before`` are the values before the step."""
-    return [
-        Difference(path, _words(before.get(path), one.get(path), eager.get(path), spreads[path], sides))
-        for path in spreads
-    ]
+) -> dict[str, str]:
+    """Describe what :func:`unexplained` found, by path. ``before`` are the values before the step."""
+    return {
+        path: _words(before.get(path), one.get(path), eager.get(path), spread, sides)
+        for path, spread in spreads.items()
+    }
 
 
 def _words(before: Tensor | None, one: Tensor | None, eager: Tensor | None, spread: float, sides: Sides) -> str:
@@ -204,12 +193,12 @@ def _words(before: Tensor | None, one: Tensor | None, eager: Tensor | None, spre
     return f"{text}; {sides.spread} {spread:.3g}"
 
 
-def differing_values(first: Mapping[str, Any], second: Mapping[str, Any], sides: Sides = _REPLAY) -> list[Difference]:
-    """Python values that are not the same after the replay (``first``) and after the eager step."""
-    found = []
+def differing_values(first: Mapping[str, Any], second: Mapping[str, Any], sides: Sides = _REPLAY) -> dict[str, str]:
+    """Python values that are not the same after the replay (``first``) and after the eager step, described by path."""
+    found = {}
     for path in [*second, *(first.keys() - second.keys())]:
         one, two = first.get(path, _NOTHING), second.get(path, _NOTHING)
         # Whether what an operator made asks for gradients follows from its graph, and a replay keeps none.
         if not (one is COMPUTED or two is COMPUTED or same_value(one, two)):
-            found.append(Difference(path, f"{one!r} after {sides.one}, {two!r} after {sides.other}"))
+            found[path] = f"{one!r} after {sides.one}, {two!r} after {sides.other}"
     return found

@@ -422,8 +422,8 @@ def wrong_on_one() -> dict[str, Any]:
     """Rank 1 finds in the first check that its program is not what the eager step does."""
     stock = check.Check.compare
 
-    def compare_(self: Any, *args: Any) -> list[check.Difference]:
-        return [*stock(self, *args), check.Difference("model.net.0.bias", "made up")]
+    def compare_(self: Any, *args: Any) -> dict[str, str]:
+        return {**stock(self, *args), "model.net.0.bias": "made up"}
 
     if os.environ["RANK"] == "1":
         check.Check.compare = compare_
