@@ -124,15 +124,11 @@ def leave_out_own_frames(trace: TracebackType | None, *, is_refusal: bool = Fals
         return
     while trace is not None:
         following = trace.tb_next
-        while following is not None and _is_between(following.tb_frame.f_code.co_filename):
+        while following is not None and ((file := following.tb_frame.f_code.co_filename) in _BETWEEN or is_ours(file)):
             following = following.tb_next
         if following is None and is_own and trace is not last:
             following = last
         trace.tb_next, trace = following, following
-
-
-def _is_between(filename: str) -> bool:
-    return is_ours(filename) or filename in _BETWEEN
 
 
 def file_of(code: CodeType, space: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from graphplan.plan.plan import COLUMNS, Plan
@@ -107,7 +107,7 @@ class Figures:
             "phases": phases,
             "step_us": {kind: stats.step_us(kind) for kind in KINDS},
             "seconds": None if gain is None else gain._asdict(),
-            "timeline": [asdict(stretch) for stretch in stats.timeline()],
+            "timeline": stats.timeline(),
             "programs": list(self.programs),
         }
 

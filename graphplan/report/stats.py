@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from graphplan.errors import SkipReason
 
@@ -31,20 +31,6 @@ checkpoint between two steps.
 """
 STRETCHES = 1000
 """Stretches of a timeline; what comes after them is one more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Calls of one kind in a row: ``"eager"``, ``"traced"``, ``"captured"``, ``"replayed"`` or ``"verified"``.
-
-    ``first`` is the number of the first one, from 0, and ``count`` how many there are. ``seconds`` is the time from the
-    end of the stretch before to the end of this one; None for the first.
-    """
-
-    kind: str
-    first: int
-    count: int
-    seconds: float | None
 
 
 class Gain(NamedTuple):
@@ -169,13 +155,20 @@ class Stats:
             self.changes.append((kind, self.calls - count, self.last_end))
         self.last_kind = kind
 
-    def timeline(self) -> list[Stretch]:
-        """The calls so far, those of one kind in a row as one stretch."""
+    def timeline(self) -> list[dict[str, Any]]:
+        """The calls so far, those of one kind in a row as one stretch: its ``kind``, the number of the ``first`` call,
+        the ``count``, and the ``seconds`` from the end of the stretch before to its own; None for the first.
+        """
         if not self.changes:
             return []
         ends = [*((first, begun) for _, first, begun in self.changes[1:]), (self.calls, self.last_end)]
         return [
-            Stretch(kind, first, end - first, ended - begun if begun and ended > begun else None)
+            {
+                "kind": kind,
+                "first": first,
+                "count": end - first,
+                "seconds": ended - begun if begun and ended > begun else None,
+            }
             for (kind, first, begun), (end, ended) in zip(self.changes, ends, strict=True)
             if end > first
         ]
