@@ -9,7 +9,6 @@ gets new tensors, whose values are copied into the vector before the next step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from operator import is_not, itemgetter
 from typing import Any
 
@@ -118,14 +117,11 @@ class Group:
         for metric in self.metrics.values():
             metric.settle()
 
-    def _shown(self, results: Any, values: Sequence[Tensor]) -> list[tuple[Any, Tensor]]:
-        own = [metric for metric in dict.values(results) if vars(metric).get("group") is self]
-        return [(metric, values[metric.number]) for metric in own]
-
     def shown(self, results: Any) -> Callable[[], list[tuple[Any, Tensor]]] | None:
         """Return a function that lists the metrics in the order of ``results``, each with its value in the latest step;
         None if these are not all of ``results``, or were changed since.
         """
         if not self.is_whole or dict.__len__(results) != len(self.metrics):
             return None
-        return partial(self._shown, results, self.values)
+        values = self.values
+        return lambda: [(m, values[m.number]) for m in dict.values(results) if vars(m).get("group") is self]
