@@ -7,13 +7,12 @@ tensor that the step gives other memory (``q.data = ...``) is carried too, and g
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from operator import add, attrgetter, is_, is_not, sub
 from sys import getrefcount
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,17 +26,13 @@ from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
 from graphplan.program.static_numbers import StaticNumber, StaticNumbers, cloned
 from graphplan.specs.paths import Of, Path, names
-from graphplan.specs.roles import Overlay
-from graphplan.tensors.attributes import PLAIN_KINDS
-from graphplan.tensors.copying import same_bits, write_all
+from graphplan.tensors.copying import write_all
 from graphplan.tensors.deferred import is_deferred, value_of
 from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.tensors.storages import memory_uses, storage_id
 from graphplan.trace.changes import place_of
 
 _get_grad = attrgetter("grad")
-_PENDING: list[weakref.ref[Bindings]] = []
-"""What replays of any step have noted, until anything else runs: one step's copies are no writes of the host's."""
 _ACCUMULATED = WeakIdKeyDictionary()
 """Gradients that some program accumulates into: several programs refer to them."""
 
@@ -80,33 +75,6 @@ def _renew(value: Any, path: str) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: _Severed.apply(tensor, path), value)
 
 
-class _Left(NamedTuple):
-    """What a replay left in a slot, and the tensor's version then."""
-
-    path: str
-    overlay: Overlay
-    slot: Slot
-    tensor: Tensor
-    version: int
-
-
-def settle_companions() -> None:
-    """Before any step runs: bring what was written to one of several slots of one memory to the others.
-
-    Raises:
-        GuardError: if tensors were written to that overlap, each with something else.
-    """
-    if not _PENDING:
-        return
-    pending = _PENDING[:]
-    # Other threads may have added some.
-    del _PENDING[: len(pending)]
-    for reference in pending:
-        bindings = reference()
-        if bindings is not None:
-            bindings.settle_companions()
-
-
 class Bindings:
     """What one program binds. ``before`` is the owner walk before its recording, during which ``stand_ins`` are in the
     owners' slots; ``draws`` are random draws on the host that the recording leaves out.
@@ -137,7 +105,6 @@ class Bindings:
         self._before = {number.path: before.scalars[number.path].get() for number in plan.numbers}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._walk = before
-        self._left: list[list[_Left]] = []
         kept = {path for path, need in plan.entry_grads.items() if need == "kept"}
         self.entry_grads = {path: param.grad for path, param in before.parameters.values() if path in kept}
         """Gradients that the step accumulates into, as they are before it: it may drop them at its end."""
@@ -329,35 +296,6 @@ class Bindings:
         stay = (path in walk.slots and value is not None for path, value in self._fresh.items())
         return not self._appended and all(stay)
 
-    def note_companions(self) -> None:
-        """After a replay: note what it left in slots that eager steps bind to one memory (``self.h = self.state[0]``),
-        and replays to memories of their own.
-        """
-        if not self._plan.rebindings.together:
-            return
-        _PENDING.append(weakref.ref(self))
-        self._left = [
-            [
-                _Left(path, overlay, slot, held, held._version)
-                for path, overlay in group
-                if (slot := self._walk.slots.get(path)) is not None
-                and type(held := slot.get()) in PLAIN_KINDS
-                and not held.is_inference()
-            ]
-            for group in self._plan.rebindings.together
-        ]
-
-    def settle_companions(self) -> None:
-        """Bring what was written in place since. A tensor that was taken out of its slot was let go by the others."""
-        groups, self._left = self._left, []
-        for group in groups:
-            written = [left for left in group if left.tensor._version != left.version]
-            if written:
-                others = [
-                    left for left in group if left.tensor._version == left.version and left.slot.get() is left.tensor
-                ]
-                _bring(others, written)
-
     def repeat(self) -> None:
         """Repeat the step's Python effects after a replay."""
         self.numbers.fetch()
@@ -366,24 +304,6 @@ class Bindings:
                 param.grad = grad
         for repeat in self._repeats:
             repeat()
-
-
-def _bring(others: list[_Left], written: list[_Left]) -> None:
-    """Lay all on one memory, what was written last, and take from there what each would show."""
-    size = max(left.overlay.end for left in (*others, *written))
-    with torch.no_grad(), torch.inference_mode(False):
-        memory = written[0].tensor.new_empty(size)
-        for left in (*others, *written):
-            left.overlay.of(memory).copy_(left.tensor)
-        for left in written:
-            if not same_bits(left.overlay.of(memory), left.tensor):
-                raise GuardError(
-                    f"{' and '.join(one.path for one in written)} were each written to in place since the last replay; "
-                    "the step binds them to one memory, which replays do not, so that the last one is unknown. "
-                    "Write to one of them, or bind the others to copies (.clone())"
-                )
-        for left in others:
-            left.tensor.copy_(left.overlay.of(memory))
 
 
 def _set_number(scalar: Scalar, number: StaticNumber) -> None:

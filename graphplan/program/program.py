@@ -19,7 +19,7 @@ from graphplan.owners.flags import Flags
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import AdoptedTensors
-from graphplan.program.bindings import Bindings, settle_companions
+from graphplan.program.bindings import Bindings
 from graphplan.program.faults import lost
 from graphplan.program.inputs import MEMORY_IS_FED, StaticInputs
 from graphplan.program.outputs import Outputs
@@ -271,15 +271,13 @@ class Program:
         Raises:
             FeedError: if something does not fit, or shares memory with what the step changes.
             SurroundingsError: where a mode, a transform or forward-mode AD is active.
-            GuardError: if a tensor that the program adopted, or a gradient that it writes, is no longer where it was,
-                or if it is unknown what a slot should hold.
+            GuardError: if a tensor that the program adopted, or a gradient that it writes, is no longer where it was.
             OutcomeError: if the step branches on a value that is another one than in its traces; all is as before.
             ClosedError: after :meth:`close`.
         """
         check_surroundings("a program is replayed")
         feed = flatten(args, {})
         check_match(feed, self.plan.feed)
-        settle_companions()
         if not self.fits():
             reason = self.resync()
             if reason is not None:
@@ -287,9 +285,7 @@ class Program:
         misfit = self.misfit(feed)
         if misfit is not None:
             raise FeedError(f"{self.plan.name}: {misfit}")
-        result = self.run(feed.leaves, {Role.PARAM: params or {}, Role.STATE: state or {}})
-        self.bindings.note_companions()
-        return result
+        return self.run(feed.leaves, {Role.PARAM: params or {}, Role.STATE: state or {}})
 
     def resync(self, let_go: Callable[[], bool] = lambda: False) -> str | None:
         """Follow tensors that moved: copy new values into the fixed storage and bind it back.

@@ -293,8 +293,6 @@ class StateMachine:
             if cramped is not None:
                 self.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
             self.fast_path.forget()
-            if program.is_open:
-                program.bindings.note_companions()
             staged = sum(program.inputs.staged_bytes for program in self.programs.all())
             self.stats.bytes_static = self.buffers.nbytes + self.programs.nbytes + staged
         return result

@@ -45,15 +45,6 @@ def _swap(model: Any, x: Tensor, loss: Tensor) -> None:
     model.a.add_(x.mean())
 
 
-def _two_names(model: Any, x: Tensor, loss: Tensor) -> None:
-    model.a = model.b = model.a + model.b + x.mean()
-
-
-def _view_of_another(model: Any, x: Tensor, loss: Tensor) -> None:
-    model.cur = torch.tanh(model.cur + x.mean(0))
-    model.head = model.cur[:2]
-
-
 def _in_containers(model: Any, x: Tensor, loss: Tensor) -> None:
     model.memory["h"] = 0.5 * model.memory["h"] + x.mean(0)
     model.memory["parts"][1] = model.memory["parts"][0] + x.mean()
@@ -93,8 +84,6 @@ CARRIES: dict[str, tuple[Callable[..., Any], Callable[[nn.Module], object]]] = {
     "previous and current": (_previous_and_current, attributes(prev=ROW, cur=ROW)),
     "rotation of three": (_rotation, _three),
     "swap and write in place": (_swap, _three),
-    "two names for one tensor": (_two_names, _three),
-    "a view of another carry": (_view_of_another, attributes(cur=ROW, head=partial(torch.zeros, 2))),
     "dict and list items": (_in_containers, attributes(memory=lambda: {"h": ROW(), "parts": [torch.ones(()), ZERO()]})),
     "a sliding window": (_sliding_window, attributes(window=partial(torch.zeros, 3, 8))),
     "the last loss": (_last_loss, attributes(last=None)),
