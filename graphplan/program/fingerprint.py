@@ -24,12 +24,10 @@ _OF_MODULES, _OF_OPTIMIZERS = ("training", "forward"), ("step", "zero_grad")
 
 class Fingerprint:
     """The values of one walk. ``left_out`` are entries of parameter groups, by the group's identity and a key: learning
-    rates that lie in device tensors, what the optimizer itself counts with. ``before`` is that of the walk before.
+    rates that lie in device tensors, what the optimizer itself counts with.
     """
 
-    def __init__(
-        self, walk: Walk, left_out: Collection[tuple[int, str]] = (), before: Fingerprint | None = None
-    ) -> None:
+    def __init__(self, walk: Walk, left_out: Collection[tuple[int, str]] = ()) -> None:
         modules = [(type(module).__name__, module) for module in walk.modules]
         optimizers = walk.optimizers.items()
         groups = [(f"{path}.param_groups[{n}]", g) for path, o in optimizers for n, g in enumerate(o.param_groups)]
@@ -56,7 +54,7 @@ class Fingerprint:
             # A scripted module keeps them in what is no dictionary, and cannot be iterated.
             for name in part.keys()  # noqa: SIM118
         )
-        self._hooks: Hooks = Hooks(walk, None if before is None else before._hooks)
+        self._hooks = Hooks(walk)
         self._sharding = Sharding(walk.modules)
         self._parameters = [param for _, param in walk.parameters.values()]
         self._paths = [path for path, _ in walk.parameters.values()]
@@ -71,11 +69,10 @@ class Fingerprint:
         """After :meth:`values`: comparisons that hold while everything is as it was; None if these cannot tell.
         ``placed`` are the ids of tensors that others compare.
         """
-        hooks = self._hooks.rows()
-        if hooks is None or self._sharding.is_there or not all(map(_stays, self._hypers.read())):
+        if self._sharding.is_there or not all(map(_stays, self._hypers.read())):
             return None
         left = [param for param in self._parameters if id(param) not in placed]
-        return [*(column.row() for column in self._columns), *hooks, row_of(left, placed=False)]
+        return [*(column.row() for column in self._columns), *self._hooks.rows(), row_of(left, placed=False)]
 
     def values(self) -> tuple[Any, ...]:
         """The values now: hyper-parameters first, in the order of :attr:`labels`."""

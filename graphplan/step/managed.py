@@ -306,7 +306,7 @@ class Managed:
         self._sharding = Sharding(walk.modules)
         # A step that does not train ignores other steps' preparations of the optimizers.
         known, count = walk if self._trains else replace(walk, optimizers={}), len(self.owners)
-        self._fingerprint = Fingerprint(known, self.rates.shadowed | self._counts(walk), self._fingerprint)
+        self._fingerprint = Fingerprint(known, self.rates.shadowed | self._counts(walk))
         self._walked = walk if len(self.owners) == count else None
         self._parameters = [param for _, param in walk.parameters.values()]
 
