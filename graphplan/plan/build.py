@@ -75,7 +75,7 @@ def build_plan(
     rebindings = effects["rebindings"]
     changed = {effect.path for effect in (*effects["numbers"], *effects["counters"])}
     shadows = handles.rates.storages
-    externals = classify(first, second, feed, walk, carries=rebindings.carries, shadows=shadows)
+    externals = classify(first, second, feed, walk, rebindings=rebindings, shadows=shadows)
     assert second.device is not None
     return Plan(
         name=getattr(step := handles.function(), "__qualname__", type(step).__name__),
@@ -94,7 +94,6 @@ def build_plan(
         device=second.device,
         reads=Reads.find(pair, changed, loose=loose),
         twins=_twins(second, externals, shadows),
-        shared=_shared_with_owners(second, externals),
         joined=tuple(joined_slots(second, second.externals)),
         host_facts=tuple(_host_facts(second)),
         communicates=any(is_collective(op.name) for op in second.operators),
@@ -212,16 +211,6 @@ def _twins(trace: Trace, externals: Sequence[External], shadows: Collection[int]
     known = {external.path for external in externals}
     used = (slot for storage in trace.externals.keys() - shadows for slot in trace.entry_slots.get(storage, ()))
     return frozenset(slot.path for slot in used if slot.path not in known and slot.param is None)
-
-
-def _shared_with_owners(trace: Trace, externals: Sequence[External]) -> frozenset[int]:
-    """Leaves of the feed that share memory with what the step changes in owners: no copy could stand for them."""
-    changed = {external.path for external in externals if external.mutated and external.path is not None}
-    return frozenset(
-        index
-        for index, storage in trace.leaf_storages.items()
-        if any(slot.path in changed for slot in trace.entry_slots.get(storage, ()))
-    )
 
 
 def _host_facts(trace: Trace) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from graphplan.effects.rebindings import Rebindings
 from graphplan.errors import FeedError, HostSyncError, UnownedTensorError
 from graphplan.feed.signature import Feed, shared_leaf
 from graphplan.owners.slots import Slot, Walk, is_optimizer_state
@@ -18,7 +19,7 @@ from graphplan.trace.records import Trace, TracedExternal
 
 
 def classify(
-    first: Trace, second: Trace, feed: Feed, walk: Walk, *, carries: Sequence[str], shadows: frozenset[int]
+    first: Trace, second: Trace, feed: Feed, walk: Walk, *, rebindings: Rebindings, shadows: frozenset[int]
 ) -> tuple[External, ...]:
     """Externals of the second trace with their roles: leaves of the feed are inputs, what an owner's slot holds is a
     param (parameters, and buffers that are only read) or state. ``shadows`` are the storages of device learning rates.
@@ -26,7 +27,7 @@ def classify(
     Raises:
         UnownedTensorError: a tensor that is neither fed nor owned is mutated, or is another one in each step.
         HostSyncError: an external on the host in a step that computes elsewhere.
-        FeedError: an input that the step changes shares memory with another.
+        FeedError: an input shares memory with what the step changes.
     """
     found = [
         _input(index, name, feed, second) for index, name in enumerate(feed.names()) if index in second.leaf_storages
@@ -38,7 +39,7 @@ def classify(
     for position, (storage, external) in enumerate(second.externals.items()):
         owned = _distinct(slots.get(storage, ()))
         for slot in owned:
-            found.append(_owned(slot, storage, external, carried=slot.path in carries))
+            found.append(_owned(slot, storage, external, carried=slot.path in rebindings.carries))
             if storage in shadows:
                 # It is in its slot only while the step runs: the program keeps the tensor, not the slot.
                 found[-1] = replace(found[-1], path=None, tensor=external.tensor)
@@ -50,9 +51,9 @@ def classify(
             if number is not None:
                 found[-1] = replace(found[-1], name=" and ".join(number.paths))
     named = {external.path for external in found}
-    found += [_passed_on(walk.slots[path]) for path in carries if path not in named]
+    found += [_passed_on(walk.slots[path]) for path in rebindings.carries if path not in named]
     _check_devices(found, second.device)
-    _check_shared(feed, found)
+    _check_shared(feed, found, second, rebindings.replaced)
     return tuple(sorted(found, key=lambda external: list(Role).index(external.role)))
 
 
@@ -149,7 +150,15 @@ def _check_devices(externals: Sequence[External], device: torch.device | None) -
             )
 
 
-def _check_shared(feed: Feed, externals: Sequence[External]) -> None:
+def _check_shared(feed: Feed, externals: Sequence[External], trace: Trace, replaced: Collection[str]) -> None:
+    changed = {external.path for external in externals if external.mutated and external.path not in replaced}
+    for index, storage in trace.leaf_storages.items():
+        path = next((slot.path for slot in trace.entry_slots.get(storage, ()) if slot.path in changed), None)
+        if path is not None:
+            raise FeedError(
+                f"{feed.names()[index]} shares memory with {path}, which the step changes; a replay has a copy of what "
+                "is fed, in which the change would not show. Feed a clone, or have the step use what the owner holds"
+            )
     written = [e.leaf for e in externals if e.role is Role.INPUT and e.mutated and e.leaf is not None]
     shared = shared_leaf(feed, written)
     if shared is not None:

@@ -100,7 +100,6 @@ class Plan:
             that the step saves and puts back, as activation checkpointing does, constants, draws on the host.
         reads: what the step's code may have read of its owners.
         twins: further slots of the memory that owned externals have.
-        shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
         joined: slots that held one memory when the step began.
         device: where the step computes.
         last_operators: the last ones that the step launches, with their source lines.
@@ -136,7 +135,6 @@ class Plan:
     traced: TracedValues
     reads: Reads
     twins: frozenset[str]
-    shared: frozenset[int]
     joined: tuple[frozenset[Holder], ...]
     device: torch.device
     host_facts: tuple[str, ...]
@@ -203,10 +201,11 @@ class Plan:
         written = {external.path for external in self.externals if external.mutated} - replaced
         return not replaced.isdisjoint((one, other)) and written.isdisjoint((one, other))
 
-    def shared_leaves(self, feed: Feed, walk: Walk) -> frozenset[int]:
-        """Leaves of the feed that share memory with :meth:`changed_tensors`."""
-        changed = {storage_id(tensor) for tensor in self.changed_tensors(walk)}
-        return frozenset(index for index, leaf in feed.tensors() if storage_id(leaf) in changed)
+    def shared_leaf(self, feed: Feed, walk: Walk) -> int | None:
+        """The first leaf of the feed that shares memory with what the step writes to."""
+        paths = walk.slots.keys() & {e.path for e in self.externals if e.mutated} - self.rebindings.replaced
+        changed = {storage_id(tensor) for path in paths for tensor in walk.slots[path].tensors()}
+        return next((index for index, leaf in feed.tensors() if storage_id(leaf) in changed), None)
 
     @property
     def inputs(self) -> tuple[External, ...]:
@@ -255,7 +254,6 @@ class Plan:
             notes.append(f"guarded: {len(metadata)} tensors of which the step reads no values ({_few(metadata)})")
         if compared:
             notes.append(f"guarded: how the step branches on {len(compared)} numbers ({_few(compared)})")
-        notes += [f"in place: {self.feed.names()[index]}" for index in sorted(self.shared)]
         notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
         notes += [f"computed: {number.path}" for number in self.numbers]
         notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]

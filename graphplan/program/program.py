@@ -76,7 +76,6 @@ class Program:
         *,
         walk: Walk,
         values: Mapping[str, Any],
-        feed: Feed,
     ) -> None:
         self.plan = plan
         self.policy = policy
@@ -99,7 +98,6 @@ class Program:
         self.generation = recording.generation
         self.replays = 0
         self.tally = Tally()
-        self._shared_at = {index: feed.leaves[index].data_ptr() for index in plan.shared}
 
     def count_state_bytes(self) -> int:
         """Bytes of the owners' dense tensors, without those that the step has nothing to do with."""
@@ -129,14 +127,11 @@ class Program:
         return self._recording is not None and self._recording.is_spoiled
 
     def misfit(self, feed: Feed) -> str | None:
-        """Why the program cannot be run on the feed: leaves share memory with what the step changes, in other places
-        than in the recorded call, or a leaf that is not copied lies elsewhere.
+        """Why the program cannot be run on the feed: leaves share memory with what the step changes, or a leaf that is
+        not copied lies elsewhere.
         """
         written = self.adopted.written
-        shared = [
-            (i, leaf) for i, leaf in enumerate(feed.leaves) if isinstance(leaf, Tensor) and storage_id(leaf) in written
-        ]
-        if {index: leaf.data_ptr() for index, leaf in shared} != self._shared_at:
+        if any(storage_id(leaf) in written for _, leaf in feed.tensors()):
             return MEMORY_IS_FED
         return self.inputs.misfit(feed)
 

@@ -186,7 +186,7 @@ class Reasons:
 
     def _is_fed_owners_memory(self, call: Call) -> Found:
         plan = call.line.plan
-        is_other = plan is not None and plan.shared_leaves(call.feed, call.walk) != plan.shared
+        is_other = plan is not None and plan.shared_leaf(call.feed, call.walk) is not None
         return MEMORY_IS_FED if is_other else None
 
     def _is_cramped(self, call: Call) -> Found:
