@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
 from graphplan import EffectError, FaultError, FeedError, GraphPlanError, capture, compile_plan, graph_step
-from graphplan.program import faults
 from tests.clocks import Clock, set_clock
 from tests.crossing import each, pairs
 from tests.facts import assert_same
@@ -226,16 +224,16 @@ def test_a_preparation_that_fails_leaves_the_groups_alone() -> None:
     with raising("graphplan.optimizers.preparation:_wanted_flags", lambda number: number == 2):
         step = graph_step(lambda x: model(x).sum(), owners={"model": model, "optimizer": optimizer})
     assert [{**group} for group in optimizer.param_groups] == before
-    with pytest.raises(FaultError, match=r"InjectedError while the optimizers were prepared at .*: not expected"):
+    with pytest.raises(FaultError, match=r"InjectedError in graphplan/optimizers/\w+\.py at .*: not expected"):
         step(torch.randn(2, 4))
 
 
 @pytest.mark.parametrize(
     ("place", "doing"),
     [
-        ("plan.build:classify", "while two traces were compared"),
-        ("trace.mode:TraceMode.operate", "while the step was traced"),
-        ("step.functional:find_device", "in graphplan"),
+        ("plan.build:classify", r"in graphplan/plan/build\.py"),
+        ("trace.mode:TraceMode.operate", r"in graphplan/trace/\w+\.py"),
+        ("step.functional:find_device", r"in graphplan/step/functional\.py"),
     ],
 )
 def test_a_plan_is_not_compiled_after_an_error_of_graphplans_own(place: str, doing: str) -> None:
@@ -247,11 +245,6 @@ def test_a_plan_is_not_compiled_after_an_error_of_graphplans_own(place: str, doi
     ):
         compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
     assert_same(before, state_of(rig))
-
-
-def test_errors_name_what_is_done_in_rooms_that_there_are() -> None:
-    package = Path(faults.__file__).parents[1]
-    assert all((package / place).exists() for place in faults._DOING)
 
 
 def test_a_plan_is_not_captured_after_an_error_of_graphplans_own() -> None:
@@ -274,7 +267,7 @@ def test_the_end_of_timed_eager_calls_fails(monkeypatch: pytest.MonkeyPatch) -> 
     step = managed(rig, min_speedup=1.0, on_failure="eager")
     with (
         raising("graphplan.step.managed:Managed.prepare", lambda number: True),
-        pytest.warns(UserWarning, match=r"InjectedError in graphplan at .*: not expected"),
+        pytest.warns(UserWarning, match=r"InjectedError in graphplan/step/\w+\.py at .*: not expected"),
     ):
         found = drive(rig, step)
     assert_same(expected, found.state)
