@@ -169,38 +169,28 @@ class Assignment:
         return assign
 
 
-@dataclass(frozen=True, slots=True)
-class LeftFlag:
-    """A mode, flag, value in a parameter group or switch of torch's that the step leaves otherwise than it finds it.
+def left_flags(pair: TracePair) -> dict[str, Any]:
+    """Modes, flags, values in parameter groups and switches of torch's that both traces leave changed, and alike.
 
     The calls that a program serves begin with the same ones, so that they end with the same ones: replays set them.
+
+    Raises:
+        HostEffectError: for one that two steps leave otherwise, or that cannot be set after a replay.
     """
-
-    path: str
-    value: Any
-
-    @classmethod
-    def find(cls, pair: TracePair) -> tuple[LeftFlag, ...]:
-        """Those that both traces leave alike.
-
-        Raises:
-            HostEffectError: for one that two steps leave otherwise, or that cannot be set after a replay.
-        """
-        left = []
-        for path, one, two in pair.changed("flags"):
-            if one is None or two is None or not same_value(one[1], two[1]):
-                raise HostEffectError(
-                    f"the step leaves {path} otherwise on one call ({describe(one)}) than on the next "
-                    f"({describe(two)}), and a replay leaves one value. Set it outside the step, put it back within "
-                    f"the step, or, if replays may leave it alone, pass allow=({path!r},)",
-                    path=path,
-                )
-            if two[1] is ABSENT or not is_assignable(path, two[1]):
-                raise HostEffectError(
-                    f"the step leaves {path} changed ({describe(two)}), which cannot be set after a replay. Put it "
-                    "back within the step, as a with statement does, or, if replays may leave it alone, pass "
-                    f"allow=({path!r},)",
-                    path=path,
-                )
-            left.append(cls(path, two[1]))
-        return tuple(left)
+    left = {}
+    for path, one, two in pair.changed("flags"):
+        if one is None or two is None or not same_value(one[1], two[1]):
+            raise HostEffectError(
+                f"the step leaves {path} otherwise on one call ({describe(one)}) than on the next ({describe(two)}), "
+                "and a replay leaves one value. Set it outside the step, put it back within the step, or, if replays "
+                f"may leave it alone, pass allow=({path!r},)",
+                path=path,
+            )
+        if two[1] is ABSENT or not is_assignable(path, two[1]):
+            raise HostEffectError(
+                f"the step leaves {path} changed ({describe(two)}), which cannot be set after a replay. Put it back "
+                f"within the step, as a with statement does, or, if replays may leave it alone, pass allow=({path!r},)",
+                path=path,
+            )
+        left[path] = two[1]
+    return left

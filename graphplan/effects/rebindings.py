@@ -8,7 +8,7 @@ from typing import Any
 
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import CarryError, HostEffectError
-from graphplan.owners.slots import is_optimizer_state
+from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.specs.paths import Of, names
 from graphplan.tensors.storages import span
 from graphplan.trace.changes import Place, Rebinding
@@ -38,7 +38,8 @@ class Rebindings:
 
         Raises:
             CarryError: if a carried slot changes shape or dtype.
-            HostEffectError: if only one of the steps rebinds a slot, or shares memory that replays could not.
+            HostEffectError: if only one of the steps rebinds a slot, or makes an optimizer's state, or shares memory
+                that replays could not.
         """
         carries, fresh = [], []
         second = pair.second
@@ -52,6 +53,8 @@ class Rebindings:
                     f"the step rebinds {path} on one call and not on the next, which a replay cannot repeat: rebind it "
                     "on every call, or update it in place"
                 )
+            if one is not None and one.before is None and two.before is None and two.after is not None:
+                _check_made(path, pair.walk)
             dropped = names(path, Of.GRADIENT) and two.after is None
             if two.joined is not None:
                 raise HostEffectError(
@@ -79,6 +82,21 @@ class Rebindings:
     def paths(self) -> tuple[str, ...]:
         """All of them."""
         return (*self.carries, *self.fresh)
+
+
+def _check_made(path: str, walk: Walk) -> None:
+    """Refuse an optimizer's state that both steps have made: a recording has what it begins with among its constants,
+    and would begin anew in each replay.
+    """
+    name = next((name for name in walk.optimizers if path.startswith(f"{name}.state[")), None)
+    if name is not None:
+        raise HostEffectError(
+            f"the step makes {path} in each call, since {name}.state is emptied before it (state.clear(), another "
+            "dictionary, a state dict without state); a replay would begin anew for ever, also where nothing was "
+            f"emptied. Reset it in place (for s in {name}.state.values(): for t in s.values(): t.zero_()), or load a "
+            "state dict that was saved with its state",
+            component="optimizer",
+        )
 
 
 def _is_replaced(rebinding: Rebinding, written: set[int]) -> bool:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from graphplan.backends.backend import TracedValues
 from graphplan.effects.appended_lists import Append
-from graphplan.effects.changed_values import Assignment, Counter, LeftFlag
+from graphplan.effects.changed_values import Assignment, Counter, left_flags
 from graphplan.effects.held_numbers import HeldNumber
-from graphplan.effects.host import check_draws, check_gradients, check_made_state, check_threads
+from graphplan.effects.host import check_draws, check_gradients, check_threads
 from graphplan.effects.host_changes import joined_slots
 from graphplan.effects.reads import Reads, check_used
 from graphplan.effects.rebindings import Rebindings
@@ -70,7 +70,6 @@ def build_plan(
     _check(feed, first, second, allow)
     check_draws(pair)
     check_gradients(pair)
-    check_made_state(pair)
     effects = _effects(pair)
     rebindings = effects["rebindings"]
     changed = {effect.path for effect in (*effects["numbers"], *effects["counters"])}
@@ -117,7 +116,7 @@ def _effects(pair: TracePair) -> dict[str, Any]:
         "appends": Append.find(pair),
         "numbers": HeldNumber.find(*pair.both, pair.walk, pair.allow),
         "counters": Counter.find(pair),
-        "left": MappingProxyType({flag.path: flag.value for flag in LeftFlag.find(pair)}),
+        "left": MappingProxyType(left_flags(pair)),
         "rebindings": Rebindings.find(pair),
     }
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from graphplan.effects.rebindings import Rebindings
 from graphplan.errors import FeedError, HostSyncError, UnownedTensorError
@@ -45,7 +44,7 @@ def classify(
                 found[-1] = replace(found[-1], path=None, tensor=external.tensor)
         if not owned and storage not in fed and not external.is_passing:
             unchanged = position < len(earlier) and earlier[position] == storage
-            found.append(_unowned(external, unowned, walk, unchanged=unchanged))
+            found.append(_unowned(external, unowned, unchanged=unchanged))
             unowned += 1
             number = second.symbolic.given.get(id(external.tensor))
             if number is not None:
@@ -91,14 +90,7 @@ def _passed_on(slot: Slot) -> External:
     return External(slot.path, role, spec, True, True, path=slot.path)
 
 
-def _leaf_of_gradient(tensor: Tensor, walk: Walk) -> str | None:
-    """The path of the tensor that has ``tensor`` as its gradient."""
-    leaves = [(path, leaf) for path, slot in walk.slots.items() for leaf in slot.tensors() if leaf.is_leaf]
-    storage = storage_id(tensor)
-    return next((p for p, leaf in leaves if leaf.grad is not None and storage_id(leaf.grad) == storage), None)
-
-
-def _unowned(traced: TracedExternal, number: int, walk: Walk, *, unchanged: bool) -> External:
+def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> External:
     spec = TensorSpec.of(traced.tensor)
     if is_freed(traced.tensor):
         raise UnownedTensorError(
@@ -108,14 +100,10 @@ def _unowned(traced: TracedExternal, number: int, walk: Walk, *, unchanged: bool
             component=traced.source.component,
         )
     if traced.mutated and not (unchanged and traced.is_buffer_of_collective):
-        leaf = _leaf_of_gradient(traced.tensor, walk)
-        what, fix = f"a {spec} tensor without an owner", "Name the object that holds it in owners=, or feed it"
-        if leaf is not None:
-            what = f"the gradient of {leaf}, which is no parameter,"
-            fix = 'Name the tensor itself in owners= (owners={"x": x, ...})'
         raise UnownedTensorError(
-            f"{what} is changed by {traced.mutated_by} at {traced.mutated_at}; replays would change it where nothing "
-            f"can guard or restore it. {fix}",
+            f"a {spec} tensor without an owner is changed by {traced.mutated_by} at {traced.mutated_at}; replays would "
+            "change it where nothing can guard or restore it. Name the object that holds it in owners= (of a gradient, "
+            "the tensor that it belongs to), or feed it",
             component=traced.source.component,
         )
     if traced.tensor.grad_fn is not None:
