@@ -20,7 +20,6 @@ from graphplan.owners.contents import Unseen
 from graphplan.owners.views import attributes_of
 from graphplan.specs.paths import free_name
 from graphplan.tensors.deferred import DeferredArray, DeferredNumber
-from graphplan.tensors.dtensors import loaded
 from graphplan.tensors.records import slots_of
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), DeferredNumber)
@@ -33,9 +32,6 @@ TOO_DEEP = Unseen(
     f"which lies more than {MAX_DEPTH} attributes deep; what is there", "Give something on the way there to owners="
 )
 TOO_MANY = Unseen(f"of which there are more than {MAX_ITEMS}; what they hold", "Hold numbers in a tensor")
-WEAKLY_HELD = Unseen(
-    "which something weakly referenced holds; what is in it", "Refer to that strongly, or name it in owners="
-)
 _FLAT = (Tensor, torch.dtype, torch.device, type, range)
 MAPPINGS = (dict, MutableMapping)
 """Dictionaries first: asking an abstract class takes long."""
@@ -109,19 +105,6 @@ def is_of_library(kind: type) -> bool:
     module = kind.__module__ if isinstance(kind.__module__, str) else ""
     is_known_here = module.split(".")[0] in FOREIGN or module.startswith(_PARSERS)
     return is_known_here and not module.startswith(_OPEN)
-
-
-def is_loader(value: Any) -> bool:
-    """Whether ``value`` is one of torch's loaders or samplers: what leads to a dataset, and to workers and locks."""
-    module = "torch.utils.data"
-    if not type(value).__module__.startswith(module):
-        return False
-    return isinstance(value, (loaded(module, "DataLoader"), loaded(module, "Sampler")))
-
-
-def is_of_no_length(loader: Any) -> bool:
-    """Whether a loader notes that its length was asked for, and warns afterwards."""
-    return isinstance(getattr(loader, "dataset", None), loaded("torch.utils.data", "IterableDataset"))
 
 
 def unwrapped(owner: Any) -> Any:

@@ -27,11 +27,8 @@ from graphplan.owners.kinds import (
     SCALARS,
     TOO_DEEP,
     TOO_MANY,
-    WEAKLY_HELD,
     holds_nothing_else,
     is_gone,
-    is_loader,
-    is_of_no_length,
     is_plain,
     is_user_object,
     key_name,
@@ -74,7 +71,6 @@ class ValueWalker:
         """Optimizers that something else than an owner's name leads to, by path."""
         self._names_of: dict[int, str] = {}
         """Names that the step's code has for containers of owners, by identity."""
-        self._weakly_held: list[tuple[str, Any, Scalar]] = []
 
     def _first_visit(self, thing: Any) -> bool:
         # Audit hooks of other packages hear of each ``id``, so it is asked for once.
@@ -125,9 +121,7 @@ class ValueWalker:
         else:
             # Numbers and strings, but also functions, types, dtypes: whatever a step's code can tell apart.
             self.walk.scalars[path] = Scalar(container, key, *source)
-            if is_loader(value):
-                self._loader(value, path, depth, source)
-            elif not issubclass(kind, SCALARS):
+            if not issubclass(kind, SCALARS):
                 self._behind(value, path, depth, source)
 
     def _slot(self, path: str, container: Any, key: Any, source: Source) -> None:
@@ -311,19 +305,6 @@ class ValueWalker:
             elif all(isinstance(leaf, SCALARS) for leaf in pytree.tree_leaves(value)):
                 self.walk.scalars[place] = Scalar(Numbers(module), name, module, name, name=name)
 
-    def _loader(self, loader: Any, path: str, depth: int, source: Source) -> None:
-        """Its length, and those attributes that code names: a dataset may be large, and an iterator has workers."""
-        is_used = isinstance(source[0], Namespace) or source[1].removeprefix(".") in self._used
-        if not is_used or not self._first_visit(loader):
-            return
-        known = len(self.walk.slots)
-        if not is_of_no_length(loader):
-            self.walk.objects[Path.length(path)] = Scalar(Told(loader, _length), "len", *source)
-        for name, value in list(vars(loader).items()):
-            if name in self._used:
-                self._value(value, f"{path}.{name}", vars(loader), name, depth + 1, (loader, name))
-        self.walk.reached.update(self._take_found(known))
-
     def _take_found(self, known: int) -> list[str]:
         """Tensors in slots after the first ``known`` may be a whole dataset: they are not copied. Their paths."""
         fresh = dict(islice(self.walk.slots.items(), known, None))
@@ -370,10 +351,6 @@ class ValueWalker:
                     self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, via))
         elif isinstance(value, weakref.ref):
             self.walk.objects[f"{path}()"] = Scalar(Told(value, lambda ref: ref() is not None), "alive", *source)
-            thing = value()
-            for name in (attributes_of(thing) or {}) if is_user_object(thing) else ():
-                held = Scalar({name: WEAKLY_HELD}, name, value, name)
-                self._weakly_held.append((f"{path}().{name}", thing, held))
         elif isinstance(value, frozenset) or has_contents(value):
             self._contents(value, path, source, depth)
 
@@ -406,14 +383,6 @@ class ValueWalker:
                     if base is kind:
                         self.walk.places.append((members, name))
                     self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
-
-
-def _length(loader: Any) -> int | None:
-    """How many items a loader or sampler says that it has, which may ask the user's dataset."""
-    try:
-        return len(loader)
-    except Exception:  # noqa: BLE001 - whatever a dataset raises that has no length
-        return None
 
 
 def has_own_gradient(tensor: Tensor) -> bool:

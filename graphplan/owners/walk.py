@@ -10,12 +10,10 @@ lies in the places of an owner is walked by :mod:`graphplan.owners.values`.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
-from functools import reduce
 from itertools import islice
-from operator import or_
 from types import MappingProxyType, ModuleType, NoneType
 from typing import Any
 
@@ -146,9 +144,11 @@ class _Walker(ValueWalker):
             self.walk.links.append((params, number, param))
             if id(param) not in self.walk.parameters:
                 self._parameter(param, f"{path}.params[{number}]", params, number, (group, "params"))
-        self.walk.slots |= _slots_of_group(group, path)
         for key, value in group.items():
-            if key != "params" and not isinstance(value, Tensor) and is_user_object(value):
+            if key != "params" and isinstance(value, Tensor):
+                # It stands for a number, such as a learning rate.
+                self.walk.slots[f"{path}.{key}"] = Slot(group, key, group, key, path=f"{path}.{key}")
+            elif key != "params" and is_user_object(value):
                 self._value(value, f"{path}.{key}", group, key, 1, (value, key))
 
     def _scaler(self, scaler: GradScaler, path: str) -> None:
@@ -178,8 +178,7 @@ class _Walker(ValueWalker):
                     table[path] = replace(place, name=name)
 
     def take_rest(self) -> None:
-        """Hyper-parameters of optimizers that are no owners, and what only weakly referenced objects hold."""
-        self.walk.objects |= {path: scalar for path, thing, scalar in self._weakly_held if id(thing) not in self._seen}
+        """Hyper-parameters of optimizers that are no owners."""
         for path, optimizer in self._named:
             for index, group in enumerate([] if optimizer in self.walk.optimizers.values() else optimizer.param_groups):
                 for key in group.keys() - {"params"}:
@@ -203,23 +202,6 @@ def walk_owners(owners: Mapping[str, Any]) -> Walk:
     walker.take_rest()
     walker.take_names()
     return walker.walk
-
-
-def _slots_of_group(group: Mapping[str, Any], path: str) -> dict[str, Slot]:
-    """The slots of tensors that stand in a parameter group for numbers, such as learning rates."""
-    places = {f"{path}.{key}": key for key, value in group.items() if key != "params" and isinstance(value, Tensor)}
-    return {place: Slot(group, key, group, key, path=place) for place, key in places.items()}
-
-
-def with_rates(walk: Walk, owners: Mapping[str, Any]) -> Walk:
-    """``walk``, made when groups held numbers for learning rates, as it is with tensors there, if nothing else ran."""
-    optimizers = walk.optimizers.items()
-    groups = [(f"{path}.param_groups[{n}]", g) for path, o in optimizers for n, g in enumerate(o.param_groups)]
-    visits = Counter(map(id, walk.containers))
-    if any(visits[id(group)] != 1 for _, group in groups):
-        # What code has a name for, too, is walked once more under that name.
-        return walk_owners(owners)
-    return replace(walk, slots=reduce(or_, [_slots_of_group(group, path) for path, group in groups], walk.slots))
 
 
 def _rank(owner: Any) -> int:

@@ -54,13 +54,12 @@ def capture_program(
     policy: Policy,
     backend: Backend,
     buffers: Buffers,
-    walk: Walk | None = None,
     homes: Mapping[str, Any] = MappingProxyType({}),
     lends: bool = False,
 ) -> Program:
     """Record ``plan``'s step on ``feed`` under ``policy``; :meth:`Program.run_recorded` then finishes the call.
-    ``walk`` is over the owners before this call, if nothing else ran since; ``homes`` are what other programs of the
-    step have bound in carried slots, by path; ``lends``: results are the program's own memory.
+    ``homes`` are what other programs of the step have bound in carried slots, by path; ``lends``: results are the
+    program's own memory.
 
     Raises:
         UncoveredRoleError: if an external's role is not static.
@@ -69,7 +68,7 @@ def capture_program(
         RefusalError: if the step cannot be recorded. The caller restores what owners hold.
     """
     check_policy(plan, policy)
-    sharding, walk = come_to_rest(plan.handles.owners(), walk)
+    sharding, walk = come_to_rest(plan.handles.owners())
     changed = outdated(plan, walk)
     if changed is not None:
         raise GuardError(f"the plan of {plan.name} is out of date: {changed}; compile another one with compile_plan")

@@ -161,10 +161,8 @@ class Managed:
         device: torch.device | None,
         before: Trace | None,
         on_first_sight: Callable[[Any], None] = lambda thing: None,
-        walk: Walk | None = None,
     ) -> tuple[Any, Walk]:
         """Trace the step, and take in the modules and optimizers that it uses: its result, and a walk afterwards.
-        ``walk`` is the one before this call, if nothing else ran since.
 
         Raises:
             ReadSignal: if the step does with a deferred number what only real ones are good for.
@@ -173,7 +171,7 @@ class Managed:
         with Discovery(self.manage, on_first_sight, _check_made) as discovery:
             try:
                 result, after = trace(
-                    self._fn, feed, fed, owners=self.owners, walk=walk, device=device, record=record,
+                    self._fn, feed, fed, owners=self.owners, device=device, record=record,
                     rates=lambda: self.rates.storages, before=before,
                 )  # fmt: skip
             except BaseException as error:

@@ -205,8 +205,6 @@ class _Key:
 
 
 _VARIABLE: ContextVar[float] = ContextVar("scale", default=1.0)
-_KEPT: list[Holder] = []
-"""What only this keeps, which no step names."""
 
 
 def _refused(name: str) -> Callable[[], float]:
@@ -226,10 +224,6 @@ def _refused(name: str) -> Callable[[], float]:
             last.after = SimpleNamespace(after=None, factor=1.0)
             last = last.after
         return lambda: _follow(first, 35).factor
-    if name == "behind a weak reference":
-        _KEPT[:] = [Holder()]
-        reference = weakref.ref(_KEPT[0])
-        return lambda: reference().value  # type: ignore[union-attr]
     if name == "a view of a dictionary":
         values = {"scale": 1.0}.values()
         return lambda: sum(values)
@@ -266,10 +260,6 @@ def _follow(thing: Any, times: int) -> Any:
         (
             "an object far away",
             r"reads first(\.after)+, which lies more than 24 attributes deep; what is there is not.*owners=",
-        ),
-        (
-            "behind a weak reference",
-            r"reads reference\(\)\.value, which something weakly referenced holds; what is in it is not.*Refer to that",
         ),
         ("a view of a dictionary", r"reads values, a dict_values, and what it stands for is not.*use that itself"),
         ("a context variable", r"reads _VARIABLE, a ContextVar, and what it stands for is not.*use that itself"),
