@@ -162,7 +162,6 @@ class Program:
             self._copied.load(given or {}, self.adopted.walk)
         self._push_rates()
         self.bindings.settle_grads(are_kept=not is_settled)
-        self.adopted.refresh()
         self.bindings.numbers.start()
         self.inputs.load(leaves)
         self.outputs.renew()
@@ -282,11 +281,8 @@ class Program:
             raise FeedError(f"{self.plan.name}: {misfit}")
         return self.run(feed.leaves, {Role.PARAM: params or {}, Role.STATE: state or {}})
 
-    def resync(self, let_go: Callable[[], bool] = lambda: False) -> str | None:
+    def resync(self) -> str | None:
         """Follow tensors that moved: copy new values into the fixed storage and bind it back.
-
-        Args:
-            let_go: lets go of tensors that are held for something else; returns True if there were any.
 
         Returns:
             None if the program fits again, else why it cannot.
@@ -294,7 +290,7 @@ class Program:
         if self._is_spoiled:
             return "something that an eager step keeps lies in memory that replays write"
         walk = self.plan.handles.walk()
-        reason = self.bindings.lost_memory() or self.adopted.follow(walk, let_go)
+        reason = self.bindings.lost_memory() or self.adopted.follow(walk)
         if reason is not None:
             return reason
         self.plan.handles.rates.attach(walk.optimizers.values())

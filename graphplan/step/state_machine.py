@@ -88,7 +88,7 @@ class StateMachine:
         parts = Parts(options, self.managed, self.runner, self.refusals, self.programs, peers)
         self.stages = Stages(parts, self.buffers, self.memory, self.unread)
         self.replays = Replays(parts)
-        self.lookup = Lookup(parts, self.stages.let_traces_go)
+        self.lookup = Lookup(parts)
         self.fast_path = FastPath(self.managed)
         self.timing: Timing = Timing(parts, gate=gate, opens=is_alone, serve=serve, stand_down=self.stand_down)
         self.reasons = Reasons(self)
