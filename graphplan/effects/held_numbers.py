@@ -46,17 +46,12 @@ class HeldNumber:
                     f"{allowing(path)}",
                     path=path,
                 )
-            if not same_value(*forms):
+            if not same_value(*forms) or path not in second.entry_scalars:
                 raise HostEffectError(
-                    f"the step sets {path} to what it reads or computes in one call, and to something else, or "
-                    "from other numbers, in the next; a replay does the same each time. Keep it in a tensor, or "
-                    f"compute it after the step from what that returns; or, {allowing(path)}",
-                    path=path,
-                )
-            if path not in second.entry_scalars:
-                raise HostEffectError(
-                    f"the step sets {path}, which is not there before it, to what it reads or computes; a replay "
-                    f"would not know where. Set it to a number before the step, and let it be; or, {allowing(path)}",
+                    f"the step sets {path} to what it reads or computes in one call, and to something else, or from "
+                    "other numbers, in the next, or it is not there before the step; a replay does the same each time. "
+                    "Set it to a number before the first step, keep it in a tensor, or compute it after the step from "
+                    f"what that returns; or, {allowing(path)}",
                     path=path,
                 )
             found.append(cls(path, forms[1]))

@@ -59,13 +59,6 @@ def is_known(module: str) -> bool:
     return root in FOREIGN or root in _HOLDERS
 
 
-def is_plain_code(value: Any) -> bool:
-    """Whether ``value`` is a library's function that leads to nothing else."""
-    if type(value) is BuiltinFunctionType:
-        return value.__self__ is None or type(value.__self__) is ModuleType
-    return type(value) is FunctionType and not is_users(value)
-
-
 def users_bases(kind: type) -> tuple[type, ...]:
     """``kind`` and its bases, as far as they are the user's own classes."""
     found = _USERS_BASES.get(kind)

@@ -114,7 +114,7 @@ class ValueWalker:
             elif issubclass(kind, dict | list | deque):
                 self._items(value, path, depth, source)
             elif issubclass(kind, set):
-                self._contents(value, path, source, depth)
+                self._contents(value, path, source)
             else:
                 self.walk.objects[path] = Scalar(container, key, *source)
                 self._object(value, path, depth)
@@ -170,8 +170,6 @@ class ValueWalker:
         if not isinstance(source[0], torch.optim.Optimizer):
             self.walk.objects[Path.length(path)] = Scalar(Told(items, extent), "len", *source)
         dotted = isinstance(items, MAPPINGS)
-        if dotted:
-            self._members(items, f"{path}.keys()", depth, source)
         if isinstance(items, list | deque):
             self.walk.lists[path] = items
         if isinstance(items, deque):
@@ -208,21 +206,9 @@ class ValueWalker:
         left: Any = {"rest": TOO_MANY} if hold else Told(items, partial(rest, start))
         self.walk.objects[f"{path}[{start}:]"] = Scalar(left, "rest", *source)
 
-    def _members(self, items: Iterable[Any], path: str, depth: int, source: Source) -> None:
-        """Objects that are told apart by a hash."""
-        own = [i for i in items if type(i) not in PLAIN and (isinstance(i, Enum) or is_user_object(i))]
-        found = tuple(item for item in own if not isinstance(item, nn.Module))
-        for number, item in enumerate(found[:MAX_ITEMS]):
-            self._value(item, f"{path}{{{number}}}", found, number, depth + 1, source)
-
-    def _contents(self, items: Any, path: str, source: Source, depth: int = 0) -> None:
-        if isinstance(items, set | frozenset):
-            if isinstance(items, set):
-                self.walk.containers.append(items)
-                self.walk.scalars[path] = Scalar(Told(items, contents), "contents", *source)
-            self._members(items, path, depth, source)
-        else:
-            self.walk.scalars[f"{path}[:]"] = Scalar(Told(items, contents), "contents", *source)
+    def _contents(self, items: set[Any], path: str, source: Source) -> None:
+        self.walk.containers.append(items)
+        self.walk.scalars[path] = Scalar(Told(items, contents), "contents", *source)
 
     def _object(self, thing: Any, path: str, depth: int, *, visited: bool = False) -> None:
         if not visited and not self._first_visit(thing):
@@ -344,15 +330,10 @@ class ValueWalker:
         elif isinstance(value, MappingProxyType):
             for number, (key, item) in enumerate(value.items()):
                 self._value(item, f"{path}[{key_name(key, number)}]", value, key, depth + 1, source)
-        elif isinstance(value, Enum):
-            for name, item in list(vars(value).items()):
-                if not name.startswith("__"):
-                    via = "value" if name == "_value_" else name
-                    self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, via))
         elif isinstance(value, weakref.ref):
             self.walk.objects[f"{path}()"] = Scalar(Told(value, lambda ref: ref() is not None), "alive", *source)
-        elif isinstance(value, frozenset) or has_contents(value):
-            self._contents(value, path, source, depth)
+        elif has_contents(value):
+            self.walk.scalars[f"{path}[:]"] = Scalar(Told(value, contents), "contents", *source)
 
     def _bound(self, method: MethodType | BuiltinMethodType, path: str, depth: int, source: Source) -> None:
         """What a method is bound to, and its function; a built-in function is bound to its module, or to nothing."""

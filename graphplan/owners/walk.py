@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from graphplan.owners.kinds import MAPPINGS, SCALARS, is_of_library, is_plain_code, is_user_object
+from graphplan.owners.kinds import MAPPINGS, SCALARS, is_of_library, is_user_object
 from graphplan.owners.slots import Namespace, Reached, Scalar, Slot, Via, Walk
 from graphplan.owners.values import ValueWalker, has_own_gradient
 from graphplan.owners.views import GroupCounts, Numbers, Told, attributes_of
@@ -91,15 +91,9 @@ class _Walker(ValueWalker):
         for label, space, key, value in there:
             if not isinstance(space, MappingProxyType):
                 self.walk.places.append((space, key))
-            settled = names.settled.get(label)
-            if settled is not None and settled[0] is value:
-                self.walk.scalars[label] = settled[1]
-                continue
             path = self._path_of(label, value, names, held)
             # What a module or a class holds is used as an attribute, which the dot says.
             self._value(value, path, space, key, 0, (names, f".{key}" if "." in label else key))
-            if path == label and is_plain_code(value):
-                names.settled[label] = value, self.walk.scalars[label]
         self._take_found(known)
 
     def _path_of(self, label: str, value: Any, names: Namespace, held: Mapping[str, Any]) -> str:

@@ -67,12 +67,19 @@ def build_plan(
     walk = walk or handles.walk()
     pair = TracePair(first, second, walk, allow)
     check_used(pair)
-    _check(feed, first, second, allow)
+    for trace in pair.both:
+        # Before what else was noted: draws of another thread look like a seek.
+        check_threads(trace, allow)
+    check_difference(first, second)
+    _check_branches(second)
+    check_marks(feed, first, second)
     check_draws(pair)
     check_gradients(pair)
-    effects = _effects(pair)
-    rebindings = effects["rebindings"]
-    changed = {effect.path for effect in (*effects["numbers"], *effects["counters"])}
+    # A list that changes its length is told as such, not as the numbers that it holds.
+    appends, numbers, counters = Append.find(pair), HeldNumber.find(*pair.both, walk, allow), Counter.find(pair)
+    left, rebindings = MappingProxyType(left_flags(pair)), Rebindings.find(pair)
+    changed = {*(number.path for number in numbers), *(counter.path for counter in counters)}
+    launched = [operator for operator in second.operators if operator.launches]
     shadows = handles.rates.storages
     externals = classify(first, second, feed, walk, rebindings=rebindings, shadows=shadows)
     assert second.device is not None
@@ -81,15 +88,27 @@ def build_plan(
         form=form_of(second),
         feed=feed.without_leaves(),
         externals=externals,
-        **effects,
+        rebindings=rebindings,
+        counters=counters,
+        numbers=numbers,
+        appends=appends,
+        left=left,
         assignments=Assignment.find(pair, changed),
         # What a result shows is told as such, not as a value that was read.
         outputs=tuple(_outputs(first, second, {*rebindings.paths} - rebindings.moved)),
         output_structure=second.output_structure,
         entry_grads=MappingProxyType(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
-        operators=MappingProxyType(collections.Counter(op.name for op in second.operators if op.launches)),
+        operators=MappingProxyType(collections.Counter(operator.name for operator in launched)),
         footprint=first.footprint.merge(second.footprint),
-        traced=_traced_values(second),
+        traced=TracedValues(
+            reads=tuple(second.host_reads),
+            states=second.states,
+            generators=second.generators,
+            device_constants=second.device_constants,
+            host_constants=second.host_constants,
+            host_draws=second.host_draws,
+            in_mode=second.derives_otherwise,
+        ),
         device=second.device,
         reads=Reads.find(pair, changed, loose=loose),
         twins=_twins(second, externals, shadows),
@@ -102,45 +121,10 @@ def build_plan(
         defers=bool(second.deferred),
         symbolic=MappingProxyType(second.symbolic.kinds),
         filled=tuple(second.symbolic.given.values()),
-        last_operators=_last_operators(second),
+        last_operators=tuple(f"{operator.name} at {operator.source}" for operator in launched[-_LAST:]),
         kept=_shared(first, second),
         handles=handles,
     )
-
-
-def _effects(pair: TracePair) -> dict[str, Any]:
-    """What both traces changed alike, as a plan has it. A list that changes its length is told as such, not as the
-    numbers that it holds.
-    """
-    return {
-        "appends": Append.find(pair),
-        "numbers": HeldNumber.find(*pair.both, pair.walk, pair.allow),
-        "counters": Counter.find(pair),
-        "left": MappingProxyType(left_flags(pair)),
-        "rebindings": Rebindings.find(pair),
-    }
-
-
-def _traced_values(trace: Trace) -> TracedValues:
-    return TracedValues(
-        reads=tuple(trace.host_reads),
-        states=trace.states,
-        generators=trace.generators,
-        device_constants=trace.device_constants,
-        host_constants=trace.host_constants,
-        host_draws=trace.host_draws,
-        in_mode=trace.derives_otherwise,
-    )
-
-
-def _check(feed: Feed, first: Trace, second: Trace, allow: Sequence[str]) -> None:
-    """Refuse what shows in two traces alone."""
-    for trace in (first, second):
-        # Before what else was noted: draws of another thread look like a seek.
-        check_threads(trace, allow)
-    check_difference(first, second)
-    _check_branches(second)
-    check_marks(feed, first, second)
 
 
 def _check_branches(trace: Trace) -> None:
@@ -148,11 +132,6 @@ def _check_branches(trace: Trace) -> None:
     error = next((read.error for read in trace.host_reads if read.error is not None), None)
     if error is not None and any(is_collective(operator.name) for operator in trace.operators):
         raise error
-
-
-def _last_operators(trace: Trace) -> tuple[str, ...]:
-    launched = [operator for operator in trace.operators if operator.launches]
-    return tuple(f"{operator.name} at {operator.source}" for operator in launched[-_LAST:])
 
 
 def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:

@@ -85,9 +85,6 @@ class CopiedOwned:
         Raises:
             FeedError: for an unknown name, a missing one, or a tensor that does not fit.
         """
-        if not self.externals:
-            _refuse_given(given)
-            return
         sources = self._sources(given, walk)
         targets = list(self.stand_ins.values())
         with torch.no_grad():
@@ -106,13 +103,18 @@ class CopiedOwned:
     def _sources(self, given: Mapping[Role, Mapping[str, Tensor]], walk: Walk) -> list[Tensor]:
         chosen: dict[str, Tensor] = {}
         for role, values in given.items():
+            if values and not any(external.role is role for external in self.externals):
+                raise FeedError(
+                    f"{role} values are given ({', '.join(list(values)[:3])}), but the policy does not copy that role: "
+                    f"capture with copy_roles=('input', '{role}')"
+                )
             for name, value in values.items():
                 external = self._names.get((role, name))
                 if external is None and any(name in (path, path.split(".", 1)[-1]) for path in walk.slots):
                     # The step does not touch it.
                     continue
                 if external is None:
-                    known = ", ".join(sorted(n for r, n in self._names if r is role)[:12]) or "none"
+                    known = ", ".join(sorted(n for r, n in self._names if r is role)[:12])
                     raise FeedError(f"the plan has no copied {role} called {name!r}; expected one of: {known}")
                 if not external.spec.fits(TensorSpec.of(value)):
                     raise FeedError(f"{name} is {TensorSpec.of(value)}; expected {external.spec}: nothing is cast")
@@ -148,12 +150,3 @@ def _short_names(externals: list[External]) -> dict[tuple[Role, str], External]:
             names[short] = external
     names.update({(external.role, external.name): external for external in externals})
     return names
-
-
-def _refuse_given(given: Mapping[Role, Mapping[str, Tensor]]) -> None:
-    for role, values in given.items():
-        if values:
-            raise FeedError(
-                f"{role} values are given ({', '.join(list(values)[:3])}), but the policy does not copy that role: "
-                f"capture with copy_roles=('input', '{role}')"
-            )
