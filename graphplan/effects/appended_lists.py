@@ -30,11 +30,7 @@ class Append:
 
     @classmethod
     def find(cls, pair: TracePair) -> tuple[Append, ...]:
-        """Lists and deques that grew alike in both traces.
-
-        Raises:
-            HostEffectError: for one that shrank, or grew differently or elsewhere.
-        """
+        """Lists and deques that grew alike in both traces. Others that changed their length are refused."""
         appends = []
         for path, one, two in pair.changed("moved"):
             old, new = two or one

@@ -33,12 +33,7 @@ class Counter:
 
     @classmethod
     def find(cls, pair: TracePair) -> tuple[Counter, ...]:
-        """Numbers that grew by the same amount in both traces.
-
-        Raises:
-            HostEffectError: for any other changed Python value that ``allow`` does not name.
-            HostScalarError: for a counter that user code also reads.
-        """
+        """Numbers that grew by the same amount in both traces, and that no code reads. Other changes are refused."""
         counters = []
         for path, old, new in pair.changed("scalars"):
             if is_read_number(old) or is_read_number(new):
@@ -173,9 +168,6 @@ def left_flags(pair: TracePair) -> dict[str, Any]:
     """Modes, flags, values in parameter groups and switches of torch's that both traces leave changed, and alike.
 
     The calls that a program serves begin with the same ones, so that they end with the same ones: replays set them.
-
-    Raises:
-        HostEffectError: for one that two steps leave otherwise, or that cannot be set after a replay.
     """
     left = {}
     for path, one, two in pair.changed("flags"):

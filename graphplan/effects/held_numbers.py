@@ -25,13 +25,7 @@ class HeldNumber:
 
     @classmethod
     def find(cls, first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> tuple[HeldNumber, ...]:
-        """Numbers that both traces computed alike.
-
-        Raises:
-            HostEffectError: for one that only one of the traces read, or that they computed otherwise, or that is not
-                there before the step.
-            HostScalarError: for one that the step's code also reads.
-        """
+        """Numbers that both traces computed alike, and that no code reads. Others are refused."""
         found = []
         for path in {**first.changes.scalars, **second.changes.scalars}:
             forms = [trace.changes.scalars.get(path, (None, None))[1] for trace in (first, second)]

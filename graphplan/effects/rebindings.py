@@ -34,13 +34,7 @@ class Rebindings:
 
     @classmethod
     def find(cls, pair: TracePair) -> Rebindings:
-        """Slots that both traces rebind alike.
-
-        Raises:
-            CarryError: if a carried slot changes shape or dtype.
-            HostEffectError: if only one of the steps rebinds a slot, or makes an optimizer's state, or shares memory
-                that replays could not.
-        """
+        """Slots that both traces rebind alike. What replays could not repeat is refused."""
         carries, fresh = [], []
         second = pair.second
         used = _used(second)

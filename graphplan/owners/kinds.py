@@ -114,11 +114,7 @@ def unwrapped(owner: Any) -> Any:
 
 
 def name_owners(owners: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Any]:
-    """Owners by name: a mapping as it is, a sequence under its types' names, nothing as nothing.
-
-    Raises:
-        OwnersError: for anything else, and for what calls itself an optimizer and is none.
-    """
+    """Owners by name: a mapping as it is, a sequence under its types' names, nothing as nothing."""
     if owners is None:
         return {}
     if isinstance(owners, Mapping):

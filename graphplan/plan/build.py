@@ -60,9 +60,6 @@ def build_plan(
 ) -> Plan:
     """Compile two traces of consecutive real steps. ``feed`` is the second one's, and ``walk`` was at its end, if there
     is one. ``loose``: see :meth:`Reads.find`.
-
-    Raises:
-        RefusalError: a subclass for every way in which a replay could differ from the step.
     """
     walk = walk or handles.walk()
     pair = TracePair(first, second, walk, allow)

@@ -22,11 +22,6 @@ def classify(
 ) -> tuple[External, ...]:
     """Externals of the second trace with their roles: leaves of the feed are inputs, what an owner's slot holds is a
     param (parameters, and buffers that are only read) or state. ``shadows`` are the storages of device learning rates.
-
-    Raises:
-        UnownedTensorError: a tensor that is neither fed nor owned is mutated, or is another one in each step.
-        HostSyncError: an external on the host in a step that computes elsewhere.
-        FeedError: an input shares memory with what the step changes.
     """
     found = [
         _input(index, name, feed, second) for index, name in enumerate(feed.names()) if index in second.leaf_storages

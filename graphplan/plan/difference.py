@@ -23,14 +23,7 @@ _LOGGING = "__to_tensor"
 
 
 def check_difference(first: Trace, second: Trace) -> None:
-    """Refuse two traces that do not run the same operators on the same operands with the same numbers.
-
-    Raises:
-        RefusalError: what either trace noted by itself (a host read, a copy from a temporary, a seek).
-        HostScalarError: a Python number, or a constant made from one, that differs.
-        ControlFlowError: another operator, or other operands.
-        GeneratorSeekError: another generator that an operator draws from.
-    """
+    """Refuse two traces that do not run the same operators on the same operands with the same numbers."""
     for trace in (first, second):
         if trace.violation is not None:
             raise trace.violation
@@ -230,11 +223,7 @@ def _short(tensor: torch.Tensor) -> Any:
 
 
 def check_marks(feed: Feed, first: Trace, second: Trace) -> None:
-    """Refuse a step that reads an attribute of a fed tensor which is no plain value, or hangs on one with gradients.
-
-    Raises:
-        FeedError: naming the attribute.
-    """
+    """Refuse a step that reads an attribute of a fed tensor which is no plain value, or hangs on one with gradients."""
     for index, leaf in feed.tensors():
         for name, value in attributes_on(leaf).items():
             if not any(trace.reads.reads_mark(name) for trace in (first, second)):

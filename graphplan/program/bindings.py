@@ -181,9 +181,6 @@ class Bindings:
         """Before a replay: bring gradients that moved (``module.to``) back to the memory that the recording writes. One
         that the caller keeps gets memory of its own, and another tensor takes its place, since an eager step makes new
         ones; but not those that steps accumulate into. ``are_kept`` is False if it is known that none is kept.
-
-        Raises:
-            GuardError: if :meth:`lost_memory` says so.
         """
         if not self._addresses.are_of(self._memory):
             lost = self.lost_memory()

@@ -60,12 +60,6 @@ def capture_program(
     """Record ``plan``'s step on ``feed`` under ``policy``; :meth:`Program.run_recorded` then finishes the call.
     ``homes`` are what other programs of the step have bound in carried slots, by path; ``lends``: results are the
     program's own memory.
-
-    Raises:
-        UncoveredRoleError: if an external's role is not static.
-        FeedError: if a leaf shares memory with an owner's tensor in a way that no program could.
-        GuardError: if :func:`outdated` says so.
-        RefusalError: if the step cannot be recorded. The caller restores what owners hold.
     """
     check_policy(plan, policy)
     sharding, walk = come_to_rest(plan.handles.owners())
@@ -202,9 +196,6 @@ def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> No
 def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bound: Collection[str]) -> None:
     """Bind carried slots that the step only replaces to tensors of the program, which replays write to: what lay there
     (the zeros that a hidden state begins with) stays what it is.
-
-    Raises:
-        HostEffectError: if replays would write to what lies in another slot.
     """
     _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in bound})
     sharing, own = walk.by_storage(), own_tensors() | set(map(id, homes.values()))

@@ -149,12 +149,6 @@ class Program:
     ) -> Any:
         """Copy in, launch, repeat effects, return results. Callers check guards first. ``is_settled``: since
         :meth:`Bindings.settle_grads`, no other code has kept a reference to a gradient.
-
-        Raises:
-            ClosedError: after :meth:`close`.
-            GuardError: if the memory of a gradient that the recording writes was given back; nothing has run then.
-            OutcomeError: if the step branches on a value that is another one than in its traces; what the replay did
-                was undone.
         """
         if self._recording is None:
             raise ClosedError(f"the program of {self.plan.name} was closed; capture it again")
@@ -192,11 +186,7 @@ class Program:
             raise
 
     def wait(self, when: str) -> None:
-        """Wait for the device, so that what failed there by ``when`` is told now.
-
-        Raises:
-            DeviceFault: if anything did.
-        """
+        """Wait for the device, so that what failed there by ``when`` is told now."""
         try:
             synchronize(self.plan.device)
         except RuntimeError as error:

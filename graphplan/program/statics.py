@@ -18,12 +18,7 @@ from graphplan.tensors.dtensors import is_sharded
 
 
 def check_policy(plan: Plan, policy: Policy) -> None:
-    """Refuse a policy that leaves an external without storage, or that copies a parameter which the step trains.
-
-    Raises:
-        UncoveredRoleError: naming the externals.
-        PolicyError: naming the parameter.
-    """
+    """Refuse a policy that leaves an external without storage, or that copies a parameter which the step trains."""
     loose = [external for external in plan.externals if external.role not in policy.static_roles]
     if loose:
         names = ", ".join(str(external) for external in loose[:4]) + (", …" if len(loose) > 4 else "")
@@ -80,11 +75,7 @@ class CopiedOwned:
                 slot.set(held)
 
     def load(self, given: Mapping[Role, Mapping[str, Tensor]], walk: Walk) -> None:
-        """Copy values in: those given by name, else the owners' own in ``walk``.
-
-        Raises:
-            FeedError: for an unknown name, a missing one, or a tensor that does not fit.
-        """
+        """Copy values in: those given by name, else the owners' own in ``walk``."""
         sources = self._sources(given, walk)
         targets = list(self.stand_ins.values())
         with torch.no_grad():
