@@ -1,6 +1,4 @@
-"""Fast answers to "is it as it was?", from the guards of torch's own compiler, where this torch has them. True means
-that nothing changed, False that something may have.
-"""
+"""Fast answers to "is it as it was?", from the guards of torch's own compiler."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from graphplan.compare.comparing import Checks, Row, rows_of
 from graphplan.environment.surroundings import COUNTS, LEVEL, surroundings
 from graphplan.environment.switches import COMPARED, USED, count_of_modes, default_device, read_all
 
-_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_guards: Any = torch._C._dynamo.guards
 
 
 _own_hooks = 0
@@ -52,7 +50,7 @@ class Modes:
         return bool(new)
 
     def rows(self) -> list[Row] | None:
-        """Comparisons that hold while all are what :meth:`now` said last; None if this torch has none."""
+        """Comparisons that hold while all are what :meth:`now` said last; None before that."""
         return self._rows
 
     def now(self) -> tuple[Any, ...]:
@@ -60,8 +58,8 @@ class Modes:
         if self._rows is None or not self._checks.hold():
             known = tuple([tuple(value) if type(value) is list else value for value in read_all()])
             self._known = known if known != self._known else self._known
-            self._rows = _rows_of_today(self._getters) if hasattr(_guards, "GlobalStateGuard") else None
-            self._checks = Checks(self._rows or ())
+            self._rows = _rows_of_today(self._getters)
+            self._checks = Checks(self._rows)
         return self._known
 
 

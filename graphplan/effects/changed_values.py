@@ -1,4 +1,4 @@
-"""Python values that a step changes: counted up, assigned alike, or left otherwise than they were found."""
+"""Python values that a step changes: counted up, assigned alike, computed of numbers, or left otherwise than found."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from graphplan.effects.allowed import allowing, describe
-from graphplan.effects.held_numbers import is_read_number
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.names import plain_steps
 from graphplan.owners.flags import is_assignable
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.views import GroupCounts, Told
+from graphplan.tensors.deferred import NumberForm
 from graphplan.trace.changes import ABSENT, same_value
 from graphplan.trace.records import Trace
 
@@ -186,3 +186,42 @@ def left_flags(pair: TracePair) -> dict[str, Any]:
             )
         left[path] = two[1]
     return left
+
+
+@dataclass(frozen=True, slots=True)
+class HeldNumber:
+    """A Python number that every step computes by ``form`` from what it reads or finds; replays compute it, too."""
+
+    path: str
+    form: NumberForm
+
+    @classmethod
+    def find(cls, pair: TracePair) -> tuple[HeldNumber, ...]:
+        """Numbers that both traces computed alike, and that no code reads. Others are refused."""
+        found = []
+        for path, old, new in pair.changed("scalars"):
+            if not (is_read_number(old) or is_read_number(new)):
+                continue
+            scalar = pair.walk.scalars.get(path)
+            if scalar is not None and not pair.tracks(path) and pair.second.reads.uses(scalar):
+                raise HostScalarError(
+                    f"the step's code reads {path}, which it also sets to what it reads or computes; a replay "
+                    f"would act on one value for ever. Keep it in a tensor, or read it outside the step; or, "
+                    f"{allowing(path)}",
+                    path=path,
+                )
+            if old is None or new is None or not same_value(old[1], new[1]) or path not in pair.second.entry_scalars:
+                raise HostEffectError(
+                    f"the step sets {path} to what it reads or computes in one call, and to something else, or from "
+                    "other numbers, in the next, or it is not there before the step; a replay does the same each time. "
+                    "Set it to a number before the first step, keep it in a tensor, or compute it after the step from "
+                    f"what that returns; or, {allowing(path)}",
+                    path=path,
+                )
+            found.append(cls(path, new[1]))
+        return tuple(found)
+
+
+def is_read_number(change: tuple[Any, Any] | None) -> bool:
+    """Return True if a change of a Python value ends with a number that was read from the device."""
+    return change is not None and isinstance(change[1], NumberForm)

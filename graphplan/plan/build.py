@@ -12,8 +12,7 @@ from torch import Tensor
 
 from graphplan.backends.backend import TracedValues
 from graphplan.effects.appended_lists import Append
-from graphplan.effects.changed_values import Assignment, Counter, left_flags
-from graphplan.effects.held_numbers import HeldNumber
+from graphplan.effects.changed_values import Assignment, Counter, HeldNumber, left_flags
 from graphplan.effects.host import check_draws, check_gradients, check_threads
 from graphplan.effects.host_changes import joined_slots
 from graphplan.effects.reads import Reads, check_used
@@ -73,7 +72,7 @@ def build_plan(
     check_draws(pair)
     check_gradients(pair)
     # A list that changes its length is told as such, not as the numbers that it holds.
-    appends, numbers, counters = Append.find(pair), HeldNumber.find(*pair.both, walk, allow), Counter.find(pair)
+    appends, numbers, counters = Append.find(pair), HeldNumber.find(pair), Counter.find(pair)
     left, rebindings = MappingProxyType(left_flags(pair)), Rebindings.find(pair)
     changed = {*(number.path for number in numbers), *(counter.path for counter in counters)}
     launched = [operator for operator in second.operators if operator.launches]

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from graphplan.backends.backend import TracedValues
 from graphplan.effects.appended_lists import Append
-from graphplan.effects.changed_values import Assignment, Counter
-from graphplan.effects.held_numbers import HeldNumber
+from graphplan.effects.changed_values import Assignment, Counter, HeldNumber
 from graphplan.effects.host_changes import Holder
 from graphplan.effects.reads import Reads
 from graphplan.effects.rebindings import Rebindings

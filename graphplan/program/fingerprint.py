@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from graphplan.owners.kinds import PLAIN
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Walk
 from graphplan.program.registered_hooks import Hooks, Odd
-from graphplan.specs.paths import Of, Path, names
+from graphplan.specs.paths import Path
 from graphplan.trace.changes import same_value
 
 _PARTS = ("_modules", "_parameters", "_buffers")
@@ -148,16 +147,7 @@ def _hypers_of(walk: Walk, left_out: Collection[tuple[int, str]]) -> Iterator[tu
 
 def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
     rows = zip(labels, old, new, strict=False)
-    return [f"{label}: {_difference(label, a, b)}" for label, a, b in rows if not same_value(a, b)]
-
-
-def _difference(label: str, old: Any, new: Any) -> str:
-    """What two values of one label are; of a group's parameters, the first that differ, and how many more do."""
-    if not (names(label, Of.MEMBERS) and old and new):
-        return f"{old!r} then {new!r}"
-    differ = [pair for pair in zip_longest(old, new, fillvalue="nothing") if pair[0] != pair[1]]
-    more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
-    return f"{differ[0][0]} then {differ[0][1]}{more}"
+    return [f"{label}: {a!r} then {b!r}" for label, a, b in rows if not same_value(a, b)]
 
 
 def _frozen_all(values: Iterable[Any]) -> Iterable[Any]:

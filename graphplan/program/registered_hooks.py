@@ -22,14 +22,8 @@ _MODULE_HOOKS = {
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = [
-    (name, space, name)
-    for space, names in (
-        (modules, ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")),
-        (modules, ("_global_backward_pre_hooks",)),
-        (optimizers, ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")),
-    )
-    for name in names
-    if hasattr(space, name)
+    *((f"_global_{name}_hooks", modules) for name in ("forward", "forward_pre", "backward", "backward_pre")),
+    *((f"_global_optimizer_{name}_hooks", optimizers) for name in ("pre", "post")),
 ]
 
 
@@ -55,7 +49,7 @@ class Hooks:
     """Hooks of the layers, parameters and optimizers of a walk, and those that torch calls for all of them."""
 
     def __init__(self, walk: Walk) -> None:
-        self._places: list[tuple[str, Any, str]] = [*_GLOBAL_HOOKS]
+        self._places: list[tuple[str, Any, str]] = [(name, space, name) for name, space in _GLOBAL_HOOKS]
         for module in walk.modules:
             self._places += [(f"{type(module).__name__}.{name}", module, name) for name in _MODULE_HOOKS]
         for path, param in walk.parameters.values():
