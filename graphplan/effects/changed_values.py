@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from types import CodeType
 from typing import Any
 
@@ -15,7 +14,7 @@ from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.names import plain_steps
 from graphplan.owners.flags import is_assignable
-from graphplan.owners.slots import Scalar, Walk
+from graphplan.owners.slots import Scalar
 from graphplan.owners.views import GroupCounts, Told
 from graphplan.tensors.deferred import NumberForm
 from graphplan.trace.changes import ABSENT, same_value
@@ -24,68 +23,48 @@ from graphplan.trace.records import Trace
 _DUPLICATES = ("COPY", "DUP_TOP_TWO")
 
 
-@dataclass(frozen=True, slots=True)
-class Counter:
-    """A Python number that grows by the same ``delta`` in every step; replays add it."""
-
-    path: str
-    delta: int | float
-
-    @classmethod
-    def find(cls, pair: TracePair) -> tuple[Counter, ...]:
-        """Numbers that grew by the same amount in both traces, and that no code reads. Other changes are refused."""
-        counters = []
-        for path, old, new in pair.changed("scalars"):
-            if is_read_number(old) or is_read_number(new):
-                continue
-            if any(isinstance(value, OptState) for value in (*(old or ()), *(new or ()))):
-                raise HostEffectError(
-                    f"the step changes {path} ({describe(new)}): part of the gradient scaler's work lies outside the "
-                    "step, and a replay does not tell the scaler how far it came. Expected unscale_, step and update "
-                    "all in one step, or all outside: move them together"
-                )
-            delta = _constant_delta(old, new)
-            scalar = pair.walk.scalars.get(path)
-            component = "optimizer" if scalar and isinstance(scalar.owner, (Optimizer, GroupCounts)) else "step"
-            is_item = scalar is not None and _is_item_of_optimizer(scalar)
-            is_read = scalar is not None and not pair.tracks(path) and _is_read(scalar, pair.second)
-            if delta is not None and is_read:
-                whose, fix = "the step's", "Count in a tensor, or count and decide outside the step"
-                if component == "optimizer":
-                    whose, fix = "the optimizer's", "Step the optimizer outside (in a Trainer that is done for you)"
-                raise HostScalarError(
-                    f"{whose} code reads {path}, which it also counts up ({describe(old)}, then {describe(new)}); a "
-                    f"replay would act on one value for ever. {fix}, or, {allowing(path)}",
-                    component=component,
-                    path=path,
-                )
-            # Of an item, no name tells whether it is raised or set; two traces do.
-            is_item_set = pair.first is not pair.second and old == new
-            is_set = is_item_set if is_item else scalar is not None and scalar.key in pair.second.reads.assigned
-            is_set &= not all(path in trace.symbolic.counted for trace in pair.both)
-            if delta is None or is_set:
-                raise HostEffectError(
-                    f"the step changes {path} in Python ({describe(old)}, then {describe(new)}), and a replay runs no "
-                    "Python. Expected a number that `+=` raises by the same amount each time, or a list that grows. "
-                    "Keep it in a tensor, update it outside the step, or, if replays may leave it alone, pass "
-                    f"allow=({path!r},)",
-                    component=component,
-                    path=path,
-                )
-            counters.append(cls(path, delta))
-        return tuple(counters)
-
-    def repeating(self, walk: Walk) -> Callable[[], None] | None:
-        """What a replay does where the number is in ``walk``; None where it is not there."""
-        scalar = walk.scalars.get(self.path)
-        if scalar is None:
-            return None
-        container, key, delta = scalar.container, scalar.key, self.delta
-
-        def count() -> None:
-            container[key] += delta
-
-        return count
+def find_counters(pair: TracePair) -> dict[str, int | float]:
+    """Numbers that every step raises by the same amount, and that no code reads, by path. Other changes are refused."""
+    counters: dict[str, int | float] = {}
+    for path, old, new in pair.changed("scalars"):
+        if is_read_number(old) or is_read_number(new):
+            continue
+        if any(isinstance(value, OptState) for value in (*(old or ()), *(new or ()))):
+            raise HostEffectError(
+                f"the step changes {path} ({describe(new)}): part of the gradient scaler's work lies outside the "
+                "step, and a replay does not tell the scaler how far it came. Expected unscale_, step and update "
+                "all in one step, or all outside: move them together"
+            )
+        delta = _constant_delta(old, new)
+        scalar = pair.walk.scalars.get(path)
+        component = "optimizer" if scalar and isinstance(scalar.owner, (Optimizer, GroupCounts)) else "step"
+        is_item = scalar is not None and _is_item_of_optimizer(scalar)
+        is_read = scalar is not None and not pair.tracks(path) and _is_read(scalar, pair.second)
+        if delta is not None and is_read:
+            whose, fix = "the step's", "Count in a tensor, or count and decide outside the step"
+            if component == "optimizer":
+                whose, fix = "the optimizer's", "Step the optimizer outside (in a Trainer that is done for you)"
+            raise HostScalarError(
+                f"{whose} code reads {path}, which it also counts up ({describe(old)}, then {describe(new)}); a "
+                f"replay would act on one value for ever. {fix}, or, {allowing(path)}",
+                component=component,
+                path=path,
+            )
+        # Of an item, no name tells whether it is raised or set; two traces do.
+        is_item_set = pair.first is not pair.second and old == new
+        is_set = is_item_set if is_item else scalar is not None and scalar.key in pair.second.reads.assigned
+        is_set &= not all(path in trace.symbolic.counted for trace in pair.both)
+        if delta is None or is_set:
+            raise HostEffectError(
+                f"the step changes {path} in Python ({describe(old)}, then {describe(new)}), and a replay runs no "
+                "Python. Expected a number that `+=` raises by the same amount each time, or a list that grows. "
+                "Keep it in a tensor, update it outside the step, or, if replays may leave it alone, pass "
+                f"allow=({path!r},)",
+                component=component,
+                path=path,
+            )
+        counters[path] = delta
+    return counters
 
 
 def _constant_delta(old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) -> int | float | None:
@@ -129,47 +108,27 @@ def _uses_item(code: CodeType, key: str) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """A Python value that the step's code assigns and that is the same after every step; replays assign it again."""
+def find_assignments(pair: TracePair, changed: Collection[str]) -> dict[str, Any]:
+    """Values that methods of an object may have assigned without a change, by path (a metric's ``_computed = None``).
 
-    path: str
-    value: Any
-
-    @classmethod
-    def find(cls, pair: TracePair, changed: Collection[str]) -> tuple[Assignment, ...]:
-        """Values that methods of their object may have assigned without a change (a metric's ``_computed = None``).
-
-        The next eager step resets such a value if it was changed between two steps, so a replay resets it too.
-        """
-        found = []
-        for path, scalar in pair.walk.scalars.items():
-            is_read_only = not scalar.lies_here or isinstance(scalar.container, (Told, tuple))
-            if path in changed or pair.allows(path) or is_read_only:
-                continue
-            if all(trace.reads.may_store(scalar) for trace in pair.both):
-                found.append(cls(path, scalar.get()))
-        return tuple(found)
-
-    def repeating(self, walk: Walk) -> Callable[[], None] | None:
-        """What a replay does where the value lies in ``walk``; None where it is not there."""
-        place = walk.place(self.path)
-        if place is None:
-            return None
-        container, key, value = place.container, place.key, self.value
-
-        def assign() -> None:
-            container[key] = value
-
-        return assign
+    The next eager step resets such a value if it was changed between two steps, so a replay resets it too.
+    """
+    found: dict[str, Any] = {}
+    for path, scalar in pair.walk.scalars.items():
+        is_read_only = not scalar.lies_here or isinstance(scalar.container, (Told, tuple))
+        if path in changed or pair.allows(path) or is_read_only:
+            continue
+        if all(trace.reads.may_store(scalar) for trace in pair.both):
+            found[path] = scalar.get()
+    return found
 
 
-def left_flags(pair: TracePair) -> dict[str, Any]:
+def find_left_flags(pair: TracePair) -> dict[str, Any]:
     """Modes, flags, values in parameter groups and switches of torch's that both traces leave changed, and alike.
 
     The calls that a program serves begin with the same ones, so that they end with the same ones: replays set them.
     """
-    left = {}
+    left: dict[str, Any] = {}
     for path, one, two in pair.changed("flags"):
         if one is None or two is None or not same_value(one[1], two[1]):
             raise HostEffectError(
@@ -188,38 +147,32 @@ def left_flags(pair: TracePair) -> dict[str, Any]:
     return left
 
 
-@dataclass(frozen=True, slots=True)
-class HeldNumber:
-    """A Python number that every step computes by ``form`` from what it reads or finds; replays compute it, too."""
-
-    path: str
-    form: NumberForm
-
-    @classmethod
-    def find(cls, pair: TracePair) -> tuple[HeldNumber, ...]:
-        """Numbers that both traces computed alike, and that no code reads. Others are refused."""
-        found = []
-        for path, old, new in pair.changed("scalars"):
-            if not (is_read_number(old) or is_read_number(new)):
-                continue
-            scalar = pair.walk.scalars.get(path)
-            if scalar is not None and not pair.tracks(path) and pair.second.reads.uses(scalar):
-                raise HostScalarError(
-                    f"the step's code reads {path}, which it also sets to what it reads or computes; a replay "
-                    f"would act on one value for ever. Keep it in a tensor, or read it outside the step; or, "
-                    f"{allowing(path)}",
-                    path=path,
-                )
-            if old is None or new is None or not same_value(old[1], new[1]) or path not in pair.second.entry_scalars:
-                raise HostEffectError(
-                    f"the step sets {path} to what it reads or computes in one call, and to something else, or from "
-                    "other numbers, in the next, or it is not there before the step; a replay does the same each time. "
-                    "Set it to a number before the first step, keep it in a tensor, or compute it after the step from "
-                    f"what that returns; or, {allowing(path)}",
-                    path=path,
-                )
-            found.append(cls(path, new[1]))
-        return tuple(found)
+def find_numbers(pair: TracePair) -> dict[str, NumberForm]:
+    """Numbers that every step computes alike from what it reads or finds, and that no code reads, by path; replays
+    compute them, too. Others are refused.
+    """
+    found: dict[str, NumberForm] = {}
+    for path, old, new in pair.changed("scalars"):
+        if not (is_read_number(old) or is_read_number(new)):
+            continue
+        scalar = pair.walk.scalars.get(path)
+        if scalar is not None and not pair.tracks(path) and pair.second.reads.uses(scalar):
+            raise HostScalarError(
+                f"the step's code reads {path}, which it also sets to what it reads or computes; a replay "
+                f"would act on one value for ever. Keep it in a tensor, or read it outside the step; or, "
+                f"{allowing(path)}",
+                path=path,
+            )
+        if old is None or new is None or not same_value(old[1], new[1]) or path not in pair.second.entry_scalars:
+            raise HostEffectError(
+                f"the step sets {path} to what it reads or computes in one call, and to something else, or from "
+                "other numbers, in the next, or it is not there before the step; a replay does the same each time. "
+                "Set it to a number before the first step, keep it in a tensor, or compute it after the step from "
+                f"what that returns; or, {allowing(path)}",
+                path=path,
+            )
+        found[path] = new[1]
+    return found
 
 
 def is_read_number(change: tuple[Any, Any] | None) -> bool:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from graphplan.backends.backend import TracedValues
-from graphplan.effects.appended_lists import Append
-from graphplan.effects.changed_values import Assignment, Counter, HeldNumber, left_flags
+from graphplan.effects.appended_lists import find_appends
+from graphplan.effects.changed_values import find_assignments, find_counters, find_left_flags, find_numbers
 from graphplan.effects.host import check_draws, check_gradients, check_threads
 from graphplan.effects.host_changes import joined_slots
 from graphplan.effects.reads import Reads, check_used
@@ -72,9 +72,9 @@ def build_plan(
     check_draws(pair)
     check_gradients(pair)
     # A list that changes its length is told as such, not as the numbers that it holds.
-    appends, numbers, counters = Append.find(pair), HeldNumber.find(pair), Counter.find(pair)
-    left, rebindings = MappingProxyType(left_flags(pair)), Rebindings.find(pair)
-    changed = {*(number.path for number in numbers), *(counter.path for counter in counters)}
+    appends, numbers, counters = find_appends(pair), find_numbers(pair), find_counters(pair)
+    left, rebindings = find_left_flags(pair), Rebindings.find(pair)
+    changed = {*numbers, *counters}
     launched = [operator for operator in second.operators if operator.launches]
     shadows = handles.rates.storages
     externals = classify(first, second, feed, walk, rebindings=rebindings, shadows=shadows)
@@ -85,11 +85,11 @@ def build_plan(
         feed=feed.without_leaves(),
         externals=externals,
         rebindings=rebindings,
-        counters=counters,
-        numbers=numbers,
-        appends=appends,
-        left=left,
-        assignments=Assignment.find(pair, changed),
+        counters=MappingProxyType(counters),
+        numbers=MappingProxyType(numbers),
+        appends=MappingProxyType(appends),
+        left=MappingProxyType(left),
+        assignments=MappingProxyType(find_assignments(pair, changed)),
         # What a result shows is told as such, not as a value that was read.
         outputs=tuple(_outputs(first, second, {*rebindings.paths} - rebindings.moved)),
         output_structure=second.output_structure,

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from graphplan.backends.backend import TracedValues
-from graphplan.effects.appended_lists import Append
-from graphplan.effects.changed_values import Assignment, Counter, HeldNumber
 from graphplan.effects.host_changes import Holder
 from graphplan.effects.reads import Reads
 from graphplan.effects.rebindings import Rebindings
@@ -22,6 +20,7 @@ from graphplan.owners.walk import walk_owners
 from graphplan.specs.paths import Of, names
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import External, Footprint, Role, TensorSpec
+from graphplan.tensors.deferred import NumberForm
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.symbolic_numbers import NumberTensor
 
@@ -83,10 +82,10 @@ class Plan:
         feed: structure and signature of what the step is called with.
         externals: every tensor that comes from outside, each with one role.
         rebindings: slots that the step binds to other tensors.
-        counters: Python numbers that every step raises by the same amount.
+        counters: Python numbers that every step raises by the same amount, by path.
         numbers: Python numbers that every step computes from what it reads from the device or finds in its owners.
-        appends: lists and deques that every step appends to.
-        assignments: Python values that every step assigns alike.
+        appends: how many items every step appends to lists and deques, by path.
+        assignments: Python values that every step assigns alike, by path.
         left: modes, flags, values in parameter groups and switches of torch's that the step leaves otherwise than it
             finds them, by path.
         outputs: leaves of what the step returns; ``output_structure`` rebuilds them.
@@ -121,10 +120,10 @@ class Plan:
     feed: Feed
     externals: tuple[External, ...]
     rebindings: Rebindings
-    counters: tuple[Counter, ...]
-    numbers: tuple[HeldNumber, ...]
-    appends: tuple[Append, ...]
-    assignments: tuple[Assignment, ...]
+    counters: Mapping[str, int | float]
+    numbers: Mapping[str, NumberForm]
+    appends: Mapping[str, int]
+    assignments: Mapping[str, Any]
     left: Mapping[str, Any]
     outputs: tuple[Output, ...]
     output_structure: Any
@@ -253,9 +252,9 @@ class Plan:
             notes.append(f"guarded: {len(metadata)} tensors of which the step reads no values ({_few(metadata)})")
         if compared:
             notes.append(f"guarded: how the step branches on {len(compared)} numbers ({_few(compared)})")
-        notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
-        notes += [f"computed: {number.path}" for number in self.numbers]
-        notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]
+        notes += [f"counted: {path} += {delta}" for path, delta in self.counters.items()]
+        notes += [f"computed: {path}" for path in self.numbers]
+        notes += [f"appended: {path} (+{count})" for path, count in self.appends.items()]
         notes += [f"left: {path} = {value!r}" for path, value in self.left.items()]
         return notes + [f"note: {fact}" for fact in (*self.host_facts, *self.host_reads)]
 

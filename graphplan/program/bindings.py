@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from operator import add, attrgetter, is_, is_not, sub
+from operator import add, attrgetter, is_, is_not, setitem, sub
 from sys import getrefcount
 from typing import Any
 
@@ -20,9 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.compare.tensors import Addresses, geometry
-from graphplan.effects.appended_lists import Append
 from graphplan.errors import GradientError, GuardError
-from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
+from graphplan.owners.slots import Items, Scalar, Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
 from graphplan.program.static_numbers import StaticNumber, StaticNumbers, cloned
 from graphplan.specs.paths import Of, Path, names
@@ -94,15 +93,15 @@ class Bindings:
         self.targets = {storage_id(tensor) for into in self._into.values() for tensor in into}
         self._fresh: dict[str, Any] = {}
         self._places: dict[str, Slot | None] = {}
-        self._appended: dict[Append, list[Any]] = {}
+        self._appended: dict[str, list[Any]] = {}
         lent = {path: place.get() for path in plan.symbolic if (place := before.scalars.get(path)) is not None}
         self.numbers = StaticNumbers(lent, plan.filled)
         for filled in plan.filled:
             filled.fill(lent)
         """What the step reads for numbers that it binds or returns."""
         self._numbers: dict[str, StaticNumber] = {}
-        self._raised = {number.path for number in plan.numbers if number.form.has_own}
-        self._before = {number.path: before.scalars[number.path].get() for number in plan.numbers}
+        self._raised = {path for path, form in plan.numbers.items() if form.has_own}
+        self._before = {path: before.scalars[path].get() for path in plan.numbers}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._walk = before
         kept = {path for path, need in plan.entry_grads.items() if need == "kept"}
@@ -117,15 +116,16 @@ class Bindings:
             if not names(path, Of.GRADIENT):
                 slot = after.slots.get(path)
                 self._fresh[path] = _own(slot.get(), outside, asks=True) if slot else None
-        for append in self._plan.appends:
-            self._appended[append] = append.record(after, lambda item: _own(self.numbers.take(item), outside))
+        for path, count in self._plan.appends.items():
+            items = list(after.lists[path])[-count:]
+            self._appended[path] = [_own(self.numbers.take(item), outside) for item in items]
         for path, own in self._before.items():
             scalar = after.scalars[path]
             # Another small integer may be the same object.
             self._numbers[path] = self.numbers.take(scalar.get(), own if path in self._raised else None)
             scalar.container[scalar.key] = own
-        for counter in self._plan.counters:
-            counted = after.scalars.get(counter.path)
+        for path in self._plan.counters:
+            counted = after.scalars.get(path)
             if counted is not None and is_deferred(counted.get()):
                 counted.container[counted.key] = value_of(counted.get())
         sources = {path: _own(value, self.targets) for path, value in new.items()}
@@ -243,10 +243,23 @@ class Bindings:
         self._walk = walk
         self.numbers.follow(walk)
         self._set_numbers = [partial(_set_number, walk.scalars[path], number) for path, number in self._numbers.items()]
-        counted = [counter.repeating(walk) for counter in self._plan.counters]
-        repeats = filter(None, [*counted, *(assignment.repeating(walk) for assignment in self._plan.assignments)])
-        appends = (append.repeating(walk, items, cloned) for append, items in self._appended.items())
-        self._repeats: list[Callable[[], Any]] = [*self._draws, *repeats, self._set_fresh, *appends, *self._set_numbers]
+        plan, scalars = self._plan, walk.scalars
+        self._repeats: list[Callable[[], Any]] = [
+            *self._draws,
+            *(
+                partial(_count, to.container, to.key, by)
+                for path, by in plan.counters.items()
+                if (to := scalars.get(path))
+            ),
+            *(
+                partial(setitem, to.container, to.key, n)
+                for path, n in plan.assignments.items()
+                if (to := walk.place(path))
+            ),
+            self._set_fresh,
+            *(partial(_append, walk.lists[path], items) for path, items in self._appended.items()),
+            *self._set_numbers,
+        ]
 
     def _place_in(self, walk: Walk, path: str) -> Slot | None:
         """Where the step binds ``path``: if nothing is there now (``self.cache.clear()`` before each step), where it
@@ -275,9 +288,9 @@ class Bindings:
     def replace_recorded(self) -> None:
         """After the recorded pass has run: give owners copies of what a replay will overwrite."""
         self.numbers.fetch()
-        for append, items in self._appended.items():
+        for path, items in self._appended.items():
             for number, item in enumerate(items, -len(items)):
-                self._walk.lists[append.path][number] = cloned(item)
+                self._walk.lists[path][number] = cloned(item)
         for set_number in self._set_numbers:
             set_number()
         self._set_fresh()
@@ -301,6 +314,14 @@ class Bindings:
                 param.grad = grad
         for repeat in self._repeats:
             repeat()
+
+
+def _count(container: Any, key: Any, delta: float) -> None:
+    container[key] += delta
+
+
+def _append(to: Items, items: list[Any]) -> None:
+    to.extend(map(cloned, items))
 
 
 def _set_number(scalar: Scalar, number: StaticNumber) -> None:

@@ -236,10 +236,9 @@ def _used_links(walk: Walk, plan: Plan, containers: Iterable[Any]) -> list[Place
     Others may come and go: a scheduler's list of rates is another one after each step.
     """
     used = {id(home(container)) for container in containers}
-    numbers = [*(c.path for c in plan.counters), *(a.path for a in plan.assignments), *(n.path for n in plan.numbers)]
-    paths = [*plan.rebindings.paths, *numbers]
+    paths = [*plan.rebindings.paths, *plan.counters, *plan.assignments, *plan.numbers]
     used |= {id(place.container) for path in paths if (place := walk.place(path)) is not None}
-    used |= {id(walk.lists[append.path]) for append in plan.appends if append.path in walk.lists}
+    used |= {id(walk.lists[path]) for path in plan.appends if path in walk.lists}
     kept: list[Place] = []
     for container, key, child in reversed(walk.links):
         inner = attributes_of(child)
