@@ -17,14 +17,10 @@ from graphplan.trace.records import Trace
 
 @dataclass(frozen=True, slots=True)
 class Rebindings:
-    """The slots that every step binds to other tensors, by path.
-
-    Attributes:
-        carries: those whose old value the step reads: replays copy the new value into the old storage.
-        replaced: those of ``carries`` whose old tensors the step only reads, so that other holders find them
-            unchanged.
-        moved: those of ``carries`` whose tensors stay, and get other memory.
-        fresh: slots that the step rebinds without reading what they held.
+    """The slots that every step binds to other tensors, by path: ``carries``, whose old value the step reads, so that
+    replays copy the new value into the old storage, and ``fresh`` ones. Of the former, ``replaced`` are those whose old
+    tensors the step only reads, so that other holders find them unchanged, and ``moved`` those whose tensors stay, and
+    get other memory.
     """
 
     carries: tuple[str, ...]

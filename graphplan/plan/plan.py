@@ -48,12 +48,8 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Handles:
-    """The living step that plans are facts about, one for all of them: its programs run it, and walk its owners.
-
-    Attributes:
-        function: returns the step.
-        owners: returns the step's owners by name.
-        rates: device learning rates of the step's optimizers.
+    """The living step that plans are facts about, one for all of them: its programs run its ``function``, walk its
+    ``owners``, and use the device learning ``rates`` of its optimizers.
     """
 
     function: Callable[[], Callable[..., Any]]

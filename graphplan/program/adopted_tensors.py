@@ -41,14 +41,9 @@ def _others(held: Any) -> tuple[Any, ...]:
 
 
 class AdoptedTensors:
-    """What one program adopted. ``guards`` say whether it is still where it was.
-
-    Args:
-        plan: names the externals.
-        copied: paths that buffers of the program stand for.
-        walk: the owners as they are now.
-        values: the Python values that the step read, by path, as they were before it.
-        entry_grads: by parameter path, the gradients that the step expects and accumulates into.
+    """What one program adopted. ``guards`` say whether it is still where it was. ``copied`` are paths that buffers of
+    the program stand for, ``values`` the Python values that the step read, as they were before it, ``entry_grads`` the
+    gradients that it expects and accumulates into, by the path of the parameter.
     """
 
     def __init__(

@@ -29,16 +29,10 @@ Place = tuple[Any, Any, Any]
 
 
 class Guards:
-    """Identity and address checks of one program.
-
-    Args:
-        slots: the slots that the program adopted.
-        walk: the walk they come from; its links are checked too.
-        plan: says what gradients must be on entry and which Python values the step reads.
-        extra: unowned tensors that the plan keeps.
-        values: what those Python values were at capture, by path; of others, what they are now counts.
-        entry_grads: by path, the gradients that the step accumulates into.
-        moving: paths of values in lists and dictionaries that were replaced by others which hold the same.
+    """Identity and address checks of one program, for ``slots`` and ``extra`` tensors that it adopted, the links of
+    ``walk``, and the Python ``values`` at capture, by path; of others, what they are now counts. ``entry_grads`` are
+    the gradients that the step accumulates into, by path, ``moving`` paths of values in lists and dictionaries that
+    were replaced by others which hold the same.
     """
 
     def __init__(
@@ -147,12 +141,8 @@ class Guards:
 
 
 class _Metadata:
-    """What tensors are like that the step's code only looks at, compared with what they were like in the traces. They
-    are not held: the host may put another one there before each step, and as long as it is alike that does not matter.
-
-    Args:
-        known: what they were like, by path.
-        walk: says where they lie now.
+    """What tensors are like that the step's code only looks at, compared with what they were like in the traces
+    (``known``, by path). They are not held: the host may put another one there before each step.
     """
 
     def __init__(self, known: Mapping[str, Any], walk: Walk) -> None:

@@ -160,11 +160,9 @@ def _fill(plan: Plan, feed: Feed, buffers: Buffers, leases: Mapping[int, Lease])
 
 
 class _Staging:
-    """Large inputs on their way from pinned host memory, while the device is still busy with the replay before.
-
-    A copy into a static input has to wait until the replay before has read it. The long part of it, over the bus, need
-    not: it goes to a buffer of its own, on a stream of its own, and only the copy from there waits for the replay. Two
-    events keep the streams apart: the buffer is read after it was filled, and filled after it was read.
+    """Large inputs on their way from pinned host memory, while the device is still busy with the replay before: they go
+    to buffers of their own on a stream of its own, and only the copy from there waits for the replay. Two events keep
+    the streams apart: a buffer is read after it was filled, and filled after it was read.
     """
 
     def __init__(self, targets: Sequence[Tensor], device: torch.device) -> None:
