@@ -20,7 +20,8 @@ from graphplan.tensors.deferred import NumberForm
 from graphplan.trace.changes import ABSENT, same_value
 from graphplan.trace.records import Trace
 
-_DUPLICATES = ("COPY", "DUP_TOP_TWO")
+_STORES = ("STORE_SUBSCR", "COPY", "DUP_TOP_TWO")
+"""What follows the key in ``x[key] = 0`` and ``x[key] += 1``."""
 
 
 def find_counters(pair: TracePair) -> dict[str, int | float]:
@@ -96,16 +97,10 @@ def _is_read(scalar: Scalar, trace: Trace) -> bool:
 
 def _uses_item(code: CodeType, key: str) -> bool:
     """Whether ``code`` has the literal ``key`` for more than ``x[key] += 1``, ``x[key] = 0`` and ``key in x``."""
-    if key not in code.co_consts:
-        return False
-    steps = plain_steps(code)
-    for index, step in enumerate(steps):
-        if step.opname == "LOAD_CONST" and step.argval == key:
-            following = [after.opname for after in steps[index + 1 : index + 3]]
-            is_stored = following[:1] == ["STORE_SUBSCR"] or following[:1][0] in _DUPLICATES
-            if not is_stored and following[1:] != ["CONTAINS_OP"]:
-                return True
-    return False
+    steps = plain_steps(code) if key in code.co_consts else []
+    loads = [index for index, step in enumerate(steps) if step.opname == "LOAD_CONST" and step.argval == key]
+    following = [[after.opname for after in steps[index + 1 : index + 3]] for index in loads]
+    return any(after[0] not in _STORES and after[1:] != ["CONTAINS_OP"] for after in following)
 
 
 def find_assignments(pair: TracePair, changed: Collection[str]) -> dict[str, Any]:
