@@ -12,13 +12,7 @@ from graphplan.compare.fast_compare import hooks_registered
 from graphplan.owners.slots import Walk
 from graphplan.trace.changes import same_value
 
-_MODULE_HOOKS = {
-    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
-    "_backward_hooks": (),
-    "_backward_pre_hooks": (),
-}
-"""Where modules keep hooks, and what says how those are called."""
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = [
@@ -57,23 +51,14 @@ class Hooks:
         for path, optimizer in walk.optimizers.items():
             self._places += [(f"{path}.{name}", optimizer, name) for name in _OPTIMIZER_HOOKS]
         self._registered: int | None = None
-        self._empty: list[Any] = []
         self._filled = Column("same_attributes", [])
 
     def values(self) -> tuple[tuple[str, tuple[tuple[int, Odd], ...]], ...]:
-        """Hooks by their numbers in torch's count. All places are asked again only after one was registered, or written
-        where there was none; that one was removed shows where it was.
-        """
+        """Hooks by their numbers in torch's count. All places are asked again only after one was registered."""
         registered = hooks_registered()
-        if registered != self._registered or any(self._empty):
+        if registered != self._registered:
             self._registered = registered
-            found = [getattr(owner, name) for _, owner, name in self._places]
-            self._empty = [hooks for hooks in found if isinstance(hooks, dict) and not hooks]
-            filled = [place for place in self._places if getattr(*place[1:])]
-            # Where hooks lie, and what says how they are called.
-            parts = [(*place, part) for place in filled for part in (place[2], *_MODULE_HOOKS.get(place[2], ()))]
-            there = [(label, owner, part) for label, owner, _, part in parts if hasattr(owner, part)]
-            self._filled = Column("same_attributes", there)
+            self._filled = Column("same_attributes", [place for place in self._places if getattr(*place[1:])])
         if not self._filled.paths:
             return ()
         held = zip(self._filled.paths, self._filled.read(), strict=True)
@@ -85,7 +70,6 @@ class Hooks:
         """After :meth:`values`: what holds while no hook is added."""
         return [
             ("same_results", [hooks_registered], [self._registered]),
-            ("same_lengths", self._empty, [0] * len(self._empty)),
             self._filled.row(),
             *contents_of(list(self._filled.read())),
         ]
