@@ -95,9 +95,9 @@ class Bindings:
         self._places: dict[str, Slot | None] = {}
         self._appended: dict[str, list[Any]] = {}
         lent = {path: place.get() for path in plan.symbolic if (place := before.scalars.get(path)) is not None}
-        self.numbers = StaticNumbers(lent, plan.filled)
         for filled in plan.filled:
             filled.fill(lent)
+        self.numbers = StaticNumbers(lent, plan.filled)
         """What the step reads for numbers that it binds or returns."""
         self._numbers: dict[str, StaticNumber] = {}
         self._raised = {path for path, form in plan.numbers.items() if form.has_own}
