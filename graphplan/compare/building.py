@@ -73,11 +73,7 @@ def can_build() -> bool:
 
 
 def build_into(package: Path) -> None:
-    """Put them, built before or now, among the modules of a wheel, which then is for this torch and this Python.
-
-    Raises:
-        BackendError: if they cannot be built.
-    """
+    """Put them, built before or now, among the modules of a wheel, which then is for this torch and this Python."""
     shutil.copyfile(find() or build(), package / f"{_key()}.so")
 
 
@@ -104,11 +100,7 @@ def _command(target: Path) -> list[str]:
 
 
 def build() -> Path:
-    """Build them. Several processes may do so at once.
-
-    Raises:
-        BackendError: if they cannot be built, with the compiler's words.
-    """
+    """Build them. Several processes may do so at once."""
     folder = _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

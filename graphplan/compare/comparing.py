@@ -163,11 +163,7 @@ class _Checks:
         ]
 
     def hold(self) -> bool:
-        """Whether all of them say yes.
-
-        Raises:
-            KeyError, IndexError, AttributeError: where something is gone.
-        """
+        """Whether all of them say yes."""
         return all(ask() for ask in self._rows)
 
 

@@ -1,11 +1,8 @@
-"""Fast answers to "is it as it was?", from the guards of torch's own compiler, where this torch has them. True means
-that nothing changed, False that something may have.
-"""
+"""Fast answers to "is it as it was?", from the guards of torch's own compiler."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -14,10 +11,8 @@ from torch.utils.hooks import RemovableHandle
 from graphplan.compare.comparing import Checks, Row, rows_of
 from graphplan.environment.surroundings import COUNTS, LEVEL, surroundings
 from graphplan.environment.switches import COMPARED, USED, count_of_modes, default_device, read_all
-from graphplan.tensors.attributes import has_memory
-from graphplan.tensors.dtensors import is_sharded
 
-_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_guards: Any = torch._C._dynamo.guards
 
 
 _own_hooks = 0
@@ -35,30 +30,6 @@ def register_own(register: Callable[[Any], Any], hook: Any) -> Any:
     handle = register(hook)
     _own_hooks += RemovableHandle.next_id - before
     return handle
-
-
-def accumulator_hooks(params: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, weakref.ref[dict[int, Any]]]]:
-    """Hooks on the nodes that accumulate gradients of ``params``, by their paths: they last as long as the nodes."""
-    found = []
-    # A dispatch mode of the caller's watches the step, and this is no part of it.
-    with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():
-        for path, param in params:
-            if not param.requires_grad or not param.is_leaf or is_sharded(param) or not has_memory(param):
-                continue
-            if param.is_inference():
-                continue
-            node: Any = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-            for register in (node.register_hook, node.register_prehook):
-                # A node shows its hooks to those alone that register one.
-                handle = register_own(register, _nothing)
-                handle.remove()
-                if handle.hooks_dict_ref():
-                    found.append((f"the AccumulateGrad node of {path}", handle.hooks_dict_ref))
-    return found
-
-
-def _nothing(*args: Any) -> None:
-    pass
 
 
 class Modes:
@@ -79,7 +50,7 @@ class Modes:
         return bool(new)
 
     def rows(self) -> list[Row] | None:
-        """Comparisons that hold while all are what :meth:`now` said last; None if this torch has none."""
+        """Comparisons that hold while all are what :meth:`now` said last; None before that."""
         return self._rows
 
     def now(self) -> tuple[Any, ...]:
@@ -87,8 +58,8 @@ class Modes:
         if self._rows is None or not self._checks.hold():
             known = tuple([tuple(value) if type(value) is list else value for value in read_all()])
             self._known = known if known != self._known else self._known
-            self._rows = _rows_of_today(self._getters) if hasattr(_guards, "GlobalStateGuard") else None
-            self._checks = Checks(self._rows or ())
+            self._rows = _rows_of_today(self._getters)
+            self._checks = Checks(self._rows)
         return self._known
 
 

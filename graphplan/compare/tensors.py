@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from graphplan.tensors.attributes import attributes_on, has_memory
 
-_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_guards: Any = torch._C._dynamo.guards
 _addresses_are: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 """One call for many addresses, in torch's CUDA builds."""
 _wants_grad = attrgetter("requires_grad")
@@ -65,7 +65,7 @@ class TorchTensors:
         self._guard: Any = None
         # torch's guard asks any tensor for its strides, and what that raises goes past the interpreter.
         strided = all(tensor.layout is torch.strided and has_memory(tensor) for tensor in tensors)
-        if hasattr(_guards, "TensorGuards") and tensors and strided:
+        if tensors and strided:
             with suppress(RuntimeError, TypeError):
                 self._guard = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 

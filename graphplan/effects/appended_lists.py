@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict, UserList
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,60 +15,37 @@ from graphplan.errors import HostEffectError
 from graphplan.observe.looks import Look, looks_of
 from graphplan.observe.source import Source
 from graphplan.owners.kinds import MAX_ITEMS
-from graphplan.owners.slots import Items, Scalar, Walk
+from graphplan.owners.slots import Items, Scalar
 from graphplan.owners.views import Cell, home
 from graphplan.specs.paths import Path
 from graphplan.trace.changes import same_value, told_apart
 
 
-@dataclass(frozen=True, slots=True)
-class Append:
-    """A list or deque that every step appends ``count`` items to; replays append copies of the tensors."""
-
-    path: str
-    count: int
-
-    @classmethod
-    def find(cls, pair: TracePair) -> tuple[Append, ...]:
-        """Lists and deques that grew alike in both traces.
-
-        Raises:
-            HostEffectError: for one that shrank, or grew differently or elsewhere.
-        """
-        appends = []
-        for path, one, two in pair.changed("moved"):
-            old, new = two or one
-            what = "shortens" if new < old else "adds to other places than the end of"
+def find_appends(pair: TracePair) -> dict[str, int]:
+    """Lists and deques that every step appends to, by path, and how many items; replays append copies of the tensors.
+    Others that changed their length are refused.
+    """
+    appends: dict[str, int] = {}
+    for path, one, two in pair.changed("moved"):
+        old, new = two or one
+        what = "shortens" if new < old else "adds to other places than the end of"
+        raise HostEffectError(
+            f"the step {what} {path}, from {old} to {new} items, which a replay cannot repeat: append, "
+            f"clear it outside the step, or pass allow=({path!r},)",
+            path=path,
+        )
+    for path, before, after in pair.changed("appended"):
+        if before is None or after is None or len(before) != len(after) or not _alike(before, after):
+            what = " and then ".join(
+                told_apart(before, after, lambda items: "nothing" if items is None else shorten(items))
+            )
             raise HostEffectError(
-                f"the step {what} {path}, from {old} to {new} items, which a replay cannot repeat: append, "
-                f"clear it outside the step, or pass allow=({path!r},)",
+                f"the step appends {what} to {path}; expected tensors, or the same values each time, since a "
+                f"replay repeats them. Append tensors, or pass allow=({path!r},)",
                 path=path,
             )
-        for path, before, after in pair.changed("appended"):
-            if before is None or after is None or len(before) != len(after) or not _alike(before, after):
-                what = " and then ".join(
-                    told_apart(before, after, lambda items: "nothing" if items is None else shorten(items))
-                )
-                raise HostEffectError(
-                    f"the step appends {what} to {path}; expected tensors, or the same values each time, since a "
-                    f"replay repeats them. Append tensors, or pass allow=({path!r},)",
-                    path=path,
-                )
-            appends.append(cls(path, len(after)))
-        return tuple(appends)
-
-    def record(self, after: Walk, own: Callable[[Any], Any]) -> list[Any]:
-        """What the recorded step has appended, each item as ``own`` gives it."""
-        return [own(item) for item in list(after.lists[self.path])[-self.count :]]
-
-    def repeating(self, walk: Walk, items: list[Any], copy: Callable[[Any], Any]) -> Callable[[], None]:
-        """What a replay does: append a copy of each of ``items``, which the recording writes."""
-        into = walk.lists[self.path]
-
-        def append() -> None:
-            into.extend(map(copy, items))
-
-        return append
+        appends[path] = len(after)
+    return appends
 
 
 def _alike(before: list[Any], after: list[Any]) -> bool:

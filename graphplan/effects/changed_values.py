@@ -1,9 +1,8 @@
-"""Python values that a step changes: counted up, assigned alike, or left otherwise than they were found."""
+"""Python values that a step changes: counted up, assigned alike, computed of numbers, or left otherwise than found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from types import CodeType
 from typing import Any
 
@@ -11,86 +10,62 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from graphplan.effects.allowed import allowing, describe
-from graphplan.effects.held_numbers import is_read_number
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.names import plain_steps
 from graphplan.owners.flags import is_assignable
-from graphplan.owners.slots import Scalar, Walk
+from graphplan.owners.slots import Scalar
 from graphplan.owners.views import GroupCounts, Told
+from graphplan.tensors.deferred import NumberForm
 from graphplan.trace.changes import ABSENT, same_value
 from graphplan.trace.records import Trace
 
-_DUPLICATES = ("COPY", "DUP_TOP_TWO")
+_STORES = ("STORE_SUBSCR", "COPY", "DUP_TOP_TWO")
+"""What follows the key in ``x[key] = 0`` and ``x[key] += 1``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counter:
-    """A Python number that grows by the same ``delta`` in every step; replays add it."""
-
-    path: str
-    delta: int | float
-
-    @classmethod
-    def find(cls, pair: TracePair) -> tuple[Counter, ...]:
-        """Numbers that grew by the same amount in both traces.
-
-        Raises:
-            HostEffectError: for any other changed Python value that ``allow`` does not name.
-            HostScalarError: for a counter that user code also reads.
-        """
-        counters = []
-        for path, old, new in pair.changed("scalars"):
-            if is_read_number(old) or is_read_number(new):
-                continue
-            if any(isinstance(value, OptState) for value in (*(old or ()), *(new or ()))):
-                raise HostEffectError(
-                    f"the step changes {path} ({describe(new)}): part of the gradient scaler's work lies outside the "
-                    "step, and a replay does not tell the scaler how far it came. Expected unscale_, step and update "
-                    "all in one step, or all outside: move them together"
-                )
-            delta = _constant_delta(old, new)
-            scalar = pair.walk.scalars.get(path)
-            component = "optimizer" if scalar and isinstance(scalar.owner, (Optimizer, GroupCounts)) else "step"
-            is_item = scalar is not None and _is_item_of_optimizer(scalar)
-            is_read = scalar is not None and not pair.tracks(path) and _is_read(scalar, pair.second)
-            if delta is not None and is_read:
-                whose, fix = "the step's", "Count in a tensor, or count and decide outside the step"
-                if component == "optimizer":
-                    whose, fix = "the optimizer's", "Step the optimizer outside (in a Trainer that is done for you)"
-                raise HostScalarError(
-                    f"{whose} code reads {path}, which it also counts up ({describe(old)}, then {describe(new)}); a "
-                    f"replay would act on one value for ever. {fix}, or, {allowing(path)}",
-                    component=component,
-                    path=path,
-                )
-            # Of an item, no name tells whether it is raised or set; two traces do.
-            is_item_set = pair.first is not pair.second and old == new
-            is_set = is_item_set if is_item else scalar is not None and scalar.key in pair.second.reads.assigned
-            is_set &= not all(path in trace.symbolic.counted for trace in pair.both)
-            if delta is None or is_set:
-                raise HostEffectError(
-                    f"the step changes {path} in Python ({describe(old)}, then {describe(new)}), and a replay runs no "
-                    "Python. Expected a number that `+=` raises by the same amount each time, or a list that grows. "
-                    "Keep it in a tensor, update it outside the step, or, if replays may leave it alone, pass "
-                    f"allow=({path!r},)",
-                    component=component,
-                    path=path,
-                )
-            counters.append(cls(path, delta))
-        return tuple(counters)
-
-    def repeating(self, walk: Walk) -> Callable[[], None] | None:
-        """What a replay does where the number is in ``walk``; None where it is not there."""
-        scalar = walk.scalars.get(self.path)
-        if scalar is None:
-            return None
-        container, key, delta = scalar.container, scalar.key, self.delta
-
-        def count() -> None:
-            container[key] += delta
-
-        return count
+def find_counters(pair: TracePair) -> dict[str, int | float]:
+    """Numbers that every step raises by the same amount, and that no code reads, by path. Other changes are refused."""
+    counters: dict[str, int | float] = {}
+    for path, old, new in pair.changed("scalars"):
+        if is_read_number(old) or is_read_number(new):
+            continue
+        if any(isinstance(value, OptState) for value in (*(old or ()), *(new or ()))):
+            raise HostEffectError(
+                f"the step changes {path} ({describe(new)}): part of the gradient scaler's work lies outside the "
+                "step, and a replay does not tell the scaler how far it came. Expected unscale_, step and update "
+                "all in one step, or all outside: move them together"
+            )
+        delta = _constant_delta(old, new)
+        scalar = pair.walk.scalars.get(path)
+        component = "optimizer" if scalar and isinstance(scalar.owner, (Optimizer, GroupCounts)) else "step"
+        is_item = scalar is not None and _is_item_of_optimizer(scalar)
+        is_read = scalar is not None and not pair.tracks(path) and _is_read(scalar, pair.second)
+        if delta is not None and is_read:
+            whose, fix = "the step's", "Count in a tensor, or count and decide outside the step"
+            if component == "optimizer":
+                whose, fix = "the optimizer's", "Step the optimizer outside (in a Trainer that is done for you)"
+            raise HostScalarError(
+                f"{whose} code reads {path}, which it also counts up ({describe(old)}, then {describe(new)}); a "
+                f"replay would act on one value for ever. {fix}, or, {allowing(path)}",
+                component=component,
+                path=path,
+            )
+        # Of an item, no name tells whether it is raised or set; two traces do.
+        is_item_set = pair.first is not pair.second and old == new
+        is_set = is_item_set if is_item else scalar is not None and scalar.key in pair.second.reads.assigned
+        is_set &= not all(path in trace.symbolic.counted for trace in pair.both)
+        if delta is None or is_set:
+            raise HostEffectError(
+                f"the step changes {path} in Python ({describe(old)}, then {describe(new)}), and a replay runs no "
+                "Python. Expected a number that `+=` raises by the same amount each time, or a list that grows. "
+                "Keep it in a tensor, update it outside the step, or, if replays may leave it alone, pass "
+                f"allow=({path!r},)",
+                component=component,
+                path=path,
+            )
+        counters[path] = delta
+    return counters
 
 
 def _constant_delta(old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) -> int | float | None:
@@ -122,85 +97,79 @@ def _is_read(scalar: Scalar, trace: Trace) -> bool:
 
 def _uses_item(code: CodeType, key: str) -> bool:
     """Whether ``code`` has the literal ``key`` for more than ``x[key] += 1``, ``x[key] = 0`` and ``key in x``."""
-    if key not in code.co_consts:
-        return False
-    steps = plain_steps(code)
-    for index, step in enumerate(steps):
-        if step.opname == "LOAD_CONST" and step.argval == key:
-            following = [after.opname for after in steps[index + 1 : index + 3]]
-            is_stored = following[:1] == ["STORE_SUBSCR"] or following[:1][0] in _DUPLICATES
-            if not is_stored and following[1:] != ["CONTAINS_OP"]:
-                return True
-    return False
+    steps = plain_steps(code) if key in code.co_consts else []
+    loads = [index for index, step in enumerate(steps) if step.opname == "LOAD_CONST" and step.argval == key]
+    following = [[after.opname for after in steps[index + 1 : index + 3]] for index in loads]
+    return any(after[0] not in _STORES and after[1:] != ["CONTAINS_OP"] for after in following)
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """A Python value that the step's code assigns and that is the same after every step; replays assign it again."""
+def find_assignments(pair: TracePair, changed: Collection[str]) -> dict[str, Any]:
+    """Values that methods of an object may have assigned without a change, by path (a metric's ``_computed = None``).
 
-    path: str
-    value: Any
-
-    @classmethod
-    def find(cls, pair: TracePair, changed: Collection[str]) -> tuple[Assignment, ...]:
-        """Values that methods of their object may have assigned without a change (a metric's ``_computed = None``).
-
-        The next eager step resets such a value if it was changed between two steps, so a replay resets it too.
-        """
-        found = []
-        for path, scalar in pair.walk.scalars.items():
-            is_read_only = not scalar.lies_here or isinstance(scalar.container, (Told, tuple))
-            if path in changed or pair.allows(path) or is_read_only:
-                continue
-            if all(trace.reads.may_store(scalar) for trace in pair.both):
-                found.append(cls(path, scalar.get()))
-        return tuple(found)
-
-    def repeating(self, walk: Walk) -> Callable[[], None] | None:
-        """What a replay does where the value lies in ``walk``; None where it is not there."""
-        place = walk.place(self.path)
-        if place is None:
-            return None
-        container, key, value = place.container, place.key, self.value
-
-        def assign() -> None:
-            container[key] = value
-
-        return assign
+    The next eager step resets such a value if it was changed between two steps, so a replay resets it too.
+    """
+    found: dict[str, Any] = {}
+    for path, scalar in pair.walk.scalars.items():
+        is_read_only = not scalar.lies_here or isinstance(scalar.container, (Told, tuple))
+        if path in changed or pair.allows(path) or is_read_only:
+            continue
+        if all(trace.reads.may_store(scalar) for trace in pair.both):
+            found[path] = scalar.get()
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class LeftFlag:
-    """A mode, flag, value in a parameter group or switch of torch's that the step leaves otherwise than it finds it.
+def find_left_flags(pair: TracePair) -> dict[str, Any]:
+    """Modes, flags, values in parameter groups and switches of torch's that both traces leave changed, and alike.
 
     The calls that a program serves begin with the same ones, so that they end with the same ones: replays set them.
     """
+    left: dict[str, Any] = {}
+    for path, one, two in pair.changed("flags"):
+        if one is None or two is None or not same_value(one[1], two[1]):
+            raise HostEffectError(
+                f"the step leaves {path} otherwise on one call ({describe(one)}) than on the next ({describe(two)}), "
+                "and a replay leaves one value. Set it outside the step, put it back within the step, or, if replays "
+                f"may leave it alone, pass allow=({path!r},)",
+                path=path,
+            )
+        if two[1] is ABSENT or not is_assignable(path, two[1]):
+            raise HostEffectError(
+                f"the step leaves {path} changed ({describe(two)}), which cannot be set after a replay. Put it back "
+                f"within the step, as a with statement does, or, if replays may leave it alone, pass allow=({path!r},)",
+                path=path,
+            )
+        left[path] = two[1]
+    return left
 
-    path: str
-    value: Any
 
-    @classmethod
-    def find(cls, pair: TracePair) -> tuple[LeftFlag, ...]:
-        """Those that both traces leave alike.
+def find_numbers(pair: TracePair) -> dict[str, NumberForm]:
+    """Numbers that every step computes alike from what it reads or finds, and that no code reads, by path; replays
+    compute them, too. Others are refused.
+    """
+    found: dict[str, NumberForm] = {}
+    for path, old, new in pair.changed("scalars"):
+        if not (is_read_number(old) or is_read_number(new)):
+            continue
+        scalar = pair.walk.scalars.get(path)
+        if scalar is not None and not pair.tracks(path) and pair.second.reads.uses(scalar):
+            raise HostScalarError(
+                f"the step's code reads {path}, which it also sets to what it reads or computes; a replay "
+                f"would act on one value for ever. Keep it in a tensor, or read it outside the step; or, "
+                f"{allowing(path)}",
+                path=path,
+            )
+        if old is None or new is None or not same_value(old[1], new[1]) or path not in pair.second.entry_scalars:
+            raise HostEffectError(
+                f"the step sets {path} to what it reads or computes in one call, and to something else, or from "
+                "other numbers, in the next, or it is not there before the step; a replay does the same each time. "
+                "Set it to a number before the first step, keep it in a tensor, or compute it after the step from "
+                f"what that returns; or, {allowing(path)}",
+                path=path,
+            )
+        found[path] = new[1]
+    return found
 
-        Raises:
-            HostEffectError: for one that two steps leave otherwise, or that cannot be set after a replay.
-        """
-        left = []
-        for path, one, two in pair.changed("flags"):
-            if one is None or two is None or not same_value(one[1], two[1]):
-                raise HostEffectError(
-                    f"the step leaves {path} otherwise on one call ({describe(one)}) than on the next "
-                    f"({describe(two)}), and a replay leaves one value. Set it outside the step, put it back within "
-                    f"the step, or, if replays may leave it alone, pass allow=({path!r},)",
-                    path=path,
-                )
-            if two[1] is ABSENT or not is_assignable(path, two[1]):
-                raise HostEffectError(
-                    f"the step leaves {path} changed ({describe(two)}), which cannot be set after a replay. Put it "
-                    "back within the step, as a with statement does, or, if replays may leave it alone, pass "
-                    f"allow=({path!r},)",
-                    path=path,
-                )
-            left.append(cls(path, two[1]))
-        return tuple(left)
+
+def is_read_number(change: tuple[Any, Any] | None) -> bool:
+    """Return True if a change of a Python value ends with a number that was read from the device."""
+    return change is not None and isinstance(change[1], NumberForm)

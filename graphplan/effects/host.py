@@ -51,49 +51,15 @@ def check_threads(trace: Trace, allow: Iterable[str]) -> None:
 
 def check_gradients(pair: TracePair) -> None:
     """Refuse a step that leaves a tensor with a new ``.grad``, where that is no parameter and was not fed."""
-    for path in (path for trace in pair.both for path in trace.gradients):
-        if not pair.allows(path):
+    made = (f"{path}.grad, of a tensor that it makes anew in each call" for t in pair.both for path in t.gradients)
+    unowned = (f"{name}, which is neither a parameter nor an owner" for t in pair.both for name in t.unowned_gradients)
+    for what in (*made, *unowned):
+        if not pair.allows(what.partition(", ")[0].removesuffix(".grad")):
             raise HostEffectError(
-                f"the step leaves a gradient at {path}.grad, of a tensor that it makes anew in each call; a replay "
-                "leaves a copy of the tensor, whose .grad is None. Expected gradients at parameters and at what is fed "
-                f"alone. Keep or return the gradient itself ({path}.grad once backward is over, what a hook of the "
-                "tensor gets, torch.autograd.grad), or, if it is not needed, leave retain_grad() out, and detached "
-                "tensors behind"
-            )
-    for name in (name for trace in pair.both for name in trace.unowned_gradients):
-        if not pair.allows(name):
-            raise HostEffectError(
-                f"the step leaves a gradient at {name}, which is neither a parameter nor an owner; a replay would "
-                "leave an earlier one there. Expected gradients at parameters, owners and what is fed: name the tensor "
-                "(owners={'w': w, ...}), make it a parameter (nn.Parameter) of a module, or use torch.autograd.grad"
-            )
-
-
-def check_made_state(pair: TracePair) -> None:
-    """Refuse a step that found an optimizer without state twice, and made it.
-
-    A recording has the values that state begins with among its constants: it would begin anew in each replay, whatever
-    state there is by then, and leave none where eager steps do.
-
-    Raises:
-        HostEffectError: naming the state.
-    """
-    made = [
-        path
-        for path, one, two in pair.changed("rebindings")
-        if all(change is not None and change.before is None and change.after is not None for change in (one, two))
-    ]
-    for name in pair.walk.optimizers:
-        own = [path for path in made if path.startswith(f"{name}.state[")]
-        if own:
-            more = f" (and {len(own) - 1} more)" if own[1:] else ""
-            raise HostEffectError(
-                f"the step makes {own[0]}{more} in each call, since {name}.state is emptied before it "
-                "(state.clear(), another dictionary, a state dict without state); a replay would begin anew for ever, "
-                "also where nothing was emptied. Expected state that is there when the step begins. Reset it "
-                f"in place (for s in {name}.state.values(): for t in s.values(): t.zero_()), or load a state dict that "
-                "was saved with its state",
-                component="optimizer",
+                f"the step leaves a gradient at {what}; a replay would leave None there, or an earlier gradient. "
+                "Expected gradients at parameters, owners and what is fed alone: name the tensor (owners={'w': w, "
+                "...}), keep or return the gradient itself (torch.autograd.grad, what a hook of the tensor gets), or, "
+                "if it is not needed, leave retain_grad() out, and detached tensors behind"
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from graphplan.effects.held_numbers import is_read_number
+from graphplan.effects.changed_values import is_read_number
 from graphplan.effects.reads import changed_metadata
 from graphplan.effects.trace_pair import TracePair
 from graphplan.owners.slots import Scalar

@@ -42,11 +42,8 @@ class Reads:
 
     @classmethod
     def find(cls, pair: TracePair, changed: Collection[str], *, loose: bool) -> Reads:
-        """What both traces read and the step has not ``changed``, by path. ``loose``: see :func:`_find_inspected`.
-
-        Raises:
-            HostScalarError: for what changes between two steps: each replay would have a stale value; and
-                for what is not compared before each replay (a long buffer, list or cache, weak dictionaries).
+        """What both traces read and the step has not ``changed``, by path; what differs, or cannot be compared, is
+        refused. ``loose``: see :func:`_find_inspected`.
         """
         values: dict[str, Any] = {}
         stale: dict[str, Scalar] = {}
@@ -166,9 +163,6 @@ def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedL
     of Python values that are compared anyway. ``loose``: of a tensor that was another kind of one before each of the
     steps, it only matters that it is there. Code also names what a branch uses that no step takes; if results depend on
     it, the first check says so.
-
-    Raises:
-        HostScalarError: for what was another kind of thing before each of the steps.
     """
     lengths = (path for path in pair.walk.objects if path not in reads and names(path, Of.LENGTH))
     # Their items come and go: their lengths are not compared.

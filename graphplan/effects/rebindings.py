@@ -2,52 +2,37 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import CarryError, HostEffectError
+from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.specs.paths import Of, names
-from graphplan.specs.roles import Overlay
+from graphplan.tensors.storages import span
 from graphplan.trace.changes import Place, Rebinding
 from graphplan.trace.records import Trace
-
-AliasedSlots = tuple[tuple[str, Overlay], ...]
-"""Slots by path that overlap in one memory, and where each lies there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rebindings:
-    """The slots that every step binds to other tensors, by path.
-
-    Attributes:
-        carries: those whose old value the step reads: replays copy the new value into the old storage.
-        replaced: those of ``carries`` whose old tensors the step only reads, so that other holders find them
-            unchanged.
-        moved: those of ``carries`` whose tensors stay, and get other memory.
-        fresh: slots that the step rebinds without reading what they held.
-        together: slots among these that overlap in memory after the step.
+    """The slots that every step binds to other tensors, by path: ``carries``, whose old value the step reads, so that
+    replays copy the new value into the old storage, and ``fresh`` ones. Of the former, ``replaced`` are those whose old
+    tensors the step only reads, so that other holders find them unchanged, and ``moved`` those whose tensors stay, and
+    get other memory.
     """
 
     carries: tuple[str, ...]
     replaced: frozenset[str]
     moved: frozenset[str]
     fresh: tuple[str, ...]
-    together: tuple[AliasedSlots, ...]
 
     @classmethod
     def find(cls, pair: TracePair) -> Rebindings:
-        """Slots that both traces rebind alike.
-
-        Raises:
-            CarryError: if a carried slot changes shape or dtype.
-            HostEffectError: if only one of the steps rebinds a slot, or shares memory that replays could not.
-        """
+        """Slots that both traces rebind alike. What replays could not repeat is refused."""
         carries, fresh = [], []
-        first, second = pair.both
+        second = pair.second
         used = _used(second)
         for path, one, two in pair.changed("rebindings"):
             # A number in the place of a tensor, as of a device learning rate, is a flag that the step leaves.
@@ -58,6 +43,8 @@ class Rebindings:
                     f"the step rebinds {path} on one call and not on the next, which a replay cannot repeat: rebind it "
                     "on every call, or update it in place"
                 )
+            if one is not None and one.before is None and two.before is None and two.after is not None:
+                _check_made(path, pair.walk)
             dropped = names(path, Of.GRADIENT) and two.after is None
             if two.joined is not None:
                 raise HostEffectError(
@@ -72,19 +59,34 @@ class Rebindings:
                 carries.append(path)
             elif two.after is not None or two.before is not None:
                 fresh.append(path)
+        _check_apart(second.changes.rebindings, carries, fresh)
         written = {storage for storage, external in second.externals.items() if external.mutated}
         return cls(
             tuple(carries),
             frozenset(path for path in carries if _is_replaced(second.changes.rebindings[path], written)),
             frozenset(path for path, rebinding in second.changes.rebindings.items() if rebinding.moved),
             tuple(fresh),
-            _find_together(first, second, (*carries, *fresh)),
         )
 
     @property
     def paths(self) -> tuple[str, ...]:
         """All of them."""
         return (*self.carries, *self.fresh)
+
+
+def _check_made(path: str, walk: Walk) -> None:
+    """Refuse an optimizer's state that both steps have made: a recording has what it begins with among its constants,
+    and would begin anew in each replay.
+    """
+    name = next((name for name in walk.optimizers if path.startswith(f"{name}.state[")), None)
+    if name is not None:
+        raise HostEffectError(
+            f"the step makes {path} in each call, since {name}.state is emptied before it (state.clear(), another "
+            "dictionary, a state dict without state); a replay would begin anew for ever, also where nothing was "
+            f"emptied. Reset it in place (for s in {name}.state.values(): for t in s.values(): t.zero_()), or load a "
+            "state dict that was saved with its state",
+            component="optimizer",
+        )
 
 
 def _is_replaced(rebinding: Rebinding, written: set[int]) -> bool:
@@ -114,25 +116,23 @@ def _shapes(specs: list[tuple[Any, Any]]) -> str:
     return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in specs) or "no tensor"
 
 
-def _find_together(first: Trace, second: Trace, paths: Iterable[str]) -> tuple[AliasedSlots, ...]:
-    """Groups of rebound ``paths`` that overlap in memory after both steps alike, and where in that memory each lies."""
-    before = {path: group for group in _groups(first, paths) for path in group}
-    groups = (group for group in _groups(second, paths) if all(before.get(path) == group for path in group))
-    return tuple(tuple(group.items()) for group in groups)
+def _check_apart(rebindings: Mapping[str, Rebinding], carries: Collection[str], fresh: Collection[str]) -> None:
+    """Refuse a carried slot that overlaps in memory with another rebound slot after the step: replays give each memory
+    of its own, so that what is written to the other in place would not be in what the next step reads.
+    """
+    places = [(path, place) for path in (*carries, *fresh) for place in rebindings[path].after or ()]
+    for number, (path, place) in enumerate(places):
+        is_carried = path in carries and not rebindings[path].moved
+        for other, further in places[number + 1 :] if is_carried else ():
+            if other != path and not rebindings[other].moved and _overlap(place, further):
+                raise HostEffectError(
+                    f"the step binds {path} and {other} to one memory, and reads {path} when it is called again; a "
+                    f"replay leaves two tensors, so that what is written to {other} would not be in {path}. Bind a "
+                    f"copy: {other} = {path}.clone()",
+                    component="optimizer" if is_optimizer_state(path) else "step",
+                )
 
 
-def _groups(trace: Trace, paths: Iterable[str]) -> Iterator[dict[str, Overlay]]:
-    """Overlapping slots by path, counted from where the first of them begins."""
-    held: defaultdict[int, dict[str, Place]] = defaultdict(dict)
-    for path in paths:
-        rebinding = trace.changes.rebindings.get(path)
-        after = rebinding.after if rebinding is not None and not rebinding.moved else None
-        if after is not None and len(after) == 1 and isinstance(after[0][0], int) and not any(after[0][5:]):
-            held[after[0][0]][path] = after[0]
-    for places in held.values():
-        begin = min(place[1] for place in places.values())
-        spread = {path: Overlay(place[1] - begin, place[2], place[3], place[4]) for path, place in places.items()}
-        spread = {path: overlay for path, overlay in spread.items() if overlay.is_apart}
-        joined = {path for pair in combinations(spread, 2) if spread[pair[0]].meets(spread[pair[1]]) for path in pair}
-        if joined:
-            yield {path: overlay for path, overlay in spread.items() if path in joined}
+def _overlap(one: Place, other: Place) -> bool:
+    same = one[0] is not None and one[0] == other[0] and one[4] == other[4]
+    return same and one[1] < other[1] + span(*other[2:4]) and other[1] < one[1] + span(*one[2:4])

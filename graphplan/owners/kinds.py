@@ -20,7 +20,6 @@ from graphplan.owners.contents import Unseen
 from graphplan.owners.views import attributes_of
 from graphplan.specs.paths import free_name
 from graphplan.tensors.deferred import DeferredArray, DeferredNumber
-from graphplan.tensors.dtensors import loaded
 from graphplan.tensors.records import slots_of
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), DeferredNumber)
@@ -33,9 +32,6 @@ TOO_DEEP = Unseen(
     f"which lies more than {MAX_DEPTH} attributes deep; what is there", "Give something on the way there to owners="
 )
 TOO_MANY = Unseen(f"of which there are more than {MAX_ITEMS}; what they hold", "Hold numbers in a tensor")
-WEAKLY_HELD = Unseen(
-    "which something weakly referenced holds; what is in it", "Refer to that strongly, or name it in owners="
-)
 _FLAT = (Tensor, torch.dtype, torch.device, type, range)
 MAPPINGS = (dict, MutableMapping)
 """Dictionaries first: asking an abstract class takes long."""
@@ -61,13 +57,6 @@ def is_known(module: str) -> bool:
     """Whether the module is Python's own or one of the libraries that are known here."""
     root = module.split(".")[0]
     return root in FOREIGN or root in _HOLDERS
-
-
-def is_plain_code(value: Any) -> bool:
-    """Whether ``value`` is a library's function that leads to nothing else."""
-    if type(value) is BuiltinFunctionType:
-        return value.__self__ is None or type(value.__self__) is ModuleType
-    return type(value) is FunctionType and not is_users(value)
 
 
 def users_bases(kind: type) -> tuple[type, ...]:
@@ -111,19 +100,6 @@ def is_of_library(kind: type) -> bool:
     return is_known_here and not module.startswith(_OPEN)
 
 
-def is_loader(value: Any) -> bool:
-    """Whether ``value`` is one of torch's loaders or samplers: what leads to a dataset, and to workers and locks."""
-    module = "torch.utils.data"
-    if not type(value).__module__.startswith(module):
-        return False
-    return isinstance(value, (loaded(module, "DataLoader"), loaded(module, "Sampler")))
-
-
-def is_of_no_length(loader: Any) -> bool:
-    """Whether a loader notes that its length was asked for, and warns afterwards."""
-    return isinstance(getattr(loader, "dataset", None), loaded("torch.utils.data", "IterableDataset"))
-
-
 def unwrapped(owner: Any) -> Any:
     """The optimizer that a wrapper without groups of its own keeps (Fabric's, Accelerate's); anything else as it is."""
     while isinstance(owner, torch.optim.Optimizer) and "param_groups" not in vars(owner):
@@ -138,11 +114,7 @@ def unwrapped(owner: Any) -> Any:
 
 
 def name_owners(owners: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Any]:
-    """Owners by name: a mapping as it is, a sequence under its types' names, nothing as nothing.
-
-    Raises:
-        OwnersError: for anything else, and for what calls itself an optimizer and is none.
-    """
+    """Owners by name: a mapping as it is, a sequence under its types' names, nothing as nothing."""
     if owners is None:
         return {}
     if isinstance(owners, Mapping):

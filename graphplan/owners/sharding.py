@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphplan.compare.comparing import Column
 from graphplan.owners.slots import Walk
-from graphplan.owners.walk import walk_owners, with_rates
+from graphplan.owners.walk import walk_owners
 from graphplan.tensors.dtensors import loaded
 
 _PLAIN = (bool, int, float, str, type(None), Enum)
@@ -88,11 +88,9 @@ def _groups_of(state: Any) -> Sequence[Any]:
     return groups
 
 
-def come_to_rest(owners: Mapping[str, Any], before: Walk | None = None) -> tuple[Sharding, Walk]:
-    """Have the modules among ``owners`` that FSDP2 shards come to rest; what a walk finds there. ``before``: the walk
-    of just now, before learning rates were put on the device.
-    """
-    walk = walk_owners(owners) if before is None else with_rates(before, owners)
+def come_to_rest(owners: Mapping[str, Any]) -> tuple[Sharding, Walk]:
+    """Have the modules among ``owners`` that FSDP2 shards come to rest; what a walk finds there."""
+    walk = walk_owners(owners)
     sharding = Sharding(walk.modules)
     sharding.settle()
     # What was gathered lay in other places.

@@ -163,8 +163,6 @@ class Namespace:
     def __init__(self) -> None:
         self.entries: dict[str, tuple[Any, Any]] = {}
         self.attributes: set[str] = set()
-        self.settled: dict[str, tuple[Any, Scalar]] = {}
-        """What names of libraries' functions led to in the last walk, behind which there is nothing."""
         self.functions: dict[CodeType, list[weakref.ref[FunctionType]]] = {}
         """Functions with closures that no name leads to and that were found, by their code."""
         self._known: set[tuple[int, Any]] = set()

@@ -80,9 +80,6 @@ class Snapshot:
     def restore(self, changed: Collection[int | None] = ()) -> None:
         """Put everything back. Tensors keep their identity and storage. ``changed`` are storages that surely have other
         values now.
-
-        Raises:
-            EffectError: where something cannot be put back.
         """
         try:
             self._restore(changed)
@@ -135,11 +132,7 @@ def _is_copied(tensor: Tensor) -> bool:
 
 
 def _check_copies(walk: Walk, tensors: Iterable[Tensor]) -> None:
-    """Refuse tensors whose class does not let them be copied.
-
-    Raises:
-        CaptureError: naming the first of them.
-    """
+    """Refuse tensors whose class does not let them be copied."""
     for tensor in tensors:
         if type(tensor) in PLAIN_KINDS or not has_own_operators(tensor):
             continue

@@ -27,11 +27,8 @@ from graphplan.owners.kinds import (
     SCALARS,
     TOO_DEEP,
     TOO_MANY,
-    WEAKLY_HELD,
     holds_nothing_else,
     is_gone,
-    is_loader,
-    is_of_no_length,
     is_plain,
     is_user_object,
     key_name,
@@ -74,7 +71,6 @@ class ValueWalker:
         """Optimizers that something else than an owner's name leads to, by path."""
         self._names_of: dict[int, str] = {}
         """Names that the step's code has for containers of owners, by identity."""
-        self._weakly_held: list[tuple[str, Any, Scalar]] = []
 
     def _first_visit(self, thing: Any) -> bool:
         # Audit hooks of other packages hear of each ``id``, so it is asked for once.
@@ -118,16 +114,14 @@ class ValueWalker:
             elif issubclass(kind, dict | list | deque):
                 self._items(value, path, depth, source)
             elif issubclass(kind, set):
-                self._contents(value, path, source, depth)
+                self._contents(value, path, source)
             else:
                 self.walk.objects[path] = Scalar(container, key, *source)
                 self._object(value, path, depth)
         else:
             # Numbers and strings, but also functions, types, dtypes: whatever a step's code can tell apart.
             self.walk.scalars[path] = Scalar(container, key, *source)
-            if is_loader(value):
-                self._loader(value, path, depth, source)
-            elif not issubclass(kind, SCALARS):
+            if not issubclass(kind, SCALARS):
                 self._behind(value, path, depth, source)
 
     def _slot(self, path: str, container: Any, key: Any, source: Source) -> None:
@@ -176,8 +170,6 @@ class ValueWalker:
         if not isinstance(source[0], torch.optim.Optimizer):
             self.walk.objects[Path.length(path)] = Scalar(Told(items, extent), "len", *source)
         dotted = isinstance(items, MAPPINGS)
-        if dotted:
-            self._members(items, f"{path}.keys()", depth, source)
         if isinstance(items, list | deque):
             self.walk.lists[path] = items
         if isinstance(items, deque):
@@ -214,21 +206,9 @@ class ValueWalker:
         left: Any = {"rest": TOO_MANY} if hold else Told(items, partial(rest, start))
         self.walk.objects[f"{path}[{start}:]"] = Scalar(left, "rest", *source)
 
-    def _members(self, items: Iterable[Any], path: str, depth: int, source: Source) -> None:
-        """Objects that are told apart by a hash."""
-        own = [i for i in items if type(i) not in PLAIN and (isinstance(i, Enum) or is_user_object(i))]
-        found = tuple(item for item in own if not isinstance(item, nn.Module))
-        for number, item in enumerate(found[:MAX_ITEMS]):
-            self._value(item, f"{path}{{{number}}}", found, number, depth + 1, source)
-
-    def _contents(self, items: Any, path: str, source: Source, depth: int = 0) -> None:
-        if isinstance(items, set | frozenset):
-            if isinstance(items, set):
-                self.walk.containers.append(items)
-                self.walk.scalars[path] = Scalar(Told(items, contents), "contents", *source)
-            self._members(items, path, depth, source)
-        else:
-            self.walk.scalars[f"{path}[:]"] = Scalar(Told(items, contents), "contents", *source)
+    def _contents(self, items: set[Any], path: str, source: Source) -> None:
+        self.walk.containers.append(items)
+        self.walk.scalars[path] = Scalar(Told(items, contents), "contents", *source)
 
     def _object(self, thing: Any, path: str, depth: int, *, visited: bool = False) -> None:
         if not visited and not self._first_visit(thing):
@@ -311,19 +291,6 @@ class ValueWalker:
             elif all(isinstance(leaf, SCALARS) for leaf in pytree.tree_leaves(value)):
                 self.walk.scalars[place] = Scalar(Numbers(module), name, module, name, name=name)
 
-    def _loader(self, loader: Any, path: str, depth: int, source: Source) -> None:
-        """Its length, and those attributes that code names: a dataset may be large, and an iterator has workers."""
-        is_used = isinstance(source[0], Namespace) or source[1].removeprefix(".") in self._used
-        if not is_used or not self._first_visit(loader):
-            return
-        known = len(self.walk.slots)
-        if not is_of_no_length(loader):
-            self.walk.objects[Path.length(path)] = Scalar(Told(loader, _length), "len", *source)
-        for name, value in list(vars(loader).items()):
-            if name in self._used:
-                self._value(value, f"{path}.{name}", vars(loader), name, depth + 1, (loader, name))
-        self.walk.reached.update(self._take_found(known))
-
     def _take_found(self, known: int) -> list[str]:
         """Tensors in slots after the first ``known`` may be a whole dataset: they are not copied. Their paths."""
         fresh = dict(islice(self.walk.slots.items(), known, None))
@@ -363,19 +330,10 @@ class ValueWalker:
         elif isinstance(value, MappingProxyType):
             for number, (key, item) in enumerate(value.items()):
                 self._value(item, f"{path}[{key_name(key, number)}]", value, key, depth + 1, source)
-        elif isinstance(value, Enum):
-            for name, item in list(vars(value).items()):
-                if not name.startswith("__"):
-                    via = "value" if name == "_value_" else name
-                    self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, via))
         elif isinstance(value, weakref.ref):
             self.walk.objects[f"{path}()"] = Scalar(Told(value, lambda ref: ref() is not None), "alive", *source)
-            thing = value()
-            for name in (attributes_of(thing) or {}) if is_user_object(thing) else ():
-                held = Scalar({name: WEAKLY_HELD}, name, value, name)
-                self._weakly_held.append((f"{path}().{name}", thing, held))
-        elif isinstance(value, frozenset) or has_contents(value):
-            self._contents(value, path, source, depth)
+        elif has_contents(value):
+            self.walk.scalars[f"{path}[:]"] = Scalar(Told(value, contents), "contents", *source)
 
     def _bound(self, method: MethodType | BuiltinMethodType, path: str, depth: int, source: Source) -> None:
         """What a method is bound to, and its function; a built-in function is bound to its module, or to nothing."""
@@ -406,14 +364,6 @@ class ValueWalker:
                     if base is kind:
                         self.walk.places.append((members, name))
                     self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
-
-
-def _length(loader: Any) -> int | None:
-    """How many items a loader or sampler says that it has, which may ask the user's dataset."""
-    try:
-        return len(loader)
-    except Exception:  # noqa: BLE001 - whatever a dataset raises that has no length
-        return None
 
 
 def has_own_gradient(tensor: Tensor) -> bool:

@@ -10,12 +10,10 @@ lies in the places of an owner is walked by :mod:`graphplan.owners.values`.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
-from functools import reduce
 from itertools import islice
-from operator import or_
 from types import MappingProxyType, ModuleType, NoneType
 from typing import Any
 
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from graphplan.owners.kinds import MAPPINGS, SCALARS, is_of_library, is_plain_code, is_user_object
+from graphplan.owners.kinds import MAPPINGS, SCALARS, is_of_library, is_user_object
 from graphplan.owners.slots import Namespace, Reached, Scalar, Slot, Via, Walk
 from graphplan.owners.values import ValueWalker, has_own_gradient
 from graphplan.owners.views import GroupCounts, Numbers, Told, attributes_of
@@ -93,15 +91,9 @@ class _Walker(ValueWalker):
         for label, space, key, value in there:
             if not isinstance(space, MappingProxyType):
                 self.walk.places.append((space, key))
-            settled = names.settled.get(label)
-            if settled is not None and settled[0] is value:
-                self.walk.scalars[label] = settled[1]
-                continue
             path = self._path_of(label, value, names, held)
             # What a module or a class holds is used as an attribute, which the dot says.
             self._value(value, path, space, key, 0, (names, f".{key}" if "." in label else key))
-            if path == label and is_plain_code(value):
-                names.settled[label] = value, self.walk.scalars[label]
         self._take_found(known)
 
     def _path_of(self, label: str, value: Any, names: Namespace, held: Mapping[str, Any]) -> str:
@@ -146,9 +138,11 @@ class _Walker(ValueWalker):
             self.walk.links.append((params, number, param))
             if id(param) not in self.walk.parameters:
                 self._parameter(param, f"{path}.params[{number}]", params, number, (group, "params"))
-        self.walk.slots |= _slots_of_group(group, path)
         for key, value in group.items():
-            if key != "params" and not isinstance(value, Tensor) and is_user_object(value):
+            if key != "params" and isinstance(value, Tensor):
+                # It stands for a number, such as a learning rate.
+                self.walk.slots[f"{path}.{key}"] = Slot(group, key, group, key, path=f"{path}.{key}")
+            elif key != "params" and is_user_object(value):
                 self._value(value, f"{path}.{key}", group, key, 1, (value, key))
 
     def _scaler(self, scaler: GradScaler, path: str) -> None:
@@ -178,8 +172,7 @@ class _Walker(ValueWalker):
                     table[path] = replace(place, name=name)
 
     def take_rest(self) -> None:
-        """Hyper-parameters of optimizers that are no owners, and what only weakly referenced objects hold."""
-        self.walk.objects |= {path: scalar for path, thing, scalar in self._weakly_held if id(thing) not in self._seen}
+        """Hyper-parameters of optimizers that are no owners."""
         for path, optimizer in self._named:
             for index, group in enumerate([] if optimizer in self.walk.optimizers.values() else optimizer.param_groups):
                 for key in group.keys() - {"params"}:
@@ -203,23 +196,6 @@ def walk_owners(owners: Mapping[str, Any]) -> Walk:
     walker.take_rest()
     walker.take_names()
     return walker.walk
-
-
-def _slots_of_group(group: Mapping[str, Any], path: str) -> dict[str, Slot]:
-    """The slots of tensors that stand in a parameter group for numbers, such as learning rates."""
-    places = {f"{path}.{key}": key for key, value in group.items() if key != "params" and isinstance(value, Tensor)}
-    return {place: Slot(group, key, group, key, path=place) for place, key in places.items()}
-
-
-def with_rates(walk: Walk, owners: Mapping[str, Any]) -> Walk:
-    """``walk``, made when groups held numbers for learning rates, as it is with tensors there, if nothing else ran."""
-    optimizers = walk.optimizers.items()
-    groups = [(f"{path}.param_groups[{n}]", g) for path, o in optimizers for n, g in enumerate(o.param_groups)]
-    visits = Counter(map(id, walk.containers))
-    if any(visits[id(group)] != 1 for _, group in groups):
-        # What code has a name for, too, is walked once more under that name.
-        return walk_owners(owners)
-    return replace(walk, slots=reduce(or_, [_slots_of_group(group, path) for path, group in groups], walk.slots))
 
 
 def _rank(owner: Any) -> int:

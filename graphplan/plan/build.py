@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from graphplan.backends.backend import TracedValues
-from graphplan.effects.appended_lists import Append
-from graphplan.effects.changed_values import Assignment, Counter, LeftFlag
-from graphplan.effects.held_numbers import HeldNumber
-from graphplan.effects.host import check_draws, check_gradients, check_made_state, check_threads
+from graphplan.effects.appended_lists import find_appends
+from graphplan.effects.changed_values import find_assignments, find_counters, find_left_flags, find_numbers
+from graphplan.effects.host import check_draws, check_gradients, check_threads
 from graphplan.effects.host_changes import joined_slots
 from graphplan.effects.reads import Reads, check_used
 from graphplan.effects.rebindings import Rebindings
@@ -60,41 +59,55 @@ def build_plan(
 ) -> Plan:
     """Compile two traces of consecutive real steps. ``feed`` is the second one's, and ``walk`` was at its end, if there
     is one. ``loose``: see :meth:`Reads.find`.
-
-    Raises:
-        RefusalError: a subclass for every way in which a replay could differ from the step.
     """
     walk = walk or handles.walk()
     pair = TracePair(first, second, walk, allow)
     check_used(pair)
-    _check(feed, first, second, allow)
+    for trace in pair.both:
+        # Before what else was noted: draws of another thread look like a seek.
+        check_threads(trace, allow)
+    check_difference(first, second)
+    _check_branches(second)
+    check_marks(feed, first, second)
     check_draws(pair)
     check_gradients(pair)
-    check_made_state(pair)
-    effects = _effects(pair)
-    rebindings = effects["rebindings"]
-    changed = {effect.path for effect in (*effects["numbers"], *effects["counters"])}
+    # A list that changes its length is told as such, not as the numbers that it holds.
+    appends, numbers, counters = find_appends(pair), find_numbers(pair), find_counters(pair)
+    left, rebindings = find_left_flags(pair), Rebindings.find(pair)
+    changed = {*numbers, *counters}
+    launched = [operator for operator in second.operators if operator.launches]
     shadows = handles.rates.storages
-    externals = classify(first, second, feed, walk, carries=rebindings.carries, shadows=shadows)
+    externals = classify(first, second, feed, walk, rebindings=rebindings, shadows=shadows)
     assert second.device is not None
     return Plan(
         name=getattr(step := handles.function(), "__qualname__", type(step).__name__),
         form=form_of(second),
         feed=feed.without_leaves(),
         externals=externals,
-        **effects,
-        assignments=Assignment.find(pair, changed),
+        rebindings=rebindings,
+        counters=MappingProxyType(counters),
+        numbers=MappingProxyType(numbers),
+        appends=MappingProxyType(appends),
+        left=MappingProxyType(left),
+        assignments=MappingProxyType(find_assignments(pair, changed)),
         # What a result shows is told as such, not as a value that was read.
         outputs=tuple(_outputs(first, second, {*rebindings.paths} - rebindings.moved)),
         output_structure=second.output_structure,
         entry_grads=MappingProxyType(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
-        operators=MappingProxyType(collections.Counter(op.name for op in second.operators if op.launches)),
+        operators=MappingProxyType(collections.Counter(operator.name for operator in launched)),
         footprint=first.footprint.merge(second.footprint),
-        traced=_traced_values(second),
+        traced=TracedValues(
+            reads=tuple(second.host_reads),
+            states=second.states,
+            generators=second.generators,
+            device_constants=second.device_constants,
+            transfers=second.transfers,
+            host_program=second.host_program,
+            in_mode=second.derives_otherwise,
+        ),
         device=second.device,
         reads=Reads.find(pair, changed, loose=loose),
         twins=_twins(second, externals, shadows),
-        shared=_shared_with_owners(second, externals),
         joined=tuple(joined_slots(second, second.externals)),
         host_facts=tuple(_host_facts(second)),
         communicates=any(is_collective(op.name) for op in second.operators),
@@ -105,45 +118,10 @@ def build_plan(
         symbolic=MappingProxyType(second.symbolic.kinds),
         filled=tuple(second.symbolic.given.values()),
         drawn=tuple(second.symbolic.draws),
-        last_operators=_last_operators(second),
+        last_operators=tuple(f"{operator.name} at {operator.source}" for operator in launched[-_LAST:]),
         kept=_shared(first, second),
         handles=handles,
     )
-
-
-def _effects(pair: TracePair) -> dict[str, Any]:
-    """What both traces changed alike, as a plan has it. A list that changes its length is told as such, not as the
-    numbers that it holds.
-    """
-    return {
-        "appends": Append.find(pair),
-        "numbers": HeldNumber.find(*pair.both, pair.walk, pair.allow),
-        "counters": Counter.find(pair),
-        "left": MappingProxyType({flag.path: flag.value for flag in LeftFlag.find(pair)}),
-        "rebindings": Rebindings.find(pair),
-    }
-
-
-def _traced_values(trace: Trace) -> TracedValues:
-    return TracedValues(
-        reads=tuple(trace.host_reads),
-        states=trace.states,
-        generators=trace.generators,
-        device_constants=trace.device_constants,
-        transfers=trace.transfers,
-        host_program=trace.host_program,
-        in_mode=trace.derives_otherwise,
-    )
-
-
-def _check(feed: Feed, first: Trace, second: Trace, allow: Sequence[str]) -> None:
-    """Refuse what shows in two traces alone."""
-    for trace in (first, second):
-        # Before what else was noted: draws of another thread look like a seek.
-        check_threads(trace, allow)
-    check_difference(first, second)
-    _check_branches(second)
-    check_marks(feed, first, second)
 
 
 def _check_branches(trace: Trace) -> None:
@@ -151,11 +129,6 @@ def _check_branches(trace: Trace) -> None:
     error = next((read.error for read in trace.host_reads if read.error is not None), None)
     if error is not None and any(is_collective(operator.name) for operator in trace.operators):
         raise error
-
-
-def _last_operators(trace: Trace) -> tuple[str, ...]:
-    launched = [operator for operator in trace.operators if operator.launches]
-    return tuple(f"{operator.name} at {operator.source}" for operator in launched[-_LAST:])
 
 
 def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
@@ -213,16 +186,6 @@ def _twins(trace: Trace, externals: Sequence[External], shadows: Collection[int]
     known = {external.path for external in externals}
     used = (slot for storage in trace.externals.keys() - shadows for slot in trace.entry_slots.get(storage, ()))
     return frozenset(slot.path for slot in used if slot.path not in known and slot.param is None)
-
-
-def _shared_with_owners(trace: Trace, externals: Sequence[External]) -> frozenset[int]:
-    """Leaves of the feed that share memory with what the step changes in owners: no copy could stand for them."""
-    changed = {external.path for external in externals if external.mutated and external.path is not None}
-    return frozenset(
-        index
-        for index, storage in trace.leaf_storages.items()
-        if any(slot.path in changed for slot in trace.entry_slots.get(storage, ()))
-    )
 
 
 def _host_facts(trace: Trace) -> list[str]:

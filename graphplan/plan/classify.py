@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
+from graphplan.effects.rebindings import Rebindings
 from graphplan.errors import FeedError, HostSyncError, UnownedTensorError
 from graphplan.feed.signature import Feed, shared_leaf
 from graphplan.owners.slots import Slot, Walk, is_optimizer_state
@@ -18,15 +18,10 @@ from graphplan.trace.records import Trace, TracedExternal
 
 
 def classify(
-    first: Trace, second: Trace, feed: Feed, walk: Walk, *, carries: Sequence[str], shadows: frozenset[int]
+    first: Trace, second: Trace, feed: Feed, walk: Walk, *, rebindings: Rebindings, shadows: frozenset[int]
 ) -> tuple[External, ...]:
     """Externals of the second trace with their roles: leaves of the feed are inputs, what an owner's slot holds is a
     param (parameters, and buffers that are only read) or state. ``shadows`` are the storages of device learning rates.
-
-    Raises:
-        UnownedTensorError: a tensor that is neither fed nor owned is mutated, or is another one in each step.
-        HostSyncError: an external on the host in a step that computes elsewhere.
-        FeedError: an input that the step changes shares memory with another.
     """
     found = [
         _input(index, name, feed, second) for index, name in enumerate(feed.names()) if index in second.leaf_storages
@@ -38,22 +33,22 @@ def classify(
     for position, (storage, external) in enumerate(second.externals.items()):
         owned = _distinct(slots.get(storage, ()))
         for slot in owned:
-            found.append(_owned(slot, storage, external, carried=slot.path in carries))
+            found.append(_owned(slot, storage, external, carried=slot.path in rebindings.carries))
             if storage in shadows:
                 # It is in its slot only while the step runs: the program keeps the tensor, not the slot.
                 found[-1] = replace(found[-1], path=None, tensor=external.tensor)
         if not owned and storage not in fed and not external.is_passing:
             unchanged = position < len(earlier) and earlier[position] == storage
-            found.append(_unowned(external, unowned, walk, unchanged=unchanged))
+            found.append(_unowned(external, unowned, unchanged=unchanged))
             unowned += 1
             number = second.symbolic.given.get(id(external.tensor))
             if number is not None:
                 found[-1] = replace(found[-1], name=" and ".join(number.paths))
     named = {external.path for external in found}
-    found += [_passed_on(walk.slots[path]) for path in carries if path not in named]
+    found += [_passed_on(walk.slots[path]) for path in rebindings.carries if path not in named]
     covered = frozenset[str]() if second.host_program is None else second.host_program.covers
     _check_devices([each for each in found if each.mutated or each.path not in covered], second.device)
-    _check_shared(feed, found)
+    _check_shared(feed, found, second, rebindings.replaced)
     return tuple(sorted(found, key=lambda external: list(Role).index(external.role)))
 
 
@@ -91,14 +86,7 @@ def _passed_on(slot: Slot) -> External:
     return External(slot.path, role, spec, True, True, path=slot.path)
 
 
-def _leaf_of_gradient(tensor: Tensor, walk: Walk) -> str | None:
-    """The path of the tensor that has ``tensor`` as its gradient."""
-    leaves = [(path, leaf) for path, slot in walk.slots.items() for leaf in slot.tensors() if leaf.is_leaf]
-    storage = storage_id(tensor)
-    return next((p for p, leaf in leaves if leaf.grad is not None and storage_id(leaf.grad) == storage), None)
-
-
-def _unowned(traced: TracedExternal, number: int, walk: Walk, *, unchanged: bool) -> External:
+def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> External:
     spec = TensorSpec.of(traced.tensor)
     if is_freed(traced.tensor):
         raise UnownedTensorError(
@@ -108,14 +96,10 @@ def _unowned(traced: TracedExternal, number: int, walk: Walk, *, unchanged: bool
             component=traced.source.component,
         )
     if traced.mutated and not (unchanged and traced.is_buffer_of_collective):
-        leaf = _leaf_of_gradient(traced.tensor, walk)
-        what, fix = f"a {spec} tensor without an owner", "Name the object that holds it in owners=, or feed it"
-        if leaf is not None:
-            what = f"the gradient of {leaf}, which is no parameter,"
-            fix = 'Name the tensor itself in owners= (owners={"x": x, ...})'
         raise UnownedTensorError(
-            f"{what} is changed by {traced.mutated_by} at {traced.mutated_at}; replays would change it where nothing "
-            f"can guard or restore it. {fix}",
+            f"a {spec} tensor without an owner is changed by {traced.mutated_by} at {traced.mutated_at}; replays would "
+            "change it where nothing can guard or restore it. Name the object that holds it in owners= (of a gradient, "
+            "the tensor that it belongs to), or feed it",
             component=traced.source.component,
         )
     if traced.tensor.grad_fn is not None:
@@ -150,7 +134,15 @@ def _check_devices(externals: Sequence[External], device: torch.device | None) -
             )
 
 
-def _check_shared(feed: Feed, externals: Sequence[External]) -> None:
+def _check_shared(feed: Feed, externals: Sequence[External], trace: Trace, replaced: Collection[str]) -> None:
+    changed = {external.path for external in externals if external.mutated and external.path not in replaced}
+    for index, storage in trace.leaf_storages.items():
+        path = next((slot.path for slot in trace.entry_slots.get(storage, ()) if slot.path in changed), None)
+        if path is not None:
+            raise FeedError(
+                f"{feed.names()[index]} shares memory with {path}, which the step changes; a replay has a copy of what "
+                "is fed, in which the change would not show. Feed a clone, or have the step use what the owner holds"
+            )
     written = [e.leaf for e in externals if e.role is Role.INPUT and e.mutated and e.leaf is not None]
     shared = shared_leaf(feed, written)
     if shared is not None:

@@ -23,14 +23,7 @@ _LOGGING = "__to_tensor"
 
 
 def check_difference(first: Trace, second: Trace) -> None:
-    """Refuse two traces that do not run the same operators on the same operands with the same numbers.
-
-    Raises:
-        RefusalError: what either trace noted by itself (a host read, a copy from a temporary, a seek).
-        HostScalarError: a Python number, or a constant made from one, that differs.
-        ControlFlowError: another operator, or other operands.
-        GeneratorSeekError: another generator that an operator draws from.
-    """
+    """Refuse two traces that do not run the same operators on the same operands with the same numbers."""
     for trace in (first, second):
         if trace.violation is not None:
             raise trace.violation
@@ -58,11 +51,6 @@ def check_difference(first: Trace, second: Trace) -> None:
             f"{len(second.states.restores)} on the next, or others of those that it saves; a replay puts the same ones "
             "back. Have each step save and restore alike"
         )
-
-
-_RATE_FIX = (
-    "The step itself sets the learning rate: set it before the step, since a replay reads the rate that is there"
-)
 
 
 def _check_reads(first: Trace, second: Trace) -> None:
@@ -135,13 +123,12 @@ def _check_numbers(a: Operator, b: Operator) -> None:
 
 def _refuse_scalar(operator: Operator, name: str, old: Any, new: Any) -> NoReturn:
     before, after = told_apart(old, new)
-    _refuse(operator, f"{name}={before} on one step and {name}={after} on the next", is_rate=name == "lr")
+    _refuse(operator, f"{name}={before} on one step and {name}={after} on the next")
 
 
-def _refuse(operator: Operator, values: str, *, is_rate: bool = False) -> NoReturn:
+def _refuse(operator: Operator, values: str) -> NoReturn:
     if operator.source.component == "optimizer":
-        # A kernel with an argument of that name takes the device's rate, unless the step has put a number there.
-        fix = _RATE_FIX if is_rate else optimizer_fix(operator.source)
+        fix = optimizer_fix(operator.source)
     elif operator.source.by is not None and operator.source.by.function == _LOGGING:
         fix = "Log the number in on_train_batch_end, which follows replays, too, or log a tensor that is updated"
     else:
@@ -236,11 +223,7 @@ def _short(tensor: torch.Tensor) -> Any:
 
 
 def check_marks(feed: Feed, first: Trace, second: Trace) -> None:
-    """Refuse a step that reads an attribute of a fed tensor which is no plain value, or hangs on one with gradients.
-
-    Raises:
-        FeedError: naming the attribute.
-    """
+    """Refuse a step that reads an attribute of a fed tensor which is no plain value, or hangs on one with gradients."""
     for index, leaf in feed.tensors():
         for name, value in attributes_on(leaf).items():
             if not any(trace.reads.reads_mark(name) for trace in (first, second)):

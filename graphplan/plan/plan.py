@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 
 from graphplan.backends.backend import TracedValues
-from graphplan.effects.appended_lists import Append
-from graphplan.effects.changed_values import Assignment, Counter
-from graphplan.effects.held_numbers import HeldNumber
 from graphplan.effects.host_changes import Holder
 from graphplan.effects.reads import Reads
 from graphplan.effects.rebindings import Rebindings
@@ -24,6 +21,7 @@ from graphplan.owners.walk import walk_owners
 from graphplan.specs.paths import Of, names
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import External, Footprint, Role, TensorSpec
+from graphplan.tensors.deferred import NumberForm
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.symbolic_numbers import NumberTensor
 
@@ -51,12 +49,8 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Handles:
-    """The living step that plans are facts about, one for all of them: its programs run it, and walk its owners.
-
-    Attributes:
-        function: returns the step.
-        owners: returns the step's owners by name.
-        rates: device learning rates of the step's optimizers.
+    """The living step that plans are facts about, one for all of them: its programs run its ``function``, walk its
+    ``owners``, and use the device learning ``rates`` of its optimizers.
     """
 
     function: Callable[[], Callable[..., Any]]
@@ -85,10 +79,10 @@ class Plan:
         feed: structure and signature of what the step is called with.
         externals: every tensor that comes from outside, each with one role.
         rebindings: slots that the step binds to other tensors.
-        counters: Python numbers that every step raises by the same amount.
+        counters: Python numbers that every step raises by the same amount, by path.
         numbers: Python numbers that every step computes from what it reads from the device or finds in its owners.
-        appends: lists and deques that every step appends to.
-        assignments: Python values that every step assigns alike.
+        appends: how many items every step appends to lists and deques, by path.
+        assignments: Python values that every step assigns alike, by path.
         left: modes, flags, values in parameter groups and switches of torch's that the step leaves otherwise than it
             finds them, by path.
         outputs: leaves of what the step returns; ``output_structure`` rebuilds them.
@@ -101,7 +95,6 @@ class Plan:
             that the step saves and puts back, as activation checkpointing does, constants, draws on the host.
         reads: what the step's code may have read of its owners.
         twins: further slots of the memory that owned externals have.
-        shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
         joined: slots that held one memory when the step began.
         device: where the step computes.
         last_operators: the last ones that the step launches, with their source lines.
@@ -125,10 +118,10 @@ class Plan:
     feed: Feed
     externals: tuple[External, ...]
     rebindings: Rebindings
-    counters: tuple[Counter, ...]
-    numbers: tuple[HeldNumber, ...]
-    appends: tuple[Append, ...]
-    assignments: tuple[Assignment, ...]
+    counters: Mapping[str, int | float]
+    numbers: Mapping[str, NumberForm]
+    appends: Mapping[str, int]
+    assignments: Mapping[str, Any]
     left: Mapping[str, Any]
     outputs: tuple[Output, ...]
     output_structure: Any
@@ -138,7 +131,6 @@ class Plan:
     traced: TracedValues
     reads: Reads
     twins: frozenset[str]
-    shared: frozenset[int]
     joined: tuple[frozenset[Holder], ...]
     device: torch.device
     host_facts: tuple[str, ...]
@@ -206,10 +198,11 @@ class Plan:
         written = {external.path for external in self.externals if external.mutated} - replaced
         return not replaced.isdisjoint((one, other)) and written.isdisjoint((one, other))
 
-    def shared_leaves(self, feed: Feed, walk: Walk) -> frozenset[int]:
-        """Leaves of the feed that share memory with :meth:`changed_tensors`."""
-        changed = {storage_id(tensor) for tensor in self.changed_tensors(walk)}
-        return frozenset(index for index, leaf in feed.tensors() if storage_id(leaf) in changed)
+    def shared_leaf(self, feed: Feed, walk: Walk) -> int | None:
+        """The first leaf of the feed that shares memory with what the step writes to."""
+        paths = walk.slots.keys() & {e.path for e in self.externals if e.mutated} - self.rebindings.replaced
+        changed = {storage_id(tensor) for path in paths for tensor in walk.slots[path].tensors()}
+        return next((index for index, leaf in feed.tensors() if storage_id(leaf) in changed), None)
 
     @property
     def inputs(self) -> tuple[External, ...]:
@@ -258,10 +251,9 @@ class Plan:
             notes.append(f"guarded: {len(metadata)} tensors of which the step reads no values ({_few(metadata)})")
         if compared:
             notes.append(f"guarded: how the step branches on {len(compared)} numbers ({_few(compared)})")
-        notes += [f"in place: {self.feed.names()[index]}" for index in sorted(self.shared)]
-        notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
-        notes += [f"computed: {number.path}" for number in self.numbers]
-        notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]
+        notes += [f"counted: {path} += {delta}" for path, delta in self.counters.items()]
+        notes += [f"computed: {path}" for path in self.numbers]
+        notes += [f"appended: {path} (+{count})" for path, count in self.appends.items()]
         notes += [f"left: {path} = {value!r}" for path, value in self.left.items()]
         return notes + [f"note: {fact}" for fact in (*self.host_facts, *self.host_reads)]
 

@@ -5,9 +5,7 @@ that move are copied to where the recording reads, and what was put in a slot li
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
-from operator import attrgetter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -25,7 +23,6 @@ from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.tensors.storages import lay, memory_uses, places, storage_id, with_leaves
 from graphplan.trace.changes import same_value
 
-_get_version = attrgetter("_version")
 Gradients = tuple[list[Tensor], list[Tensor], list[Tensor], Any]
 """Parameters, the gradients that a recording reads, those as plain tensors, and what they are like."""
 _LIVE: WeakSet[AdoptedTensors] = WeakSet()
@@ -43,28 +40,10 @@ def _others(held: Any) -> tuple[Any, ...]:
     return tuple(_others(item) if isinstance(item, tuple) else item for item in items if not isinstance(item, Tensor))
 
 
-def _what_became_of(slot: Slot) -> str:
-    """Describe why the slot no longer holds a tensor."""
-    if slot.param is not None:
-        return "was there at capture and is None now"
-    with suppress(KeyError, IndexError):
-        now = slot.container[slot.key]
-        # Nothing leads to the container of a tensor any more.
-        if not isinstance(now, Tensor):
-            kind = "Parameter" if slot.is_parameter else "tensor"
-            return f"was a {kind} at capture and is {'None' if now is None else f'a {type(now).__name__}'} now"
-    return "was there at capture and is gone"
-
-
 class AdoptedTensors:
-    """What one program adopted. ``guards`` say whether it is still where it was.
-
-    Args:
-        plan: names the externals.
-        copied: paths that buffers of the program stand for.
-        walk: the owners as they are now.
-        values: the Python values that the step read, by path, as they were before it.
-        entry_grads: by parameter path, the gradients that the step expects and accumulates into.
+    """What one program adopted. ``guards`` say whether it is still where it was. ``copied`` are paths that buffers of
+    the program stand for, ``values`` the Python values that the step read, as they were before it, ``entry_grads`` the
+    gradients that it expects and accumulates into, by the path of the parameter.
     """
 
     def __init__(
@@ -81,8 +60,6 @@ class AdoptedTensors:
         self._copied = set(copied)
         self._replaced = plan.rebindings.replaced.difference(copied)
         self._moving: set[str] = set()
-        self._sources: dict[str, Tensor] = {}
-        self._versions: list[int] = []
         self.uses: dict[int, int] = {}
         self._gradients: Gradients | None = None
         self.guards = self._guard(walk, values)
@@ -121,15 +98,6 @@ class AdoptedTensors:
         """Other slots of what is held: a plan lists one of several names."""
         others = [slot for path, slot in walk.slots.items() if path not in named]
         return [s for s in others if s.path in self._plan.twins or (s.is_parameter and id(s.get()) in held)]
-
-    def refresh(self) -> None:
-        """Copy what was written to tensors whose memory others share, in whose place adopted ones were put."""
-        if not self._sources or list(map(_get_version, self._sources.values())) == self._versions:
-            return
-        self._versions = [source._version for source in self._sources.values()]
-        with torch.no_grad():
-            for path, source in self._sources.items():
-                self._aliases[path][0].copy_(source)
 
     def count_uses(self, before: Mapping[int, int]) -> None:
         """Note how many uses of the adopted memory are this program's: those beyond ``before``, which
@@ -203,9 +171,9 @@ class AdoptedTensors:
             self.take(self.walk)
         return True
 
-    def follow(self, walk: Walk, let_go: Callable[[], bool] = lambda: False) -> str | None:
+    def follow(self, walk: Walk) -> str | None:
         """Copy tensors that moved to where the program reads them, and bind that back. ``walk`` is of now. None if that
-        was possible, else why not. ``let_go``: see :meth:`Program.resync`.
+        was possible, else why not.
         """
         changed = self._plan.reads.changed(walk, self.guards.values)
         if changed is not None:
@@ -218,22 +186,19 @@ class AdoptedTensors:
         for path, held in self._held.items():
             slot = walk.slots.get(path)
             if slot is None:
-                return f"{path} {_what_became_of(self._slots[path])}"
+                return f"{path} held a tensor at capture, and does not now"
             if self._has_moved(path, held, slot):
                 reason = self._misfit(path, held, slot) or self._joined(path, slot, sharing)
                 if reason is not None:
                     return reason
                 moved.append((path, slot))
-        parted = self._parted(walk)
-        if parted is not None:
-            return parted
+        reason = self._parted(walk) or self._shared(moved)
+        if reason is not None:
+            return reason
         for path, parameter in walk.parameters.values():
             if self._plan.entry_grads.get(path) == "none" and parameter.grad is not None:
                 return f"{path}.grad is set, and was not when the step was captured"
         kept = self._kept(moved)
-        if kept is not None and let_go():
-            # A trace of a shape that comes seldom may have held it.
-            kept = self._kept(moved)
         if kept is not None:
             return kept
         self._copy_in(moved)
@@ -273,7 +238,8 @@ class AdoptedTensors:
                 if known is None:
                     apart = not is_replaced and other.get() is not slot.get()
                 else:
-                    apart = not self._plan.go_apart(path, other.path) and own.isdisjoint(map(storage_id, known))
+                    apart = own.isdisjoint(map(storage_id, known))
+                    apart &= not (is_replaced and self._plan.go_apart(path, other.path))
                 if apart:
                     return f"{path} shares memory with {other.path} now"
         return None
@@ -311,9 +277,19 @@ class AdoptedTensors:
                 return f"{path} lies elsewhere, and something else has the memory where it was"
         return None
 
+    def _shared(self, moved: list[tuple[str, Slot]]) -> str | None:
+        """Describe a new tensor whose memory something else has, too: it cannot lie where the program reads."""
+        slots = [(path, slot) for path, slot in moved if slot.param is None and not self._is_replaced(path, slot)]
+        slots = [(path, slot) for path, slot in slots if slot.get() is not self._held[path]]
+        new = Counter(storage_id(leaf) for leaf in {id(t): t for _, slot in slots for t in slot.tensors()}.values())
+        for path, slot in slots:
+            if any(count > new[storage] for storage, count in others_uses(slot.tensors()).items()):
+                return f"{path} was replaced by a tensor whose memory something else has, too"
+        return None
+
     def _copy_in(self, moved: list[tuple[str, Slot]]) -> None:
         """Copy what moved into the fixed storage, and have it lie there. What was there before gets memory of its own,
-        since other code may have kept it.
+        since other code may have kept it. In the place of what the step replaces, a tensor of the program is put.
         """
         # Values first, since two slots may have swapped.
         with torch.no_grad():
@@ -322,47 +298,23 @@ class AdoptedTensors:
             for (path, _), value_of in zip(moved, values, strict=True):
                 for static, value in zip(self._aliases[path], value_of, strict=True):
                     static.copy_(value)
-        fresh = {id(leaf): leaf for _, slot in moved for leaf in slot.tensors()}
-        new = Counter(map(storage_id, fresh.values()))
-        shared = {path for path, slot in moved if any(n > new[s] for s, n in others_uses(slot.tensors()).items())}
-        places_of: dict[int, set[int]] = {}
-        for path, slot in moved:
-            for leaf, place in zip(slot.tensors(), self._places[path], strict=True):
-                places_of.setdefault(id(leaf), set()).add(place)
+        fresh = {id(leaf) for _, slot in moved for leaf in slot.tensors()}
         for (path, slot), old in zip(moved, olds, strict=True):
-            held, now = self._held[path], slot.get()
+            held, now, aliases = self._held[path], slot.get(), self._aliases[path]
             is_replaced = self._is_replaced(path, slot)
             if now is held:
-                lay(slot.tensors(), self._aliases[path])
-            elif slot.param is not None or (not is_replaced and any(t.is_inference() for t in slot.tensors())):
+                lay(slot.tensors(), aliases)
+                continue
+            if slot.param is not None or (not is_replaced and any(t.is_inference() for t in slot.tensors())):
                 slot.set(held)
-            else:
-                for leaves in map(tensor_leaves, self._left(path)):
-                    if not any(id(leaf) in fresh for leaf in leaves):
-                        lay(leaves, old)
-                self._sources.pop(path, None)
-                # One tensor cannot lie in two places.
-                in_two = any(len(places_of[id(leaf)]) > 1 for leaf in slot.tensors())
-                self._put_in(path, slot, stay=is_replaced or in_two or self._is_home(slot), shared=path in shared)
-        self._versions = [source._version for source in self._sources.values()]
-
-    def _is_home(self, slot: Slot) -> bool:
-        """Whether the slot's tensors lie in another slot's fixed storage."""
-        homes = {storage_id(alias) for path in self._replaced for alias in self._aliases.get(path, ())}
-        return not homes.isdisjoint(map(storage_id, slot.tensors()))
-
-    def _put_in(self, path: str, slot: Slot, *, stay: bool, shared: bool) -> None:
-        """Have the slot's tensors lie in the fixed storage. If they ``stay`` what they are, put tensors of the program
-        there instead; also if their memory is shared, which is then read on: later writes to it are for the step.
-        """
-        now, aliases = slot.get(), self._aliases[path]
-        is_there = places(slot.tensors()) == self._places[path]
-        if not stay and (is_there or not shared or not isinstance(now, Tensor)):
-            lay(slot.tensors(), aliases)
-        elif not is_there:
-            if not stay:
-                self._sources[path] = local(now)
-            slot.set(with_leaves(now, [alias.detach() for alias in aliases]))
+                continue
+            for leaves in map(tensor_leaves, self._left(path)):
+                if fresh.isdisjoint(map(id, leaves)):
+                    lay(leaves, old)
+            if not is_replaced:
+                lay(slot.tensors(), aliases)
+            elif places(slot.tensors()) != self._places[path]:
+                slot.set(with_leaves(now, [alias.detach() for alias in aliases]))
 
 
 def others_uses(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -7,13 +7,12 @@ tensor that the step gives other memory (``q.data = ...``) is carried too, and g
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from operator import add, attrgetter, is_, is_not, sub
+from operator import add, attrgetter, is_, is_not, setitem, sub
 from sys import getrefcount
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,23 +20,18 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.compare.tensors import Addresses, geometry
-from graphplan.effects.appended_lists import Append
 from graphplan.errors import GradientError, GuardError
-from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
+from graphplan.owners.slots import Items, Scalar, Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
 from graphplan.program.static_numbers import StaticNumber, StaticNumbers, cloned
 from graphplan.specs.paths import Of, Path, names
-from graphplan.specs.roles import Overlay
-from graphplan.tensors.attributes import PLAIN_KINDS
-from graphplan.tensors.copying import same_bits, write_all
+from graphplan.tensors.copying import write_all
 from graphplan.tensors.deferred import is_deferred, value_of
 from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.tensors.storages import memory_uses, storage_id
 from graphplan.trace.changes import place_of
 
 _get_grad = attrgetter("grad")
-_PENDING: list[weakref.ref[Bindings]] = []
-"""What replays of any step have noted, until anything else runs: one step's copies are no writes of the host's."""
 _ACCUMULATED = WeakIdKeyDictionary()
 """Gradients that some program accumulates into: several programs refer to them."""
 
@@ -80,33 +74,6 @@ def _renew(value: Any, path: str) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: _Severed.apply(tensor, path), value)
 
 
-class _Left(NamedTuple):
-    """What a replay left in a slot, and the tensor's version then."""
-
-    path: str
-    overlay: Overlay
-    slot: Slot
-    tensor: Tensor
-    version: int
-
-
-def settle_companions() -> None:
-    """Before any step runs: bring what was written to one of several slots of one memory to the others.
-
-    Raises:
-        GuardError: if tensors were written to that overlap, each with something else.
-    """
-    if not _PENDING:
-        return
-    pending = _PENDING[:]
-    # Other threads may have added some.
-    del _PENDING[: len(pending)]
-    for reference in pending:
-        bindings = reference()
-        if bindings is not None:
-            bindings.settle_companions()
-
-
 class Bindings:
     """What one program binds. ``before`` is the owner walk before its recording, during which ``stand_ins`` are in the
     owners' slots.
@@ -123,16 +90,15 @@ class Bindings:
         self.targets = {storage_id(tensor) for into in self._into.values() for tensor in into}
         self._fresh: dict[str, Any] = {}
         self._places: dict[str, Slot | None] = {}
-        self._appended: dict[Append, list[Any]] = {}
+        self._appended: dict[str, list[Any]] = {}
         lent = {path: place.get() for path in plan.symbolic if (place := before.scalars.get(path)) is not None}
         self.numbers = StaticNumbers(lent, plan.filled, plan.drawn)
         """What the step reads for numbers that it binds or returns."""
         self._numbers: dict[str, StaticNumber] = {}
-        self._raised = {number.path for number in plan.numbers if number.form.has_own}
-        self._before = {number.path: before.scalars[number.path].get() for number in plan.numbers}
+        self._raised = {path for path, form in plan.numbers.items() if form.has_own}
+        self._before = {path: before.scalars[path].get() for path in plan.numbers}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._walk = before
-        self._left: list[list[_Left]] = []
         kept = {path for path, need in plan.entry_grads.items() if need == "kept"}
         self.entry_grads = {path: param.grad for path, param in before.parameters.values() if path in kept}
         """Gradients that the step accumulates into, as they are before it: it may drop them at its end."""
@@ -145,15 +111,16 @@ class Bindings:
             if not names(path, Of.GRADIENT):
                 slot = after.slots.get(path)
                 self._fresh[path] = _own(slot.get(), outside, asks=True) if slot else None
-        for append in self._plan.appends:
-            self._appended[append] = append.record(after, lambda item: _own(self.numbers.take(item), outside))
+        for path, count in self._plan.appends.items():
+            items = list(after.lists[path])[-count:]
+            self._appended[path] = [_own(self.numbers.take(item), outside) for item in items]
         for path, own in self._before.items():
             scalar = after.scalars[path]
             # Another small integer may be the same object.
             self._numbers[path] = self.numbers.take(scalar.get(), own if path in self._raised else None)
             scalar.container[scalar.key] = own
-        for counter in self._plan.counters:
-            counted = after.scalars.get(counter.path)
+        for path in self._plan.counters:
+            counted = after.scalars.get(path)
             if counted is not None and is_deferred(counted.get()):
                 counted.container[counted.key] = value_of(counted.get())
         sources = {path: _own(value, self.targets) for path, value in new.items()}
@@ -209,9 +176,6 @@ class Bindings:
         """Before a replay: bring gradients that moved (``module.to``) back to the memory that the recording writes. One
         that the caller keeps gets memory of its own, and another tensor takes its place, since an eager step makes new
         ones; but not those that steps accumulate into. ``are_kept`` is False if it is known that none is kept.
-
-        Raises:
-            GuardError: if :meth:`lost_memory` says so.
         """
         if not self._addresses.are_of(self._memory):
             lost = self.lost_memory()
@@ -274,10 +238,22 @@ class Bindings:
         self._walk = walk
         self.numbers.follow(walk)
         self._set_numbers = [partial(_set_number, walk.scalars[path], number) for path, number in self._numbers.items()]
-        counted = [counter.repeating(walk) for counter in self._plan.counters]
-        repeats = filter(None, [*counted, *(assignment.repeating(walk) for assignment in self._plan.assignments)])
-        appends = (append.repeating(walk, items, cloned) for append, items in self._appended.items())
-        self._repeats: list[Callable[[], Any]] = [*repeats, self._set_fresh, *appends, *self._set_numbers]
+        plan, scalars = self._plan, walk.scalars
+        self._repeats: list[Callable[[], Any]] = [
+            *(
+                partial(_count, to.container, to.key, by)
+                for path, by in plan.counters.items()
+                if (to := scalars.get(path))
+            ),
+            *(
+                partial(setitem, to.container, to.key, n)
+                for path, n in plan.assignments.items()
+                if (to := walk.place(path))
+            ),
+            self._set_fresh,
+            *(partial(_append, walk.lists[path], items) for path, items in self._appended.items()),
+            *self._set_numbers,
+        ]
 
     def _place_in(self, walk: Walk, path: str) -> Slot | None:
         """Where the step binds ``path``: if nothing is there now (``self.cache.clear()`` before each step), where it
@@ -306,9 +282,9 @@ class Bindings:
     def replace_recorded(self) -> None:
         """After the recorded pass has run: give owners copies of what a replay will overwrite."""
         self.numbers.fetch()
-        for append, items in self._appended.items():
+        for path, items in self._appended.items():
             for number, item in enumerate(items, -len(items)):
-                self._walk.lists[append.path][number] = cloned(item)
+                self._walk.lists[path][number] = cloned(item)
         for set_number in self._set_numbers:
             set_number()
         self._set_fresh()
@@ -324,35 +300,6 @@ class Bindings:
         stay = (path in walk.slots and value is not None for path, value in self._fresh.items())
         return not self._appended and all(stay)
 
-    def note_companions(self) -> None:
-        """After a replay: note what it left in slots that eager steps bind to one memory (``self.h = self.state[0]``),
-        and replays to memories of their own.
-        """
-        if not self._plan.rebindings.together:
-            return
-        _PENDING.append(weakref.ref(self))
-        self._left = [
-            [
-                _Left(path, overlay, slot, held, held._version)
-                for path, overlay in group
-                if (slot := self._walk.slots.get(path)) is not None
-                and type(held := slot.get()) in PLAIN_KINDS
-                and not held.is_inference()
-            ]
-            for group in self._plan.rebindings.together
-        ]
-
-    def settle_companions(self) -> None:
-        """Bring what was written in place since. A tensor that was taken out of its slot was let go by the others."""
-        groups, self._left = self._left, []
-        for group in groups:
-            written = [left for left in group if left.tensor._version != left.version]
-            if written:
-                others = [
-                    left for left in group if left.tensor._version == left.version and left.slot.get() is left.tensor
-                ]
-                _bring(others, written)
-
     def repeat(self) -> None:
         """Repeat the step's Python effects after a replay."""
         self.numbers.fetch()
@@ -363,22 +310,12 @@ class Bindings:
             repeat()
 
 
-def _bring(others: list[_Left], written: list[_Left]) -> None:
-    """Lay all on one memory, what was written last, and take from there what each would show."""
-    size = max(left.overlay.end for left in (*others, *written))
-    with torch.no_grad(), torch.inference_mode(False):
-        memory = written[0].tensor.new_empty(size)
-        for left in (*others, *written):
-            left.overlay.of(memory).copy_(left.tensor)
-        for left in written:
-            if not same_bits(left.overlay.of(memory), left.tensor):
-                raise GuardError(
-                    f"{' and '.join(one.path for one in written)} were each written to in place since the last replay; "
-                    "the step binds them to one memory, which replays do not, so that the last one is unknown. "
-                    "Write to one of them, or bind the others to copies (.clone())"
-                )
-        for left in others:
-            left.tensor.copy_(left.overlay.of(memory))
+def _count(container: Any, key: Any, delta: float) -> None:
+    container[key] += delta
+
+
+def _append(to: Items, items: list[Any]) -> None:
+    to.extend(map(cloned, items))
 
 
 def _set_number(scalar: Scalar, number: StaticNumber) -> None:

@@ -26,7 +26,7 @@ from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import own_tensors
 from graphplan.program.bindings import Bindings
 from graphplan.program.host_inputs import HostInputs
-from graphplan.program.inputs import StaticInputs
+from graphplan.program.inputs import MEMORY_IS_FED, StaticInputs
 from graphplan.program.outputs import Outputs, lend_outputs
 from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
@@ -55,22 +55,15 @@ def capture_program(
     policy: Policy,
     backend: Backend,
     buffers: Buffers,
-    walk: Walk | None = None,
     homes: Mapping[str, Any] = MappingProxyType({}),
     lends: bool = False,
 ) -> Program:
     """Record ``plan``'s step on ``feed`` under ``policy``; :meth:`Program.run_recorded` then finishes the call.
-    ``walk`` is over the owners before this call, if nothing else ran since; ``homes`` are what other programs of the
-    step have bound in carried slots, by path; ``lends``: results are the program's own memory.
-
-    Raises:
-        UncoveredRoleError: if an external's role is not static.
-        FeedError: if a leaf shares memory with an owner's tensor in a way that no program could.
-        GuardError: if :func:`outdated` says so.
-        RefusalError: if the step cannot be recorded. The caller restores what owners hold.
+    ``homes`` are what other programs of the step have bound in carried slots, by path; ``lends``: results are the
+    program's own memory.
     """
     check_policy(plan, policy)
-    sharding, walk = come_to_rest(plan.handles.owners(), walk)
+    sharding, walk = come_to_rest(plan.handles.owners())
     changed = outdated(plan, walk)
     if changed is not None:
         raise GuardError(f"the plan of {plan.name} is out of date: {changed}; compile another one with compile_plan")
@@ -78,7 +71,7 @@ def capture_program(
     values = {path: value.get() for path in plan.reads.values if (value := walk.value(path)) is not None}
     inputs = StaticInputs(plan, feed, buffers, copies=Role.INPUT in policy.copy_roles)
     copied = CopiedOwned(plan, policy, buffers, walk)
-    _check_shared(plan, feed, walk, copied, inputs)
+    _check_shared(plan, feed, walk, inputs)
     _make_homes(plan, feed, walk, homes, copied.stand_ins)
     flags = Flags(walk)
     found = {path: value for path, value in flags.read().items() if path in plan.left}
@@ -94,7 +87,7 @@ def capture_program(
     flags.assign(found)
     is_as_recorded = not (plan.rebindings.carries or plan.appends or plan.left or plan.defers or copied.stand_ins)
     walk = after if is_as_recorded else plan.handles.walk()
-    program = Program(plan, policy, recording, *parts, outputs, undo, host, walk=walk, values=values, feed=feed)
+    program = Program(plan, policy, recording, *parts, outputs, undo, host, walk=walk, values=values)
     flags.assign(plan.left)
     program.adopted.count_uses(before)
     return program
@@ -213,9 +206,6 @@ def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> No
 def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bound: Collection[str]) -> None:
     """Bind carried slots that the step only replaces to tensors of the program, which replays write to: what lay there
     (the zeros that a hidden state begins with) stays what it is.
-
-    Raises:
-        HostEffectError: if replays would write to what lies in another slot.
     """
     _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in bound})
     sharing, own = walk.by_storage(), own_tensors() | set(map(id, homes.values()))
@@ -235,34 +225,14 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
             )
 
 
-def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned, inputs: StaticInputs) -> None:
-    """Refuse leaves that cannot be used in place though they have to be, or that ask for gradients."""
-    if plan.shared_leaves(feed, walk) != plan.shared:
-        raise FeedError(
-            f"{_named(plan, plan.shared_leaves(feed, walk))} of the feed shares memory with tensors of owners that the "
-            f"step changes; expected {_named(plan, plan.shared)}, as when the plan was compiled. Feed clones, or "
-            "compile a plan for this feed"
-        )
-    for index in sorted(plan.shared):
-        leaf = feed.leaves[index]
-        slots = [slot for slot in walk.slots.values() if storage_id(leaf) in map(storage_id, slot.tensors())]
-        if any(slot.path in copied.stand_ins for slot in slots):
-            raise FeedError(
-                f"{plan.feed.names()[index]} shares memory with {slots[0].path}, which the step changes and the "
-                "policy copies in, so that the change would not show in the leaf. Feed a clone, or copy only inputs"
-            )
-        if leaf.requires_grad and all(slot.get() is not leaf for slot in slots):
-            raise FeedError(
-                f"{plan.feed.names()[index]} shares memory with {slots[0].path}, which the step changes, and asks "
-                "for gradients of its own, which would stay those of the captured call. Feed it detached, or a clone"
-            )
+def _check_shared(plan: Plan, feed: Feed, walk: Walk, inputs: StaticInputs) -> None:
+    """Refuse leaves that share memory with what the step changes, or are used in place and ask for gradients."""
+    shared = plan.shared_leaf(feed, walk)
+    if shared is not None:
+        raise FeedError(f"{plan.feed.names()[shared]}: {MEMORY_IS_FED}")
     asking = next((index for index in inputs.adopted if feed.leaves[index].requires_grad), None)
     if asking is not None:
         raise FeedError(
             f"{plan.feed.names()[asking]} asks for gradients, which would stay those of the captured call's tensor, "
             "since copy_roles lacks input. Feed it detached, or add input to copy_roles"
         )
-
-
-def _named(plan: Plan, leaves: Collection[int]) -> str:
-    return ", ".join(plan.feed.names()[index] for index in sorted(leaves)) or "nothing"

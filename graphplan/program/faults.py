@@ -18,23 +18,6 @@ from graphplan.errors import EffectError, FaultError, GraphPlanError
 from graphplan.feed.call_arguments import is_callers
 from graphplan.feed.placeholders import compares_classes
 
-_COMPARED = "while the step was compared with its recordings"
-_DOING = {
-    "owners": "while the owners were read",
-    "trace": "while the step was traced",
-    "observe": "while the step was watched",
-    "effects": "while two traces were compared",
-    "plan": "while two traces were compared",
-    "program/guards.py": _COMPARED,
-    "program/fingerprint.py": _COMPARED,
-    "program/registered_hooks.py": _COMPARED,
-    "compare": _COMPARED,
-    "optimizers": "while the optimizers were prepared",
-    "verify": "while a replay was checked",
-    "feed": "while what is fed was read",
-    "tensors": "while what is fed or returned was read",
-}
-"""What graphplan does in which of its folders and files."""
 _NAMES = ("path", "label", "place")
 """What its own functions call the path of what they look at."""
 
@@ -77,12 +60,10 @@ def lost(error: Exception, name: str) -> EffectError:
 
 
 def describe(error: Exception) -> str:
-    """Say what ``error`` is, what graphplan did, where it was raised, and at which path."""
+    """Say what ``error`` is, where in graphplan it came up, where it was raised, and at which path."""
     frames = list(walk_tb(error.__traceback__))
     ours = [frame for frame, _ in frames if frame.f_code.co_filename.startswith(OURS)]
-    files = [frame.f_code.co_filename.removeprefix(OURS).replace(os.sep, "/") for frame in reversed(ours)]
-    known = [_DOING[part] for file in files for part in (file, file.split("/")[0]) if part in _DOING]
-    doing = known[0] if known else "in graphplan"
+    doing = f"in graphplan/{ours[-1].f_code.co_filename.removeprefix(OURS)}" if ours else "in graphplan"
     last, line = frames[-1]
     place = f"{os.path.basename(last.f_code.co_filename)}:{line} in {last.f_code.co_name}"
     paths = (frame.f_locals.get(name) for frame in reversed(ours) for name in _NAMES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -24,12 +23,10 @@ _OF_MODULES, _OF_OPTIMIZERS = ("training", "forward"), ("step", "zero_grad")
 
 class Fingerprint:
     """The values of one walk. ``left_out`` are entries of parameter groups, by the group's identity and a key: learning
-    rates that lie in device tensors, what the optimizer itself counts with. ``before`` is that of the walk before.
+    rates that lie in device tensors, what the optimizer itself counts with.
     """
 
-    def __init__(
-        self, walk: Walk, left_out: Collection[tuple[int, str]] = (), before: Fingerprint | None = None
-    ) -> None:
+    def __init__(self, walk: Walk, left_out: Collection[tuple[int, str]] = ()) -> None:
         modules = [(type(module).__name__, module) for module in walk.modules]
         optimizers = walk.optimizers.items()
         groups = [(f"{path}.param_groups[{n}]", g) for path, o in optimizers for n, g in enumerate(o.param_groups)]
@@ -56,7 +53,7 @@ class Fingerprint:
             # A scripted module keeps them in what is no dictionary, and cannot be iterated.
             for name in part.keys()  # noqa: SIM118
         )
-        self._hooks: Hooks = Hooks(walk, None if before is None else before._hooks)
+        self._hooks = Hooks(walk)
         self._sharding = Sharding(walk.modules)
         self._parameters = [param for _, param in walk.parameters.values()]
         self._paths = [path for path, _ in walk.parameters.values()]
@@ -71,11 +68,10 @@ class Fingerprint:
         """After :meth:`values`: comparisons that hold while everything is as it was; None if these cannot tell.
         ``placed`` are the ids of tensors that others compare.
         """
-        hooks = self._hooks.rows()
-        if hooks is None or self._sharding.is_there or not all(map(_stays, self._hypers.read())):
+        if self._sharding.is_there or not all(map(_stays, self._hypers.read())):
             return None
         left = [param for param in self._parameters if id(param) not in placed]
-        return [*(column.row() for column in self._columns), *hooks, row_of(left, placed=False)]
+        return [*(column.row() for column in self._columns), *self._hooks.rows(), row_of(left, placed=False)]
 
     def values(self) -> tuple[Any, ...]:
         """The values now: hyper-parameters first, in the order of :attr:`labels`."""
@@ -151,16 +147,8 @@ def _hypers_of(walk: Walk, left_out: Collection[tuple[int, str]]) -> Iterator[tu
 
 def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
     rows = zip(labels, old, new, strict=False)
-    return [f"{label}: {_difference(label, a, b)}" for label, a, b in rows if not same_value(a, b)]
-
-
-def _difference(label: str, old: Any, new: Any) -> str:
-    """What two values of one label are; of a group's parameters, the first that differ, and how many more do."""
-    if not (names(label, Of.MEMBERS) and old and new):
-        return f"{old!r} then {new!r}"
-    differ = [pair for pair in zip_longest(old, new, fillvalue="nothing") if pair[0] != pair[1]]
-    more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
-    return f"{differ[0][0]} then {differ[0][1]}{more}"
+    differing = [(label, f"{a!r} then {b!r}") for label, a, b in rows if not same_value(a, b)]
+    return [f"{label}: {'other ones' if names(label, Of.MEMBERS) else text}" for label, text in differing]
 
 
 def _frozen_all(values: Iterable[Any]) -> Iterable[Any]:

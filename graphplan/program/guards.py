@@ -30,16 +30,10 @@ Place = tuple[Any, Any, Any]
 
 
 class Guards:
-    """Identity and address checks of one program.
-
-    Args:
-        slots: the slots that the program adopted.
-        walk: the walk they come from; its links are checked too.
-        plan: says what gradients must be on entry and which Python values the step reads.
-        extra: unowned tensors that the plan keeps.
-        values: what those Python values were at capture, by path; of others, what they are now counts.
-        entry_grads: by path, the gradients that the step accumulates into.
-        moving: paths of values in lists and dictionaries that were replaced by others which hold the same.
+    """Identity and address checks of one program, for ``slots`` and ``extra`` tensors that it adopted, the links of
+    ``walk``, and the Python ``values`` at capture, by path; of others, what they are now counts. ``entry_grads`` are
+    the gradients that the step accumulates into, by path, ``moving`` paths of values in lists and dictionaries that
+    were replaced by others which hold the same.
     """
 
     def __init__(
@@ -148,12 +142,8 @@ class Guards:
 
 
 class _Metadata:
-    """What tensors are like that the step's code only looks at, compared with what they were like in the traces. They
-    are not held: the host may put another one there before each step, and as long as it is alike that does not matter.
-
-    Args:
-        known: what they were like, by path.
-        walk: says where they lie now.
+    """What tensors are like that the step's code only looks at, compared with what they were like in the traces
+    (``known``, by path). They are not held: the host may put another one there before each step.
     """
 
     def __init__(self, known: Mapping[str, Any], walk: Walk) -> None:
@@ -238,10 +228,9 @@ def _used_links(walk: Walk, plan: Plan, containers: Iterable[Any]) -> list[Place
     Others may come and go: a scheduler's list of rates is another one after each step.
     """
     used = {id(home(container)) for container in containers}
-    numbers = [*(c.path for c in plan.counters), *(a.path for a in plan.assignments), *(n.path for n in plan.numbers)]
-    paths = [*plan.rebindings.paths, *numbers]
+    paths = [*plan.rebindings.paths, *plan.counters, *plan.assignments, *plan.numbers]
     used |= {id(place.container) for path in paths if (place := walk.place(path)) is not None}
-    used |= {id(walk.lists[append.path]) for append in plan.appends if append.path in walk.lists}
+    used |= {id(walk.lists[path]) for path in plan.appends if path in walk.lists}
     kept: list[Place] = []
     for container, key, child in reversed(walk.links):
         inner = attributes_of(child)

@@ -27,8 +27,8 @@ _FEW = 3
 
 
 MEMORY_IS_FED = (
-    "memory that the step changes is fed, or fed twice, in other places than in the call that was captured; a replay "
-    "would not change it there: feed clones"
+    "memory that the step changes is fed, or fed twice; a replay works on copies, and would not change it there: feed "
+    "clones"
 )
 ELSEWHERE = (
     "the feed lies elsewhere than in the call that was captured, and copy_roles lacks input, so that it is not copied: "
@@ -37,16 +37,14 @@ ELSEWHERE = (
 
 
 class StaticInputs:
-    """The static tensor of each leaf: a view of ``buffers``, or lent memory; the leaf itself without ``copies``, and
-    where ``feed`` shares memory with what the step changes.
-    """
+    """The static tensor of each leaf: a view of ``buffers``, or lent memory; the leaf itself without ``copies``."""
 
     def __init__(self, plan: Plan, feed: Feed, buffers: Buffers, *, copies: bool) -> None:
         mutated = {external.leaf for external in plan.inputs if external.mutated}
         self._leases = _find_leases(plan, feed, mutated) if copies else {}
         self.by_leaf = _fill(plan, feed, buffers, self._leases) if copies else {}
         # Memory of the caller's that is kept: nothing else can lie there.
-        self._kept = {} if copies else {i: leaf.detach() for i, leaf in feed.tensors() if i not in plan.shared}
+        self._kept = {} if copies else {i: leaf.detach() for i, leaf in feed.tensors()}
         self.adopted = {index: leaf.data_ptr() for index, leaf in self._kept.items()}
         in_place = {**self._kept, **{index: self.by_leaf[index] for index in self._leases}}
         self.changed_in_place = [tensor for index, tensor in in_place.items() if index in mutated]
@@ -138,7 +136,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 def _find_leases(plan: Plan, feed: Feed, mutated: set[int | None]) -> dict[int, Lease]:
     """Leaves that lie in lent memory already, where the program can use them without a copy."""
     storages = Counter(storage_id(leaf) for _, leaf in feed.tensors())
-    found = {index: find_lease(leaf) for index, leaf in feed.tensors() if index not in plan.shared}
+    found = {index: find_lease(leaf) for index, leaf in feed.tensors()}
     return {
         index: lease
         for index, lease in found.items()
@@ -153,7 +151,7 @@ def _fill(plan: Plan, feed: Feed, buffers: Buffers, leases: Mapping[int, Lease])
     """Static tensors by leaf, with what is fed in them."""
     inputs = {index: lease.tensor for index, lease in leases.items()}
     for index, leaf in feed.tensors():
-        if index not in leases and index not in plan.shared:
+        if index not in leases:
             inputs[index] = buffers.view(index, leaf, plan.device)
             target = distinct(inputs[index])
             with torch.no_grad():
@@ -162,11 +160,9 @@ def _fill(plan: Plan, feed: Feed, buffers: Buffers, leases: Mapping[int, Lease])
 
 
 class _Staging:
-    """Large inputs on their way from pinned host memory, while the device is still busy with the replay before.
-
-    A copy into a static input has to wait until the replay before has read it. The long part of it, over the bus, need
-    not: it goes to a buffer of its own, on a stream of its own, and only the copy from there waits for the replay. Two
-    events keep the streams apart: the buffer is read after it was filled, and filled after it was read.
+    """Large inputs on their way from pinned host memory, while the device is still busy with the replay before: they go
+    to buffers of their own on a stream of its own, and only the copy from there waits for the replay. Two events keep
+    the streams apart: a buffer is read after it was filled, and filled after it was read.
     """
 
     def __init__(self, targets: Sequence[Tensor], device: torch.device) -> None:

@@ -68,11 +68,7 @@ class StaticOutput(Tensor):
         return marked
 
     def plain(self) -> Tensor:
-        """The same memory as an ordinary tensor, which is not watched.
-
-        Raises:
-            StaleError: if a later replay has overwritten it.
-        """
+        """The same memory as an ordinary tensor, which is not watched."""
         with torch._C.DisableTorchFunctionSubclass():
             self._check()
             found = self.as_subclass(Tensor)
@@ -136,11 +132,7 @@ _HARMLESS = {
 
 
 def plain(value: Any) -> Any:
-    """``value`` with the ordinary tensors in the places of static outputs.
-
-    Raises:
-        StaleError: if a later replay has overwritten one of them.
-    """
+    """``value`` with the ordinary tensors in the places of static outputs."""
     if not _LEASES:
         return value
     if type(value) is StaticOutput:

@@ -12,7 +12,7 @@ from torch import Tensor
 from graphplan.compare.moving import hand_out
 from graphplan.errors import CaptureError
 from graphplan.owners.slots import Walk
-from graphplan.plan.plan import Output, Plan
+from graphplan.plan.plan import Plan
 from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.static_numbers import StaticNumbers
 from graphplan.specs.roles import TensorSpec
@@ -38,7 +38,9 @@ class Outputs:
     ) -> None:
         leaves = flatten_result(result)[0]
         self._template = [output.value for output in plan.outputs]
-        self._given = [(number, o) for number, o in enumerate(plan.outputs) if o.kind in ("input", "owned")]
+        each = list(enumerate(plan.outputs))
+        self._fed = [(number, o.index) for number, o in each if o.kind == "input" and o.index is not None]
+        self._owned = [(number, o.path) for number, o in each if o.kind == "owned" and o.path is not None]
         self._rebuild = rebuilder(plan.output_structure)
         self._static: dict[int, Tensor] = {}
         self._packs: list[tuple[Tensor, list[int]]] = []
@@ -112,8 +114,10 @@ class Outputs:
             built[number] = built[first]
         for number, marks in self._marks:
             vars(built[number]).update(marks)
-        for number, output in self._given:
-            built[number] = _given(output, leaves, walk)
+        for number, index in self._fed:
+            built[number] = leaves[index]
+        for number, path in self._owned:
+            built[number] = walk.slots[path].get()
         return self._rebuild(built)
 
 
@@ -153,11 +157,3 @@ def _fill(lease: Lease, tensor: Tensor) -> None:
             "expected one geometry. Return the same each time, or pass outputs='clone'"
         )
     memory.copy_(tensor)
-
-
-def _given(output: Output, leaves: Sequence[Any], walk: Walk) -> Any:
-    if output.kind == "input":
-        assert output.index is not None
-        return leaves[output.index]
-    assert output.path is not None
-    return walk.slots[output.path].get()

@@ -21,7 +21,7 @@ from graphplan.owners.generators import HostGenerators
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import AdoptedTensors
-from graphplan.program.bindings import Bindings, settle_companions
+from graphplan.program.bindings import Bindings
 from graphplan.program.faults import lost
 from graphplan.program.host_inputs import HostInputs
 from graphplan.program.inputs import MEMORY_IS_FED, StaticInputs
@@ -80,7 +80,6 @@ class Program:
         *,
         walk: Walk,
         values: Mapping[str, Any],
-        feed: Feed,
     ) -> None:
         self.plan = plan
         self.policy = policy
@@ -103,7 +102,6 @@ class Program:
         self.generation = recording.generation
         self.replays = 0
         self.tally = Tally()
-        self._shared_at = {index: feed.leaves[index].data_ptr() for index in plan.shared}
 
     def count_state_bytes(self) -> int:
         """Bytes of the owners' dense tensors, without those that the step has nothing to do with."""
@@ -133,14 +131,11 @@ class Program:
         return self._recording is not None and self._recording.is_spoiled
 
     def misfit(self, feed: Feed) -> str | None:
-        """Why the program cannot be run on the feed: leaves share memory with what the step changes, in other places
-        than in the recorded call, or a leaf that is not copied lies elsewhere.
+        """Why the program cannot be run on the feed: leaves share memory with what the step changes, or a leaf that is
+        not copied lies elsewhere.
         """
         written = self.adopted.written
-        shared = [
-            (i, leaf) for i, leaf in enumerate(feed.leaves) if isinstance(leaf, Tensor) and storage_id(leaf) in written
-        ]
-        if {index: leaf.data_ptr() for index, leaf in shared} != self._shared_at:
+        if any(storage_id(leaf) in written for _, leaf in feed.tensors()):
             return MEMORY_IS_FED
         return self.inputs.misfit(feed)
 
@@ -158,12 +153,6 @@ class Program:
     ) -> Any:
         """Copy in, launch, repeat effects, return results. Callers check guards first. ``is_settled``: since
         :meth:`Bindings.settle_grads`, no other code has kept a reference to a gradient.
-
-        Raises:
-            ClosedError: after :meth:`close`.
-            GuardError: if the memory of a gradient that the recording writes was given back; nothing has run then.
-            OutcomeError: if the step branches on a value that is another one than in its traces; what the replay did
-                was undone.
         """
         if self._recording is None:
             raise ClosedError(f"the program of {self.plan.name} was closed; capture it again")
@@ -171,7 +160,6 @@ class Program:
             self._copied.load(given or {}, self.adopted.walk)
         self._push_rates()
         self.bindings.settle_grads(are_kept=not is_settled)
-        self.adopted.refresh()
         drawn_from = HostGenerators() if self._undo is not None and self.plan.drawn else None
         self.bindings.numbers.start()
         self.inputs.load(leaves)
@@ -209,11 +197,7 @@ class Program:
             raise
 
     def wait(self, when: str) -> None:
-        """Wait for the device, so that what failed there by ``when`` is told now.
-
-        Raises:
-            DeviceFault: if anything did.
-        """
+        """Wait for the device, so that what failed there by ``when`` is told now."""
         try:
             synchronize(self.plan.device)
         except RuntimeError as error:
@@ -282,15 +266,13 @@ class Program:
         Raises:
             FeedError: if something does not fit, or shares memory with what the step changes.
             SurroundingsError: where a mode, a transform or forward-mode AD is active.
-            GuardError: if a tensor that the program adopted, or a gradient that it writes, is no longer where it was,
-                or if it is unknown what a slot should hold.
+            GuardError: if a tensor that the program adopted, or a gradient that it writes, is no longer where it was.
             OutcomeError: if the step branches on a value that is another one than in its traces; all is as before.
             ClosedError: after :meth:`close`.
         """
         check_surroundings("a program is replayed")
         feed = flatten(args, {})
         check_match(feed, self.plan.feed)
-        settle_companions()
         if not self.fits():
             reason = self.resync()
             if reason is not None:
@@ -298,15 +280,10 @@ class Program:
         misfit = self.misfit(feed)
         if misfit is not None:
             raise FeedError(f"{self.plan.name}: {misfit}")
-        result = self.run(feed.leaves, {Role.PARAM: params or {}, Role.STATE: state or {}})
-        self.bindings.note_companions()
-        return result
+        return self.run(feed.leaves, {Role.PARAM: params or {}, Role.STATE: state or {}})
 
-    def resync(self, let_go: Callable[[], bool] = lambda: False) -> str | None:
+    def resync(self) -> str | None:
         """Follow tensors that moved: copy new values into the fixed storage and bind it back.
-
-        Args:
-            let_go: lets go of tensors that are held for something else; returns True if there were any.
 
         Returns:
             None if the program fits again, else why it cannot.
@@ -314,7 +291,7 @@ class Program:
         if self._is_spoiled:
             return "something that an eager step keeps lies in memory that replays write"
         walk = self.plan.handles.walk()
-        reason = self.bindings.lost_memory() or self.adopted.follow(walk, let_go)
+        reason = self.bindings.lost_memory() or self.adopted.follow(walk)
         if reason is not None:
             return reason
         self.plan.handles.rates.attach(walk.optimizers.values())

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 from graphplan.compare.comparing import Column, Row, contents_of
-from graphplan.compare.fast_compare import accumulator_hooks, hooks_registered
+from graphplan.compare.fast_compare import hooks_registered
 from graphplan.owners.slots import Walk
 from graphplan.trace.changes import same_value
 
-_MODULE_HOOKS = {
-    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
-    "_backward_hooks": (),
-    "_backward_pre_hooks": (),
-}
-"""Where modules keep hooks, and what says how those are called."""
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = [
-    (name, space, name)
-    for space, names in (
-        (modules, ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")),
-        (modules, ("_global_backward_pre_hooks",)),
-        (optimizers, ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")),
-    )
-    for name in names
-    if hasattr(space, name)
+    *((f"_global_{name}_hooks", modules) for name in ("forward", "forward_pre", "backward", "backward_pre")),
+    *((f"_global_optimizer_{name}_hooks", optimizers) for name in ("pre", "post")),
 ]
 
 
@@ -54,62 +40,36 @@ class Odd:
 
 
 class Hooks:
-    """Hooks of the layers, parameters and optimizers of a walk, and those that torch calls for all of them. ``before``
-    are those of the walk before, which may know of the nodes of the same parameters.
-    """
+    """Hooks of the layers, parameters and optimizers of a walk, and those that torch calls for all of them."""
 
-    def __init__(self, walk: Walk, before: Hooks | None = None) -> None:
-        self._places: list[tuple[str, Any, str]] = [*_GLOBAL_HOOKS]
+    def __init__(self, walk: Walk) -> None:
+        self._places: list[tuple[str, Any, str]] = [(name, space, name) for name, space in _GLOBAL_HOOKS]
         for module in walk.modules:
             self._places += [(f"{type(module).__name__}.{name}", module, name) for name in _MODULE_HOOKS]
         for path, param in walk.parameters.values():
             self._places += [(path, param, name) for name in _TENSOR_HOOKS]
         for path, optimizer in walk.optimizers.items():
             self._places += [(f"{path}.{name}", optimizer, name) for name in _OPTIMIZER_HOOKS]
-        self._parameters = list(walk.parameters.values())
         self._registered: int | None = None
-        self._empty: list[Any] = []
         self._filled = Column("same_attributes", [])
-        self._on_nodes: list[tuple[str, Any]] = []
-        self._asked: Any = None
-        """The count of hooks and the parameters that asked for gradients when their nodes were asked."""
-        if before is not None and _named(self._parameters) == _named(before._parameters):
-            self._on_nodes, self._asked = before._on_nodes, before._asked
 
     def values(self) -> tuple[tuple[str, tuple[tuple[int, Odd], ...]], ...]:
-        """Hooks by their numbers in torch's count. All places are asked again only after one was registered, or written
-        where there was none; that one was removed shows where it was.
-        """
+        """Hooks by their numbers in torch's count. All places are asked again only after one was registered."""
         registered = hooks_registered()
-        if registered != self._registered or any(self._empty):
+        if registered != self._registered:
             self._registered = registered
-            found = [getattr(owner, name) for _, owner, name in self._places]
-            self._empty = [hooks for hooks in found if isinstance(hooks, dict) and not hooks]
-            filled = [place for place in self._places if getattr(*place[1:])]
-            # Where hooks lie, and what says how they are called.
-            parts = [(*place, part) for place in filled for part in (place[2], *_MODULE_HOOKS.get(place[2], ()))]
-            there = [(label, owner, part) for label, owner, _, part in parts if hasattr(owner, part)]
-            self._filled = Column("same_attributes", there)
-            asked = registered, [param.requires_grad for _, param in self._parameters]
-            if asked != self._asked:
-                self._on_nodes, self._asked = accumulator_hooks(self._parameters), asked
-        found = list(zip(self._filled.paths, self._filled.read(), strict=True)) if self._filled.paths else []
-        found += [(label, reference()) for label, reference in self._on_nodes]
+            self._filled = Column("same_attributes", [place for place in self._places if getattr(*place[1:])])
+        if not self._filled.paths:
+            return ()
+        held = zip(self._filled.paths, self._filled.read(), strict=True)
         return tuple(
-            [(label, tuple([(number, Odd(hook)) for number, hook in hooks.items()])) for label, hooks in found if hooks]
+            [(label, tuple([(number, Odd(hook)) for number, hook in hooks.items()])) for label, hooks in held if hooks]
         )
 
-    def rows(self) -> list[Row] | None:
-        """After :meth:`values`: what holds while no hook is added; None where that does not say enough."""
-        if self._on_nodes:
-            return None
+    def rows(self) -> list[Row]:
+        """After :meth:`values`: what holds while no hook is added."""
         return [
             ("same_results", [hooks_registered], [self._registered]),
-            ("same_lengths", self._empty, [0] * len(self._empty)),
             self._filled.row(),
             *contents_of(list(self._filled.read())),
         ]
-
-
-def _named(parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, int]]:
-    return [(path, id(param)) for path, param in parameters]

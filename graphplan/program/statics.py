@@ -18,12 +18,7 @@ from graphplan.tensors.dtensors import is_sharded
 
 
 def check_policy(plan: Plan, policy: Policy) -> None:
-    """Refuse a policy that leaves an external without storage, or that copies a parameter which the step trains.
-
-    Raises:
-        UncoveredRoleError: naming the externals.
-        PolicyError: naming the parameter.
-    """
+    """Refuse a policy that leaves an external without storage, or that copies a parameter which the step trains."""
     loose = [external for external in plan.externals if external.role not in policy.static_roles]
     if loose:
         names = ", ".join(str(external) for external in loose[:4]) + (", …" if len(loose) > 4 else "")
@@ -80,14 +75,7 @@ class CopiedOwned:
                 slot.set(held)
 
     def load(self, given: Mapping[Role, Mapping[str, Tensor]], walk: Walk) -> None:
-        """Copy values in: those given by name, else the owners' own in ``walk``.
-
-        Raises:
-            FeedError: for an unknown name, a missing one, or a tensor that does not fit.
-        """
-        if not self.externals:
-            _refuse_given(given)
-            return
+        """Copy values in: those given by name, else the owners' own in ``walk``."""
         sources = self._sources(given, walk)
         targets = list(self.stand_ins.values())
         with torch.no_grad():
@@ -106,13 +94,18 @@ class CopiedOwned:
     def _sources(self, given: Mapping[Role, Mapping[str, Tensor]], walk: Walk) -> list[Tensor]:
         chosen: dict[str, Tensor] = {}
         for role, values in given.items():
+            if values and not any(external.role is role for external in self.externals):
+                raise FeedError(
+                    f"{role} values are given ({', '.join(list(values)[:3])}), but the policy does not copy that role: "
+                    f"capture with copy_roles=('input', '{role}')"
+                )
             for name, value in values.items():
                 external = self._names.get((role, name))
                 if external is None and any(name in (path, path.split(".", 1)[-1]) for path in walk.slots):
                     # The step does not touch it.
                     continue
                 if external is None:
-                    known = ", ".join(sorted(n for r, n in self._names if r is role)[:12]) or "none"
+                    known = ", ".join(sorted(n for r, n in self._names if r is role)[:12])
                     raise FeedError(f"the plan has no copied {role} called {name!r}; expected one of: {known}")
                 if not external.spec.fits(TensorSpec.of(value)):
                     raise FeedError(f"{name} is {TensorSpec.of(value)}; expected {external.spec}: nothing is cast")
@@ -148,12 +141,3 @@ def _short_names(externals: list[External]) -> dict[tuple[Role, str], External]:
             names[short] = external
     names.update({(external.role, external.name): external for external in externals})
     return names
-
-
-def _refuse_given(given: Mapping[Role, Mapping[str, Tensor]]) -> None:
-    for role, values in given.items():
-        if values:
-            raise FeedError(
-                f"{role} values are given ({', '.join(list(values)[:3])}), but the policy does not copy that role: "
-                f"capture with copy_roles=('input', '{role}')"
-            )

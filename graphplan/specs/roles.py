@@ -13,8 +13,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from graphplan.tensors.storages import overlaps, span
-
 _SHORT = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
     torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
@@ -123,31 +121,3 @@ class External:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.role} {self.spec}"
-
-
-@dataclass(frozen=True, slots=True)
-class Overlay:
-    """Where a tensor lies in a piece of memory that others lie in, too: offset and strides in elements."""
-
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def end(self) -> int:
-        """One more than the last element's place; the offset where there is no element."""
-        return self.offset + span(self.shape, self.stride)
-
-    @property
-    def is_apart(self) -> bool:
-        """Return True if no two elements share memory, as they do in expanded tensors."""
-        return not overlaps(self.shape, self.stride)
-
-    def meets(self, other: Overlay) -> bool:
-        """Return True if the two ranges of memory overlap."""
-        return self.dtype == other.dtype and self.offset < other.end and other.offset < self.end
-
-    def of(self, memory: Tensor) -> Tensor:
-        """The part of ``memory``, which has one dimension, that lies there."""
-        return memory.as_strided(self.shape, self.stride, self.offset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from operator import is_not
 from time import perf_counter
@@ -32,10 +32,9 @@ _COMPARABLE = PLAIN_LEAVES | {type}
 
 
 class Lookup:
-    """Looks up feeds for one step. ``let_traces_go`` drops traces that wait for a second one, if there are any."""
+    """Looks up feeds for one step."""
 
-    def __init__(self, parts: Parts, let_traces_go: Callable[[], bool]) -> None:
-        self._let_traces_go = let_traces_go
+    def __init__(self, parts: Parts) -> None:
         self._runner, self._managed, self._programs = parts.runner, parts.managed, parts.programs
         self._modes, self._stats = parts.managed.modes, parts.runner.stats
         self._warmup_steps, self._feed_device = parts.options.warmup_steps, parts.options.feed_device
@@ -105,7 +104,7 @@ class Lookup:
 
     def _follow(self, program: Program, entry: Entry, base: Entry | None) -> bool:
         """Re-synchronise the program with rebound tensors; drop it if that is impossible."""
-        reason = program.resync(self._let_traces_go)
+        reason = program.resync()
         self._managed.refresh()
         if base is not None:
             base.batch = None

@@ -161,10 +161,8 @@ class Managed:
         device: torch.device | None,
         before: Trace | None,
         on_first_sight: Callable[[Any], None] = lambda thing: None,
-        walk: Walk | None = None,
     ) -> tuple[Any, Walk]:
         """Trace the step, and take in the modules and optimizers that it uses: its result, and a walk afterwards.
-        ``walk`` is the one before this call, if nothing else ran since.
 
         Raises:
             ReadSignal: if the step does with a deferred number what only real ones are good for.
@@ -173,7 +171,7 @@ class Managed:
         with Discovery(self.manage, on_first_sight, _check_made) as discovery:
             try:
                 result, after = trace(
-                    self._fn, feed, fed, owners=self.owners, walk=walk, device=device, record=record,
+                    self._fn, feed, fed, owners=self.owners, device=device, record=record,
                     rates=lambda: self.rates.storages, before=before,
                 )  # fmt: skip
             except BaseException as error:
@@ -306,7 +304,7 @@ class Managed:
         self._sharding = Sharding(walk.modules)
         # A step that does not train ignores other steps' preparations of the optimizers.
         known, count = walk if self._trains else replace(walk, optimizers={}), len(self.owners)
-        self._fingerprint = Fingerprint(known, self.rates.shadowed | self._counts(walk), self._fingerprint)
+        self._fingerprint = Fingerprint(known, self.rates.shadowed | self._counts(walk))
         self._walked = walk if len(self.owners) == count else None
         self._parameters = [param for _, param in walk.parameters.values()]
 

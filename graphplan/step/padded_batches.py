@@ -14,7 +14,6 @@ from graphplan.backends.backend import first_line
 from graphplan.environment.surroundings import surroundings
 from graphplan.errors import FeedError, OptionError, PaddingError, RefusalError, SkipReason
 from graphplan.feed.signature import Feed, asks_for_gradients, flatten, is_dense, no_keys
-from graphplan.program.bindings import settle_companions
 from graphplan.program.faults import is_steps_own, lost, refusal_of
 from graphplan.program.program import Program
 from graphplan.step.call_lock import running_step
@@ -160,7 +159,6 @@ class PaddedBatches:
         size, stats = kind.size, self._runner.stats
         number = size.calls + 1
         padded = kind.pad(feed)
-        settle_companions()
         assert self._runner.device is not None
         timetable = size.timetable = size.timetable or Timetable(self._options.schedule, self._runner.device)
         timetable.begin(number)

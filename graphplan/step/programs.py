@@ -338,16 +338,6 @@ class Programs:
         """Bytes that the programs compute in."""
         return sum(program.nbytes for program in self.all())
 
-    def let_traces_go(self) -> bool:
-        """Drop traces that wait for a second one: they keep tensors, also those that an owner no longer has. Return
-        True if there were any.
-        """
-        ways = [way for entry in self._entries.values() for way in entry.ways]
-        waiting = [line for way in ways for line in way.lines.values() if line.traces]
-        for line in waiting:
-            line.traces = []
-        return bool(waiting)
-
     def drop(self, entry: Entry, reason: str) -> None:
         """Close one entry's programs because of ``reason``."""
         self._stats.note(f"recapture: {reason}", "recaptures")

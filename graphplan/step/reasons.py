@@ -10,7 +10,6 @@ from graphplan.environment.collector import no_collections
 from graphplan.errors import NotCapturedError, RefusalError, SkipReason
 from graphplan.feed.signature import Feed, asks_for_gradients, flatten
 from graphplan.owners.slots import Walk
-from graphplan.program.bindings import settle_companions
 from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.program.program import Program
 from graphplan.step.programs import Entry, Line
@@ -99,7 +98,6 @@ class Reasons:
 
     def _asks_for_gradients(self, call: Call) -> Found:
         """Find what the call is fed; applies if gradients are wanted for it."""
-        settle_companions()
         call.feed = flatten(call.args, call.kwargs, self._step.unread.keys)
         return self._step.options.autograd and any(map(asks_for_gradients, call.feed.leaves))
 
@@ -188,7 +186,7 @@ class Reasons:
 
     def _is_fed_owners_memory(self, call: Call) -> Found:
         plan = call.line.plan
-        is_other = plan is not None and plan.shared_leaves(call.feed, call.walk) != plan.shared
+        is_other = plan is not None and plan.shared_leaf(call.feed, call.walk) is not None
         return MEMORY_IS_FED if is_other else None
 
     def _is_cramped(self, call: Call) -> Found:

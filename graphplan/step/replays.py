@@ -15,7 +15,6 @@ from graphplan.errors import CheckMemoryError, OutcomeError, PeerError, VerifyEr
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
-from graphplan.program.bindings import settle_companions
 from graphplan.program.program import Program, Tally
 from graphplan.step.runner import Parts
 from graphplan.verify.check import Check, Verdict, detached
@@ -66,7 +65,6 @@ class Replays:
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
         """Replay once. Raises OutcomeError, with everything as it was, if the step branches otherwise."""
-        settle_companions()
         start = perf_counter()
         result = program.run(leaves)
         try:
@@ -75,7 +73,6 @@ class Replays:
                 program.wait("its first replay")
             self._stats.count_replay(start, end, program.bytes_per_replay, first=not program.replays)
             self._count(program)
-            program.bindings.note_companions()
         except Exception:
             self._runner.outcome = (result,)
             raise

@@ -74,11 +74,6 @@ class Stages:
         self._changes = []
         self._planner.forget()
 
-    def let_traces_go(self) -> bool:
-        """Drop all traces that wait for a second one. Return True if there were any."""
-        self._planner.forget()
-        return self._programs.let_traces_go()
-
     def is_ready(self, entry: Entry) -> bool:
         """Whether the next call of ``entry`` is traced or captured instead of one more eager step. Asked once for each.
 
@@ -276,7 +271,7 @@ class Stages:
         """Run the step under the trace. An error of the step's own leaves what it leaves in an eager step."""
         entry, line, feed = call.entry, call.line, call.feed
         device, before = self._runner.device, line.traces[-1] if line.traces else None
-        body = partial(self._managed.trace, feed, fed, facts, device, before, walk=call.walk)
+        body = partial(self._managed.trace, feed, fed, facts, device, before)
         try:
             with uncompiled():
                 return self._runner.run_noting(body, traced=True)
@@ -371,7 +366,6 @@ class Stages:
                     policy=options.policy or Policy.of_mode(options.mode),
                     backend=backend,
                     buffers=self._buffers,
-                    walk=call.walk,
                     homes=ChainMap(*(dict(program.bindings.homes) for program in self._programs.all())),
                     lends=options.outputs == "static",
                 )

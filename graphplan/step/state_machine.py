@@ -88,7 +88,7 @@ class StateMachine:
         parts = Parts(options, self.managed, self.runner, self.refusals, self.programs, peers)
         self.stages = Stages(parts, self.buffers, self.memory, self.unread)
         self.replays = Replays(parts)
-        self.lookup = Lookup(parts, self.stages.let_traces_go)
+        self.lookup = Lookup(parts)
         self.fast_path = FastPath(self.managed)
         self.timing: Timing = Timing(parts, gate=gate, opens=is_alone, serve=serve, stand_down=self.stand_down)
         self.reasons = Reasons(self)
@@ -293,8 +293,6 @@ class StateMachine:
             if cramped is not None:
                 self.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
             self.fast_path.forget()
-            if program.is_open:
-                program.bindings.note_companions()
             staged = sum(program.inputs.staged_bytes for program in self.programs.all())
             self.stats.bytes_static = self.buffers.nbytes + self.programs.nbytes + staged
         return result

@@ -48,7 +48,6 @@ def trace(
     fed: CallArguments,
     *,
     owners: Mapping[str, Any],
-    walk: Walk | None = None,
     device: torch.device | None,
     record: Trace,
     rates: Callable[[], Collection[int]] = tuple,
@@ -56,13 +55,12 @@ def trace(
 ) -> tuple[Any, Walk]:
     """Run ``fn`` on ``feed`` for real, whose containers are ``fed``; return its result, and a walk over the owners
     after it. The facts go to ``record``, so that a step that was broken off can be undone. ``rates`` has the storages
-    of learning rates that only optimizers may use, ``before`` is the step's previous trace, ``walk`` the one before
-    this call, if nothing else ran since.
+    of learning rates that only optimizers may use, ``before`` is the step's previous trace.
 
     The step is carried through even where a fact will lead to a refusal: it is a real step.
     """
     record.device = device
-    sharding, walk = come_to_rest(owners, walk)
+    sharding, walk = come_to_rest(owners)
     tensors = feed.tensors()
     names = feed.names() if tensors else []
     recorder = Recorder(owners, walk, {names[index]: leaf for index, leaf in tensors})

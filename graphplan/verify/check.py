@@ -234,8 +234,8 @@ class Check:
         plan = self._program.plan
         if not plan.defers:
             return {}
-        paths = {number.path for number in plan.numbers}
-        within = tuple(f"{append.path}[" for append in plan.appends)
+        paths = set(plan.numbers)
+        within = tuple(f"{path}[" for path in plan.appends)
         found = [
             path
             for path, value in values.items()

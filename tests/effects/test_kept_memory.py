@@ -136,7 +136,7 @@ def _rollback(run: _Run, x: Tensor) -> list[Any]:
 KEPT: dict[str, tuple[Callable[[_Run, Tensor], list[Any]], int]] = {
     "a buffer, put back": (_buffer, 1),
     "a buffer, written to": (_own_buffer, 1),
-    "a part of a buffer, written to": (_part, 1),
+    "a part of a buffer, written to": (_part, 5),
     "a hidden state, put back": (_hidden, 1),
     "a buffer of two programs": (_in_turns, 2),
     "a hidden state, made anew": (_reset, 1),

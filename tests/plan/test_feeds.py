@@ -115,14 +115,15 @@ def test_one_tensor_fed_twice() -> None:
 
 
 def test_the_model_s_own_tensor_as_feed() -> None:
-    """A parameter's values fed as a batch leaf stay an input."""
+    """A buffer that the step only reads stays an input where it is fed."""
 
     def pull(model: nn.Module, target: Tensor) -> Tensor:
         return (model.weight - 0.5 * target).square().sum()
 
     def make() -> Rig:
         rig = rig_of(pull, [])
-        rig.calls = [(rig.owners["model"].weight.detach(),)] * CALLS
+        rig.owners["model"].register_buffer("target", torch.ones_like(rig.owners["model"].weight))
+        rig.calls = [(rig.owners["model"].target,)] * CALLS
         return rig
 
     assert_equals_eager(make)

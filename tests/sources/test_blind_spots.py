@@ -19,7 +19,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from enum import Enum
 from pathlib import Path
 from pprint import pprint
 from queue import Queue, SimpleQueue
@@ -125,21 +124,6 @@ def _partial_method() -> Case:
     return lambda: thing.one(), lambda: setattr(Kind, "one", functools.partialmethod(Kind.get, 3.0))
 
 
-def _enum(value: Callable[[Any], float], change: Callable[[Any], object]) -> Case:
-    class Kind(Enum):
-        FIRST = 1.0
-
-    Kind.FIRST.extra = 1.0  # type: ignore[attr-defined]
-    held = SimpleNamespace(kind=Kind.FIRST)
-    return lambda: value(Kind) * value(SimpleNamespace(FIRST=held.kind)), lambda: change(Kind.FIRST)
-
-
-def _member(make: Callable[[Holder], Any]) -> Case:
-    thing = Holder()
-    things = make(thing)
-    return lambda: sum(each.value for each in things), lambda: setattr(thing, "value", 3.0)
-
-
 def _weakly() -> Case:
     things = [Holder()]
     reference = weakref.ref(things[0])
@@ -153,15 +137,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "a special method without self": _special_method,
     "the class of an object": _class_of_an_object,
     "a partial method": _partial_method,
-    "the value of an enum's member": lambda: _enum(
-        lambda kind: kind.FIRST.value, lambda member: setattr(member, "_value_", 3.0)
-    ),
-    "an attribute of an enum's member": lambda: _enum(
-        lambda kind: kind.FIRST.extra, lambda member: setattr(member, "extra", 3.0)
-    ),
-    "an object in a set": lambda: _member(lambda thing: {thing}),
-    "an object in a frozenset": lambda: _member(lambda thing: frozenset([thing])),
-    "an object as key": lambda: _member(lambda thing: {thing: 1}),
     "a weak reference to what goes": _weakly,
 }
 
@@ -205,8 +180,6 @@ class _Key:
 
 
 _VARIABLE: ContextVar[float] = ContextVar("scale", default=1.0)
-_KEPT: list[Holder] = []
-"""What only this keeps, which no step names."""
 
 
 def _refused(name: str) -> Callable[[], float]:
@@ -226,10 +199,6 @@ def _refused(name: str) -> Callable[[], float]:
             last.after = SimpleNamespace(after=None, factor=1.0)
             last = last.after
         return lambda: _follow(first, 35).factor
-    if name == "behind a weak reference":
-        _KEPT[:] = [Holder()]
-        reference = weakref.ref(_KEPT[0])
-        return lambda: reference().value  # type: ignore[union-attr]
     if name == "a view of a dictionary":
         values = {"scale": 1.0}.values()
         return lambda: sum(values)
@@ -266,10 +235,6 @@ def _follow(thing: Any, times: int) -> Any:
         (
             "an object far away",
             r"reads first(\.after)+, which lies more than 24 attributes deep; what is there is not.*owners=",
-        ),
-        (
-            "behind a weak reference",
-            r"reads reference\(\)\.value, which something weakly referenced holds; what is in it is not.*Refer to that",
         ),
         ("a view of a dictionary", r"reads values, a dict_values, and what it stands for is not.*use that itself"),
         ("a context variable", r"reads _VARIABLE, a ContextVar, and what it stands for is not.*use that itself"),

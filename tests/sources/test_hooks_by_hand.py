@@ -100,28 +100,8 @@ def test_a_hook_under_the_number_of_another(name: str) -> None:
     _compare(register, lambda rig, hooks: hooks.update({number: other(rig) for number in hooks}))
 
 
-@pytest.mark.parametrize(
-    ("name", "hook"),
-    [
-        ("_forward_hooks", lambda layer, args, out: out * 3),
-        ("_forward_pre_hooks", lambda layer, args: (args[0] * 3,)),
-    ],
-)
-def test_a_hook_where_there_was_none(name: str, hook: Callable[..., Any]) -> None:
-    """Nobody asked torch for a number."""
-    _compare(lambda rig: None, lambda rig, hooks: getattr(rig.model, name).update({7: hook}))
-
-
 def test_a_dictionary_of_hooks_in_the_place_of_another() -> None:
     _compare(_layer_hook, lambda rig, hooks: setattr(rig.model, "_forward_hooks", OrderedDict()))
-
-
-def test_how_a_hook_is_called() -> None:
-    def register(rig: Any) -> Any:
-        rig.model.register_forward_hook(lambda layer, args, *more: more[-1] * (len(more) + 1))
-        return rig.model._forward_hooks
-
-    _compare(register, lambda rig, hooks: rig.model._forward_hooks_with_kwargs.update(dict.fromkeys(hooks, True)))
 
 
 class Descent(torch.optim.Optimizer):

@@ -65,13 +65,7 @@ def lay_elsewhere(optimizer: Any) -> None:
             param.data = param.data.clone()
 
 
-MOVES: dict[Change, str] = {
-    swap_lists: "optimizer.param_groups[0]['params']: model.0.weight then model.2.weight, and 1 more; ",
-    swap_one: "optimizer.param_groups[0]['params']: model.0.bias then model.2.bias; optimizer.param_groups[1]['",
-    swap_dictionaries: "optimizer.param_groups[0]['params']: model.0.weight then model.2.weight, and 1 more",
-    reverse: "optimizer.param_groups[1]['params']: model.2.weight then model.0.weight, and 1 more",
-    move_one: "optimizer.param_groups[0]['params']: nothing then model.2.bias",
-}
+MOVES: tuple[Change, ...] = (swap_lists, swap_one, swap_dictionaries, reverse, move_one)
 STAYS: tuple[Change, ...] = (reload, copy_lists, lay_elsewhere)
 
 
@@ -109,7 +103,7 @@ def test_parameters_that_change_groups_are_captured_anew(change: Change, kind: s
     step = assert_equals_eager(partial(grouped_rig, change, kind), captured=2, verify="off")
     events = [event for event in step.stats.events if event.startswith("another program: ")]
     assert len(events) == 1, step.stats.events
-    assert MOVES[change] in events[0]
+    assert "['params']: other ones" in events[0]
 
 
 @each(kind=MAKERS, change=MOVES)

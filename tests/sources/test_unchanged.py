@@ -161,11 +161,6 @@ def test_a_scheduler_that_steps_moves_nothing(named: bool, monkeypatch: pytest.M
     assert not looked
 
 
-def _accumulator(param: nn.Parameter) -> Any:
-    """The node that accumulates its gradient, which lasts as long as somebody keeps it."""
-    return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-
-
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, *, graphed: bool) -> Any:
     """A training step, as it is or graphed."""
 
@@ -185,7 +180,7 @@ def _scale(model: nn.Linear, factor: float) -> None:
     model.weight.grad.mul_(factor)
 
 
-@pytest.mark.parametrize("where", ["module", "parameter", "optimizer", "everywhere", "node", "node, before"])
+@pytest.mark.parametrize("where", ["module", "parameter", "optimizer", "everywhere"])
 def test_a_hook_in_the_place_of_another_is_another_step(where: str) -> None:
     """As many as before, and torch's own count of hooks tells them apart."""
 
@@ -193,7 +188,6 @@ def test_a_hook_in_the_place_of_another_is_another_step(where: str) -> None:
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-        node = _accumulator(model.weight)
 
         def hook(factor: float) -> Any:
             if where == "module":
@@ -202,10 +196,6 @@ def test_a_hook_in_the_place_of_another_is_another_step(where: str) -> None:
                 return model.weight.register_hook(lambda grad: grad * factor)
             if where == "optimizer":
                 return optimizer.register_step_pre_hook(lambda *_: _scale(model, factor))
-            if where == "node":
-                return node.register_hook(lambda *_: _scale(model, factor))
-            if where == "node, before":
-                return node.register_prehook(lambda grads: (grads[0] * factor,))
             return nn.modules.module.register_module_forward_hook(lambda module, args, out: out * factor)
 
         call = _trained(model, optimizer, graphed=graphed)
@@ -225,33 +215,6 @@ def test_a_hook_in_the_place_of_another_is_another_step(where: str) -> None:
     assert eager == graphed
     assert step.stats.captured == 2
     assert step.stats.replayed >= 16
-
-
-def test_hooks_on_a_node_go_with_it() -> None:
-    """Registered after the capture, removed by letting the node go; and no other parameter is asked about them."""
-
-    def run(graphed: bool) -> tuple[list[Any], Any]:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-
-        call = _trained(model, optimizer, graphed=graphed)
-        losses, nodes = [], []
-        for index in range(30):
-            if index == 8:
-                nodes.append(_accumulator(model.weight))
-                nodes[0].register_hook(lambda *_: _scale(model, 0.5))
-            if index == 20:
-                nodes.clear()
-            losses.append(call(torch.ones(2, 3)).item())
-        return [losses, *(param.tolist() for param in model.parameters())], call
-
-    eager, _ = run(graphed=False)
-    graphed, step = run(graphed=True)
-    assert eager == graphed
-    assert step.stats.captured == 2, "without the hook and with it; the first program comes back"
-    assert step.stats.replayed == 30 - 2 * 6
-    assert any("the AccumulateGrad node of model.weight" in event for event in step.stats.events)
 
 
 def test_a_default_device_that_is_gone_is_noticed() -> None:

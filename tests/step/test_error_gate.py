@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
 from graphplan import EffectError, FaultError, FeedError, GraphPlanError, capture, compile_plan, graph_step
-from graphplan.program import faults
 from tests.clocks import Clock, set_clock
 from tests.crossing import each, pairs
 from tests.facts import assert_same
@@ -68,7 +66,7 @@ BEFORE: dict[str, list[str]] = {
         "Managed.next_fingerprint", "Managed.grad_presence", "Managed.rows", "trace",
     ],
     "graphplan.step.state_machine": ["no_collections"],
-    "graphplan.step.reasons": ["flatten", "settle_companions"],
+    "graphplan.step.reasons": ["flatten"],
     "graphplan.feed.unread": ["leaf_key"],
     "graphplan.step.lookup": ["Lookup.find", "Lookup.geometry", "Lookup.keep", "check_feed", "KnownCall.take",
                               "FastPath.remember"],
@@ -91,8 +89,7 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.observe.executed_code": ["ExecutedCode.note"],
     "graphplan.plan.build": ["classify", "check_difference"],
     "graphplan.backends.tape": ["_TapeMode._record", "TapeRecording.__init__"],
-    "graphplan.program.bindings": ["Bindings.close_step", "Bindings.bind_back", "Bindings.settle_grads",
-                                   "Bindings.note_companions"],
+    "graphplan.program.bindings": ["Bindings.close_step", "Bindings.bind_back", "Bindings.settle_grads"],
     "graphplan.program.outputs": ["Outputs.__init__"],
     "graphplan.program.inputs": ["StaticInputs.load"],
     "graphplan.report.stats": ["Stats.count_replay", "Stats.end_call"],
@@ -227,16 +224,16 @@ def test_a_preparation_that_fails_leaves_the_groups_alone() -> None:
     with raising("graphplan.optimizers.preparation:_wanted_flags", lambda number: number == 2):
         step = graph_step(lambda x: model(x).sum(), owners={"model": model, "optimizer": optimizer})
     assert [{**group} for group in optimizer.param_groups] == before
-    with pytest.raises(FaultError, match=r"InjectedError while the optimizers were prepared at .*: not expected"):
+    with pytest.raises(FaultError, match=r"InjectedError in graphplan/optimizers/\w+\.py at .*: not expected"):
         step(torch.randn(2, 4))
 
 
 @pytest.mark.parametrize(
     ("place", "doing"),
     [
-        ("plan.build:classify", "while two traces were compared"),
-        ("trace.mode:TraceMode.operate", "while the step was traced"),
-        ("step.functional:find_device", "in graphplan"),
+        ("plan.build:classify", r"in graphplan/plan/build\.py"),
+        ("trace.mode:TraceMode.operate", r"in graphplan/trace/\w+\.py"),
+        ("step.functional:find_device", r"in graphplan/step/functional\.py"),
     ],
 )
 def test_a_plan_is_not_compiled_after_an_error_of_graphplans_own(place: str, doing: str) -> None:
@@ -248,11 +245,6 @@ def test_a_plan_is_not_compiled_after_an_error_of_graphplans_own(place: str, doi
     ):
         compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
     assert_same(before, state_of(rig))
-
-
-def test_errors_name_what_is_done_in_rooms_that_there_are() -> None:
-    package = Path(faults.__file__).parents[1]
-    assert all((package / place).exists() for place in faults._DOING)
 
 
 def test_a_plan_is_not_captured_after_an_error_of_graphplans_own() -> None:
@@ -275,7 +267,7 @@ def test_the_end_of_timed_eager_calls_fails(monkeypatch: pytest.MonkeyPatch) -> 
     step = managed(rig, min_speedup=1.0, on_failure="eager")
     with (
         raising("graphplan.step.managed:Managed.prepare", lambda number: True),
-        pytest.warns(UserWarning, match=r"InjectedError in graphplan at .*: not expected"),
+        pytest.warns(UserWarning, match=r"InjectedError in graphplan/step/\w+\.py at .*: not expected"),
     ):
         found = drive(rig, step)
     assert_same(expected, found.state)
