@@ -81,49 +81,26 @@ class _Container:
                 return _describe(place, self.before[key], now[key])
         return None
 
-    def put_back(self) -> None:
-        """Restore what it held."""
-        if not _hold_same_objects(self.before, _contents(self.node) or {}):
-            _fill(self.node, self.before)
-
 
 class CallArguments:
-    """What a step is called with: ``args`` and ``kwargs``, which are the caller's own or copies of ``given``."""
+    """What a step is called with."""
 
-    def __init__(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
-    ) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.args = args
         self.kwargs = kwargs
-        self._given = given
         self._containers: list[_Container] = []
-        self._originals: dict[str, _Container] = {}
-        if given is not None:
-            self.watch()
 
     @classmethod
     def of(cls, feed: Feed) -> CallArguments:
         """The caller's own containers, or new ones where the feed's tensors lie on another device than the caller's."""
-        if feed.given is not None and not feed.is_moved:
-            return cls(*feed.given)
-        return cls(*feed.rebuild(feed.leaves), given=feed.given)
+        return cls(*(feed.rebuild(feed.leaves) if feed.given is None or feed.is_moved else feed.given))
 
     def watch(self) -> CallArguments:
         """Note what the containers hold."""
-        self._containers = _all_containers(self.args, self.kwargs)
-        if self._given is not None:
-            self._originals = {container.path: container for container in _all_containers(*self._given)}
+        seen: set[int] = set()
+        named = named_arguments(self.args, self.kwargs)
+        self._containers = [found for path, arg in named for found in _containers_in(path, arg, seen)]
         return self
-
-    def lend(self, run: Callable[[tuple[Any, ...], Mapping[str, Any]], Result]) -> Result:
-        """Call ``run`` with them. Changes of copies are made in the caller's containers, too."""
-        result = run(self.args, self.kwargs)
-        if self._given is not None:
-            self._hand_back()
-        return result
 
     def change(self) -> str | None:
         """Describe the first container that was changed since :meth:`watch`; None if none was."""
@@ -136,26 +113,10 @@ class CallArguments:
 
     def restore(self) -> None:
         """Restore what all containers held when :meth:`watch` was called."""
-        for container in (*self._containers, *self._originals.values()):
-            container.put_back()
-
-    def _hand_back(self) -> None:
-        pairs = [(copy, self._originals[copy.path]) for copy in self._containers if copy.path in self._originals]
-        own = {
-            id(value): original.before[key]
-            for copy, original in pairs
-            for key, value in copy.before.items()
-            if key in original.before
-        }
-        for copy, original in pairs:
-            if copy.change() is not None:
-                now = _contents(copy.node) or {}
-                _fill(original.node, {key: own.get(id(value), value) for key, value in now.items()})
-
-
-def _all_containers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[_Container]:
-    seen: set[int] = set()
-    return [found for path, arg in named_arguments(args, kwargs) for found in _containers_in(path, arg, seen)]
+        for container in self._containers:
+            now = _contents(container.node) or {}
+            if list(container.before) != list(now) or any(now[key] is not old for key, old in container.before.items()):
+                _fill(container.node, container.before)
 
 
 def _containers_in(path: str, node: Any, seen: set[int]) -> Iterator[_Container]:
@@ -219,10 +180,6 @@ def _fill(node: Any, contents: Contents) -> None:
         for name in now.keys() - contents.keys():
             object.__delattr__(node, name)
         fill_record(node, {name: value for name, value in contents.items() if now.get(name, contents) is not value})
-
-
-def _hold_same_objects(one: Contents, other: Contents) -> bool:
-    return list(one) == list(other) and all(value is other[key] for key, value in one.items())
 
 
 def _are_same(one: Contents, other: Contents) -> bool:

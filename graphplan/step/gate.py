@@ -23,7 +23,6 @@ import torch
 from graphplan.backends.idleness import Idleness
 from graphplan.environment.devices import current_stream, is_accelerator, synchronize
 from graphplan.errors import SkipReason, SlowerError
-from graphplan.feed.call_arguments import hands_over
 from graphplan.feed.signature import Feed
 from graphplan.plan.build import find_device
 from graphplan.program.faults import refusal_of
@@ -230,7 +229,6 @@ class Timing:
 
     Attributes:
         way: makes the calls in place of the state machine, if set.
-        stock: ``way`` where it calls the step's function, with nothing of graphplan's around it but a count.
         down_because: why all calls are such calls, and its wording; None if they are not, or are being timed.
         leave: applied to the arguments of such calls.
     """
@@ -247,11 +245,14 @@ class Timing:
             self._runner.stats.measured = gate.measured
         self.opens = opens and gate is None
         self.way: Serve | None = None if gate is None else self._timed
-        self.stock: Serve | None = None
-        self._own: Serve | None = None
         self._calls = self._left = 0
         """Stock calls that were not counted yet, and those that are left until the step is timed, or timed again."""
         self.down_because: tuple[SkipReason, str] | None = None
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether calls are the step's function's, with nothing of graphplan's around it but a count."""
+        return self.way == self._call_stock
 
     def take_counts(self) -> Stats:
         """Return the counts of all calls so far, those of the function alone among them."""
@@ -263,24 +264,20 @@ class Timing:
     def be_stock(self, reason: SkipReason | None, detail: str = "") -> None:
         """From now on, call the step's function alone: for a ``reason``, or to time it."""
         self.take_counts()
-        fn, device, leave = self._runner.stock, self._options.feed_device, self.leave
-        # The first of several may be made within a call that is not stock.
-        own = hands_over(lambda args, kwargs: fn(*args, **kwargs))
-        moved = own if device is None else lambda args, kwargs: brought_to(device, args, kwargs).lend(own)
-        self._own = moved if leave is None else lambda args, kwargs: moved(*leave(args, kwargs))
-        self.way = self.stock = self._call_stock
+        self.way = self._call_stock
         self.down_because, self._left = (None, 1) if reason is None else ((reason, detail), 0)
         if self._gate is not None and reason is SkipReason.BUSY:
             self._left = self._gate.wait
 
     def _call_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._own is not None
+        given = (args, kwargs) if self.leave is None else self.leave(args, kwargs)
         try:
-            result = self._own(args, kwargs)
+            result = self._runner.call(brought_to(self._options.feed_device, *given))
         except BaseException:
             if self._gate is not None:
                 self._gate.cancel()
             raise
+        self._runner.outcome = None
         self._calls += 1
         self._left -= 1
         if not self._left:
@@ -296,7 +293,7 @@ class Timing:
     def _go_on(self, way: Serve | None) -> None:
         """End calls of the function alone. Make the next ones this way, or in the step's own."""
         self.take_counts()
-        self.way, self.stock, self.down_because = way, None, None
+        self.way, self.down_because = way, None
 
     def begins(self, feed: Feed) -> bool:
         """Return True if the next calls are eager and timed, before anything is prepared. Asked once."""
@@ -345,7 +342,7 @@ class Timing:
         except BaseException:
             gate.cancel()
             raise
-        if self.stock is not None:
+        if self.is_stock:
             return result
         with self.having_run():
             pays = None

@@ -68,7 +68,7 @@ class PaddedBatches:
         if feed is None or kind is None or begins:
             result = self._machine.serve(*self.padding.leave(args, kwargs))
             # Before a step begins, its calls are the function's own.
-            self._calls += self._machine.timing.stock is None and self._runner.device is not None
+            self._calls += not self._machine.timing.is_stock and self._runner.device is not None
             return result
         if self._stopped_by is not None and kind.is_padded:
             return self._serve_unpadded(feed, SkipReason.PADDING, str(self._stopped_by))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -115,24 +115,10 @@ class Runner:
         return self._backend
 
     def call(self, fed: CallArguments) -> Any:
-        """Call the step's function."""
-        return fed.lend(self._call_and_note)
-
-    def _call_and_note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the step's function, with what FSDP2 has gathered settled before and after it."""
         self._managed.sharding.settle()
-        result = call_step(self.fn, args, kwargs)
+        result = call_step(self.fn, fed.args, fed.kwargs)
         self.outcome = (result,)
-        self._managed.sharding.settle()
-        return result
-
-    @property
-    def stock(self) -> Callable[..., Any]:
-        """The step's function, with what FSDP2 has gathered settled before and after it."""
-        return self._settled if self._managed.sharding.is_there else self.fn
-
-    def _settled(self, *args: Any, **kwargs: Any) -> Any:
-        self._managed.sharding.settle()
-        result = call_step(self.fn, args, kwargs)
         self._managed.sharding.settle()
         return result
 
@@ -203,7 +189,7 @@ class Parts:
     peers: Peers | None
 
 
-def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArguments:
+def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
     """Move the tensors among arguments of any kind to ``device``, if that is given."""
     if device is None:
         return CallArguments(args, kwargs)
@@ -214,5 +200,5 @@ def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: Mappi
         are_moved.append(there is not tensor)
         return there
 
-    its_args, its_kwargs = map_result(move, (args, dict(kwargs)))
-    return CallArguments(its_args, its_kwargs, (args, kwargs)) if any(are_moved) else CallArguments(args, kwargs)
+    moved = map_result(move, (args, kwargs))
+    return CallArguments(*(moved if any(are_moved) else (args, kwargs)))
