@@ -269,14 +269,13 @@ class Programs:
         self._stats = stats
         self._may_wait = may_wait
         self._entries: dict[Key, Entry] = {}
-        self._lookups = self._until = 0
+        self._lookups = 0
         self._latest: dict[Hashable, Program | int] = {}
         """By geometry of the feed, the latest program, or how often it was replayed before it was closed."""
         self._reasons: list[str] = []
         self._unpaid = 0
         self.attempts = 0
         """Calls on the way to a program that have returned."""
-        self._served: set[Hashable] | None = None
         self._misses = self._paid = 0
         self._said = False
 
@@ -367,7 +366,7 @@ class Programs:
         self.close(*self._entries.values())
         for entry in self._entries.values():
             entry.refusal = None
-        self._served = None
+        self._misses = 0
 
     def evict_for_memory(self, kept: Entry) -> int:
         """Drop the oldest generation of programs, unless it is ``kept``'s. Return how many entries lost theirs."""
@@ -411,19 +410,19 @@ class Programs:
             self._stats.note("evicted: more programs than max_graphs")
         self._let_go()
 
-    def has_room(self, entry: Entry) -> bool:
-        """Return True if ``entry`` may have another program, for one that is not in use. If not, turn others away."""
-        others = [other for other in self._entries.values() if other is not entry and other.programs()]
+    def turns_away(self, entry: Entry) -> str | None:
+        """Why ``entry`` may not have another program; None if it may."""
+        is_first, limit = entry.used == entry.since, _PATIENCE * (self._options.warmup_steps + 3)
+        if is_first and self._misses >= limit and self._progress == self._paid:
+            return f"{self._misses} new signatures came in a row, and none of them again"
+        others = [other.used for other in self._entries.values() if other is not entry and other.programs()]
         if len(self.all()) < self._options.max_graphs or not others:
-            return True
-        oldest = min(other.used for other in others)
-        if (not entry.captured and oldest < entry.since) or self._lookups >= self._end_of_use(oldest):
-            return True
-        self._turn_others_away(f"all {self._options.max_graphs} programs (max_graphs) are in use")
-        return False
-
-    def _end_of_use(self, used: int) -> int:
-        return used + _IDLE * len(self._entries)
+            return None
+        oldest = min(others)
+        is_unused = oldest < entry.since and not entry.captured
+        if is_unused or self._lookups >= oldest + _IDLE * len(self._entries):
+            return None
+        return f"all {self._options.max_graphs} programs (max_graphs) are in use"
 
     def waits(self, entry: Entry) -> bool:
         """Return True if a new signature waits until replays have saved what starting took, less an allowance."""
@@ -433,33 +432,14 @@ class Programs:
         gain = self._stats.gain()
         return self._stats.spent(eager) - (0.0 if gain is None else gain.saved) >= _ALLOWANCE * eager / 1e6
 
+    @property
+    def _progress(self) -> int:
+        return self._stats.replayed + self._stats.captured
+
     def count_new(self) -> None:
         """Count a call with a new signature."""
-        progress = self._stats.replayed + self._stats.captured
-        self._misses = self._misses + 1 if progress == self._paid else 1
-        self._paid = progress
-        if self._misses >= _PATIENCE * (self._options.warmup_steps + 3):
-            self._turn_others_away(f"{self._misses} new ones came in a row, and none of them again")
-
-    def _turn_others_away(self, why: str) -> None:
-        """Serve only signatures that have programs, until one of these is no longer in use."""
-        served = {key for key, program in self._latest.items() if isinstance(program, Program) and program.is_open}
-        if served and self._served is None:
-            self._served = served
-            self._stats.note(f"calls of further signatures are eager: {why}")
-
-    def turns_away(self, geometry: Hashable) -> bool:
-        """Whether calls with such a feed are eager, without a lookup by key."""
-        if self._served is None or geometry in self._served:
-            return False
-        self._lookups += 1
-        if self._lookups >= self._until:
-            oldest = min((entry.used for entry in self._entries.values() if entry.programs()), default=0)
-            self._until = self._end_of_use(oldest)
-        if self._lookups < self._until:
-            return True
-        self._served, self._misses = None, 0
-        return False
+        self._misses = self._misses + 1 if self._progress == self._paid else 1
+        self._paid = self._progress
 
     def churn(self) -> RecaptureError | None:
         """Return the error if captures follow each other without paying."""

@@ -60,7 +60,6 @@ class Reasons:
             (on.EAGER_IF, lambda call: options.asks_eager(step.calls, call.args, call.kwargs), step.as_traced),
             (None, lambda call: timing.begins(call.feed), step.as_stock),
             (None, lambda call: managed.refusal, None),
-            (on.MAX_GRAPHS, lambda call: programs.turns_away(step.lookup.geometry(call.feed)), step.plainly),
             # Its entry, and perhaps a program. To look for them may refuse the step.
             (on.SHAPE, self._takes_no_known_way, step.as_traced),
             (None, lambda call: managed.refusal, None),
@@ -72,7 +71,7 @@ class Reasons:
             (None, lambda call: call.program is not None, step.replay),
             # Calls without a program.
             (on.SHAPE, self._is_overdue, step.plainly),
-            (on.MAX_GRAPHS, lambda call: not programs.has_room(call.entry), step.plainly),
+            (on.MAX_GRAPHS, lambda call: programs.turns_away(call.entry), step.plainly),
             (on.SHAPE, lambda call: programs.waits(call.entry), step.plainly),
             (None, lambda call: programs.churn() or step.stages.change(call.entry), None),
             (on.PEERS, lambda call: not may_advance(bool(call.entry.plans)), step.as_traced),
