@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphplan.feed.placeholders import is_placeholder
-from graphplan.feed.signature import Feed, is_comparable, is_literal, leaf_key, named_arguments
+from graphplan.feed.signature import Feed, is_literal, leaf_key, named_arguments
 from graphplan.tensors.records import base_of, fill_record, is_record, record_values
 from graphplan.tensors.trees import PLAIN_LEAVES
 
@@ -153,7 +153,7 @@ def _contents(node: Any) -> Contents | None:
     for kind in (list, tuple, deque):
         if isinstance(node, kind):
             return dict(enumerate(kind.__iter__(node)))
-    if is_record(node) or is_comparable(node):
+    if is_record(node):
         return record_values(node)
     leaves = pytree.tree_leaves(node, is_leaf=lambda part: part is not node)
     return None if len(leaves) == 1 and leaves[0] is node else dict(enumerate(leaves))

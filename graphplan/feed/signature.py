@@ -22,7 +22,7 @@ from graphplan.errors import DeviceError, FeedError, RefusalError
 from graphplan.feed.placeholders import is_placeholder
 from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_own_operators, is_freed
 from graphplan.tensors.dtensors import is_sharded
-from graphplan.tensors.records import base_of, has_attributes, record_values
+from graphplan.tensors.records import has_attributes
 from graphplan.tensors.trees import Literals, flatten_arguments, names_of, rebuild, text_of
 
 Key = tuple[Hashable, ...]
@@ -31,9 +31,6 @@ WIDEST_LOAD = 64
 
 _METHODS = (MethodType, BuiltinMethodType)
 """Bound methods: each look at one makes another, and they are equal."""
-_DEEPEST = 4
-_MOST_VALUES = 64
-"""Of objects that are compared by what they hold: how deep, and how much of it."""
 _LONGEST = 120
 """Characters that a message has of a value, a geometry or a structure that changes."""
 
@@ -160,10 +157,7 @@ def leaf_key(leaf: Any) -> Hashable:
         own: Any = kind.__eq__
         return (kind, leaf if own is object.__eq__ or kind in _METHODS else Identity(leaf))
     if not isinstance(leaf, _LITERALS):
-        held = _values_key(leaf, 0)
-        if held is None:
-            raise _without_key(leaf)
-        return (kind, held)
+        raise _without_key(leaf)
     if not isinstance(leaf, Enum) and getattr(leaf, "__dict__", None):
         raise _with_attributes(leaf)
     # 0.0 equals -0.0 and NaN equals nothing, but a step may tell them apart.
@@ -180,23 +174,6 @@ def _is_hashable(leaf: Any) -> bool:
     except Exception:  # noqa: BLE001 - of any class's own code
         return False
     return True
-
-
-def _values_key(thing: Any, depth: int) -> Hashable:
-    """The key of an object that holds only literals; None for others."""
-    kind = type(thing)
-    if kind is not dict and kind is not list and kind is not tuple and base_of(kind) is None:
-        return None
-    values = thing if kind is dict else dict(enumerate(thing)) if kind in (list, tuple) else record_values(thing)
-    if depth > _DEEPEST or len(values) > _MOST_VALUES or not all(map(is_literal, values)):
-        return None
-    keys: list[Hashable] = []
-    for name, value in values.items():
-        key = leaf_key(value) if is_literal(value) else _values_key(value, depth + 1)
-        if key is None:
-            return None
-        keys.append((leaf_key(name), type(value), key))
-    return tuple(keys)
 
 
 def _without_key(leaf: Any) -> FeedError:
@@ -223,11 +200,6 @@ def _with_attributes(leaf: Any) -> FeedError:
         f"an argument of type {type(leaf).__name__} is fed that has attributes of its own ({names}), and a replay "
         "could not tell when they change; expected a plain one: feed what they hold as arguments of their own"
     )
-
-
-def is_comparable(thing: Any) -> bool:
-    """Return True for an object that is no literal but holds only literals."""
-    return not is_placeholder(thing) and not is_literal(thing) and _values_key(thing, 0) is not None
 
 
 def is_literal(value: Any) -> bool:
