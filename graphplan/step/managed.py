@@ -68,10 +68,11 @@ class Managed:
 
     Attributes:
         owners: by name; ``handles`` lead to them from plans.
+        names: those in the step's code, an owner too.
         refusal: what the next call is refused with.
         changes: what was changed on optimizers to make them capturable.
-        kept: what the code that ran last made and left behind: by path, in words.
-        compiled: what compiled code that ran was compiled with, and its name; by identity.
+        kept: what the latest call made and left behind, in words, by path.
+        compiled: how compiled code that ran was compiled, and its name, by identity.
     """
 
     def __init__(
@@ -106,8 +107,9 @@ class Managed:
         self._last_id = 0
         self._seen: dict[tuple[Any, ...], int] = {}
         self._taken = 0
-        self._churn = 0
-        self._names = Namespace()
+        self.churn = 0
+        """New values of hyper-parameters since the latest capture."""
+        self.names = Namespace()
         self._root = {"step": fn}
         self._before: tuple[Any, tuple[Any, ...]] | None = None
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -117,11 +119,6 @@ class Managed:
                     self.manage(owner)
                 except FaultError as error:
                     self.refusal = error
-
-    @property
-    def named_attributes(self) -> Collection[str]:
-        """The attributes that the step's code loads, of any object."""
-        return self._names.attributes
 
     def walk(self) -> Walk:
         """Walk the owners; CaptureError if one of them cannot be read."""
@@ -265,11 +262,11 @@ class Managed:
 
         reached = self._count_reached()
         grown = self.modes.watch(executed.switches) | self._take_states(own_states)
-        grown |= executed.name_all(self._fn, self._names, has_met)
+        grown |= executed.name_all(self._fn, self.names, has_met)
         grown |= self._count_reached() > reached
         # Its defaults, and what a partial function holds for it.
-        is_new = self._names.add("the step", self._root, "step")
-        self.owners.setdefault(_NAMES, self._names)
+        is_new = self.names.add("the step", self._root, "step")
+        self.owners.setdefault(_NAMES, self.names)
         things = list(executed.objects())
         walk = self.walk() if things and (grown or is_new or seen is not None) else walk
         known = {id(container) for container in walk.containers} if things else ()
@@ -292,7 +289,7 @@ class Managed:
     def _count_reached(self) -> int:
         """How many owners are reached through objects of libraries, by names that the step's code uses."""
         reached = [owner for owner in self.owners.values() if isinstance(owner, Reached)]
-        return sum(not self._names.attributes.isdisjoint(owner.names) for owner in reached)
+        return sum(not self.names.attributes.isdisjoint(owner.names) for owner in reached)
 
     def refresh(self, walk: Walk | None = None) -> None:
         """Update everything that is derived from the owners; ``walk`` is over them as they are now."""
@@ -321,15 +318,10 @@ class Managed:
         counts = [owner for owner in self.owners.values() if isinstance(owner, GroupCounts)]
         return {(id(owner.group), key) for owner in counts for key in owner.keys}
 
-    def refresh_after(self, *, is_new: bool) -> None:
-        """:meth:`refresh` after a step in which something ``is_new``, or an optimizer has begun to count."""
-        if is_new or self._fingerprint is None or list(self.rates.counted) != self._counted:
-            self.refresh()
-
-    def look_again(self) -> None:
-        """:meth:`refresh`, once the first step has made the owners known."""
-        if self._fingerprint is not None:
-            self.refresh()
+    @property
+    def is_outdated(self) -> bool:
+        """Whether :meth:`refresh` is due: it was never called, or an optimizer has begun to count."""
+        return self._fingerprint is None or list(self.rates.counted) != self._counted
 
     def walk_before(self) -> Walk:
         """The walk over the owners before this call's step, made once per call."""
@@ -365,8 +357,7 @@ class Managed:
         values = self._fingerprint.values()
         if self._last is None or values != self._last[1]:
             self._last = self._fingerprint.layout, values
-            self._last_id = self._seen.pop(values, self._taken)
-            self._seen[values] = self._last_id
+            self._last_id = self._seen[values] = self._seen.pop(values, self._taken)
             self._taken = max(self._taken, self._last_id + 1)
             if len(self._seen) > _FINGERPRINTS:
                 del self._seen[next(iter(self._seen))]
@@ -393,9 +384,9 @@ class Managed:
             assert self._fingerprint is not None
             assert self._last is not None
             changed = self._fingerprint.changed_hypers(*before, self._last[1])
-            self._churn += bool(changed)
-            if self._churn >= _CHURN:
-                self._churn = 0
+            self.churn += bool(changed)
+            if self.churn >= _CHURN:
+                self.churn = 0
                 settings = {name for optimizer in self.walk().optimizers.values() for name in optimizer.defaults}
                 raise _churn_error(changed, settings)
         return number
@@ -406,10 +397,6 @@ class Managed:
         if self._fingerprint is not None and self._before is not None and self._last is not None:
             changed = self._fingerprint.changed(*self._before, self._last[1])
         return "; ".join(changed[:3]) or "other modes, flags, or objects"
-
-    def captured(self) -> None:
-        """Reset the count of changed hyper-parameters: a program was captured."""
-        self._churn = 0
 
     def grad_presence(self) -> tuple[bool, ...]:
         """Which parameters have a gradient now."""

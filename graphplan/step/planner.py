@@ -86,7 +86,7 @@ class Planner:
         self._numbers = numbers
 
     def _may_replace(self, path: str, place: Scalar, *, is_named: bool = False) -> bool:
-        is_named |= place.attribute in self._managed.named_attributes or path in self._changing_numbers
+        is_named |= place.attribute in self._managed.names.attributes or path in self._changing_numbers
         is_named |= type(place.container) is Given
         return is_named and may_be_symbolic(place) and not is_allowed(path, self._options.allow)
 

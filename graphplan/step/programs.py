@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from graphplan.compare.comparing import Row
 from graphplan.errors import HostScalarError, NotCapturedError, RecaptureError, RefusalError
 from graphplan.feed.signature import Feed, first_difference, without_geometry
 from graphplan.owners.slots import Scalar, lasting
@@ -47,11 +46,9 @@ Variant = tuple[bool, ...]
 
 @dataclass(slots=True)
 class Line:
-    """One variant on its way to a program: traces, then a plan, then the program.
-
-    ``state`` are the paths of the optimizer state that the latest trace found. Pairs of traces that were dropped:
-    ``reordered`` because of autograd's engine, ``straddling`` in a row because of what happened between them.
-    ``outcomes``: traces and captures that came to another value than one before, where the step branches on it.
+    """One variant on its way to a program: traces, then a plan, then the program. ``state`` are the paths of optimizer
+    state in the latest trace. The numbers count pairs of traces that were dropped, because autograd ``reordered`` them
+    or the host changed something between them, and traces that branched otherwise than one before.
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -68,14 +65,13 @@ class Way:
     """One way through a step's code.
 
     Attributes:
-        asked: what the code branches on that is computed of owners' numbers, with the answers.
-        kinds: the classes of those numbers that it may have done anything with, by path.
-        used: those of these numbers whose values code needs, by path: each value is a way of its own.
-        where: the first of those, and where code needs it.
+        asked: the branches that depend on owners' numbers, with their answers.
+        kinds: classes of the numbers that code used, by path.
+        used: numbers whose values code needs, by path: each value is a way of its own. ``where`` describes the first.
+        lines: one for each variant.
+        refusal: why its calls are eager.
         is_met: whether a call has had these values before.
-        is_known: whether a trace has told all this.
-        lines: a line for each variant.
-        refusal: why calls that take it are eager.
+        is_known: whether it was traced.
     """
 
     asked: dict[Question, bool] = field(default_factory=dict)
@@ -107,15 +103,13 @@ class Way:
 
 @dataclass(slots=True)
 class Entry:
-    """One ``key``: what is known of its calls, and the ways that they take through the step's code.
+    """What is known of the calls of one ``key``.
 
-    ``since`` is the number of the lookup that made it, ``used`` that of the latest one that found it, ``called`` that
-    of the latest call on its way to a program. ``captured``: whether it has or had a program. ``gate``: while it is
-    open whether its replays pay, until ``is_decided``. ``outside``: gradients flow through the results of its calls,
-    which are eager.
-    ``batch``: what is read of the batch before the step, and chooses one of other entries. ``ways`` has the latest one
-    last, which is the one of the call that was looked up last; ``places`` are where the numbers lie that decide, by
-    path. ``untried`` counts ways that were traced since the latest capture, until they are ``too_many``.
+    ``since``, ``used`` and ``called`` number the lookup that made it, the latest one, and its latest call on the way to
+    a program. ``captured``: it has or had one. ``gate`` times its replays until ``is_decided``. ``outside``: gradients
+    flow through its results, so calls are eager. ``batch``: reads of the batch choose another entry. The last of
+    ``ways`` is that of the latest call; the numbers at ``places`` decide. ``untried`` ways were traced since the latest
+    capture, until they are ``too_many``.
     """
 
     key: Key = ()
@@ -155,10 +149,6 @@ class Entry:
     def plans(self) -> list[Plan]:
         """The plans of its variants."""
         return [line.plan for line in self.lines.values() if line.plan is not None]
-
-    def row(self) -> Row:
-        """A guard row that holds while the entry is refused as it is now."""
-        return ("same_attributes", [self], ["refusal"], [self.refusal])
 
     def select(self, variant: Callable[[], Variant]) -> Program | None:
         """The program for the gradients and the owners' numbers that there are now, if it is ready."""
@@ -215,13 +205,6 @@ class Entry:
         self.ways = [*(way for way in self.ways if way is not known), known]
         if len(self.ways) > _WAYS:
             self.forget_oldest()
-
-    def newly_needs(self) -> str | None:
-        """The number whose value code needs in this call, and where; None if the call before had the same value."""
-        if self.way.is_met:
-            return None
-        self.way.is_met = True
-        return self.way.where
 
     def may_refuse_way(self) -> bool:
         """Return True if a refusal is for the calls that take this way alone: others are served, or may be."""
@@ -337,8 +320,9 @@ class Programs:
         """Drop traces that wait for a second one: they keep tensors, also those that an owner no longer has. Return
         True if there were any.
         """
-        ways = [way for entry in self._entries.values() for way in entry.ways]
-        waiting = [line for way in ways for line in way.lines.values() if line.traces]
+        entries = self._entries.values()
+        lines = [line for entry in entries for way in entry.ways for line in way.lines.values()]
+        waiting = [line for line in lines if line.traces]
         for line in waiting:
             line.traces = []
         return bool(waiting)
@@ -349,10 +333,9 @@ class Programs:
         self._reasons = [*self._reasons, reason][-_REASONS:]
         self.close(entry)
 
-    def close(self, *entries: Entry) -> None:
-        """Close programs of entries."""
-        for entry in entries:
-            entry.drop()
+    def close(self, entry: Entry) -> None:
+        """Close an entry's programs."""
+        entry.drop()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -363,13 +346,13 @@ class Programs:
 
     def forget(self) -> None:
         """Close every program, and start again."""
-        self.close(*self._entries.values())
         for entry in self._entries.values():
+            self.close(entry)
             entry.refusal = None
         self._misses = 0
 
-    def evict_for_memory(self, kept: Entry) -> int:
-        """Drop the oldest generation of programs, unless it is ``kept``'s. Return how many entries lost theirs."""
+    def evict_for_memory(self, kept: Entry) -> bool:
+        """Drop the oldest generation of programs, unless it is ``kept``'s. Return True if there was one."""
         used: dict[object, int] = {}
         for entry in self._entries.values():
             for program in entry.programs():
@@ -377,14 +360,13 @@ class Programs:
         for program in kept.programs():
             used.pop(program.generation, None)
         if not used:
-            return 0
+            return False
         oldest = min(used, key=used.__getitem__)
-        entries = self._entries.values()
-        losers = [entry for entry in entries if any(program.generation == oldest for program in entry.programs())]
-        self.close(*losers)
-        for _ in losers:
-            self._stats.note("evicted: more bytes than memory_budget")
-        return len(losers)
+        for entry in self._entries.values():
+            if any(program.generation == oldest for program in entry.programs()):
+                self.close(entry)
+                self._stats.note("evicted: more bytes than memory_budget")
+        return True
 
     def count_capture(self, entry: Entry, program: Program) -> None:
         """Count a capture, and whether the one before it for such a feed has paid. Evict programs that are too many."""

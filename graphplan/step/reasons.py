@@ -128,10 +128,11 @@ class Reasons:
 
     def _computes_with(self, call: Call) -> Found:
         """The step's code computes with an owner's number, as comparisons with it come out now."""
-        path = call.entry.newly_needs()
-        if path is None:
+        way = call.entry.way
+        if way.is_met:
             return None
-        detail = f"the step's code computes with {path}, as its comparisons with it come out in these calls"
+        way.is_met = True
+        detail = f"the step's code computes with {way.where}, as its comparisons with it come out in these calls"
         if not self._step.programs.all():
             self._step.refusals.warn(
                 f"graphplan runs calls eagerly: {detail}; those for which they come out otherwise are replayed"

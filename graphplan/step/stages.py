@@ -110,7 +110,8 @@ class Stages:
             else:
                 self._planner.note_numbers(self._managed.walk_before())
                 result, is_new = self._runner.run_noting(partial(self._managed.discover, call, fed=fed.objects()))
-                self._managed.refresh_after(is_new=is_new)
+                if is_new or self._managed.is_outdated:
+                    self._managed.refresh()
                 self._keeping = self._keeping + 1 if self._managed.kept else 0
         if not entry.eager_calls:
             change = fed.change()
@@ -389,6 +390,6 @@ class Stages:
         self._stats.captured += 1
         call.line.program = program
         self._managed.refresh(program.adopted.walk)
-        self._managed.captured()
+        self._managed.churn = 0
         self._stats.end_call("captured")
         return result

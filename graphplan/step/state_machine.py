@@ -232,10 +232,9 @@ class StateMachine:
 
     def _replay_timed(self, call: Call, program: Program, gate: Gate) -> Any:
         """A replay that the gate of its key times."""
-        entry, feed = call.entry, call.feed
-        found = None if call.kwargs else self.fast_path.seconds(call.args, feed, entry, program)
-        start = gate.begin() - (found or 0.0)
-        result = self.replays.replay(program, feed.leaves)
+        entry = call.entry
+        start = gate.begin()
+        result = self.replays.replay(program, call.feed.leaves)
         self.runner.outcome = (result,)
         pays = gate.end_replay(start)
         if pays is not None:
