@@ -1,8 +1,6 @@
 """Feed signatures: flattening what a step is called with, and the key under which its program is kept.
 
-A key holds the structure, and for each leaf its geometry (shape, strides, dtype, device, ``requires_grad``) or, for
-anything that is not a tensor, its type and value. Two calls with equal keys can share a program; nothing is ever
-broadcast or cast to make them equal.
+A key holds the structure, the geometry of each tensor, and type and value of anything else. Nothing is broadcast.
 """
 
 from __future__ import annotations
@@ -84,9 +82,8 @@ def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tu
 
 @dataclass(slots=True, eq=False)
 class Feed:
-    """One call's arguments, flattened: ``leaves`` in order, and the ``key``, which begins with their structure.
-    ``given`` are the arguments themselves, where there are any; ``is_moved``: the leaves are not theirs. ``unread`` are
-    the indices of values that the step does not read, and that the key leaves out.
+    """One call's arguments, flattened: ``leaves``, and the ``key``, which begins with their structure. ``given`` are
+    the arguments themselves; ``is_moved``: the leaves are not theirs. ``unread`` are indices that the key leaves out.
     """
 
     leaves: list[Any]

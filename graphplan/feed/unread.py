@@ -1,10 +1,7 @@
-"""Which fed values on the host are part of a step's keys: those that stay, and those that the step reads.
+"""Which fed values on the host are part of a step's keys: those that stay the same, and those that the step reads.
 
-A file name differs in every batch. Values that vary, and those that no key can hold (arrays, objects), are left out of
-the keys, and so are tensors in host memory beside others on a device. Traces are given placeholders for them. Where a
-trace shows that the step reads one, it is part of the keys from then on, or the call is refused if no key can hold it.
-
-Values in one list are one unit: with the first file name that varies, or is read, all of the list do.
+Values that vary, or that no key can hold, and host tensors beside tensors on a device, are left out; traces get
+placeholders. A value that a trace reads is in the key from then on, or the call is refused; so are others of its list.
 """
 
 from __future__ import annotations

@@ -67,9 +67,8 @@ class ServeOptions(PlainOptions):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes by what they are for. ``input`` is one allocation per input for all shapes, ``param`` what the programs use
-    of the owners' or copy of it, ``state`` what they carry, ``output`` what is lent (``outputs="static"``), ``pool``
-    what the programs compute in.
+    """Bytes by use: ``input`` buffers, ``param`` as used or copied, carried ``state``, lent ``output``, and the
+    ``pool`` that programs compute in.
     """
 
     input: int

@@ -125,9 +125,7 @@ class _Tracer(fx.Tracer):
 def _split(
     model: nn.Module, names: Sequence[str], literals: Mapping[str, Any]
 ) -> tuple[fx.GraphModule, dict[str, nn.Module]]:
-    """The model as a module that calls its parts one after the other, and by name the parts that are not ``names``.
-    ``literals`` are arguments that become constants. Raises SplitError if torch.fx cannot follow the model's code.
-    """
+    """The model as a module of pieces, and by name those that are not cut out. Raises SplitError."""
     tracer = _Tracer(names)
     try:
         graph = tracer.trace(model, concrete_args=dict(literals))

@@ -1,11 +1,7 @@
 """The speed gate: measures a step without graphplan, then with replays, and says whether replays pay.
 
-- Eager time comes first: calls of the function alone, of which those after the first two are timed. A device that is
-  busy for nearly all of that time leaves replays next to nothing to save.
-- Replays are timed once there are enough in a row that are not checked.
-- A training step is timed from the end of one step to the end of the next, with all that the host does in between; an
-  inference call by itself.
-- The device is waited for at both ends of what is timed, and nowhere else.
+The device is waited for at both ends of what is timed, and nowhere else. A training step is timed from the end of one
+step to the end of the next, an inference call by itself. A device that is busy all the time leaves nothing to save.
 """
 
 from __future__ import annotations
@@ -76,16 +72,12 @@ class Gate:
     """Compares one step's time with replays to its time without graphplan.
 
     Args:
-        least: how many times as fast as without graphplan the step has to be.
+        least: how many times as fast the step has to be.
         clock: of the step's device.
         period: steps after which a loop does the same again.
         loops: whether steps are timed from end to end, or else by themselves.
         peers: other ranks, which decide alike.
         eager: seconds per step without graphplan, if known.
-
-    Attributes:
-        wait: steps after which a device that was busy is looked at again.
-        idle: the share of the eager steps' time in which the device had nothing to do.
     """
 
     def __init__(
@@ -218,18 +210,12 @@ class Gate:
 
 
 class Timing:
-    """Times a step that has to be faster than without graphplan, if its options say so.
-
-    A training step has one gate; without a ``gate`` that knows the eager time, its first calls are calls of its
-    function alone, and timed. An inference step has a gate for each signature.
-
-    Args:
-        serve: makes a call in the step's own way.
-        stand_down: drops all that is not the user's own, and has calls be stock.
+    """Times a step whose replays have to pay, if its options say so: a training step with one ``gate``, which is made
+    for its first calls unless it is given, an inference step with one for each signature.
 
     Attributes:
         way: makes the calls in place of the state machine, if set.
-        down_because: why all calls are such calls, and its wording; None if they are not, or are being timed.
+        down_because: why all calls are the function's own, and its wording; None if they are not, or are being timed.
         leave: applied to the arguments of such calls.
     """
 
@@ -312,9 +298,7 @@ class Timing:
         self.be_stock(None)
 
     def _look(self) -> None:
-        """After a stock call: go on with replays if the eager time is known, unless the device was busy all the time;
-        after many such calls, see whether it still is.
-        """
+        """After a stock call: go on with replays once the eager time is known, or time a busy device again."""
         gate = self._gate
         assert gate is not None
         if self.down_because is not None:

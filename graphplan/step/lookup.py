@@ -123,9 +123,7 @@ class Lookup:
 
 
 class Layout:
-    """The containers and records of a call's arguments: ``structures``. ``calls`` are those known with it, by shapes of
-    tensors, and ``latest`` the one that was found last.
-    """
+    """The containers and records of a call's arguments, and the known ``calls`` with them, by shapes of tensors."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         self.structures = [flatten_arguments(arg)[1] for arg in args]

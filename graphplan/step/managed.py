@@ -161,7 +161,6 @@ class Managed:
         walk: Walk | None = None,
     ) -> tuple[Any, Walk]:
         """Trace the step, and take in the modules and optimizers that it uses: its result, and a walk afterwards.
-        ``walk`` is the one before this call, if nothing else ran since.
 
         Raises:
             ReadSignal: if the step does with a deferred number what only real ones are good for.
@@ -203,11 +202,8 @@ class Managed:
         return bool(found)
 
     def discover(self, call: Callable[[], Result], *, fed: Iterable[Any]) -> tuple[Result, bool]:
-        """Run ``call`` and take in the modules and optimizers that it uses, and the names and objects that its code
-        uses, but for those that it is ``fed``. Beside the result: whether anything new may have turned up.
-
-        Compiled code is looked at when it is traced: its names are those that the compiler gave, and to watch each of
-        the compiler's calls would take long.
+        """Run ``call`` and take in the owners and names that its code uses, but for those that it is ``fed``. Beside
+        the result: whether anything may be new. Compiled code is looked at when it is traced.
         """
         before = self.walk_of_call()
         if self.runs_compiled(before):
@@ -244,9 +240,8 @@ class Managed:
         *,
         seen: Iterable[nn.Module] | None = None,
     ) -> bool:
-        """Own the names that code used, the objects that it used a second time, and the states that operators drew
-        from. Return True if any is new. ``walk`` is of afterwards, or of before where the modules that were ``seen``
-        are given.
+        """Own the names that code used, the objects that it used a second time, and ``own_states`` of operators. Return
+        True if any is new. The ``walk`` is of before if the modules that were ``seen`` are given, else of after.
         """
         asked: dict[int, bool] = {}
         self.compiled |= executed.compiled
@@ -364,9 +359,7 @@ class Managed:
         return self._last_id
 
     def rows(self, compared: Collection[int]) -> list[Row] | None:
-        """Guard rows that hold while nothing was refused and the fingerprint is unchanged; those ``compared`` elsewhere
-        are left out. None if rows do not say enough.
-        """
+        """Guard rows that hold while nothing was refused and the fingerprint is unchanged; None if rows cannot tell."""
         rows = None if self._fingerprint is None else self._fingerprint.rows(compared)
         own: Row = ("same_values", [vars(self)] * len(_STATE), _STATE, list(map(vars(self).get, _STATE)))
         return None if rows is None else [own, *rows]

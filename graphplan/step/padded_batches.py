@@ -1,6 +1,5 @@
-"""Steps and predictions whose batches are padded to capture sizes. Replays are checked as without padding; that padding
-has no effect is checked by rehearsals (:mod:`padding_check`): before a call at times, and after a prediction by Python
-or a program that was not there before, which is made again as it came if padding has changed it.
+"""Steps and predictions whose batches are padded to capture sizes. That padding has no effect is checked by rehearsals
+(:mod:`padding_check`): before a call at times, and after a prediction by Python or by a program that is new.
 """
 
 from __future__ import annotations

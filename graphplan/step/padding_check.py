@@ -1,15 +1,11 @@
-"""Whether padding changes what a training step leaves: the step is rehearsed on the batch as it came and on the padded
-one, from one state, and both times undone.
+"""Whether padding changes what a step leaves: it is rehearsed on the batch as it came and on the padded one.
 
-Compared is what the step *changes*: results, gradients, optimizer state, buffers, updates of parameters. Other shapes
-have other kernels, which add up in another order, so these may differ by rounding:
+Compared is what the step *changes*, which other kernels may round otherwise:
 
-- by a share of the change itself (:func:`graphplan.step.capture_sizes.tolerance`). The relative error of a sum grows
-  with the root of its length times the last place; the root of the last place leaves room for millions of terms.
-- by a multiple of what a third rehearsal finds, from parameters with other last bits. Where terms cancel, rounding is
-  all that is left (an attention's key bias has no gradient), and Adam makes steps of it as long as of any gradient.
-  Under autocast the bits are the coarser type's, far more than other kernels change. (For six kinds of language models
-  on a CPU, changes differed by up to four times what the third rehearsal found in float32, and half of it in bfloat16.)
+- by a share of the change itself (:func:`graphplan.step.capture_sizes.tolerance`), which has room for sums of millions.
+- by a multiple of what a third rehearsal finds, from parameters with other last bits: where terms cancel, rounding is
+  all that is left. (Changes of six kinds of language models on a CPU differed by up to four times that in float32, and
+  by half of it in bfloat16.)
 
 Rehearsals have no dropout, which would draw other numbers for a padded batch.
 """
@@ -126,9 +122,8 @@ class PaddingCheck:
         self._rounding = 0.0
 
     def run(self, padded: Feed, kind: Kind) -> None:
-        """Compare with the step on ``padded``. The capture size of ``kind`` learns what there is to cut of its result.
-        Raises PaddingError if that leaves something else, or if it cannot be told, and HostEffectError if the step
-        changes the containers that it is fed.
+        """Compare with the step on ``padded``. Raises PaddingError if that leaves something else, or if it cannot be
+        told, and HostEffectError if the step changes the containers that it is fed.
         """
         try:
             problems = self._compare(padded, kind)

@@ -1,8 +1,4 @@
-"""From traces to a plan, and what follows where two traces of a step do not give one.
-
-They may differ by what the host did between them, or because the calls take two ways through the step's code. Then
-others follow, and the calls of each way have a plan of their own; else the step is refused.
-"""
+"""From traces to a plan, and what follows where two traces of a step do not give one: others, or a refusal."""
 
 from __future__ import annotations
 
@@ -91,9 +87,7 @@ class Planner:
         return is_named and may_be_symbolic(place) and not is_allowed(path, self._options.allow)
 
     def make_symbolic(self, walk: Walk, device: torch.device | None, *, arguments_alone: bool) -> SymbolicNumbers:
-        """Stand-ins for the numbers of the step that is traced next: those that change, and what the Trainer counts; or
-        its ``arguments_alone``.
-        """
+        """Stand-ins for the numbers of the step that is traced next: those that change, and the Trainer's counts."""
         self._learn_changed(walk)
         self.note_numbers(walk)
         kinds = _REPLACED[:1] if arguments_alone else _REPLACED[: self._level]
@@ -128,8 +122,7 @@ class Planner:
                 facts.symbolic.ask_truth(path, value)
 
     def plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
-        """The plan of the line's traces, which it then lets go of; None if others have to follow. ``at_end`` is a walk
-        that is still valid.
+        """The plan of the line's traces; None if others have to follow. ``at_end`` is a walk that is still valid.
 
         Raises:
             RefusalError: if no others would lead to a plan.
@@ -181,9 +174,7 @@ class Planner:
                 allow = (*allow, error.path)
 
     def _learns(self, error: RefusalError, pair: TracePair) -> bool:
-        """Whether the step's code names numbers that are others before each of the traces and had no stand-ins: what
-        stands in the way may be what it makes of them.
-        """
+        """Whether the step's code names numbers that changed and had no stand-ins, which may be what is in the way."""
         if not isinstance(error, (HostScalarError, HostEffectError, ControlFlowError)) or self._level < _ALL:
             return False
         before, now = (trace.entry_scalars for trace in pair.both)

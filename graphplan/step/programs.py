@@ -84,9 +84,7 @@ class Way:
     is_known: bool = False
 
     def is_taken(self, numbers: Mapping[str, Any], *, values: bool = True) -> bool:
-        """Return True if a step takes it with ``numbers`` by path; without ``values``, if it does with other ``used``
-        ones.
-        """
+        """Return True if a step takes it with ``numbers`` by path; without ``values``, with other ``used`` ones."""
         if any(type(numbers.get(path)) is not kind for path, kind in self.kinds.items()):
             return False
         try:
@@ -166,9 +164,7 @@ class Entry:
         return next((program for program in ready if program.adopted.guards.gradients_fit()), None)
 
     def learn(self, facts: Trace, places: Mapping[str, Scalar]) -> None:
-        """Take in what a trace of the call that was looked up last has asked of owners' numbers, which lie at
-        ``places``. The way is for the values that the step had.
-        """
+        """Take in what a trace of the latest call has asked of owners' numbers, which lie at ``places``."""
         asked, way = facts.symbolic.asked, self.way
         paths = {path for question in asked for path in question.paths}
         self.places.update({path: lasting(places[path]) for path in facts.symbolic.kinds if path in places})
@@ -317,9 +313,7 @@ class Programs:
         return sum(program.nbytes for program in self.all())
 
     def let_traces_go(self) -> bool:
-        """Drop traces that wait for a second one: they keep tensors, also those that an owner no longer has. Return
-        True if there were any.
-        """
+        """Drop traces that wait for a second one, since they keep tensors. Return True if there were any."""
         entries = self._entries.values()
         lines = [line for entry in entries for way in entry.ways for line in way.lines.values()]
         waiting = [line for line in lines if line.traces]

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Call:
-    """One call, and what is found out about it on its way to a program. ``around`` is what is active around it.
-    ``walk`` is over the owners as they are before it.
-    """
+    """One call, and what is found out about it on its way to a program. ``around``: what is active around it."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -44,7 +42,7 @@ Way = Callable[[Call, SkipReason | None, str], Any]
 
 class Reasons:
     """The table of one ``step``: a reason (None: an error's own, or none), what finds it, how the call runs. An error
-    without a way refuses all calls of the step. Rows note in the call what they find, and those below use that.
+    without a way refuses all calls. Rows note in the call what they find, for those below.
     """
 
     def __init__(self, step: StateMachine) -> None:

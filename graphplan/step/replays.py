@@ -28,9 +28,7 @@ _FICKLE, _SHARE = 8, 1 / 4
 
 
 class _Series(Tally):
-    """The programs of one step for several shapes, which are checked as often as a single one: the ``first`` replay of
-    each, and those that the ``timetable`` says.
-    """
+    """Programs for several shapes, which are checked as often as a single one, and each at its ``first`` replay."""
 
     def __init__(self, timetable: Timetable, first: int) -> None:
         super().__init__(first)
@@ -39,9 +37,7 @@ class _Series(Tally):
         self._checked: WeakKeyDictionary[Program, int] = WeakKeyDictionary()
 
     def is_due(self, program: Program) -> bool:
-        """Whether the next replay, one of ``program``'s, is checked: its last check is the longest ago, or that one's
-        turn is overdue.
-        """
+        """Whether the next replay, one of ``program``'s, is checked: its check is the oldest, or one is overdue."""
         number = self.replays + 1
         if program not in self._checked:
             return number >= self._first
@@ -102,12 +98,11 @@ class Replays:
         return isinstance(program.tally, _Series) and program.tally.is_due(program)
 
     def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None]:
-        """A replay that is checked against eager; then eager's outcome stands. Where there is no room for that: a
-        replay.
+        """A replay that is checked against eager, whose outcome stands; a plain one where there is no room for that.
 
         Raises:
             OutcomeError: with everything as it was, if the step branches otherwise.
-            PeerError: before anything runs, if another rank has found its program wrong, or cannot go on otherwise.
+            PeerError: before anything runs, if another rank has refused.
             CheckMemoryError: if the eager step has no room, and other ranks run it as well.
         """
         nbytes = program.count_state_bytes()
@@ -207,9 +202,7 @@ class Replays:
         return not is_none
 
     def _place(self, program: Program, nbytes: int, room: torch.device) -> torch.device:
-        """Where a check's next copy of ``nbytes`` goes: pinned memory, where not all have room on the device, costs ten
-        times as much to allocate.
-        """
+        """Where a check's next copy goes: pinned memory takes long to allocate, and not all copies need it."""
         return find_room(nbytes, program.plan.device, self._runner.backend.may_take, copies=1)[0] or room
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> Any:

@@ -125,8 +125,8 @@ class Runner:
     def run(
         self, body: Callable[[], Any], *, traced: bool = False, within: Callable[[Callable[[], Any]], Any] | None = None
     ) -> Any:
-        """Run ``body`` as every managed step runs: as if captured, on the backend's stream or ``within`` what prepares
-        memory for it, with device learning rates for the optimizers; in a trace for all code.
+        """Run ``body`` as every managed step: as if captured, on the backend's stream or ``within`` what prepares its
+        memory, with device learning rates for the optimizers; if ``traced``, for all code.
         """
         with presenting_capture(), self._managed.rates if traced else self._managed.rates.within_optimizers():
             if self._backend is None:

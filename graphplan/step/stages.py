@@ -1,8 +1,4 @@
-"""The stages on the way to a program: eager warm-up, two traces, capture. A further shape takes fewer of them.
-
-Each is a real step on the batch it is given. A trace or a capture that is refused is undone, and so is a capture that
-an error ends.
-"""
+"""The stages on the way to a program: eager warm-up, two traces, capture. What is refused of these is undone."""
 
 from __future__ import annotations
 
@@ -80,9 +76,8 @@ class Stages:
         return self._programs.let_traces_go()
 
     def is_ready(self, entry: Entry) -> bool:
-        """Whether the next call of ``entry`` is traced or captured instead of one more eager step. Asked once for each.
-
-        All shapes of a training step warm up together, so a shape that comes often needs one eager step of its own.
+        """Whether the next call of ``entry`` is traced or captured. All shapes of a training step warm up together, so
+        one that comes often needs a single eager step of its own. Asked once for each call.
         """
         calls = self._stats.calls
         is_often, entry.called = calls - entry.called <= _OFTEN, calls
@@ -131,9 +126,7 @@ class Stages:
         return result
 
     def change(self, entry: Entry) -> HostEffectError | None:
-        """The error for a step that changes what it is fed in each first call of a key. Raises HostEffectError for one
-        that keeps what it makes.
-        """
+        """The error for a step that changes what it is fed in each first call. Raises it for what the step keeps."""
         often = max(self._options.warmup_steps, _NO_ACCIDENT)
         if not entry.eager_calls and len(self._changes) >= often:
             return HostEffectError(self._changes[0])
@@ -221,8 +214,7 @@ class Stages:
             line.plan = None
 
     def _trace(self, call: Call, undo: ExitStack, snapshot: Snapshot) -> Any:
-        """Trace a call, and keep the trace. A step that runs compiled code is rehearsed: the trace is undone, and the
-        step run again.
+        """Trace a call, and keep the trace. A step that runs compiled code is undone, and run again.
 
         Raises:
             RefusalError: if the step cannot be replayed correctly, and refusals are raised.
@@ -352,9 +344,7 @@ class Stages:
         return not found.is_outdated
 
     def _capture(self, call: Call, undo: ExitStack) -> Any:
-        """Capture a call, give it its results, and have its entry serve calls with the program. Raises ReadSignal if a
-        placeholder was used.
-        """
+        """Capture a call and return its result. Raises ReadSignal if a placeholder was used."""
         options, backend, plan = self._options, self._runner.backend, call.line.plan
         assert plan is not None
         compiled = self._managed.runs_compiled(call.walk)

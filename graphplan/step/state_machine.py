@@ -1,8 +1,6 @@
-"""The state machine of a graphed step: eager warm-up, two traces, one capture, then replays; per key.
+"""The state machine of a graphed step: for each key eager warm-up, two traces, one capture, then replays.
 
-Each of these is a real step on the batch it is given. A refusal before the first good replay raises and undoes its
-call; after it, the step goes on eagerly with one warning. :mod:`graphplan.step.reasons` has the table of all reasons
-for which a call is eager.
+A refusal before the first good replay raises and undoes its call; after it, the step goes on eagerly with one warning.
 """
 
 from __future__ import annotations
@@ -52,9 +50,7 @@ _FRUITLESS = 8
 
 
 class StateMachine:
-    """Runs, traces, captures, replays or checks each call of one step. ``serve`` makes a call with the step's turn; for
-    the other arguments see :class:`GraphedStep`. Raises OptionError if there is no module to compile.
-    """
+    """Runs each call of one step, with ``serve`` as its way in. Raises OptionError if there is no module to compile."""
 
     def __init__(
         self,
@@ -261,9 +257,7 @@ class StateMachine:
         return result
 
     def _instead(self, call: Call, entry: Entry, program: Program, outcome: OutcomeError) -> Any:
-        """An eager step in place of a replay that ended with ``outcome``: Python is given what was passed, and the
-        user's errors come without ours. If that happens often, further calls are eager from the next one on.
-        """
+        """An eager step in place of a replay that branched otherwise; further calls are eager if that happens often."""
         self.latest = None
         if "feed" not in vars(call):
             call.feed = flatten(call.args, call.kwargs, self.unread.keys)
