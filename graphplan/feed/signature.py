@@ -6,7 +6,6 @@ A key holds the structure, the geometry of each tensor, and type and value of an
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -39,24 +38,6 @@ _LITERALS = (
 
 class Unread:
     """Marks a value in a key of which only the class counts."""
-
-
-class Identity:
-    """Compares an object by identity, and keeps it alive, so that its ``id`` is not used again."""
-
-    __slots__ = ("thing",)
-
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.thing is other.thing
-
-    def __hash__(self) -> int:
-        return id(self.thing)
-
-    def __repr__(self) -> str:
-        return f"a {type(self.thing).__name__}"
 
 
 def alignment_unit(tensor: Tensor) -> int:
@@ -149,10 +130,8 @@ def leaf_key(leaf: Any) -> Hashable:
             return plain
         return (*plain, kind, bits, tuple([(name, _mark_key(marks[name])) for name in sorted(marks)]))
     kind = type(leaf)
-    if callable(leaf) and not isinstance(leaf, Enum) and _is_hashable(leaf):
-        # What a class says of equality is its own affair.
-        own: Any = kind.__eq__
-        return (kind, leaf if own is object.__eq__ or kind in _METHODS else Identity(leaf))
+    if _is_function(leaf):
+        return (kind, leaf)
     if not isinstance(leaf, _LITERALS):
         raise _without_key(leaf)
     if not isinstance(leaf, Enum) and getattr(leaf, "__dict__", None):
@@ -165,12 +144,10 @@ def leaf_key(leaf: Any) -> Hashable:
     return (kind, leaf.hex() if isinstance(leaf, float) else leaf)
 
 
-def _is_hashable(leaf: Any) -> bool:
-    try:
-        hash(leaf)
-    except Exception:  # noqa: BLE001 - of any class's own code
-        return False
-    return True
+def _is_function(leaf: Any) -> bool:
+    """Return True for what is called and compared by identity; code of foreign classes does not compare keys."""
+    kind: Any = type(leaf)
+    return callable(leaf) and not isinstance(leaf, Enum) and (kind.__eq__ is object.__eq__ or kind in _METHODS)
 
 
 def _without_key(leaf: Any) -> FeedError:
@@ -205,7 +182,7 @@ def is_literal(value: Any) -> bool:
         return all(map(is_literal, value))
     if is_placeholder(value) or isinstance(value, Tensor):
         return False
-    return isinstance(value, _LITERALS) or (callable(value) and _is_hashable(value))
+    return isinstance(value, _LITERALS) or _is_function(value)
 
 
 def _mark_key(value: Any) -> Hashable:
@@ -248,7 +225,7 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = 
         raise
     except Exception as error:
         raise FeedError(
-            f"{_culprit(args, kwargs)} cannot be taken apart ({type(error).__name__}: {error}); expected tensors and "
+            f"what is fed cannot be taken apart ({type(error).__name__}: {error}); expected tensors and "
             "values in containers whose own code does not fail: feed what they hold as arguments of their own"
         ) from error
     return Feed(leaves, (structure, *keys), (args, kwargs), unread=unread)
@@ -258,19 +235,6 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = 
 def _of_tensors(number: int) -> Any:
     """The structure of a call with so many positional tensors."""
     return flatten_arguments(((None,) * number, {}))[1]
-
-
-def _culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The first argument that raises when it is read."""
-    for name, arg in named_arguments(args, kwargs):
-        try:
-            leaves = _take_apart((arg,), {})[0]
-            with suppress(FeedError):
-                for leaf in leaves:
-                    leaf_key(leaf)
-        except Exception:  # noqa: BLE001 - of any class's own code
-            return f"{name}, which is fed,"
-    return "what is fed"
 
 
 def _take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:

@@ -405,7 +405,7 @@ def test_what_cannot_be_taken_apart() -> None:
     endless: list[Any] = []
     endless.append(endless)
     step = graph_step(lambda x, other: x * len(other), backend="tape", on_failure="eager")
-    with pytest.warns(UserWarning, match=r"which is fed, cannot be taken apart \(RecursionError"):
+    with pytest.warns(UserWarning, match=r"what is fed cannot be taken apart \(RecursionError"):
         assert torch.equal(step(torch.ones(2), endless), torch.ones(2))
 
 

@@ -70,7 +70,7 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.step.state_machine": ["no_collections"],
     "graphplan.step.reasons": ["flatten", "settle_companions"],
     "graphplan.feed.unread": ["leaf_key"],
-    "graphplan.step.lookup": ["Lookup.find", "Lookup.geometry", "Lookup.keep", "check_feed", "KnownCall.take",
+    "graphplan.step.lookup": ["Lookup.find", "Lookup._key", "Lookup.keep", "check_feed", "KnownCall.take",
                               "FastPath.remember"],
     "graphplan.step.programs": ["Programs.get", "Programs.count_capture", "Programs.check_due"],
     "graphplan.compare.fast_compare": ["Modes.now"],
