@@ -5,28 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import update_wrapper
+from itertools import product
+from math import prod
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from graphplan.errors import NotCapturedError, OptionError
-from graphplan.feed.signature import flatten
-from graphplan.inference.prewarming import capture, parse_sizes, zeros
+from graphplan.errors import NotCapturedError, OptionError, SkipReason
+from graphplan.feed.signature import Feed, flatten
 from graphplan.inference.shared_pool import Pool
 from graphplan.program.leases import plain
 from graphplan.specs.options import Checks, check_values, is_count
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
+from graphplan.step.buckets import Ladders
 from graphplan.step.call_lock import runs_within_step
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.methods import owners_of
 from graphplan.step.options import Options, PlainOptions
-from graphplan.step.padding import Dynamic
+from graphplan.step.padding import Dynamic, outer_first
 from graphplan.tensors.trees import map_result
 
 _MIB = 2**20
+_CALLS = 64
+"""A size is called at most this often; a capture that has not come by then does not come."""
 _CHECKS: Checks = (
     ("pool", lambda value: value is None or isinstance(value, Pool), "a Pool, or None for one of the function's own"),
     ("capture_after", is_count, "an int >= 1"),
@@ -158,7 +163,7 @@ class Graphed(GraphedStep):
                     self.stats.replayed += 1
                     return result
             if not is_known:
-                capture(self, map_result(lambda tensor: tensor.clone(), args), {})
+                _capture(self, map_result(lambda tensor: tensor.clone(), args), {})
         why = ", ".join(self.stats.reasons) or "nothing was refused"
         raise NotCapturedError(f"{self._name} has no program for these arguments: {why}; expected one to replay")
 
@@ -183,8 +188,8 @@ class Graphed(GraphedStep):
             OptionError: for sizes that make no sense, or where gradients are wanted.
         """
         given, before = flatten(tuple(example), kwargs or {}), self.stats.captured
-        for dims in parse_sizes(sizes, None if self._padded is None else self._padded.padding.ladders):
-            why = capture(self, *zeros(given, self._dynamic, dims))
+        for dims in _parse_sizes(sizes, None if self._padded is None else self._padded.padding.ladders):
+            why = _capture(self, *_zeros(given, self._dynamic, dims))
             if why is not None:
                 expected = "expected calls that can be replayed"
                 raise OptionError(f"nothing is captured for the size {dims}: {why}; {expected}")
@@ -229,3 +234,47 @@ class Graphed(GraphedStep):
     @override
     def data(self) -> dict[str, Any]:
         return {**super().data(), "shapes": self.shapes.data(), "memory": asdict(self.memory)}
+
+
+def _zeros(example: Feed, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call of zeros, with other sizes in the dynamic dimensions that ``dims`` has."""
+    places = dynamic.of(example)
+    leaves = list(example.leaves)
+    for index, leaf in example.tensors():
+        own = {dim: dims[dim] for position, dim in places if position == index and dim in dims}
+        shape = [own.get(dim, size) for dim, size in enumerate(leaf.shape)]
+        leaves[index] = torch.empty_permuted(shape, outer_first(leaf), dtype=leaf.dtype, device=leaf.device).zero_()
+    return example.rebuild(leaves)
+
+
+def _parse_sizes(sizes: Sequence[int | Mapping[int, int]] | None, ladders: Ladders | None) -> list[dict[int, int]]:
+    """Sizes by dimension, the largest first; by default all that there are ladders for. Raises OptionError."""
+    if sizes is None:
+        if ladders is None:
+            raise OptionError("prewarm has no sizes; expected some, such as [1, 2, 4, 8], or shapes='bucket'")
+        choices = product(*(ladders.sizes(dim) for dim in ladders.dims))
+        parsed = [dict(zip(ladders.dims, choice, strict=True)) for choice in choices]
+    else:
+        parsed = [dict(size) if isinstance(size, Mapping) else {0: size} for size in sizes]
+    for dims in parsed:
+        for dim, size in dims.items():
+            if not (is_count(size) and is_count(dim, 0)):
+                raise OptionError(f"prewarm has the size {size!r} in dimension {dim!r}; expected integers from 1 on")
+    if not parsed:
+        raise OptionError("prewarm has no sizes; expected at least one, such as [1, 2, 4, 8]")
+    return sorted(parsed, key=lambda dims: prod(dims.values()), reverse=True)
+
+
+def _capture(step: GraphedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Make a call again and again until it is captured or replayed. Returns why it is not, if so."""
+    done = step.stats.captured + step.stats.replayed
+    before = step.stats.skipped.copy()
+    with step.machine.timing.asked_for():
+        for _ in range(_CALLS):
+            step(*args, **kwargs)
+            if step.stats.captured + step.stats.replayed > done:
+                return None
+            why = next((reason for reason in step.stats.skipped - before if reason is not SkipReason.SHAPE), None)
+            if why is not None:
+                return why.value
+    return "no capture came"
