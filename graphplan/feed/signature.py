@@ -55,12 +55,6 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """A call's arguments with their names."""
-    named = [(f"args[{number}]", arg) for number, arg in enumerate(args)]
-    return named + [(f"kwargs[{name!r}]", arg) for name, arg in kwargs.items()]
-
-
 @dataclass(slots=True, eq=False)
 class Feed:
     """One call's arguments, flattened: ``leaves``, and the ``key``, which begins with their structure. ``given`` are

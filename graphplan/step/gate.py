@@ -353,12 +353,6 @@ class Timing:
         stats.note(f"dropped: {error}")
         return error
 
-    def gate_of_calls(self, feed: Feed) -> Gate | None:
-        """Make a gate for the calls of one signature, if replays have to pay."""
-        self._runner.settle_backend(feed)
-        assert self._runner.device is not None
-        return Gate.of(self._options, self._runner.device, loops=False)
-
     @contextmanager
     def asked_for(self) -> Iterator[None]:
         """Capture the calls of the block without timing them."""

@@ -84,17 +84,15 @@ class PaddedBatches:
         """The call, flattened; None if its tensors cannot be replaced by padded ones, or if it will not be replayed."""
         if self._options.backend == "eager" or self._machine.is_closed or surroundings() is not None:
             return None
-        if not self._trains and torch.is_grad_enabled() and self._may_be_trained():
-            return None
+        if not self._trains and torch.is_grad_enabled():
+            modules = [owner for owner in self._machine.managed.owners.values() if isinstance(owner, nn.Module)]
+            if any(asks_for_gradients(param) for module in modules for param in module.parameters()):
+                return None
         try:
             feed = flatten(args, kwargs, self._machine.unread.keys)
         except FeedError:
             return None
         return feed if all(_is_plain(leaf) for _, leaf in feed.tensors()) else None
-
-    def _may_be_trained(self) -> bool:
-        modules = [owner for owner in self._machine.managed.owners.values() if isinstance(owner, nn.Module)]
-        return any(asks_for_gradients(param) for module in modules for param in module.parameters())
 
     def _as_it_came(self, feed: Feed) -> Arguments:
         assert feed.given is not None

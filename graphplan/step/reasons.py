@@ -13,6 +13,7 @@ from graphplan.owners.slots import Walk
 from graphplan.program.bindings import settle_companions
 from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.program.program import Program
+from graphplan.step.gate import Gate
 from graphplan.step.programs import Entry, Line
 from graphplan.step.runner import ADVICE
 
@@ -139,9 +140,12 @@ class Reasons:
 
     def _is_timed(self, call: Call) -> Found:
         """Open the gate of the call's key, if its replays have to pay; applies to calls for the eager time."""
-        entry, timing = call.entry, self._step.timing
+        entry, step = call.entry, self._step
         if not entry.is_decided and entry.gate is None:
-            entry.gate = timing.gate_of_calls(self._step.lookup.moved(call.feed)) if timing.opens else None
+            if step.timing.opens:
+                step.runner.settle_backend(step.lookup.moved(call.feed))
+                assert step.runner.device is not None
+                entry.gate = Gate.of(step.options, step.runner.device, loops=False)
             entry.is_decided = entry.gate is None
         return entry.gate is not None and entry.gate.eager is None
 

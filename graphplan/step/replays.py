@@ -23,9 +23,6 @@ from graphplan.verify.copy_placement import find_room
 from graphplan.verify.noise import Noise
 from graphplan.verify.schedule import Timetable
 
-_FICKLE, _SHARE = 8, 1 / 4
-"""Replays that end before their end, if they are many beside the others, after which a program is given up."""
-
 
 class _Series(Tally):
     """Programs for several shapes, which are checked as often as a single one, and each at its ``first`` replay."""
@@ -84,10 +81,6 @@ class Replays:
         result = self._between(program, CallArguments.of(feed), feed.leaves, program.plan.handles.walk)
         self._runner.count_eager(outcome.reason, str(outcome))
         return result
-
-    def is_fickle(self, program: Program) -> bool:
-        """Return True if many replays of ``program`` have ended where the step branches."""
-        return program.outcomes >= max(_FICKLE, program.replays * _SHARE)
 
     def _count(self, program: Program) -> None:
         program.replays += 1
@@ -151,16 +144,15 @@ class Replays:
 
     def begin(self, program: Program) -> None:
         """Have a new program checked with others of its kind. If it communicates, all ranks check in the same steps."""
-        plan, schedule = program.plan, self._options.schedule
-        timetable = Timetable(schedule, plan.device, self._agree_on if plan.communicates else int)
+        plan, schedule, peers = program.plan, self._options.schedule, self._peers
+        agree: Callable[[int], int] = int
+        if peers is not None and plan.communicates:
+            agree = lambda number: peers.settle(f"after check {self._stats.calls}", number)  # noqa: E731
+        timetable = Timetable(schedule, plan.device, agree)
         series = _Series(timetable, schedule.after(0))
         if schedule.every is None:
             series = self._by_form.setdefault(plan.form, series)
         program.tally = series
-
-    def _agree_on(self, following: int) -> int:
-        assert self._peers is not None
-        return self._peers.settle(f"after check {self._stats.calls}", following)
 
     def _ask_peers(self, reason: str) -> str:
         """Why this check is impossible, if so: it runs collectives twice, so all ranks have to check the same step."""

@@ -47,6 +47,8 @@ from graphplan.step.stages import Stages
 
 _FRUITLESS = 8
 """Refused calls in a row after which a step stands down."""
+_FICKLE, _SHARE = 8, 1 / 4
+"""Replays that end where the step branches, if they are many beside the others, after which a program is given up."""
 
 
 class StateMachine:
@@ -262,7 +264,7 @@ class StateMachine:
         if "feed" not in vars(call):
             call.feed = flatten(call.args, call.kwargs, self.unread.keys)
         result = self.replays.instead(program, self.lookup.moved(call.feed), outcome)
-        if self.replays.is_fickle(program):
+        if program.outcomes >= max(_FICKLE, program.replays * _SHARE):
             entry.refusal = outcome.refusal
             self.fast_path.forget()
             self.refusals.warn(f"graphplan runs this step eagerly: {outcome.refusal}")
