@@ -11,8 +11,7 @@ from threading import RLock
 from typing import Any
 
 from graphplan.errors import OptionError, RefusalError
-from graphplan.inference.graphed import Graphed, ServeOptions
-from graphplan.inference.shared_pool import Pool
+from graphplan.inference.graphed_functions import Graphed, Pool, ServeOptions
 from graphplan.program.leases import StaticOutput
 from graphplan.report.rendering import Reports
 from graphplan.step.call_lock import runs_within_step

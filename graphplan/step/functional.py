@@ -31,8 +31,8 @@ from graphplan.program.faults import refusing
 from graphplan.program.program import Program
 from graphplan.specs.policy import Policy
 from graphplan.step.compiled import refuse_graphs_within
+from graphplan.step.graphed_step import check_form
 from graphplan.step.managed import Managed
-from graphplan.step.methods import check_form
 from graphplan.step.runner import Backends
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.records import Trace

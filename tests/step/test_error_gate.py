@@ -361,7 +361,7 @@ PADDED = [
     "step.padding:Padding.kind", "step.padded_batches:PaddedBatches._plain_feed",
     "step.padded_batches:PaddedBatches._compare",
     "step.padding:Padding._learn", "step.padding:Kind.pad", "step.capture_sizes:CaptureSize.meet",
-    "step.capture_sizes:CaptureSize.cut", "step.padding:Kind.cut", "step.padding_check:PaddingCheck.run",
+    "step.capture_sizes:CaptureSize.cut", "step.padding:Kind.cut", "step.padded_batches:PaddingCheck.run",
     "step.managed:trace", "step.replays:Check",
 ]  # fmt: skip
 

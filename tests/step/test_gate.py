@@ -392,7 +392,7 @@ def test_served_calls_that_pay_and_others_that_do_not(monkeypatch: pytest.Monkey
     assert run.stats.skipped.keys() == {SkipReason.SHAPE, SkipReason.SLOWER}
     rests, replayed = clock.rests, run.stats.replayed
     walks: list[Any] = []
-    monkeypatch.setattr(run.machine.managed, "look_again", lambda: walks.append(1))
+    monkeypatch.setattr(run.machine.managed, "refresh", lambda: walks.append(1))
     for _ in range(10):
         run(torch.zeros(9, 6))
         run(torch.zeros(4, 6))

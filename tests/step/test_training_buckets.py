@@ -18,7 +18,7 @@ from graphplan import BusyError, HostEffectError, OptionError, PaddingError, Ski
 from graphplan.step import padded_batches
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.options import Options
-from graphplan.step.padding_check import PaddingCheck, RehearsalMode
+from graphplan.step.padded_batches import PaddingCheck, RehearsalMode
 from tests.facts import assert_same, flatten
 from tests.step.test_peers import Ranks
 from tests.twins import keep
