@@ -303,18 +303,12 @@ def asks_for_gradients(leaf: Any) -> bool:
 
 
 def check_match(feed: Feed, planned: Feed) -> None:
-    """Raise FeedError for a feed that is not the planned one, with the first leaf that differs."""
-    if feed.key == planned.key:
-        return
-    if feed.structure != planned.structure:
+    """Raise FeedError for a feed that is not the planned one."""
+    found = first_difference(feed, planned.key)
+    if found is not None:
         raise FeedError(
-            f"the feed's structure is {text_of(feed.structure)}; expected {text_of(planned.structure)}: compile a plan "
-            "for this structure"
+            f"{found} in the plan: nothing is broadcast or cast. Compile a plan or capture a program for this signature"
         )
-    name, found, expected = _different_leaf(feed, planned.key)
-    raise FeedError(
-        f"{name} is {found}; expected {expected}: nothing is broadcast or cast, so capture a program for this signature"
-    )
 
 
 def first_difference(feed: Feed, before: Key) -> str | None:
@@ -323,16 +317,12 @@ def first_difference(feed: Feed, before: Key) -> str | None:
         return None
     if len(feed.key) != len(before):
         return f"{len(feed.key) - 1} tensors and values are fed, and {len(before) - 1} were"
-    if feed.key[1:] == before[1:]:
-        return f"the containers are {_shortened(text_of(feed.structure))}, and were others"
-    name, found, known = _different_leaf(feed, before)
-    return f"{name} is {_shortened(found)}, and was {_shortened(known)}"
-
-
-def _different_leaf(feed: Feed, key: Key) -> tuple[str, str, str]:
-    """The path of the first leaf that has another key, and both keys in words."""
-    keys = zip(feed.names(), feed.key[1:], key[1:], strict=True)
-    return next((name, _describe(found), _describe(known)) for name, found, known in keys if found != known)
+    if feed.structure != before[0]:
+        one, other = (_shortened(text_of(structure)) for structure in (feed.structure, before[0]))
+        return f"the structure is {one}, and was {other}"
+    keys = zip(feed.names(), feed.key[1:], before[1:], strict=True)
+    name, found, known = next(each for each in keys if each[1] != each[2])
+    return f"{name} is {_shortened(_describe(found))}, and was {_shortened(_describe(known))}"
 
 
 def _shortened(text: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -105,8 +107,9 @@ class Managed:
         self._last: tuple[Any, tuple[Any, ...]] | None = None
         """Layout and values of the latest fingerprint; ``_before`` those of the one before it."""
         self._last_id = 0
-        self._seen: dict[tuple[Any, ...], int] = {}
-        self._taken = 0
+        numbers = count()
+        self._number_of = lru_cache(_FINGERPRINTS)(lambda values: next(numbers))
+        self._highest = -1
         self.churn = 0
         """New values of hyper-parameters since the latest capture."""
         self.names = Namespace()
@@ -297,9 +300,9 @@ class Managed:
         self.rates.attach(walk.optimizers.values())
         self._sharding = Sharding(walk.modules)
         # A step that does not train ignores other steps' preparations of the optimizers.
-        known, count = walk if self._trains else replace(walk, optimizers={}), len(self.owners)
+        known, number = walk if self._trains else replace(walk, optimizers={}), len(self.owners)
         self._fingerprint = Fingerprint(known, self.rates.shadowed | self._counts(walk), self._fingerprint)
-        self._walked = walk if len(self.owners) == count else None
+        self._walked = walk if len(self.owners) == number else None
         self._parameters = [param for _, param in walk.parameters.values()]
 
     def _counts(self, walk: Walk) -> set[tuple[int, str]]:
@@ -351,11 +354,7 @@ class Managed:
             return -1
         values = self._fingerprint.values()
         if self._last is None or values != self._last[1]:
-            self._last = self._fingerprint.layout, values
-            self._last_id = self._seen[values] = self._seen.pop(values, self._taken)
-            self._taken = max(self._taken, self._last_id + 1)
-            if len(self._seen) > _FINGERPRINTS:
-                del self._seen[next(iter(self._seen))]
+            self._last, self._last_id = (self._fingerprint.layout, values), self._number_of(values)
         return self._last_id
 
     def rows(self, compared: Collection[int]) -> list[Row] | None:
@@ -368,12 +367,12 @@ class Managed:
         """The fingerprint of a call. Raises OptimizerError for a hyper-parameter that keeps changing."""
         if self._fingerprint is not None and not self._fingerprint.is_of_today():
             self.refresh()
-        before, taken = self._last, self._taken
-        number = self.fingerprint()
+        before, number = self._last, self.fingerprint()
+        is_new, self._highest = number > self._highest, max(number, self._highest)
         if before is None or before is self._last:
             return number
         self._before = before
-        if self._taken > taken:
+        if is_new:
             assert self._fingerprint is not None
             assert self._last is not None
             changed = self._fingerprint.changed_hypers(*before, self._last[1])

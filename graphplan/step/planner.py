@@ -30,8 +30,7 @@ FICKLE_TRACES = 3
 _REORDERED = 5
 """Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps."""
 _REPLACED = (Given, Numbers)
-"""Kinds of numbers that have stand-ins before they are known to change, those that lose them last first."""
-_ALL = len(_REPLACED)
+"""Kinds of numbers that have stand-ins before they are known to change."""
 _STRADDLING = 3
 """Pairs of traces in a row between which host code changed something: it is no coincidence any more."""
 
@@ -42,7 +41,8 @@ class Planner:
     def __init__(self, parts: Parts) -> None:
         self._managed, self._options, self._peers = parts.managed, parts.options, parts.peers
         self._stats = parts.runner.stats
-        self._level = _ALL
+        self._replaces = True
+        """Whether numbers have stand-ins: until code needs a real one that is not known."""
         self._tensors = NumberTensors()
         self._numbers: dict[str, Any] = {}
         """The numbers that the step's code names, by path, as they were before the latest call that was looked at."""
@@ -90,7 +90,7 @@ class Planner:
         """Stand-ins for the numbers of the step that is traced next: those that change, and the Trainer's counts."""
         self._learn_changed(walk)
         self.note_numbers(walk)
-        kinds = _REPLACED[:1] if arguments_alone else _REPLACED[: self._level]
+        kinds = _REPLACED[: 1 if arguments_alone else 2] if self._replaces else ()
         replaced = {
             path: walk.scalars[path]
             for path, value in self._numbers.items()
@@ -109,7 +109,7 @@ class Planner:
     def replace_less(self, paths: frozenset[str]) -> None:
         """Code needs what only real numbers are good for, of those at ``paths`` if any are known."""
         self._kept |= paths
-        self._level = self._level if paths else max(self._level - 1, 0)
+        self._replaces &= bool(paths)
 
     def _changes(self, path: str, place: Scalar, kinds: Sequence[type] = _REPLACED) -> bool:
         return type(place.container) in kinds or (len(kinds) > 1 and path in self._changing_numbers)
@@ -175,7 +175,7 @@ class Planner:
 
     def _learns(self, error: RefusalError, pair: TracePair) -> bool:
         """Whether the step's code names numbers that changed and had no stand-ins, which may be what is in the way."""
-        if not isinstance(error, (HostScalarError, HostEffectError, ControlFlowError)) or self._level < _ALL:
+        if not isinstance(error, (HostScalarError, HostEffectError, ControlFlowError)) or not self._replaces:
             return False
         before, now = (trace.entry_scalars for trace in pair.both)
         changed = {path for path in before.keys() & now.keys() if not same_value(before[path], now[path])}

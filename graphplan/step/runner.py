@@ -193,12 +193,4 @@ def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: dict[
     """Move the tensors among arguments of any kind to ``device``, if that is given."""
     if device is None:
         return CallArguments(args, kwargs)
-    are_moved = []
-
-    def move(tensor: Tensor) -> Tensor:
-        there = tensor.to(device, non_blocking=True)
-        are_moved.append(there is not tensor)
-        return there
-
-    moved = map_result(move, (args, kwargs))
-    return CallArguments(*(moved if any(are_moved) else (args, kwargs)))
+    return CallArguments(*map_result(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)))
