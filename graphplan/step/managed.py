@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
@@ -379,8 +379,7 @@ class Managed:
             self.churn += bool(changed)
             if self.churn >= _CHURN:
                 self.churn = 0
-                settings = {name for optimizer in self.walk().optimizers.values() for name in optimizer.defaults}
-                raise _churn_error(changed, settings)
+                raise _churn_error(changed)
         return number
 
     def why_changed(self) -> str:
@@ -413,24 +412,15 @@ class Managed:
         self._managed = set()
 
 
-def _churn_error(changed: Sequence[str], settings: Container[str]) -> OptimizerError:
-    """Make the error for hyper-parameters that change too fast; ``settings`` are those of torch's optimizers."""
-    what = f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured"
-    names = [change.partition(": ")[0].rpartition(".")[2] for change in changed]
-    if all(name not in settings for name in names):
-        return OptimizerError(
-            f"{what}. The optimizer has no setting of that name, but its groups are compared before each replay, since "
-            "steps may read them. Expected a value that stays; count elsewhere: in a tensor on the device, or outside "
-            "the step in a variable that the step does not read",
-            component="optimizer",
-        )
-    cycled = "A schedule cycles it beside the lr (OneCycleLR, CyclicLR): cycle_momentum=False avoids that. "
+def _churn_error(changed: Sequence[str]) -> OptimizerError:
+    """Make the error for hyper-parameters that change too fast."""
     return OptimizerError(
-        f"{what}, and the kernel takes it as a Python number, so that each value needs a capture of its own. Expected "
-        "a constant, or an lr that the optimizer reads from the device (AdamW, Adam, SGD, Adagrad with fused=True; on "
-        f"CUDA any with capturable=True). {cycled if 'betas' in names or 'momentum' in names else ''}Use one of those, "
-        "change the value once per epoch, or leave optimizer.step() out of the step (in a Trainer that is done for "
-        "you)",
+        f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured, and each needs a capture "
+        "of its own, since the kernel takes a Python number. Expected a constant, or an lr that the optimizer reads on "
+        "the device (AdamW, Adam, SGD, Adagrad with fused=True; on CUDA any with capturable=True). OneCycleLR and "
+        "CyclicLR cycle betas or momentum, too: cycle_momentum=False avoids that. Use one of those, change the value "
+        "once per epoch, or leave optimizer.step() out of the step (in a Trainer that is done for you). A count of "
+        "your own is kept in a tensor or outside the groups",
         component="optimizer",
     )
 
