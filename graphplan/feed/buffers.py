@@ -15,8 +15,7 @@ from graphplan.feed.signature import WIDEST_LOAD, alignment
 from graphplan.tensors.storages import overlaps, span
 
 _SPARSENESS = 4
-_SPARE = 2**24
-"""A view may span this many times its elements, or this many bytes, before it is packed densely instead."""
+_SPARE = 2**24  # A view may span this many times its elements, or this many bytes, before it is packed densely instead.
 
 
 def distinct(tensor: Tensor) -> Tensor:

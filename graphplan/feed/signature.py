@@ -26,10 +26,8 @@ Key = tuple[Hashable, ...]
 WIDEST_LOAD = 64
 """Bytes of the widest vector that any kernel loads."""
 
-_METHODS = (MethodType, BuiltinMethodType)
-"""Bound methods: each look at one makes another, and they are equal."""
-_LONGEST = 120
-"""Characters that a message has of a value, a geometry or a structure that changes."""
+_METHODS = (MethodType, BuiltinMethodType)  # Bound methods: each look at one makes another, and they are equal.
+_LONGEST = 120  # Characters that a message has of a value, a geometry or a structure that changes.
 
 _LITERALS = (
     bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format, Literals,

@@ -23,8 +23,7 @@ from graphplan.feed.placeholders import Placeholder, ReadSignal
 from graphplan.feed.signature import Feed, Unread, leaf_key, named_key, names_in
 from graphplan.tensors.trees import Literals
 
-_SHAPES = 256
-"""Structures of calls whose units are remembered."""
+_SHAPES = 256  # Structures of calls whose units are remembered.
 _FEW = (bool, int, float, complex, Enum, type(None), torch.dtype, torch.device, torch.memory_format)
 """Values that mostly steer the code, and of which there may be so many before they are left out:"""
 _VALUES = 8

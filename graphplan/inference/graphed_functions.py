@@ -31,8 +31,7 @@ from graphplan.step.runner import Backends
 from graphplan.tensors.trees import map_result
 
 _MIB = 2**20
-_CALLS = 64
-"""A size is called at most this often; a capture that has not come by then does not come."""
+_CALLS = 64  # A size is called at most this often; a capture that has not come by then does not come.
 
 
 class Pool:

@@ -187,8 +187,7 @@ def _weak(owner: Any) -> Callable[[], Any]:
     return lambda: kept
 
 
-_PLANS = WeakIdKeyDictionary()
-"""By function, or by the ``self`` of a bound method: plans by its function and the feed."""
+_PLANS = WeakIdKeyDictionary()  # By function, or by the ``self`` of a bound method: plans by its function and the feed.
 
 
 @refusing()

@@ -38,14 +38,10 @@ _MOST_IDLE = 0.062
 """Share of a step in which the device may have nothing to do: in 1,000 steps replays have to save what the way to a
 program takes (two traces, a capture and checks took as long as 62 launches of a GPT-2 step on an H200).
 """
-_WINDOWS = 3
-"""Times that replays are measured before they are found slower; the best counts."""
-_CLEAR = 2.0
-"""Slower by this factor in one window is enough."""
-_UNEVEN = 0.5
-"""A step that takes more than this share of a window is none of the loop's: a validation, a checkpoint."""
-_PATIENCE = 1.0
-"""Seconds that a rank waits for the votes of the others."""
+_WINDOWS = 3  # Times that replays are measured before they are found slower; the best counts.
+_CLEAR = 2.0  # Slower by this factor in one window is enough.
+_UNEVEN = 0.5  # A step that takes more than this share of a window is none of the loop's: a validation, a checkpoint.
+_PATIENCE = 1.0  # Seconds that a rank waits for the votes of the others.
 
 
 class Clock:

@@ -24,8 +24,7 @@ from graphplan.trace.batch_reads import Search
 _KINDS = 8
 """Kinds of calls with tensors of the same shapes that are remembered: as many as there are ways through a step by what
 it reads of its batch."""
-_SHAPES = 256
-"""Shapes of tensors in one layout whose kinds of calls are remembered."""
+_SHAPES = 256  # Shapes of tensors in one layout whose kinds of calls are remembered.
 _COMPARABLE = PLAIN_LEAVES | {type}
 """Types of leaves that are compared without code of their own; records hold classes, too."""
 

@@ -42,13 +42,10 @@ from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
 
 Result = TypeVar("Result")
-_NAMES = "names"
-"""The owner that stands for the names in the step's code."""
-_STATES = "dropout_states"
-"""The owner of what operators draw from that is no generator."""
+_NAMES = "names"  # The owner that stands for the names in the step's code.
+_STATES = "dropout_states"  # The owner of what operators draw from that is no generator.
 _STATE = ["_fingerprint", "_last_id", "refusal"]
-_FINGERPRINTS = 256
-"""Fingerprints that keep their numbers; of more, the latest ones."""
+_FINGERPRINTS = 256  # Fingerprints that keep their numbers; of more, the latest ones.
 _CHURN = 3
 """New values of a hyper-parameter without a capture between them: it changes faster than steps can be captured."""
 

@@ -17,8 +17,7 @@ from graphplan.step.peers import Peers
 from graphplan.step.programs import Entry, Programs
 from graphplan.verify.copy_placement import free_bytes
 
-_GROUPS = 4
-"""Groups of programs that share memory, of which one can go when a budget is used up."""
+_GROUPS = 4  # Groups of programs that share memory, of which one can go when a budget is used up.
 
 
 class MemoryBudget:

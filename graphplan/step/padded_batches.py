@@ -59,8 +59,7 @@ _CALLS_TO_KNOW = 2
 """First calls of a training step, which are not padded: an object that the step changes is known once it turns up a
 second time, and has to be known to be undone. Of predictions it is the first one alone.
 """
-_SHARE = "dropout_p"
-"""The argument of attention's operators, and of their derivatives."""
+_SHARE = "dropout_p"  # The argument of attention's operators, and of their derivatives.
 _NOISE, _NATIVE = "aten.bernoulli_.float", "aten.native_dropout.default"
 _SIDES = Sides("the padded step", "the unpadded step", "rounding comes to")
 

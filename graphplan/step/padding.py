@@ -30,8 +30,7 @@ Value = TypeVar("Value")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _MOST_SHAPES = 65536
 _MOST_SIZES = 1024
-_MOST_KINDS = 4096
-"""Bounds of what is counted or remembered: each literal among the arguments makes another kind."""
+_MOST_KINDS = 4096  # Bounds of what is counted or remembered: each literal among the arguments makes another kind.
 _STEP = re.compile(r"\[(?:'(?P<key>[^']*)'|[^\]]*)\]|\.(?P<attribute>\w+)")
 """One step of a path into a container: ``['labels']``, ``[0]`` or ``.labels``."""
 

@@ -27,12 +27,9 @@ from graphplan.trace.symbolic_numbers import NumberTensors, SymbolicNumbers, may
 
 FICKLE_TRACES = 3
 """Traces and captures of one line that may come to another value than a trace before, where the step branches on it."""
-_REORDERED = 5
-"""Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps."""
-_REPLACED = (Given, Numbers)
-"""Kinds of numbers that have stand-ins before they are known to change."""
-_STRADDLING = 3
-"""Pairs of traces in a row between which host code changed something: it is no coincidence any more."""
+_REORDERED = 5  # Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps.
+_REPLACED = (Given, Numbers)  # Kinds of numbers that have stand-ins before they are known to change.
+_STRADDLING = 3  # Pairs of traces in a row between which host code changed something: it is no coincidence any more.
 
 
 class Planner:

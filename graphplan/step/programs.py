@@ -22,22 +22,14 @@ if TYPE_CHECKING:
     from graphplan.step.gate import Gate
 
 _KEYS_PER_GRAPH = 8
-_IDLE = 16
-"""Lookups per known key after which a program that none of them found is no longer in use."""
-_ALLOWANCE = 50
-"""Eager steps that starting may take beyond what replays save: a twentieth of the first thousand."""
-_PATIENCE = 4
-"""A capture is overdue after this many times the calls that it needs."""
-_GEOMETRIES = 256
-"""Geometries of feeds whose latest program is remembered."""
-_PAYS = 16
-"""Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``."""
-_WAYS = 16
-"""Ways through a step, by what owners' numbers come to, that are kept for one key."""
-_REFUSED = 3
-"""Refused ways without a program for another one, after which all calls of a key are eager."""
-_REASONS = 8
-"""Reasons of recaptures that an error lists."""
+_IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
+_ALLOWANCE = 50  # Eager steps that starting may take beyond what replays save: a twentieth of the first thousand.
+_PATIENCE = 4  # A capture is overdue after this many times the calls that it needs.
+_GEOMETRIES = 256  # Geometries of feeds whose latest program is remembered.
+_PAYS = 16  # Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``.
+_WAYS = 16  # Ways through a step, by what owners' numbers come to, that are kept for one key.
+_REFUSED = 3  # Refused ways without a program for another one, after which all calls of a key are eager.
+_REASONS = 8  # Reasons of recaptures that an error lists.
 Key = tuple[Any, ...]
 """The feed's geometry, torch's switches, the number of the fingerprint."""
 Variant = tuple[bool, ...]

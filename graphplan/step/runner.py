@@ -32,8 +32,7 @@ from graphplan.step.programs import Programs
 from graphplan.tensors.trees import map_result
 
 Noted = TypeVar("Noted")
-_LEADING = (nn.Module, Optimizer, Tensor)
-"""What leads to tensors."""
+_LEADING = (nn.Module, Optimizer, Tensor)  # What leads to tensors.
 
 
 class Backends:

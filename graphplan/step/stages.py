@@ -43,10 +43,8 @@ from graphplan.trace.batch_recorder import BatchRecorder, recorder_of
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.records import Trace
 
-_NO_ACCIDENT = 2
-"""Steps in a row that are no coincidence."""
-_OFTEN = 32
-"""A key that comes again within so many calls gets its program early, if that costs less than usual."""
+_NO_ACCIDENT = 2  # Steps in a row that are no coincidence.
+_OFTEN = 32  # A key that comes again within so many calls gets its program early, if that costs less than usual.
 
 
 class Stages:

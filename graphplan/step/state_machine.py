@@ -45,8 +45,7 @@ from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
 from graphplan.step.stages import Stages
 
-_FRUITLESS = 8
-"""Refused calls in a row after which a step stands down."""
+_FRUITLESS = 8  # Refused calls in a row after which a step stands down.
 _FICKLE, _SHARE = 8, 1 / 4
 """Replays that end where the step branches, if they are many beside the others, after which a program is given up."""
 
