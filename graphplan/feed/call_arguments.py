@@ -60,8 +60,7 @@ class CallArguments:
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.args = args
         self.kwargs = kwargs
-        self._containers: list[tuple[Any, Contents]] = []
-        """Each with what it held."""
+        self._containers: list[tuple[Any, Contents]] = []  # Each with what it held.
 
     @classmethod
     def of(cls, feed: Feed) -> CallArguments:

@@ -88,13 +88,11 @@ class Gate:
     ) -> None:
         self._least, self._clock, self._period = least, clock, period
         self._loops, self._peers = loops, peers
-        self._numbers = count()
-        """Those of the gates of one run: each puts questions of its own to ``peers``."""
+        self._numbers = count()  # Each gate of a run puts questions of its own to ``peers``.
         self._number = next(self._numbers)
         self.wait = AGAIN
         self._skips = SKIPPED
-        self._times: list[float] = []
-        """The ends of the steps that are timed, or the seconds of the calls."""
+        self._times: list[float] = []  # The ends of the steps that are timed, or the seconds of the calls.
         self._retries = 0
         self._watch: Callable[[], float] | None = None
         self._windows: list[float] = []

@@ -101,17 +101,16 @@ class Managed:
         self._walked: Walk | None = None
         self._sharding: Sharding | None = None
         self._counted: list[tuple[torch.optim.Optimizer, int, str]] = []
+        # Layout and values of the latest two fingerprints.
         self._last: tuple[Any, tuple[Any, ...]] | None = None
-        """Layout and values of the latest fingerprint; ``_before`` those of the one before it."""
+        self._before: tuple[Any, tuple[Any, ...]] | None = None
         self._last_id = 0
         numbers = count()
         self._number_of = lru_cache(_FINGERPRINTS)(lambda values: next(numbers))
         self._highest = -1
-        self.churn = 0
-        """New values of hyper-parameters since the latest capture."""
+        self.churn = 0  # New values of hyper-parameters since the latest capture.
         self.names = Namespace()
         self._root = {"step": fn}
-        self._before: tuple[Any, tuple[Any, ...]] | None = None
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         for owner in self.owners.values():
             if isinstance(owner, torch.optim.Optimizer):

@@ -38,23 +38,15 @@ class Planner:
     def __init__(self, parts: Parts) -> None:
         self._managed, self._options, self._peers = parts.managed, parts.options, parts.peers
         self._stats = parts.runner.stats
-        self._replaces = True
-        """Whether numbers have stand-ins: until code needs a real one that is not known."""
+        self._replaces = True  # Until code needs a real number that is not known.
+        self._kept: set[str] = set()  # Paths of numbers that code needs real ones of.
         self._tensors = NumberTensors()
-        self._numbers: dict[str, Any] = {}
-        """The numbers that the step's code names, by path, as they were before the latest call that was looked at."""
-        self._changing_numbers: set[str] = set()
-        """The paths of those that were others before some call."""
-        self._read: dict[str, Any] = {}
-        """The numbers that the latest plan is good for, by path."""
-        self._kept: set[str] = set()
-        """The paths of those that have none any more."""
-        self._latest: Trace | None = None
-        """The latest trace, until there is a plan or a refusal."""
-        self._times_changed: Counter[str] = Counter()
-        """How often values at these paths differed between traces."""
-        self._changing = "", 0
-        """The path whose value differs between consecutive traces of any key, and how often in a row."""
+        self._numbers: dict[str, Any] = {}  # Those that the step's code names, as before the latest call.
+        self._changing_numbers: set[str] = set()  # The paths of those that were others before some call.
+        self._read: dict[str, Any] = {}  # The numbers that the latest plan is good for, by path.
+        self._latest: Trace | None = None  # The latest trace, until there is a plan or a refusal.
+        self._times_changed: Counter[str] = Counter()  # How often values at these paths differed between traces.
+        self._changing = "", 0  # The path that differs between consecutive traces, and how often in a row.
 
     def forget(self) -> None:
         """Let go of what was traced."""

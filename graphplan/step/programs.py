@@ -241,12 +241,11 @@ class Programs:
         self._may_wait = may_wait
         self._entries: dict[Key, Entry] = {}
         self._lookups = 0
+        # By geometry of the feed, the latest program, or how often it was replayed before it was closed.
         self._latest: dict[Hashable, Program | int] = {}
-        """By geometry of the feed, the latest program, or how often it was replayed before it was closed."""
         self._reasons: list[str] = []
         self._unpaid = 0
-        self.attempts = 0
-        """Calls on the way to a program that have returned."""
+        self.attempts = 0  # Calls on the way to a program that have returned.
         self._misses = self._paid = 0
         self._said = False
 

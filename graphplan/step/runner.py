@@ -104,8 +104,7 @@ class Runner:
         self.device: torch.device | None = None
         self.plan: Plan | None = None
         self.stats = Stats()
-        self.outcome: tuple[Any] | None = None
-        """What the step's function has returned in this call, once it has."""
+        self.outcome: tuple[Any] | None = None  # What the step's function has returned in this call, once it has.
 
     @property
     def backend(self) -> Backend:

@@ -54,13 +54,10 @@ class Stages:
         self._runner, self._managed, self._options = parts.runner, parts.managed, parts.options
         self._refusals, self._programs, self._stats = parts.refusals, parts.programs, parts.runner.stats
         self._buffers, self._memory, self._unread, self._peers = buffers, memory, unread, parts.peers
-        self._changes: list[str] = []
-        """What first calls in a row, each with a key of its own, changed in containers that they were fed."""
-        self._keeping = 0
-        """Warm-up steps in a row that have made modules or optimizers, and kept them."""
+        self._changes: list[str] = []  # What first calls in a row, each of a new key, changed in what they were fed.
+        self._keeping = 0  # Warm-up steps in a row that have made modules or optimizers, and kept them.
         self._has_begun = False
-        self._defers = True
-        """Whether reads of numbers wait until values are needed."""
+        self._defers = True  # Reads of numbers wait until values are needed.
         self._planner = Planner(parts)
 
     def forget(self) -> None:

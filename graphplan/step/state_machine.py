@@ -90,8 +90,8 @@ class StateMachine:
         self.timing: Timing = Timing(parts, gate=gate, opens=is_alone, serve=serve, stand_down=self.stand_down)
         self.reasons = Reasons(self)
         self.calls = 0
+        # What ran in the latest call: a program, or Python, on the way to one (None) or for a reason.
         self.latest: Program | SkipReason | None = None
-        """What ran in the latest call: a program, or Python, on the way to one (None) or for a reason."""
         self.is_closed = False
         self._fruitless, self._refused_by = (0, 0), ""
 
@@ -188,9 +188,7 @@ class StateMachine:
 
     def _arguments_of(self, call: Call) -> CallArguments:
         """What Python is called with: on the step's device, if ``device=`` is given."""
-        if "feed" not in vars(call):
-            return brought_to(self.options.feed_device, call.args, call.kwargs)
-        return CallArguments.of(self.lookup.moved(call.feed))
+        return brought_to(self.options.feed_device, call.args, call.kwargs)
 
     def refused(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """An eager call because of an error: calls like it may never have a program."""

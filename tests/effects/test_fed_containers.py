@@ -305,9 +305,7 @@ def test_keyword_arguments() -> None:
     assert len(history) == WARMUP
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"eager_if": lambda batch: True}, {"backend": "eager"}, {"device": "cpu"}, {"mode": "inference"}]
-)
+@pytest.mark.parametrize("options", [{}, {"eager_if": lambda batch: True}, {"backend": "eager"}, {"mode": "inference"}])
 @pytest.mark.parametrize("make", [lambda x: {"x": x}, lambda x: [x, 1], Held, lambda x: OrderedDict(x=x)])
 def test_an_eager_call_gets_the_caller_s_own_container(options: Any, make: Any) -> None:
     """A step that hands its batch on hands on that very object."""
