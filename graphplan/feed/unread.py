@@ -67,8 +67,14 @@ class UnreadValues:
                 key = self._key(known, index, leaf)
             elif known.home is None or leaf.device.type != "cpu":
                 key = leaf_key(leaf)
+            elif known.units[index] not in self._read:
+                key = None
             else:
-                key = self._elsewhere(known, index, leaf)
+                raise FeedError(
+                    f"{names_in(structure)[index]} is on {leaf.device} and the step reads it, beside tensors on "
+                    f"{known.home}; a replay would keep its values. Move it first, feed it as Python numbers, each of "
+                    "which is a program of its own, or leave it out of what is fed"
+                )
             if key is None:
                 unread.append(index)
                 key = (Unread, type(leaf))
@@ -102,15 +108,6 @@ class UnreadValues:
             return key
         if not is_few:
             self._free.add(unit)
-        return None
-
-    def _elsewhere(self, shape: _Shape, index: int, leaf: Tensor) -> Hashable:
-        if shape.units[index] in self._read:
-            raise FeedError(
-                f"{names_in(shape.structure)[index]} is on {leaf.device} and the step reads it, beside tensors on "
-                f"{shape.home}; a replay would keep its values. Move it first, feed it as Python numbers, each of "
-                "which is a program of its own, or leave it out of what is fed"
-            )
         return None
 
     def mark(self, feed: Feed, indices: Iterable[int]) -> None:

@@ -361,8 +361,9 @@ def _parse_sizes(sizes: Sequence[int | Mapping[int, int]] | None, ladders: Ladde
 def _capture(step: GraphedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Make a call again and again until it is captured or replayed. Returns why it is not, if so."""
     done = step.stats.captured + step.stats.replayed
-    before = step.stats.skipped.copy()
-    with step.machine.timing.asked_for():
+    before, timing = step.stats.skipped.copy(), step.machine.timing
+    opens, timing.opens = timing.opens, False
+    try:
         for _ in range(_CALLS):
             step(*args, **kwargs)
             if step.stats.captured + step.stats.replayed > done:
@@ -370,4 +371,6 @@ def _capture(step: GraphedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             why = next((reason for reason in step.stats.skipped - before if reason is not SkipReason.SHAPE), None)
             if why is not None:
                 return why.value
-    return "no capture came"
+        return "no capture came"
+    finally:
+        timing.opens = opens

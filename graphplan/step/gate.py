@@ -348,15 +348,6 @@ class Timing:
         return error
 
     @contextmanager
-    def asked_for(self) -> Iterator[None]:
-        """Capture the calls of the block without timing them."""
-        opens, self.opens = self.opens, False
-        try:
-            yield
-        finally:
-            self.opens = opens
-
-    @contextmanager
     def having_run(self) -> Iterator[None]:
         """Leave an error of the block to the next call, since the step of this one has run."""
         try:

@@ -355,7 +355,9 @@ class PaddingCheck:
         over: dict[str, float] = {}
         for path in alike:
             apart = far.get(path, 0.0)
-            excess = apart - tolerance(came[path].dtype) * moves[path] - _last_places(came[path]) * sizes[path]
+            share = tolerance(came[path].dtype)
+            # Of the tensor itself, two units in the last place.
+            excess = apart - share * moves[path] - share**2 / 2 * sizes[path]
             if not excess <= 0:
                 if not (math.isfinite(apart) or bool(came[path].isfinite().all())):
                     raise ArithmeticError(f"{path} has elements that are infinite or no numbers, without padding too")
@@ -415,8 +417,3 @@ class PaddingCheck:
         left = collect_tensors(walk, (), extra, (), is_left_out)
         copies = dict(zip(left, copy_all(list(left.values()), self._room), strict=True))
         return State(copies, collect_values(walk, (), lambda path: is_allowed(path, allow), {}))
-
-
-def _last_places(tensor: Tensor) -> float:
-    """Two units in the last place."""
-    return 2 * torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0.0

@@ -53,7 +53,7 @@ class Reasons:
         self._table: tuple[tuple[SkipReason | None, Callable[[Call], Found], Way | None], ...] = (
             # Gradients may flow through calls for results; others are as their neighbours are.
             (on.SURROUNDINGS, lambda call: call.around, step.plainly if options.autograd else step.as_traced),
-            (on.BACKEND_EAGER, lambda call: options.backend == "eager", step.untouched),
+            (on.BACKEND_EAGER, lambda call: options.backend == "eager", step.plainly),
             # What the call is fed.
             (on.GRADIENT, self._asks_for_gradients, step.plainly),
             (on.EAGER_IF, lambda call: options.asks_eager(step.calls, call.args, call.kwargs), step.as_traced),

@@ -26,7 +26,7 @@ from graphplan.errors import (
     SkipReason,
 )
 from graphplan.feed.buffers import Buffers
-from graphplan.feed.call_arguments import CallArguments, call_step
+from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed, flatten
 from graphplan.feed.unread import UnreadValues
 from graphplan.program.faults import refusal_of
@@ -153,12 +153,6 @@ class StateMachine:
     def as_traced(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """As the steps that programs are compared with."""
         return self.runner.eager(self._arguments_of(call), reason, detail, managed=True)
-
-    def untouched(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
-        """The function and nothing else."""
-        result = call_step(self.runner.fn, call.args, call.kwargs)
-        self.runner.count_eager(reason)
-        return result
 
     def as_stock(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """The first call that is timed, before anything of the step's is prepared."""
