@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from itertools import count, pairwise
 from math import ceil
 from statistics import median
@@ -32,8 +33,6 @@ SKIPPED = 2
 """First eager calls, which are not timed: they load kernels, and optimizers make their state."""
 STEPS = 5
 """Steps that are timed together, at least."""
-AGAIN = 1000
-"""Steps after which a device that was busy is looked at again; twice as many each time."""
 _MOST_IDLE = 0.062
 """Share of a step in which the device may have nothing to do: in 1,000 steps replays have to save what the way to a
 program takes (two traces, a capture and checks took as long as 62 launches of a GPT-2 step on an H200).
@@ -73,31 +72,22 @@ class Gate:
         period: steps after which a loop does the same again.
         loops: whether steps are timed from end to end, or else by themselves.
         peers: other ranks, which decide alike.
-        eager: seconds per step without graphplan, if known.
     """
 
     def __init__(
-        self,
-        least: float,
-        clock: Clock,
-        *,
-        period: int = 1,
-        loops: bool = True,
-        peers: Peers | None = None,
-        eager: float | None = None,
+        self, least: float, clock: Clock, *, period: int = 1, loops: bool = True, peers: Peers | None = None
     ) -> None:
         self._least, self._clock, self._period = least, clock, period
         self._loops, self._peers = loops, peers
         self._numbers = count()  # Each gate of a run puts questions of its own to ``peers``.
         self._number = next(self._numbers)
-        self.wait = AGAIN
         self._skips = SKIPPED
         self._times: list[float] = []  # The ends of the steps that are timed, or the seconds of the calls.
         self._retries = 0
         self._watch: Callable[[], float] | None = None
         self._windows: list[float] = []
-        self.eager = eager
-        self.idle = 1.0
+        self.eager: float | None = None  # Seconds per step without graphplan, once they are known.
+        self.idle = 1.0  # The share of that time in which the device had nothing to do.
 
     @classmethod
     def of(cls, options: Options, device: torch.device, **others: Any) -> Gate | None:
@@ -105,10 +95,10 @@ class Gate:
         least = options.least_speedup(device)
         return cls(least, Clock(device), **others) if options.backend != "eager" and least > 0 else None
 
-    def again(self, eager: float | None = None) -> Gate:
-        """Make a gate for another form of the step, or without the ``eager`` time for another measurement."""
-        gate = Gate(self._least, self._clock, period=self._period, loops=self._loops, peers=self._peers, eager=eager)
-        gate._numbers, gate._number, gate.wait = self._numbers, next(self._numbers), self.wait * 2
+    def again(self) -> Gate:
+        """Make a gate for another form of the step."""
+        gate = copy(self)
+        gate._number, gate._times, gate._windows = next(self._numbers), [], []
         return gate
 
     @property
@@ -225,8 +215,7 @@ class Timing:
             self._runner.stats.measured = gate.measured
         self.opens = opens and gate is None
         self.way: Serve | None = None if gate is None else self._timed
-        self._calls = self._left = 0
-        """Stock calls that were not counted yet, and those that are left until the step is timed, or timed again."""
+        self._calls = 0  # Stock calls that were not counted yet.
         self.down_because: tuple[SkipReason, str] | None = None
 
     @property
@@ -245,9 +234,7 @@ class Timing:
         """From now on, call the step's function alone: for a ``reason``, or to time it."""
         self.take_counts()
         self.way = self._call_stock
-        self.down_because, self._left = (None, 1) if reason is None else ((reason, detail), 0)
-        if self._gate is not None and reason is SkipReason.BUSY:
-            self._left = self._gate.wait
+        self.down_because = None if reason is None else (reason, detail)
 
     def _call_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = (args, kwargs) if self.leave is None else self.leave(args, kwargs)
@@ -259,8 +246,7 @@ class Timing:
             raise
         self._runner.outcome = None
         self._calls += 1
-        self._left -= 1
-        if not self._left:
+        if self.down_because is None:
             self._look()
         return result
 
@@ -283,23 +269,15 @@ class Timing:
         device = self._options.feed_device or find_device(self._managed.walk_before(), feed)
         gate = Gate.of(self._options, device, peers=self._peers)
         if gate is not None:
-            self._time_eager_calls(gate)
+            self._gate = gate
+            self._managed.release()
+            self.be_stock(None)
         return gate is not None
 
-    def _time_eager_calls(self, gate: Gate) -> None:
-        self._gate = gate
-        self._managed.release()
-        self.be_stock(None)
-
     def _look(self) -> None:
-        """After a stock call: go on with replays once the eager time is known, or time a busy device again."""
+        """After a timed call of the function: go on with replays once the eager time is known."""
         gate = self._gate
         assert gate is not None
-        if self.down_because is not None:
-            self.take_counts().note("timed again: the device was busy all the time")
-            self._time_eager_calls(gate.again())
-            return
-        self._left = 1
         with self.having_run():
             if not gate.end_eager():
                 return
