@@ -63,6 +63,10 @@ def _ignoring(x: Tensor, **_: Any) -> Tensor:
     return x
 
 
+class Ids(tuple[int, ...]):
+    """No node of pytree's."""
+
+
 class Meta:
     """An object that no key can hold."""
 
@@ -89,6 +93,7 @@ UNREAD: dict[str, tuple[Callable[[int, Tensor], Any], Callable[[Any], Tensor], i
     "an array": (lambda i, x: {"x": x, "ids": np.arange(i)}, lambda b: b["x"], BEFORE_REPLAY),
     "an object": (lambda i, x: {"x": x, "meta": Meta(i)}, lambda b: b["x"], BEFORE_REPLAY),
     "a set": (lambda i, x: {"x": x, "ids": {i}}, lambda b: b["x"], BEFORE_REPLAY),
+    "a tuple of its own": (lambda i, x: {"x": x, "ids": Ids((i,))}, lambda b: b["x"], BEFORE_REPLAY),
     "a number": (lambda i, x: {"x": x, "index": i}, lambda b: b["x"], BEFORE_REPLAY + 8),
 }
 
