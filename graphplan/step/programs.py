@@ -380,7 +380,7 @@ class Programs:
     def turns_away(self, entry: Entry) -> str | None:
         """Why ``entry`` may not have another program; None if it may."""
         is_first, limit = entry.used == entry.since, _PATIENCE * (self._options.warmup_steps + 3)
-        if is_first and self._misses >= limit and self._progress == self._paid:
+        if is_first and self._latest and self._misses >= limit and self._progress == self._paid:
             return f"{self._misses} new signatures came in a row, and none of them again"
         others = [other.used for other in self._entries.values() if other is not entry and other.programs()]
         if len(self.all()) < self._options.max_graphs or not others:
