@@ -46,10 +46,10 @@ from graphplan.errors import TemporaryCopyError as TemporaryCopyError
 from graphplan.errors import UncoveredRoleError as UncoveredRoleError
 from graphplan.errors import UnownedTensorError as UnownedTensorError
 from graphplan.errors import VerifyError as VerifyError
-from graphplan.inference.decorators import graphed as graphed
-from graphplan.inference.decorators import piecewise as piecewise
-from graphplan.inference.graphed import Graphed as Graphed
-from graphplan.inference.shared_pool import Pool as Pool
+from graphplan.inference.graphed_functions import Graphed as Graphed
+from graphplan.inference.graphed_functions import Pool as Pool
+from graphplan.inference.graphed_functions import graphed as graphed
+from graphplan.inference.split_models import piecewise as piecewise
 from graphplan.optimizers.preparation import prepare_optimizer as prepare_optimizer
 from graphplan.plan.plan import Plan as Plan
 from graphplan.program.program import Program as Program

@@ -10,7 +10,7 @@ import pytest
 
 from graphplan import GraphPlanCallback, graph_step, graphed
 from graphplan.callback.callback_options import CallbackOptions
-from graphplan.inference.graphed import ServeOptions
+from graphplan.inference.graphed_functions import ServeOptions
 from graphplan.step.options import CommonOptions, StepOptions
 
 TAKERS: dict[Any, Any] = {graph_step: StepOptions, graphed: ServeOptions, GraphPlanCallback: CallbackOptions}

@@ -217,13 +217,6 @@ class GraphPlanCallback(Callback):
             with self._refusing(_TRAINING):
                 self._install_training(trainer, pl_module, gate)
 
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Time steps again where the device was busy all the time, long ago."""
-        gate = self._gate
-        if gate is not None and self._stock.reason is SkipReason.BUSY and self._stock.count >= gate.wait:
-            self._time_eager_steps(gate.again())
-
     def _install_training(self, trainer: Trainer, pl_module: LightningModule, gate: Gate | None = None) -> None:
         """Install the seam and all patches that belong to it."""
         given = self._given

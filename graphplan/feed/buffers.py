@@ -1,10 +1,7 @@
-"""Static storage for what a program copies in.
+"""Static storage for what a program copies in: one flat allocation for a feed leaf at every shape.
 
-One flat allocation serves a feed leaf at every shape: it is as large as the largest shape seen, and each program views
-it with the strides and the alignment that the caller's tensor has, so that kernels see the geometry that eager sees:
-they choose their order of summation by it. Where a larger shape comes, it gets a new allocation, and programs that were
-captured on the old one keep that: to capture them again takes as long as tens of steps, and since allocations at least
-double, the old ones together are no larger than the new one.
+Programs view it with the strides and alignment of the caller's tensor, by which kernels choose their order of
+summation. A larger shape gets a new allocation, at least twice as large; programs captured on the old one keep that.
 """
 
 from __future__ import annotations
@@ -18,8 +15,7 @@ from graphplan.feed.signature import WIDEST_LOAD, alignment
 from graphplan.tensors.storages import overlaps, span
 
 _SPARSENESS = 4
-_SPARE = 2**24
-"""A view may span this many times its elements, or this many bytes, before it is packed densely instead."""
+_SPARE = 2**24  # A view may span this many times its elements, or this many bytes, before it is packed densely instead.
 
 
 def distinct(tensor: Tensor) -> Tensor:
@@ -39,9 +35,7 @@ class Buffers:
         self._views: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def view(self, position: object, like: Tensor, device: torch.device) -> Tensor:
-        """An undefined tensor on ``device`` for the leaf at ``position``, of the geometry and ``requires_grad`` of
-        ``like``. Where elements of that share memory, so do its own: fill it by way of :func:`distinct`.
-        """
+        """An undefined tensor like ``like`` for the leaf at ``position``; fill it by way of :func:`distinct`."""
         shape, stride = tuple(like.shape), tuple(like.stride())
         reach = span(shape, stride)
         if reach > _SPARSENESS * max(like.numel(), 1) and reach * like.element_size() > _SPARE:

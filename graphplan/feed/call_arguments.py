@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -15,9 +14,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphplan.feed.placeholders import is_placeholder
-from graphplan.feed.signature import Feed, is_comparable, is_literal, leaf_key, named_arguments
+from graphplan.feed.signature import Feed, is_literal, leaf_key, names_in
 from graphplan.tensors.records import base_of, fill_record, is_record, record_values
-from graphplan.tensors.trees import PLAIN_LEAVES
+from graphplan.tensors.trees import PLAIN_LEAVES, flatten_arguments, text_of
 
 Result = TypeVar("Result")
 _Called = TypeVar("_Called", bound=Callable[..., Any])
@@ -26,6 +25,7 @@ BATCH_READS = "read before the step"
 _HANDS_OVER: dict[int, CodeType] = {}
 """By identity: to hash a code object takes as long as it has instructions."""
 Contents = dict[Any, Any]
+_CHANGES = "the step changes a container that it is fed: "
 _ADVICE = (
     ". A replay computes with the tensors that are fed, and would leave the container as it is. Return the value "
     "instead, change a copy (batch = dict(batch)), or hold the container on an object that is an owner"
@@ -54,131 +54,72 @@ def call_step(fn: Callable[..., Result], args: Sequence[Any], kwargs: Mapping[st
     return fn(*args, **kwargs)
 
 
-@dataclass(slots=True)
-class _Container:
-    """A container and what it held. What pytree does not find in a node ``is_hidden``: put back, and not compared."""
-
-    path: str
-    node: Any
-    before: Contents
-    is_hidden: bool = False
-
-    def change(self) -> str | None:
-        """Describe the first difference from what it held; None if there is none."""
-        now = _contents(self.node) or {}
-        if self.is_hidden or _are_same(self.before, now):
-            return None
-        if len(now) != len(self.before) and not is_record(self.node):
-            number = len(self.before)
-            return f"{self.path} had {number} item{'' if number == 1 else 's'}, and has {len(now)}"
-        for key in (*self.before, *now):
-            place = _place(self.path, self.node, key)
-            if key not in now:
-                return f"{place} was there, and is gone"
-            if key not in self.before:
-                return f"{place} was not there, and is"
-            if not _is_same(self.before[key], now[key]):
-                return _describe(place, self.before[key], now[key])
-        return None
-
-    def put_back(self) -> None:
-        """Restore what it held."""
-        if not _hold_same_objects(self.before, _contents(self.node) or {}):
-            _fill(self.node, self.before)
-
-
 class CallArguments:
-    """What a step is called with: ``args`` and ``kwargs``, which are the caller's own or copies of ``given``."""
+    """What a step is called with."""
 
-    def __init__(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
-    ) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.args = args
         self.kwargs = kwargs
-        self._given = given
-        self._containers: list[_Container] = []
-        self._originals: dict[str, _Container] = {}
-        if given is not None:
-            self.watch()
+        self._containers: list[tuple[Any, Contents]] = []  # Each with what it held.
 
     @classmethod
     def of(cls, feed: Feed) -> CallArguments:
         """The caller's own containers, or new ones where the feed's tensors lie on another device than the caller's."""
-        if feed.given is not None and not feed.is_moved:
-            return cls(*feed.given)
-        return cls(*feed.rebuild(feed.leaves), given=feed.given)
+        return cls(*(feed.rebuild(feed.leaves) if feed.given is None or feed.is_moved else feed.given))
 
     def watch(self) -> CallArguments:
         """Note what the containers hold."""
-        self._containers = _all_containers(self.args, self.kwargs)
-        if self._given is not None:
-            self._originals = {container.path: container for container in _all_containers(*self._given)}
+        seen: set[int] = set()
+        self._containers = [found for arg in (*self.args, *self.kwargs.values()) for found in _containers_in(arg, seen)]
+        self._before = flatten_arguments((self.args, dict(self.kwargs)))
         return self
 
-    def lend(self, run: Callable[[tuple[Any, ...], Mapping[str, Any]], Result]) -> Result:
-        """Call ``run`` with them. Changes of copies are made in the caller's containers, too."""
-        result = run(self.args, self.kwargs)
-        if self._given is not None:
-            self._hand_back()
-        return result
-
     def change(self) -> str | None:
-        """Describe the first container that was changed since :meth:`watch`; None if none was."""
-        found = next((text for container in self._containers if (text := container.change())), None)
-        return None if found is None else f"the step changes a container that it is fed: {found}{_ADVICE}"
+        """Describe the first change of a container since :meth:`watch`; None if there is none."""
+        (leaves, structure), (old, before) = flatten_arguments((self.args, dict(self.kwargs))), self._before
+        if structure == before and all(map(_is_same, old, leaves)):
+            return None
+        was, now = dict(zip(names_in(before), old, strict=True)), dict(zip(names_in(structure), leaves, strict=True))
+        for path in (*was, *now):
+            if path not in now:
+                return f"{_CHANGES}{path} was there, and is gone{_ADVICE}"
+            if path not in was:
+                return f"{_CHANGES}{path} was not there, and is{_ADVICE}"
+            if not _is_same(was[path], now[path]):
+                return f"{_CHANGES}{_describe(path, was[path], now[path])}{_ADVICE}"
+        if _unordered(structure) == _unordered(before):
+            return None
+        return f"{_CHANGES}what was {text_of(before)} is {text_of(structure)}{_ADVICE}"
 
     def objects(self) -> list[Any]:
         """The containers."""
-        return [container.node for container in self._containers]
+        return [node for node, _ in self._containers]
 
     def restore(self) -> None:
         """Restore what all containers held when :meth:`watch` was called."""
-        for container in (*self._containers, *self._originals.values()):
-            container.put_back()
-
-    def _hand_back(self) -> None:
-        pairs = [(copy, self._originals[copy.path]) for copy in self._containers if copy.path in self._originals]
-        own = {
-            id(value): original.before[key]
-            for copy, original in pairs
-            for key, value in copy.before.items()
-            if key in original.before
-        }
-        for copy, original in pairs:
-            if copy.change() is not None:
-                now = _contents(copy.node) or {}
-                _fill(original.node, {key: own.get(id(value), value) for key, value in now.items()})
+        for node, before in self._containers:
+            now = _contents(node) or {}
+            if list(before) != list(now) or any(now[key] is not old for key, old in before.items()):
+                _fill(node, before)
 
 
-def _all_containers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[_Container]:
-    seen: set[int] = set()
-    return [found for path, arg in named_arguments(args, kwargs) for found in _containers_in(path, arg, seen)]
-
-
-def _containers_in(path: str, node: Any, seen: set[int]) -> Iterator[_Container]:
-    """The containers at ``path`` and below."""
+def _containers_in(node: Any, seen: set[int]) -> Iterator[tuple[Any, Contents]]:
+    """``node`` and the containers in it that can change, each with what it holds."""
     contents = _contents(node)
     if contents is None or id(node) in seen:
         return
     seen.add(id(node))
     if not isinstance(node, tuple):
-        yield _Container(path, node, contents)
-    for key, value in contents.items():
-        yield from _containers_in(_place(path, node, key), value, seen)
-    if _is_registered(node) and hasattr(node, "__dict__"):
-        attributes = vars(node)
-        for name, value in {"__dict__": attributes, **attributes}.items():
+        yield node, contents
+    for value in contents.values():
+        yield from _containers_in(value, seen)
+    if not isinstance(node, (dict, list, tuple, deque)) and type(node) in pytree.SUPPORTED_NODES:
+        # What pytree does not find in it is put back, and not compared.
+        held = getattr(node, "__dict__", {})
+        for value in (held, *held.values()):
             if isinstance(value, (list, dict)) and id(value) not in seen:
                 seen.add(id(value))
-                yield _Container(f"{path}.{name}", value, _contents(value) or {}, is_hidden=True)
-
-
-def _is_registered(node: Any) -> bool:
-    """Whether only pytree knows what ``node`` holds."""
-    return not isinstance(node, (dict, list, tuple, deque)) and type(node) in pytree.SUPPORTED_NODES
+                yield value, _contents(value) or {}
 
 
 def _contents(node: Any) -> Contents | None:
@@ -192,15 +133,10 @@ def _contents(node: Any) -> Contents | None:
     for kind in (list, tuple, deque):
         if isinstance(node, kind):
             return dict(enumerate(kind.__iter__(node)))
-    if is_record(node) or is_comparable(node):
+    if is_record(node):
         return record_values(node)
     leaves = pytree.tree_leaves(node, is_leaf=lambda part: part is not node)
     return None if len(leaves) == 1 and leaves[0] is node else dict(enumerate(leaves))
-
-
-def _place(path: str, node: Any, key: Any) -> str:
-    items = isinstance(node, (dict, list, tuple, deque)) or type(node) in pytree.SUPPORTED_NODES
-    return f"{path}[{key!r}]" if items else f"{path}.{key}"
 
 
 def _fill(node: Any, contents: Contents) -> None:
@@ -221,28 +157,23 @@ def _fill(node: Any, contents: Contents) -> None:
         fill_record(node, {name: value for name, value in contents.items() if now.get(name, contents) is not value})
 
 
-def _hold_same_objects(one: Contents, other: Contents) -> bool:
-    return list(one) == list(other) and all(value is other[key] for key, value in one.items())
-
-
-def _are_same(one: Contents, other: Contents) -> bool:
-    return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
+def _unordered(structure: Any) -> Any:
+    """A structure without the order of the keys of dicts."""
+    if structure is None:
+        return None
+    kind, label, parts = structure[0], structure[1], list(map(_unordered, structure[2]))
+    return (kind, dict(zip(label, parts, strict=True))) if kind is dict else (kind, label, parts)
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return True if two values are the same object, or equal containers or literals."""
-    if one is other:
-        return True
-    if type(one) is not type(other) or isinstance(one, Tensor):
-        return False
-    inner, others = _contents(one), _contents(other)
-    if inner is not None and others is not None:
-        return _are_same(inner, others)
+    """Return True if two leaves are the same object, or equal literals."""
+    if one is other or type(one) is not type(other) or isinstance(one, Tensor):
+        return one is other
     return is_literal(one) and leaf_key(one) == leaf_key(other)
 
 
-def _describe(place: str, old: Any, new: Any) -> str:
+def _describe(path: str, old: Any, new: Any) -> str:
     if isinstance(old, Tensor) and isinstance(new, Tensor):
-        return f"{place} is another tensor than it was"
+        return f"{path} is another tensor than it was"
     one, other = (repr(v) if is_literal(v) and not callable(v) else f"a {type(v).__name__}" for v in (old, new))
-    return f"{place} was {one}, and is {other}"
+    return f"{path} was {one}, and is {other}"

@@ -1,9 +1,7 @@
-"""Placeholders, which a trace passes instead of fed Python values that the step is not expected to read.
+"""Placeholders, which a trace passes instead of fed Python values (file names, arrays) that the step may not read.
 
-File names, numpy arrays and other host values differ from batch to batch. As part of a key they would make a new
-program of each batch; left out of it, they must not be read. So traces and captures get a :class:`Placeholder` for
-each. It may be passed on, unpacked, put into other containers and let go, and ``isinstance`` says of it what it says of
-the value. Anything else raises :class:`ReadSignal`, upon which the call is undone and run again with the values.
+A placeholder may be passed on, unpacked and kept in containers, and ``isinstance`` takes it for the value. Any other
+use raises :class:`ReadSignal`; the call is then undone and run again with the values.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ from graphplan.environment.origin import is_users_file
 
 
 class ReadSignal(BaseException):
-    """The leaves at ``indices`` were used; or a ``symbolic`` number, perhaps one of those at these paths.
-    No ``Exception``, so that the step's own handlers let it pass.
-    """
+    """Leaves at ``indices`` or ``symbolic`` numbers were read. No ``Exception``: the step's handlers let it pass."""
 
     def __init__(self, indices: Iterable[int] = (), *, symbolic: Iterable[str] | None = None) -> None:
         super().__init__()
@@ -65,9 +61,7 @@ def is_placeholder(value: Any) -> bool:
 
 @lru_cache(4096)
 def compares_classes(code: CodeType) -> bool:
-    """Return True if ``code`` of the user's calls ``type`` on anything but ``self``, which no placeholder notices.
-    Installed packages are taken to ask ``isinstance``; checks against eager steps find those that do not.
-    """
+    """Return True if the user's ``code`` calls ``type`` on anything but ``self``, which no placeholder notices."""
     if "type" not in code.co_names or not is_users_file(code.co_filename):
         return False
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]

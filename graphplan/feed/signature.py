@@ -1,14 +1,11 @@
 """Feed signatures: flattening what a step is called with, and the key under which its program is kept.
 
-A key holds the structure, and for each leaf its geometry (shape, strides, dtype, device, ``requires_grad``) or, for
-anything that is not a tensor, its type and value. Two calls with equal keys can share a program; nothing is ever
-broadcast or cast to make them equal.
+A key holds the structure, the geometry of each tensor, and type and value of anything else. Nothing is broadcast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -22,20 +19,15 @@ from graphplan.errors import DeviceError, FeedError, RefusalError
 from graphplan.feed.placeholders import is_placeholder
 from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_own_operators, is_freed
 from graphplan.tensors.dtensors import is_sharded
-from graphplan.tensors.records import base_of, has_attributes, record_values
+from graphplan.tensors.records import has_attributes
 from graphplan.tensors.trees import Literals, flatten_arguments, names_of, rebuild, text_of
 
 Key = tuple[Hashable, ...]
 WIDEST_LOAD = 64
 """Bytes of the widest vector that any kernel loads."""
 
-_METHODS = (MethodType, BuiltinMethodType)
-"""Bound methods: each look at one makes another, and they are equal."""
-_DEEPEST = 4
-_MOST_VALUES = 64
-"""Of objects that are compared by what they hold: how deep, and how much of it."""
-_LONGEST = 120
-"""Characters that a message has of a value, a geometry or a structure that changes."""
+_METHODS = (MethodType, BuiltinMethodType)  # Bound methods: each look at one makes another, and they are equal.
+_LONGEST = 120  # Characters that a message has of a value, a geometry or a structure that changes.
 
 _LITERALS = (
     bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format, Literals,
@@ -44,24 +36,6 @@ _LITERALS = (
 
 class Unread:
     """Marks a value in a key of which only the class counts."""
-
-
-class Identity:
-    """Compares an object by identity, and keeps it alive, so that its ``id`` is not used again."""
-
-    __slots__ = ("thing",)
-
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.thing is other.thing
-
-    def __hash__(self) -> int:
-        return id(self.thing)
-
-    def __repr__(self) -> str:
-        return f"a {type(self.thing).__name__}"
 
 
 def alignment_unit(tensor: Tensor) -> int:
@@ -79,17 +53,10 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """A call's arguments with their names."""
-    named = [(f"args[{number}]", arg) for number, arg in enumerate(args)]
-    return named + [(f"kwargs[{name!r}]", arg) for name, arg in kwargs.items()]
-
-
 @dataclass(slots=True, eq=False)
 class Feed:
-    """One call's arguments, flattened: ``leaves`` in order, and the ``key``, which begins with their structure.
-    ``given`` are the arguments themselves, where there are any; ``is_moved``: the leaves are not theirs. ``unread`` are
-    the indices of values that the step does not read, and that the key leaves out.
+    """One call's arguments, flattened: ``leaves``, and the ``key``, which begins with their structure. ``given`` are
+    the arguments themselves; ``is_moved``: the leaves are not theirs. ``unread`` are indices that the key leaves out.
     """
 
     leaves: list[Any]
@@ -155,15 +122,10 @@ def leaf_key(leaf: Any) -> Hashable:
             return plain
         return (*plain, kind, bits, tuple([(name, _mark_key(marks[name])) for name in sorted(marks)]))
     kind = type(leaf)
-    if callable(leaf) and not isinstance(leaf, Enum) and _is_hashable(leaf):
-        # What a class says of equality is its own affair.
-        own: Any = kind.__eq__
-        return (kind, leaf if own is object.__eq__ or kind in _METHODS else Identity(leaf))
+    if _is_function(leaf):
+        return (kind, leaf)
     if not isinstance(leaf, _LITERALS):
-        held = _values_key(leaf, 0)
-        if held is None:
-            raise _without_key(leaf)
-        return (kind, held)
+        raise _without_key(leaf)
     if not isinstance(leaf, Enum) and getattr(leaf, "__dict__", None):
         raise _with_attributes(leaf)
     # 0.0 equals -0.0 and NaN equals nothing, but a step may tell them apart.
@@ -174,29 +136,10 @@ def leaf_key(leaf: Any) -> Hashable:
     return (kind, leaf.hex() if isinstance(leaf, float) else leaf)
 
 
-def _is_hashable(leaf: Any) -> bool:
-    try:
-        hash(leaf)
-    except Exception:  # noqa: BLE001 - of any class's own code
-        return False
-    return True
-
-
-def _values_key(thing: Any, depth: int) -> Hashable:
-    """The key of an object that holds only literals; None for others."""
-    kind = type(thing)
-    if kind is not dict and kind is not list and kind is not tuple and base_of(kind) is None:
-        return None
-    values = thing if kind is dict else dict(enumerate(thing)) if kind in (list, tuple) else record_values(thing)
-    if depth > _DEEPEST or len(values) > _MOST_VALUES or not all(map(is_literal, values)):
-        return None
-    keys: list[Hashable] = []
-    for name, value in values.items():
-        key = leaf_key(value) if is_literal(value) else _values_key(value, depth + 1)
-        if key is None:
-            return None
-        keys.append((leaf_key(name), type(value), key))
-    return tuple(keys)
+def _is_function(leaf: Any) -> bool:
+    """Return True for what is called and compared by identity; code of foreign classes does not compare keys."""
+    kind: Any = type(leaf)
+    return callable(leaf) and not isinstance(leaf, Enum) and (kind.__eq__ is object.__eq__ or kind in _METHODS)
 
 
 def _without_key(leaf: Any) -> FeedError:
@@ -225,18 +168,13 @@ def _with_attributes(leaf: Any) -> FeedError:
     )
 
 
-def is_comparable(thing: Any) -> bool:
-    """Return True for an object that is no literal but holds only literals."""
-    return not is_placeholder(thing) and not is_literal(thing) and _values_key(thing, 0) is not None
-
-
 def is_literal(value: Any) -> bool:
     """Return True if a key can hold ``value``."""
     if type(value) is tuple:
         return all(map(is_literal, value))
     if is_placeholder(value) or isinstance(value, Tensor):
         return False
-    return isinstance(value, _LITERALS) or (callable(value) and _is_hashable(value))
+    return isinstance(value, _LITERALS) or _is_function(value)
 
 
 def _mark_key(value: Any) -> Hashable:
@@ -279,7 +217,7 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = 
         raise
     except Exception as error:
         raise FeedError(
-            f"{_culprit(args, kwargs)} cannot be taken apart ({type(error).__name__}: {error}); expected tensors and "
+            f"what is fed cannot be taken apart ({type(error).__name__}: {error}); expected tensors and "
             "values in containers whose own code does not fail: feed what they hold as arguments of their own"
         ) from error
     return Feed(leaves, (structure, *keys), (args, kwargs), unread=unread)
@@ -289,19 +227,6 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = 
 def _of_tensors(number: int) -> Any:
     """The structure of a call with so many positional tensors."""
     return flatten_arguments(((None,) * number, {}))[1]
-
-
-def _culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The first argument that raises when it is read."""
-    for name, arg in named_arguments(args, kwargs):
-        try:
-            leaves = _take_apart((arg,), {})[0]
-            with suppress(FeedError):
-                for leaf in leaves:
-                    leaf_key(leaf)
-        except Exception:  # noqa: BLE001 - of any class's own code
-            return f"{name}, which is fed,"
-    return "what is fed"
 
 
 def _take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
@@ -376,18 +301,12 @@ def asks_for_gradients(leaf: Any) -> bool:
 
 
 def check_match(feed: Feed, planned: Feed) -> None:
-    """Raise FeedError for a feed that is not the planned one, with the first leaf that differs."""
-    if feed.key == planned.key:
-        return
-    if feed.structure != planned.structure:
+    """Raise FeedError for a feed that is not the planned one."""
+    found = first_difference(feed, planned.key)
+    if found is not None:
         raise FeedError(
-            f"the feed's structure is {text_of(feed.structure)}; expected {text_of(planned.structure)}: compile a plan "
-            "for this structure"
+            f"{found} in the plan: nothing is broadcast or cast. Compile a plan or capture a program for this signature"
         )
-    name, found, expected = _different_leaf(feed, planned.key)
-    raise FeedError(
-        f"{name} is {found}; expected {expected}: nothing is broadcast or cast, so capture a program for this signature"
-    )
 
 
 def first_difference(feed: Feed, before: Key) -> str | None:
@@ -396,16 +315,12 @@ def first_difference(feed: Feed, before: Key) -> str | None:
         return None
     if len(feed.key) != len(before):
         return f"{len(feed.key) - 1} tensors and values are fed, and {len(before) - 1} were"
-    if feed.key[1:] == before[1:]:
-        return f"the containers are {_shortened(text_of(feed.structure))}, and were others"
-    name, found, known = _different_leaf(feed, before)
-    return f"{name} is {_shortened(found)}, and was {_shortened(known)}"
-
-
-def _different_leaf(feed: Feed, key: Key) -> tuple[str, str, str]:
-    """The path of the first leaf that has another key, and both keys in words."""
-    keys = zip(feed.names(), feed.key[1:], key[1:], strict=True)
-    return next((name, _describe(found), _describe(known)) for name, found, known in keys if found != known)
+    if feed.structure != before[0]:
+        one, other = (_shortened(text_of(structure)) for structure in (feed.structure, before[0]))
+        return f"the structure is {one}, and was {other}"
+    keys = zip(feed.names(), feed.key[1:], before[1:], strict=True)
+    name, found, known = next(each for each in keys if each[1] != each[2])
+    return f"{name} is {_shortened(_describe(found))}, and was {_shortened(_describe(known))}"
 
 
 def _shortened(text: str) -> str:

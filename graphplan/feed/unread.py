@@ -1,10 +1,7 @@
-"""Which fed values on the host are part of a step's keys: those that stay, and those that the step reads.
+"""Which fed values on the host are part of a step's keys: those that stay the same, and those that the step reads.
 
-A file name differs in every batch. Values that vary, and those that no key can hold (arrays, objects), are left out of
-the keys, and so are tensors in host memory beside others on a device. Traces are given placeholders for them. Where a
-trace shows that the step reads one, it is part of the keys from then on, or the call is refused if no key can hold it.
-
-Values in one list are one unit: with the first file name that varies, or is read, all of the list do.
+Values that vary, or that no key can hold, and host tensors beside tensors on a device, are left out; traces get
+placeholders. A value that a trace reads is in the key from then on, or the call is refused; so are others of its list.
 """
 
 from __future__ import annotations
@@ -26,8 +23,7 @@ from graphplan.feed.placeholders import Placeholder, ReadSignal
 from graphplan.feed.signature import Feed, Unread, leaf_key, named_key, names_in
 from graphplan.tensors.trees import Literals
 
-_SHAPES = 256
-"""Structures of calls whose units are remembered."""
+_SHAPES = 256  # Structures of calls whose units are remembered.
 _FEW = (bool, int, float, complex, Enum, type(None), torch.dtype, torch.device, torch.memory_format)
 """Values that mostly steer the code, and of which there may be so many before they are left out:"""
 _VALUES = 8
@@ -71,8 +67,14 @@ class UnreadValues:
                 key = self._key(known, index, leaf)
             elif known.home is None or leaf.device.type != "cpu":
                 key = leaf_key(leaf)
+            elif known.units[index] not in self._read:
+                key = None
             else:
-                key = self._elsewhere(known, index, leaf)
+                raise FeedError(
+                    f"{names_in(structure)[index]} is on {leaf.device} and the step reads it, beside tensors on "
+                    f"{known.home}; a replay would keep its values. Move it first, feed it as Python numbers, each of "
+                    "which is a program of its own, or leave it out of what is fed"
+                )
             if key is None:
                 unread.append(index)
                 key = (Unread, type(leaf))
@@ -106,15 +108,6 @@ class UnreadValues:
             return key
         if not is_few:
             self._free.add(unit)
-        return None
-
-    def _elsewhere(self, shape: _Shape, index: int, leaf: Tensor) -> Hashable:
-        if shape.units[index] in self._read:
-            raise FeedError(
-                f"{names_in(shape.structure)[index]} is on {leaf.device} and the step reads it, beside tensors on "
-                f"{shape.home}; a replay would keep its values. Move it first, feed it as Python numbers, each of "
-                "which is a program of its own, or leave it out of what is fed"
-            )
         return None
 
     def mark(self, feed: Feed, indices: Iterable[int]) -> None:

@@ -11,8 +11,7 @@ from threading import RLock
 from typing import Any
 
 from graphplan.errors import OptionError, RefusalError
-from graphplan.inference.graphed import Graphed, ServeOptions
-from graphplan.inference.shared_pool import Pool
+from graphplan.inference.graphed_functions import Graphed, Pool, ServeOptions
 from graphplan.program.leases import StaticOutput
 from graphplan.report.rendering import Reports
 from graphplan.step.call_lock import runs_within_step
@@ -44,11 +43,9 @@ def name_of(segment: Segment) -> str:
 
 
 class Pieces(Reports):
-    """Common to both forms of :func:`graphplan.piecewise`: the whole in one program, in pieces, or eager.
+    """Common to both forms of :func:`graphplan.piecewise`.
 
-    Attributes:
-        scope: what is done now: ``"full"``, ``"piecewise"`` or ``"none"``.
-        reasons: why segments, or the whole, are not captured, by name.
+    ``scope`` is what is done now, ``reasons`` say why segments, or the whole, are not captured, by name.
     """
 
     def __init__(self, whole: Segment, scope: str, options: ServeOptions, eager: Sequence[str] = ()) -> None:
@@ -135,9 +132,7 @@ class Pieces(Reports):
 
 
 class Segments(Pieces):
-    """See :func:`graphplan.piecewise`: functions and modules that are called one after the other. Each is captured
-    alone first, to find out whether it can be.
-    """
+    """See :func:`graphplan.piecewise`: each segment is first captured alone, to find out whether it can be."""
 
     def __init__(self, segments: Sequence[Segment], scope: str, options: ServeOptions) -> None:
         if not segments or not all(map(callable, segments)):

@@ -13,14 +13,56 @@ from torch.fx.passes.split_module import split_module
 
 from graphplan.errors import OptionError, RefusalError, SplitError, VerifyError
 from graphplan.feed.signature import asks_for_gradients, flatten, no_keys
-from graphplan.inference.graphed import ServeOptions
-from graphplan.inference.segments import Pieces, name_of
+from graphplan.inference.graphed_functions import ServeOptions
+from graphplan.inference.segments import Pieces, Segment, Segments, name_of
 from graphplan.program.leases import plain
 from graphplan.step.capture_sizes import tolerance
 from graphplan.tensors.trees import flatten_result, named_leaves
 from graphplan.verify.compare import Run, distances, fits
 
 _LITERALS = (bool, int, float, str, type(None))
+
+
+def piecewise(
+    segments: nn.Module | Sequence[Segment], *, at: Sequence[str] | None = None, scope: str = "auto", **options: Any
+) -> Segments | SplitModel:
+    """Capture what can be captured of a chain of functions, or of a model, and run the rest eagerly in between.
+
+    Examples:
+        >>> import torch
+        >>> from graphplan import piecewise
+        >>> run = piecewise([torch.nn.Linear(4, 8), torch.relu, torch.nn.Linear(8, 2)])
+        >>> with torch.no_grad():
+        ...     for _ in range(6):
+        ...         y = run(torch.randn(3, 4))
+        >>> run.scope, run.num_graphs
+        ('full', 1)
+
+    Args:
+        segments: functions or modules, each called with the results of the one before; or one model, with ``at``. Which
+            can be captured is found out: each is traced and captured alone in the first calls. Consecutive ones then
+            become one program.
+        at: names, or patterns of names (``"blocks.*.attention"``), of modules of the model that run eagerly.
+        scope: ``"full"`` (one program), ``"piecewise"``, ``"none"`` (eager), or ``"auto"``: one program if that can be,
+            else pieces, else eager, with the reasons.
+        **options: as for :func:`graphplan.graphed`, but for buckets.
+
+    Returns:
+        A callable with ``scope``, ``reasons``, ``num_graphs``, ``report()`` and ``close()``.
+
+    Raises:
+        OptionError: if an argument has a value or a type that makes no sense.
+    """
+    serve = ServeOptions(**options)
+    if isinstance(segments, nn.Module):
+        if at is None:
+            raise OptionError(
+                "piecewise was given a module without at=; expected names of modules to cut at, or a list"
+            )
+        return SplitModel(segments, at, scope, serve)
+    if at is not None:
+        raise OptionError("at is given with a list of segments, which are cut already; expected a module with it")
+    return Segments(segments, scope, serve)
 
 
 class SplitModel(Pieces):
@@ -125,9 +167,7 @@ class _Tracer(fx.Tracer):
 def _split(
     model: nn.Module, names: Sequence[str], literals: Mapping[str, Any]
 ) -> tuple[fx.GraphModule, dict[str, nn.Module]]:
-    """The model as a module that calls its parts one after the other, and by name the parts that are not ``names``.
-    ``literals`` are arguments that become constants. Raises SplitError if torch.fx cannot follow the model's code.
-    """
+    """The model as a module of pieces, and by name those that are not cut out. Raises SplitError."""
     tracer = _Tracer(names)
     try:
         graph = tracer.trace(model, concrete_args=dict(literals))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from graphplan.errors import HostSyncError
 from graphplan.feed.call_arguments import BATCH_READS
 from graphplan.feed.signature import Feed, flatten, leaf_key
@@ -15,12 +11,10 @@ _MOST = 8
 """Maximum ways through a step, by what it reads of its batch. To find that a batch takes none of them costs more with
 each.
 """
-_UNPROVEN = 3
-"""Maximum ways as long as no batch has taken one of them again."""
+_UNPROVEN = 3  # Maximum ways as long as no batch has taken one of them again.
 MOST_GUESSES = 6
 """Maximum of these for all keys of a step."""
-_MISSES = 16
-"""Batches in a row that take no known way, after which none is looked for."""
+_MISSES = 16  # Batches in a row that take no known way, after which none is looked for.
 
 
 class BatchVariants:
@@ -65,22 +59,20 @@ class BatchVariants:
         for reads in self._known:
             tensors = None if reads.is_outdated else reads.find(search)
             if tensors is not None:
-                self._known.remove(reads)
-                self._known.insert(0, reads)
-                return _extended(feed, reads, tensors)
-        self._misses += 1
-        return None
+                break
+        else:
+            self._misses += 1
+            return None
+        self._known.remove(reads)
+        self._known.insert(0, reads)
+        assert feed.given is not None
+        args, kwargs = feed.rebuild(feed.leaves) if feed.is_moved else feed.given
+        read = (reads.number, *tensors)
+        keys = [*feed.key[1:], *map(leaf_key, read)]
+        return flatten(args, {**kwargs, BATCH_READS: read}, lambda structure, leaves: (keys, feed.unread))
 
 
 def reads_of(feed: Feed) -> BatchReads | None:
     """What was read of the batch before the call of ``feed``, if anything was."""
     found = None if feed.given is None else reads_in(feed.given[1])
     return None if found is None else found[0]
-
-
-def _extended(feed: Feed, reads: BatchReads, tensors: Sequence[Tensor]) -> Feed:
-    assert feed.given is not None
-    args, kwargs = feed.rebuild(feed.leaves) if feed.is_moved else feed.given
-    read = (reads.number, *tensors)
-    keys = [*feed.key[1:], *map(leaf_key, read)]
-    return flatten(args, {**kwargs, BATCH_READS: read}, lambda structure, leaves: (keys, feed.unread))

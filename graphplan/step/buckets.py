@@ -139,9 +139,9 @@ def _check_fit(counts: Mapping[int, int], max_graphs: int, multiple_of: int) -> 
 
 
 def _minimise(lengths: Sequence[int], counts: Sequence[int], parts: int) -> tuple[list[int], int]:
-    """Split sorted lengths into at most ``parts`` runs, each of which is padded to its last length: the ends of the
-    runs, and the fewest elements. Exact: with one more run, the best end of the run before never moves down (runs
-    satisfy the quadrangle inequality), so that what is found for one end bounds the search for the others.
+    """Split sorted lengths into at most ``parts`` runs, padded to their last lengths: the runs' ends, and the elements.
+
+    Exact: the best end of the run before never moves down, so what is found for one end bounds the search for others.
     """
     total = [0]
     for count in counts:

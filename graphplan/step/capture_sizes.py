@@ -58,12 +58,10 @@ class ShapeStats:
 
 
 class CaptureSize:
-    """One capture size: its results, its padded calls so far, and which of them is checked next.
+    """One capture size: its calls, its next check, and programs ``checked`` after a comparison.
 
-    A dimension of a result that is as large as a padded dimension of the feed may follow it, or be so by chance. If the
-    two differ for a call, it is made unpadded too, which tells. ``known`` has the candidates of each dimension of each
-    result; it is a new list if the results have another structure. ``checked`` are programs that ran after a
-    comparison.
+    A dimension of a result that is as large as a padded one may follow it, or be so by chance: ``known`` has the
+    candidates of each dimension of each result. Where they differ for a call, it is made unpadded too, which tells.
     """
 
     def __init__(self) -> None:
@@ -101,9 +99,7 @@ class CaptureSize:
     def learn(
         self, expected: Any, leaves: Sequence[Any], true: Mapping[Place, int]
     ) -> tuple[list[str], dict[str, tuple[Tensor, Tensor]]]:
-        """Compare an unpadded result with a padded one's ``leaves``. Return the differences, and pairs of tensors: the
-        unpadded one's, and the padded one's cut to its size.
-        """
+        """Compare an unpadded result with the padded ``leaves``: differences, and pairs of tensors of the same size."""
         assert self.known is not None
         wanted, structure = flatten_result(expected)
         if structure != self._structure:

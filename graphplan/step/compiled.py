@@ -1,7 +1,7 @@
 """Steps that run code which ``torch.compile`` compiled, and ``compile=``.
 
-Under a dispatch mode such code runs uncompiled, with other roundings. So its trace is undone, and the step run again. A
-CUDA graph records the compiled kernels; the tape records the uncompiled operators, and refuses where bits differ.
+Under a dispatch mode it runs uncompiled, so the trace is undone and the step run again. The tape records the uncompiled
+operators, and refuses where bits differ.
 """
 
 from __future__ import annotations
@@ -176,12 +176,7 @@ class CompiledModules:
 
 
 def refuse_beside_compiled(plan: Plan) -> None:
-    """Refuse what a capture answers in a dispatch mode, within which compiled code does not run compiled.
-
-    Raises:
-        HostSyncError: if the step asserts values of tensors, reads constants on the device, derives products, or copies
-            constants from the host to the device.
-    """
+    """Raise HostSyncError for what a capture answers in a dispatch mode: compiled code does not run compiled in it."""
     whats = [
         f"{'asserts a value' if read.asserted else 'reads a constant on the device'} at {read.place}"
         for read in plan.traced.reads

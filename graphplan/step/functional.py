@@ -31,8 +31,8 @@ from graphplan.program.faults import refusing
 from graphplan.program.program import Program
 from graphplan.specs.policy import Policy
 from graphplan.step.compiled import refuse_graphs_within
+from graphplan.step.graphed_step import check_form
 from graphplan.step.managed import Managed
-from graphplan.step.methods import check_form
 from graphplan.step.runner import Backends
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.records import Trace
@@ -187,8 +187,7 @@ def _weak(owner: Any) -> Callable[[], Any]:
     return lambda: kept
 
 
-_PLANS = WeakIdKeyDictionary()
-"""By function, or by the ``self`` of a bound method: plans by its function and the feed."""
+_PLANS = WeakIdKeyDictionary()  # By function, or by the ``self`` of a bound method: plans by its function and the feed.
 
 
 @refusing()

@@ -1,17 +1,14 @@
 """The speed gate: measures a step without graphplan, then with replays, and says whether replays pay.
 
-- Eager time comes first: calls of the function alone, of which those after the first two are timed. A device that is
-  busy for nearly all of that time leaves replays next to nothing to save.
-- Replays are timed once there are enough in a row that are not checked.
-- A training step is timed from the end of one step to the end of the next, with all that the host does in between; an
-  inference call by itself.
-- The device is waited for at both ends of what is timed, and nowhere else.
+The device is waited for at both ends of what is timed, and nowhere else. A training step is timed from the end of one
+step to the end of the next, an inference call by itself. A device that is busy all the time leaves nothing to save.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from itertools import count, pairwise
 from math import ceil
 from statistics import median
@@ -23,7 +20,6 @@ import torch
 from graphplan.backends.idleness import Idleness
 from graphplan.environment.devices import current_stream, is_accelerator, synchronize
 from graphplan.errors import SkipReason, SlowerError
-from graphplan.feed.call_arguments import hands_over
 from graphplan.feed.signature import Feed
 from graphplan.plan.build import find_device
 from graphplan.program.faults import refusal_of
@@ -37,20 +33,14 @@ SKIPPED = 2
 """First eager calls, which are not timed: they load kernels, and optimizers make their state."""
 STEPS = 5
 """Steps that are timed together, at least."""
-AGAIN = 1000
-"""Steps after which a device that was busy is looked at again; twice as many each time."""
 _MOST_IDLE = 0.062
 """Share of a step in which the device may have nothing to do: in 1,000 steps replays have to save what the way to a
 program takes (two traces, a capture and checks took as long as 62 launches of a GPT-2 step on an H200).
 """
-_WINDOWS = 3
-"""Times that replays are measured before they are found slower; the best counts."""
-_CLEAR = 2.0
-"""Slower by this factor in one window is enough."""
-_UNEVEN = 0.5
-"""A step that takes more than this share of a window is none of the loop's: a validation, a checkpoint."""
-_PATIENCE = 1.0
-"""Seconds that a rank waits for the votes of the others."""
+_WINDOWS = 3  # Times that replays are measured before they are found slower; the best counts.
+_CLEAR = 2.0  # Slower by this factor in one window is enough.
+_UNEVEN = 0.5  # A step that takes more than this share of a window is none of the loop's: a validation, a checkpoint.
+_PATIENCE = 1.0  # Seconds that a rank waits for the votes of the others.
 
 
 class Clock:
@@ -77,42 +67,27 @@ class Gate:
     """Compares one step's time with replays to its time without graphplan.
 
     Args:
-        least: how many times as fast as without graphplan the step has to be.
+        least: how many times as fast the step has to be.
         clock: of the step's device.
         period: steps after which a loop does the same again.
         loops: whether steps are timed from end to end, or else by themselves.
         peers: other ranks, which decide alike.
-        eager: seconds per step without graphplan, if known.
-
-    Attributes:
-        wait: steps after which a device that was busy is looked at again.
-        idle: the share of the eager steps' time in which the device had nothing to do.
     """
 
     def __init__(
-        self,
-        least: float,
-        clock: Clock,
-        *,
-        period: int = 1,
-        loops: bool = True,
-        peers: Peers | None = None,
-        eager: float | None = None,
+        self, least: float, clock: Clock, *, period: int = 1, loops: bool = True, peers: Peers | None = None
     ) -> None:
         self._least, self._clock, self._period = least, clock, period
         self._loops, self._peers = loops, peers
-        self._numbers = count()
-        """Those of the gates of one run: each puts questions of its own to ``peers``."""
+        self._numbers = count()  # Each gate of a run puts questions of its own to ``peers``.
         self._number = next(self._numbers)
-        self.wait = AGAIN
         self._skips = SKIPPED
-        self._times: list[float] = []
-        """The ends of the steps that are timed, or the seconds of the calls."""
+        self._times: list[float] = []  # The ends of the steps that are timed, or the seconds of the calls.
         self._retries = 0
         self._watch: Callable[[], float] | None = None
         self._windows: list[float] = []
-        self.eager = eager
-        self.idle = 1.0
+        self.eager: float | None = None  # Seconds per step without graphplan, once they are known.
+        self.idle = 1.0  # The share of that time in which the device had nothing to do.
 
     @classmethod
     def of(cls, options: Options, device: torch.device, **others: Any) -> Gate | None:
@@ -120,10 +95,10 @@ class Gate:
         least = options.least_speedup(device)
         return cls(least, Clock(device), **others) if options.backend != "eager" and least > 0 else None
 
-    def again(self, eager: float | None = None) -> Gate:
-        """Make a gate for another form of the step, or without the ``eager`` time for another measurement."""
-        gate = Gate(self._least, self._clock, period=self._period, loops=self._loops, peers=self._peers, eager=eager)
-        gate._numbers, gate._number, gate.wait = self._numbers, next(self._numbers), self.wait * 2
+    def again(self) -> Gate:
+        """Make a gate for another form of the step."""
+        gate = copy(self)
+        gate._number, gate._times, gate._windows = next(self._numbers), [], []
         return gate
 
     @property
@@ -219,19 +194,12 @@ class Gate:
 
 
 class Timing:
-    """Times a step that has to be faster than without graphplan, if its options say so.
-
-    A training step has one gate; without a ``gate`` that knows the eager time, its first calls are calls of its
-    function alone, and timed. An inference step has a gate for each signature.
-
-    Args:
-        serve: makes a call in the step's own way.
-        stand_down: drops all that is not the user's own, and has calls be stock.
+    """Times a step whose replays have to pay, if its options say so: a training step with one ``gate``, which is made
+    for its first calls unless it is given, an inference step with one for each signature.
 
     Attributes:
         way: makes the calls in place of the state machine, if set.
-        stock: ``way`` where it calls the step's function, with nothing of graphplan's around it but a count.
-        down_because: why all calls are such calls, and its wording; None if they are not, or are being timed.
+        down_because: why all calls are the function's own, and its wording; None if they are not, or are being timed.
         leave: applied to the arguments of such calls.
     """
 
@@ -247,11 +215,13 @@ class Timing:
             self._runner.stats.measured = gate.measured
         self.opens = opens and gate is None
         self.way: Serve | None = None if gate is None else self._timed
-        self.stock: Serve | None = None
-        self._own: Serve | None = None
-        self._calls = self._left = 0
-        """Stock calls that were not counted yet, and those that are left until the step is timed, or timed again."""
+        self._calls = 0  # Stock calls that were not counted yet.
         self.down_because: tuple[SkipReason, str] | None = None
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether calls are the step's function's, with nothing of graphplan's around it but a count."""
+        return self.way == self._call_stock
 
     def take_counts(self) -> Stats:
         """Return the counts of all calls so far, those of the function alone among them."""
@@ -263,27 +233,20 @@ class Timing:
     def be_stock(self, reason: SkipReason | None, detail: str = "") -> None:
         """From now on, call the step's function alone: for a ``reason``, or to time it."""
         self.take_counts()
-        fn, device, leave = self._runner.stock, self._options.feed_device, self.leave
-        # The first of several may be made within a call that is not stock.
-        own = hands_over(lambda args, kwargs: fn(*args, **kwargs))
-        moved = own if device is None else lambda args, kwargs: brought_to(device, args, kwargs).lend(own)
-        self._own = moved if leave is None else lambda args, kwargs: moved(*leave(args, kwargs))
-        self.way = self.stock = self._call_stock
-        self.down_because, self._left = (None, 1) if reason is None else ((reason, detail), 0)
-        if self._gate is not None and reason is SkipReason.BUSY:
-            self._left = self._gate.wait
+        self.way = self._call_stock
+        self.down_because = None if reason is None else (reason, detail)
 
     def _call_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._own is not None
+        given = (args, kwargs) if self.leave is None else self.leave(args, kwargs)
         try:
-            result = self._own(args, kwargs)
+            result = self._runner.call(brought_to(self._options.feed_device, *given))
         except BaseException:
             if self._gate is not None:
                 self._gate.cancel()
             raise
+        self._runner.outcome = None
         self._calls += 1
-        self._left -= 1
-        if not self._left:
+        if self.down_because is None:
             self._look()
         return result
 
@@ -296,7 +259,7 @@ class Timing:
     def _go_on(self, way: Serve | None) -> None:
         """End calls of the function alone. Make the next ones this way, or in the step's own."""
         self.take_counts()
-        self.way, self.stock, self.down_because = way, None, None
+        self.way, self.down_because = way, None
 
     def begins(self, feed: Feed) -> bool:
         """Return True if the next calls are eager and timed, before anything is prepared. Asked once."""
@@ -306,25 +269,15 @@ class Timing:
         device = self._options.feed_device or find_device(self._managed.walk_before(), feed)
         gate = Gate.of(self._options, device, peers=self._peers)
         if gate is not None:
-            self._time_eager_calls(gate)
+            self._gate = gate
+            self._managed.release()
+            self.be_stock(None)
         return gate is not None
 
-    def _time_eager_calls(self, gate: Gate) -> None:
-        self._gate = gate
-        self._managed.release()
-        self.be_stock(None)
-
     def _look(self) -> None:
-        """After a stock call: go on with replays if the eager time is known, unless the device was busy all the time;
-        after many such calls, see whether it still is.
-        """
+        """After a timed call of the function: go on with replays once the eager time is known."""
         gate = self._gate
         assert gate is not None
-        if self.down_because is not None:
-            self.take_counts().note("timed again: the device was busy all the time")
-            self._time_eager_calls(gate.again())
-            return
-        self._left = 1
         with self.having_run():
             if not gate.end_eager():
                 return
@@ -345,7 +298,7 @@ class Timing:
         except BaseException:
             gate.cancel()
             raise
-        if self.stock is not None:
+        if self.is_stock:
             return result
         with self.having_run():
             pays = None
@@ -371,21 +324,6 @@ class Timing:
         error = gate.error("the step" if plan is None else plan.name, costs)
         stats.note(f"dropped: {error}")
         return error
-
-    def gate_of_calls(self, feed: Feed) -> Gate | None:
-        """Make a gate for the calls of one signature, if replays have to pay."""
-        self._runner.settle_backend(feed)
-        assert self._runner.device is not None
-        return Gate.of(self._options, self._runner.device, loops=False)
-
-    @contextmanager
-    def asked_for(self) -> Iterator[None]:
-        """Capture the calls of the block without timing them."""
-        opens, self.opens = self.opens, False
-        try:
-            yield
-        finally:
-            self.opens = opens
 
     @contextmanager
     def having_run(self) -> Iterator[None]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import repeat
 from operator import is_not
-from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 
-from graphplan.compare.comparing import Checks, facts_of, lie
+from graphplan.compare.comparing import Checks, Row, facts_of, lie
 from graphplan.environment.collector import no_collections
 from graphplan.feed.signature import Feed, alignment_unit, check_feed, leaf_key
 from graphplan.program.program import Program
@@ -25,8 +24,7 @@ from graphplan.trace.batch_reads import Search
 _KINDS = 8
 """Kinds of calls with tensors of the same shapes that are remembered: as many as there are ways through a step by what
 it reads of its batch."""
-_SHAPES = 256
-"""Shapes of tensors in one layout whose kinds of calls are remembered."""
+_SHAPES = 256  # Shapes of tensors in one layout whose kinds of calls are remembered.
 _COMPARABLE = PLAIN_LEAVES | {type}
 """Types of leaves that are compared without code of their own; records hold classes, too."""
 
@@ -52,14 +50,16 @@ class Lookup:
             program = entry.select(self._managed.grad_presence)
             if program is None:
                 is_first = not entry.eager_calls and self._programs.is_further(entry)
-                is_eager = entry.way.refusal is not None or not entry.way.is_met or self._programs.waits(entry)
+                is_eager = entry.way.refusal is not None or not entry.way.is_met
+                is_eager = is_eager or self._programs.waits(entry) or self._programs.turns_away(entry) is not None
                 if looked or is_first or is_eager:
                     # An eager step, for which nothing needs to be known, unless owners were looked at.
                     return entry, None
                 # Owners' containers may have been replaced since they were last looked at (a loaded checkpoint).
                 looked = True
-                with no_collections():
-                    self._managed.look_again()
+                if self._managed.fingerprint() >= 0:
+                    with no_collections():
+                        self._managed.refresh()
             elif program.fits():
                 return entry, program
             elif entry.places and not looked and entry.relocate(self._managed.walk().scalars):
@@ -77,7 +77,7 @@ class Lookup:
             check_feed(feed, self._runner.device if self._feed_device is None else None)
         if entry is not None:
             return entry
-        if self._programs.knows(self.geometry(feed)):
+        if self._programs.knows(key[0]):
             self._stats.note(f"another program: {self._managed.why_changed()}", "guards")
         entry = Entry(wants_grad=any(leaf.requires_grad for _, leaf in feed.tensors()))
         if base is not None:
@@ -86,11 +86,8 @@ class Lookup:
         return self._programs.add(key, entry)
 
     def _key(self, feed: Feed, fingerprint: int) -> Key:
-        return (self.geometry(feed), self._modes.now(), fingerprint)
-
-    def geometry(self, feed: Feed) -> tuple[Any, ...]:
-        """The feed's key and alignments; where tensors are moved to the step's device, that gives them new ones."""
-        return (feed.key, () if self._moves else feed.alignments())
+        # Where tensors are moved to the step's device, that gives them new alignments.
+        return ((feed.key, () if self._moves else feed.alignments()), self._modes.now(), fingerprint)
 
     def moved(self, feed: Feed) -> Feed:
         """The feed with its tensors on the step's device, if ``device=`` asks for that."""
@@ -124,9 +121,7 @@ class Lookup:
 
 
 class Layout:
-    """The containers and records of a call's arguments: ``structures``. ``calls`` are those known with it, by shapes of
-    tensors, and ``latest`` the one that was found last.
-    """
+    """The containers and records of a call's arguments, and the known ``calls`` with them, by shapes of tensors."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         self.structures = [flatten_arguments(arg)[1] for arg in args]
@@ -145,12 +140,9 @@ class Layout:
 
 
 class KnownCall:
-    """One kind of call: leaves in a layout, each a tensor, a literal or a class.
-
-    Attributes:
-        entry, program: what the long way found for it.
-        checks: compare everything with what it was in that call.
-        variant: the gradients that were there on entry; None if the program serves whatever there is.
+    """One kind of call: leaves in a layout, each a tensor, a literal or a class, with the ``entry`` and the ``program``
+    that were found for it. ``checks`` compare everything else with what it was, but for which gradients were there: the
+    ``variant``, None if the program serves whatever there is.
     """
 
     def __init__(self, feed: Feed, entry: Entry, program: Program, *, checks: Any, variant: Variant | None) -> None:
@@ -248,9 +240,8 @@ class FastPath:
     def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
         """Remember a call, if everything that its key depends on can be compared."""
         read = [leaf for index, leaf in enumerate(feed.leaves) if index not in feed.unread]
-        plain = _COMPARABLE.issuperset(map(type, read)) and not entry.wants_grad
-        plain = plain and not any(attributes_on(leaf) for _, leaf in feed.tensors())
-        if not plain:
+        is_plain = _COMPARABLE.issuperset(map(type, read)) and not entry.wants_grad
+        if not is_plain or any(attributes_on(leaf) for _, leaf in feed.tensors()):
             return
         self._managed.fingerprint()
         self._modes.now()
@@ -258,8 +249,11 @@ class FastPath:
         if modes is None or owners is None:
             return
         variant = self._managed.grad_presence() if program.plan.tells_gradients else None
-        checks = Checks([entry.row(), program.row(), *owners, *modes, *program.adopted.guards.rows])
-        layout = self._layout(args)
+        is_refused: Row = ("same_attributes", [entry], ["refusal"], [entry.refusal])
+        checks = Checks([is_refused, program.row(), *owners, *modes, *program.adopted.guards.rows])
+        layout = Layout(args)
+        layout = next((known for known in self._layouts if known.structures == layout.structures), layout)
+        self._layouts = [layout, *(known for known in self._layouts if known is not layout)][:_KINDS]
         leaves = layout.leaves(args)
         if leaves is None or any(map(is_not, leaves, feed.leaves)):
             return
@@ -272,23 +266,6 @@ class FastPath:
             layout.latest = call
             if len(layout.calls) > _SHAPES:
                 del layout.calls[next(iter(layout.calls))]
-
-    def _layout(self, args: Sequence[Any]) -> Layout:
-        """Remember the layout of ``args``, in place of the one that was used longest ago."""
-        layout = Layout(args)
-        layout = next((known for known in self._layouts if known.structures == layout.structures), layout)
-        self._layouts = [layout, *(known for known in self._layouts if known is not layout)][:_KINDS]
-        return layout
-
-    def seconds(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> float | None:
-        """Measure :meth:`find` for calls like this one; None if it does not find them."""
-        self.remember(args, feed, entry, program)
-        start = perf_counter()
-        found = self.find(args)
-        taken = perf_counter() - start
-        # As long as replays are timed, calls go the long way.
-        self._layouts = []
-        return None if found is None else taken
 
     def forget(self) -> None:
         """Forget calls whose programs were closed."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -40,13 +42,10 @@ from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
 
 Result = TypeVar("Result")
-_NAMES = "names"
-"""The owner that stands for the names in the step's code."""
-_STATES = "dropout_states"
-"""The owner of what operators draw from that is no generator."""
+_NAMES = "names"  # The owner that stands for the names in the step's code.
+_STATES = "dropout_states"  # The owner of what operators draw from that is no generator.
 _STATE = ["_fingerprint", "_last_id", "refusal"]
-_FINGERPRINTS = 256
-"""Fingerprints that keep their numbers; of more, the latest ones."""
+_FINGERPRINTS = 256  # Fingerprints that keep their numbers; of more, the latest ones.
 _CHURN = 3
 """New values of a hyper-parameter without a capture between them: it changes faster than steps can be captured."""
 
@@ -68,10 +67,11 @@ class Managed:
 
     Attributes:
         owners: by name; ``handles`` lead to them from plans.
+        names: those in the step's code, an owner too.
         refusal: what the next call is refused with.
         changes: what was changed on optimizers to make them capturable.
-        kept: what the code that ran last made and left behind: by path, in words.
-        compiled: what compiled code that ran was compiled with, and its name; by identity.
+        kept: what the latest call made and left behind, in words, by path.
+        compiled: how compiled code that ran was compiled, and its name, by identity.
     """
 
     def __init__(
@@ -101,15 +101,16 @@ class Managed:
         self._walked: Walk | None = None
         self._sharding: Sharding | None = None
         self._counted: list[tuple[torch.optim.Optimizer, int, str]] = []
+        # Layout and values of the latest two fingerprints.
         self._last: tuple[Any, tuple[Any, ...]] | None = None
-        """Layout and values of the latest fingerprint; ``_before`` those of the one before it."""
-        self._last_id = 0
-        self._seen: dict[tuple[Any, ...], int] = {}
-        self._taken = 0
-        self._churn = 0
-        self._names = Namespace()
-        self._root = {"step": fn}
         self._before: tuple[Any, tuple[Any, ...]] | None = None
+        self._last_id = 0
+        numbers = count()
+        self._number_of = lru_cache(_FINGERPRINTS)(lambda values: next(numbers))
+        self._highest = -1
+        self.churn = 0  # New values of hyper-parameters since the latest capture.
+        self.names = Namespace()
+        self._root = {"step": fn}
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         for owner in self.owners.values():
             if isinstance(owner, torch.optim.Optimizer):
@@ -117,11 +118,6 @@ class Managed:
                     self.manage(owner)
                 except FaultError as error:
                     self.refusal = error
-
-    @property
-    def named_attributes(self) -> Collection[str]:
-        """The attributes that the step's code loads, of any object."""
-        return self._names.attributes
 
     def walk(self) -> Walk:
         """Walk the owners; CaptureError if one of them cannot be read."""
@@ -204,11 +200,8 @@ class Managed:
         return bool(found)
 
     def discover(self, call: Callable[[], Result], *, fed: Iterable[Any]) -> tuple[Result, bool]:
-        """Run ``call`` and take in the modules and optimizers that it uses, and the names and objects that its code
-        uses, but for those that it is ``fed``. Beside the result: whether anything new may have turned up.
-
-        Compiled code is looked at when it is traced: its names are those that the compiler gave, and to watch each of
-        the compiler's calls would take long.
+        """Run ``call`` and take in the owners and names that its code uses, but for those that it is ``fed``. Beside
+        the result: whether anything may be new. Compiled code is looked at when it is traced.
         """
         before = self.walk_of_call()
         if self.runs_compiled(before):
@@ -245,9 +238,8 @@ class Managed:
         *,
         seen: Iterable[nn.Module] | None = None,
     ) -> bool:
-        """Own the names that code used, the objects that it used a second time, and the states that operators drew
-        from. Return True if any is new. ``walk`` is of afterwards, or of before where the modules that were ``seen``
-        are given.
+        """Own the names that code used, the objects that it used a second time, and ``own_states`` of operators. Return
+        True if any is new. The ``walk`` is of before if the modules that were ``seen`` are given, else of after.
         """
         asked: dict[int, bool] = {}
         self.compiled |= executed.compiled
@@ -263,11 +255,11 @@ class Managed:
 
         reached = self._count_reached()
         grown = self.modes.watch(executed.switches) | self._take_states(own_states)
-        grown |= executed.name_all(self._fn, self._names, has_met)
+        grown |= executed.name_all(self._fn, self.names, has_met)
         grown |= self._count_reached() > reached
         # Its defaults, and what a partial function holds for it.
-        is_new = self._names.add("the step", self._root, "step")
-        self.owners.setdefault(_NAMES, self._names)
+        is_new = self.names.add("the step", self._root, "step")
+        self.owners.setdefault(_NAMES, self.names)
         things = list(executed.objects())
         walk = self.walk() if things and (grown or is_new or seen is not None) else walk
         known = {id(container) for container in walk.containers} if things else ()
@@ -290,7 +282,7 @@ class Managed:
     def _count_reached(self) -> int:
         """How many owners are reached through objects of libraries, by names that the step's code uses."""
         reached = [owner for owner in self.owners.values() if isinstance(owner, Reached)]
-        return sum(not self._names.attributes.isdisjoint(owner.names) for owner in reached)
+        return sum(not self.names.attributes.isdisjoint(owner.names) for owner in reached)
 
     def refresh(self, walk: Walk | None = None) -> None:
         """Update everything that is derived from the owners; ``walk`` is over them as they are now."""
@@ -303,9 +295,9 @@ class Managed:
         self.rates.attach(walk.optimizers.values())
         self._sharding = Sharding(walk.modules)
         # A step that does not train ignores other steps' preparations of the optimizers.
-        known, count = walk if self._trains else replace(walk, optimizers={}), len(self.owners)
+        known, number = walk if self._trains else replace(walk, optimizers={}), len(self.owners)
         self._fingerprint = Fingerprint(known, self.rates.shadowed | self._counts(walk))
-        self._walked = walk if len(self.owners) == count else None
+        self._walked = walk if len(self.owners) == number else None
         self._parameters = [param for _, param in walk.parameters.values()]
 
     def _counts(self, walk: Walk) -> set[tuple[int, str]]:
@@ -319,15 +311,10 @@ class Managed:
         counts = [owner for owner in self.owners.values() if isinstance(owner, GroupCounts)]
         return {(id(owner.group), key) for owner in counts for key in owner.keys}
 
-    def refresh_after(self, *, is_new: bool) -> None:
-        """:meth:`refresh` after a step in which something ``is_new``, or an optimizer has begun to count."""
-        if is_new or self._fingerprint is None or list(self.rates.counted) != self._counted:
-            self.refresh()
-
-    def look_again(self) -> None:
-        """:meth:`refresh`, once the first step has made the owners known."""
-        if self._fingerprint is not None:
-            self.refresh()
+    @property
+    def is_outdated(self) -> bool:
+        """Whether :meth:`refresh` is due: it was never called, or an optimizer has begun to count."""
+        return self._fingerprint is None or list(self.rates.counted) != self._counted
 
     def walk_before(self) -> Walk:
         """The walk over the owners before this call's step, made once per call."""
@@ -362,18 +349,11 @@ class Managed:
             return -1
         values = self._fingerprint.values()
         if self._last is None or values != self._last[1]:
-            self._last = self._fingerprint.layout, values
-            self._last_id = self._seen.pop(values, self._taken)
-            self._seen[values] = self._last_id
-            self._taken = max(self._taken, self._last_id + 1)
-            if len(self._seen) > _FINGERPRINTS:
-                del self._seen[next(iter(self._seen))]
+            self._last, self._last_id = (self._fingerprint.layout, values), self._number_of(values)
         return self._last_id
 
     def rows(self, compared: Collection[int]) -> list[Row] | None:
-        """Guard rows that hold while nothing was refused and the fingerprint is unchanged; those ``compared`` elsewhere
-        are left out. None if rows do not say enough.
-        """
+        """Guard rows that hold while nothing was refused and the fingerprint is unchanged; None if rows cannot tell."""
         rows = None if self._fingerprint is None else self._fingerprint.rows(compared)
         own: Row = ("same_values", [vars(self)] * len(_STATE), _STATE, list(map(vars(self).get, _STATE)))
         return None if rows is None else [own, *rows]
@@ -382,20 +362,19 @@ class Managed:
         """The fingerprint of a call. Raises OptimizerError for a hyper-parameter that keeps changing."""
         if self._fingerprint is not None and not self._fingerprint.is_of_today():
             self.refresh()
-        before, taken = self._last, self._taken
-        number = self.fingerprint()
+        before, number = self._last, self.fingerprint()
+        is_new, self._highest = number > self._highest, max(number, self._highest)
         if before is None or before is self._last:
             return number
         self._before = before
-        if self._taken > taken:
+        if is_new:
             assert self._fingerprint is not None
             assert self._last is not None
             changed = self._fingerprint.changed_hypers(*before, self._last[1])
-            self._churn += bool(changed)
-            if self._churn >= _CHURN:
-                self._churn = 0
-                settings = {name for optimizer in self.walk().optimizers.values() for name in optimizer.defaults}
-                raise _churn_error(changed, settings)
+            self.churn += bool(changed)
+            if self.churn >= _CHURN:
+                self.churn = 0
+                raise _churn_error(changed)
         return number
 
     def why_changed(self) -> str:
@@ -404,10 +383,6 @@ class Managed:
         if self._fingerprint is not None and self._before is not None and self._last is not None:
             changed = self._fingerprint.changed(*self._before, self._last[1])
         return "; ".join(changed[:3]) or "other modes, flags, or objects"
-
-    def captured(self) -> None:
-        """Reset the count of changed hyper-parameters: a program was captured."""
-        self._churn = 0
 
     def grad_presence(self) -> tuple[bool, ...]:
         """Which parameters have a gradient now."""
@@ -432,24 +407,15 @@ class Managed:
         self._managed = set()
 
 
-def _churn_error(changed: Sequence[str], settings: Container[str]) -> OptimizerError:
-    """Make the error for hyper-parameters that change too fast; ``settings`` are those of torch's optimizers."""
-    what = f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured"
-    names = [change.partition(": ")[0].rpartition(".")[2] for change in changed]
-    if all(name not in settings for name in names):
-        return OptimizerError(
-            f"{what}. The optimizer has no setting of that name, but its groups are compared before each replay, since "
-            "steps may read them. Expected a value that stays; count elsewhere: in a tensor on the device, or outside "
-            "the step in a variable that the step does not read",
-            component="optimizer",
-        )
-    cycled = "A schedule cycles it beside the lr (OneCycleLR, CyclicLR): cycle_momentum=False avoids that. "
+def _churn_error(changed: Sequence[str]) -> OptimizerError:
+    """Make the error for hyper-parameters that change too fast."""
     return OptimizerError(
-        f"{what}, and the kernel takes it as a Python number, so that each value needs a capture of its own. Expected "
-        "a constant, or an lr that the optimizer reads from the device (AdamW, Adam, SGD, Adagrad with fused=True; on "
-        f"CUDA any with capturable=True). {cycled if 'betas' in names or 'momentum' in names else ''}Use one of those, "
-        "change the value once per epoch, or leave optimizer.step() out of the step (in a Trainer that is done for "
-        "you)",
+        f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured, and each needs a capture "
+        "of its own, since the kernel takes a Python number. Expected a constant, or an lr that the optimizer reads on "
+        "the device (AdamW, Adam, SGD, Adagrad with fused=True; on CUDA any with capturable=True). OneCycleLR and "
+        "CyclicLR cycle betas or momentum, too: cycle_momentum=False avoids that. Use one of those, change the value "
+        "once per epoch, or leave optimizer.step() out of the step (in a Trainer that is done for you). A count of "
+        "your own is kept in a tensor or outside the groups",
         component="optimizer",
     )
 

@@ -16,8 +16,7 @@ from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.programs import Entry, Programs
 
-_GROUPS = 4
-"""Groups of programs that share memory, of which one can go when a budget is used up."""
+_GROUPS = 4  # Groups of programs that share memory, of which one can go when a budget is used up.
 
 
 class MemoryBudget:

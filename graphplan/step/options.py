@@ -107,7 +107,8 @@ class PlainOptions(CommonOptions):
     Args:
         owners: objects whose tensors the function uses, by name or as a sequence. The module or ``self`` that is
             graphed is one, and modules and optimizers that run are found without being named.
-        device: where to move fed tensors; without it they must be where the function computes.
+        device: where to move fed tensors, in containers of the function's own; without it they must be where the
+            function computes.
         mask: the argument that gets a boolean tensor which is true for what is not padding.
     """
 

@@ -30,8 +30,7 @@ Value = TypeVar("Value")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _MOST_SHAPES = 65536
 _MOST_SIZES = 1024
-_MOST_KINDS = 4096
-"""Bounds of what is counted or remembered: each literal among the arguments makes another kind."""
+_MOST_KINDS = 4096  # Bounds of what is counted or remembered: each literal among the arguments makes another kind.
 _STEP = re.compile(r"\[(?:'(?P<key>[^']*)'|[^\]]*)\]|\.(?P<attribute>\w+)")
 """One step of a path into a container: ``['labels']``, ``[0]`` or ``.labels``."""
 
@@ -43,9 +42,7 @@ def outer_first(tensor: Tensor) -> tuple[int, ...]:
 
 
 class Dynamic:
-    """The dynamic dimensions of a function's arguments, ``dims`` by name (see :meth:`values`), and other options by
-    such names. By default these are all dimensions but the last, or the only one. Raises OptionError for what is none.
-    """
+    """The dynamic dimensions of a function's arguments by name: by default all but the last, or the only one."""
 
     def __init__(self, fn: Callable[..., Any], dims: Mapping[str, Dims] | None) -> None:
         if dims is not None and not isinstance(dims, Mapping):
@@ -87,7 +84,7 @@ class Dynamic:
         return found
 
     def values(self, feed: Feed, by_name: Mapping[str, Value], option: str) -> list[Value | None]:
-        """The value for each leaf, by its closest name, or None. A name is that of a parameter, a key or attribute
+        """The value for each leaf, by the closest of its names, or None: that of a parameter, of a key or attribute
         within it (``labels``), or a path (``batch['labels']``). Raises OptionError for a name that no leaf has.
         """
         found = self.names(feed.structure)
@@ -116,10 +113,9 @@ def _parse(name: str, value: Any) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Kind:
-    """Calls of one signature: their capture size, what each dynamic dimension is and becomes, and where the leaves go.
-    ``staged`` is the memory of the padded leaves, ``own`` the part of it that is the call's own, ``fills`` what is
-    filled with which value, in this order. ``mask`` is the argument that padded calls get beside those that came,
-    ``lent`` the storages of all this memory, ``rebuild`` what puts leaves into containers.
+    """Calls of one signature: what each dynamic dimension is (``true``) and becomes (``sizes``), the memory of padded
+    leaves (``staged``), the call's part of it (``own``), what is filled with which value, and the ``mask`` that padded
+    calls get. ``lent`` are the storages of that memory.
     """
 
     size: CaptureSize
@@ -206,9 +202,7 @@ class Padding:
         self._kinds: dict[Hashable, Kind] = {}
 
     def kind(self, feed: Feed, *, are_expected: bool) -> Kind | str:
-        """How calls like this one are padded, or why they fit no capture size. ``are_expected``: the call has to have
-        all dimensions that have a ladder. Raises OptionError for a ladder that is of no use.
-        """
+        """How calls like this one are padded, or why not. Raises OptionError for a ladder that is of no use."""
         kind = self._kinds.get(feed.key)
         if kind is not None:
             return kind
@@ -278,9 +272,7 @@ class Padding:
         return self._sizes(key)
 
     def _memory(self, position: Hashable, leaf: Tensor, dims: Mapping[int, int]) -> Tensor:
-        """The memory of a leaf at its capture size. ``dims`` are those that are padded, with those whose ladders they
-        have. All sizes are parts of one allocation, the largest one's.
-        """
+        """The memory of a leaf at its capture size, a part of one allocation. ``dims`` maps dimensions to ladders."""
         order, device = outer_first(leaf), self._device or leaf.device
         largest, shape = list(leaf.shape), list(leaf.shape)
         for dim, ladder in dims.items():
@@ -294,9 +286,7 @@ class Padding:
         return self._leases[key].tensor
 
     def _wanted_mask(self, feed: Feed, places: Sequence[Place]) -> tuple[Tensor, dict[int, int]] | None:
-        """A mask that hides nothing of a call, and for its dimensions those with their ladders; None if the function
-        wants none. It is for the tensor with most padded dimensions.
-        """
+        """A mask of ones for the tensor with most padded dimensions, and their ladders; None if none is wanted."""
         given = {names[-1] for names in self._dynamic.names(feed.structure)}
         if self._mask is None or not places or self._mask in given:
             return None

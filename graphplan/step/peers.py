@@ -1,6 +1,4 @@
-"""Ranks that train together agree on whether to capture. They tell each other through the process group's store: a
-collective would meet those of a rank whose batches have other shapes, and which gets to its capture later.
-"""
+"""Ranks agree on whether to capture, through the process group's store: a collective would meet the step's own."""
 
 from __future__ import annotations
 
@@ -77,8 +75,8 @@ class Peers:
                 raise PeerError(f"rank {rank} cannot capture this step, so no rank does: {said}")
 
     def vote(self, question: str, answer: bool, patience: float = _PATIENCE, *, together: bool = False) -> bool | None:
-        """Whether every rank answers ``question`` with yes; None if not all ask it within ``patience`` seconds, or one
-        refuses meanwhile. All ranks are told the same. One no decides at once, unless ranks wait ``together``.
+        """Whether all ranks say yes; None if not all ask within ``patience`` seconds. A no decides at once, unless
+        ranks wait ``together``. All ranks are told the same.
         """
         key, decision = f"{self._prefix}/{question}", "no"
         if not answer:

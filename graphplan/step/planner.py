@@ -1,8 +1,4 @@
-"""From traces to a plan, and what follows where two traces of a step do not give one.
-
-They may differ by what the host did between them, or because the calls take two ways through the step's code. Then
-others follow, and the calls of each way have a plan of their own; else the step is refused.
-"""
+"""From traces to a plan, and what follows where two traces of a step do not give one: others, or a refusal."""
 
 from __future__ import annotations
 
@@ -33,13 +29,9 @@ from graphplan.trace.symbolic_numbers import NumberTensors, SymbolicNumbers, may
 
 FICKLE_TRACES = 3
 """Traces and captures of one line that may come to another value than a trace before, where the step branches on it."""
-_REORDERED = 5
-"""Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps."""
-_REPLACED = (Given, Numbers)
-"""Kinds of numbers that have stand-ins before they are known to change, those that lose them last first."""
-_ALL = len(_REPLACED)
-_STRADDLING = 3
-"""Pairs of traces in a row between which host code changed something: it is no coincidence any more."""
+_REORDERED = 5  # Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps.
+_REPLACED = (Given, Numbers)  # Kinds of numbers that have stand-ins before they are known to change.
+_STRADDLING = 3  # Pairs of traces in a row between which host code changed something: it is no coincidence any more.
 
 
 class Planner:
@@ -48,23 +40,16 @@ class Planner:
     def __init__(self, parts: Parts) -> None:
         self._managed, self._options, self._peers = parts.managed, parts.options, parts.peers
         self._stats = parts.runner.stats
-        self._level = _ALL
         self._follows_draws = True
+        self._replaces = True  # Until code needs a real number that is not known.
+        self._kept: set[str] = set()  # Paths of numbers that code needs real ones of.
         self._tensors = NumberTensors()
-        self._numbers: dict[str, Any] = {}
-        """The numbers that the step's code names, by path, as they were before the latest call that was looked at."""
-        self._changing_numbers: set[str] = set()
-        """The paths of those that were others before some call."""
-        self._read: dict[str, Any] = {}
-        """The numbers that the latest plan is good for, by path."""
-        self._kept: set[str] = set()
-        """The paths of those that have none any more."""
-        self._latest: Trace | None = None
-        """The latest trace, until there is a plan or a refusal."""
-        self._times_changed: Counter[str] = Counter()
-        """How often values at these paths differed between traces."""
-        self._changing = "", 0
-        """The path whose value differs between consecutive traces of any key, and how often in a row."""
+        self._numbers: dict[str, Any] = {}  # Those that the step's code names, as before the latest call.
+        self._changing_numbers: set[str] = set()  # The paths of those that were others before some call.
+        self._read: dict[str, Any] = {}  # The numbers that the latest plan is good for, by path.
+        self._latest: Trace | None = None  # The latest trace, until there is a plan or a refusal.
+        self._times_changed: Counter[str] = Counter()  # How often values at these paths differed between traces.
+        self._changing = "", 0  # The path that differs between consecutive traces, and how often in a row.
 
     def forget(self) -> None:
         """Let go of what was traced."""
@@ -89,24 +74,22 @@ class Planner:
         self._numbers = numbers
 
     def _may_replace(self, path: str, place: Scalar, *, is_named: bool = False) -> bool:
-        is_named |= place.attribute in self._managed.named_attributes or path in self._changing_numbers
+        is_named |= place.attribute in self._managed.names.attributes or path in self._changing_numbers
         is_named |= type(place.container) is Given
         return is_named and may_be_symbolic(place) and not is_allowed(path, self._options.allow)
 
     def make_symbolic(self, walk: Walk, device: torch.device | None, *, arguments_alone: bool) -> SymbolicNumbers:
-        """Stand-ins for the numbers of the step that is traced next: those that change, and what the Trainer counts; or
-        its ``arguments_alone``.
-        """
+        """Stand-ins for the numbers of the step that is traced next: those that change, and the Trainer's counts."""
         self._learn_changed(walk)
         self.note_numbers(walk)
-        kinds = _REPLACED[:1] if arguments_alone else _REPLACED[: self._level]
+        kinds = _REPLACED[: 1 if arguments_alone else 2] if self._replaces else ()
         replaced = {
             path: walk.scalars[path]
             for path, value in self._numbers.items()
             if type(value) in NUMBERS and path not in self._kept and self._changes(path, walk.scalars[path], kinds)
         }
         follows = [name for name in (PYTHONS, NUMPYS) if not is_allowed(name, self._options.allow)]
-        may_follow = self._follows_draws and self._level == _ALL and not arguments_alone
+        may_follow = self._follows_draws and self._replaces and not arguments_alone
         return SymbolicNumbers(
             replaced, self._tensors, device, follows=follows if may_follow else (), is_shared=self._peers is not None
         )
@@ -123,7 +106,7 @@ class Planner:
         """Code needs what only real numbers are good for, of those at ``paths`` if any are known."""
         self._kept |= paths
         self._follows_draws &= not any(path.startswith(DRAWN) for path in paths)
-        self._level = self._level if paths else max(self._level - 1, 0)
+        self._replaces &= bool(paths)
 
     def _changes(self, path: str, place: Scalar, kinds: Sequence[type] = _REPLACED) -> bool:
         return type(place.container) in kinds or (len(kinds) > 1 and path in self._changing_numbers)
@@ -136,8 +119,7 @@ class Planner:
                 facts.symbolic.ask_truth(path, value)
 
     def plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
-        """The plan of the line's traces, which it then lets go of; None if others have to follow. ``at_end`` is a walk
-        that is still valid.
+        """The plan of the line's traces; None if others have to follow. ``at_end`` is a walk that is still valid.
 
         Raises:
             RefusalError: if no others would lead to a plan.
@@ -189,10 +171,8 @@ class Planner:
                 allow = (*allow, error.path)
 
     def _learns(self, error: RefusalError, pair: TracePair) -> bool:
-        """Whether the step's code names numbers that are others before each of the traces and had no stand-ins: what
-        stands in the way may be what it makes of them.
-        """
-        if not isinstance(error, (HostScalarError, HostEffectError, ControlFlowError)) or self._level < _ALL:
+        """Whether the step's code names numbers that changed and had no stand-ins, which may be what is in the way."""
+        if not isinstance(error, (HostScalarError, HostEffectError, ControlFlowError)) or not self._replaces:
             return False
         before, now = (trace.entry_scalars for trace in pair.both)
         changed = {path for path in before.keys() & now.keys() if not same_value(before[path], now[path])}

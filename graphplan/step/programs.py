@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from graphplan.compare.comparing import Row
 from graphplan.errors import HostScalarError, NotCapturedError, RecaptureError, RefusalError
 from graphplan.feed.signature import Feed, first_difference, without_geometry
 from graphplan.observe.host_draws import Draw, peek
@@ -24,22 +23,14 @@ if TYPE_CHECKING:
     from graphplan.step.gate import Gate
 
 _KEYS_PER_GRAPH = 8
-_IDLE = 16
-"""Lookups per known key after which a program that none of them found is no longer in use."""
-_ALLOWANCE = 50
-"""Eager steps that starting may take beyond what replays save: a twentieth of the first thousand."""
-_PATIENCE = 4
-"""A capture is overdue after this many times the calls that it needs."""
-_GEOMETRIES = 256
-"""Geometries of feeds whose latest program is remembered."""
-_PAYS = 16
-"""Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``."""
-_WAYS = 16
-"""Ways through a step, by what owners' numbers come to, that are kept for one key."""
-_REFUSED = 3
-"""Refused ways without a program for another one, after which all calls of a key are eager."""
-_REASONS = 8
-"""Reasons of recaptures that an error lists."""
+_IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
+_ALLOWANCE = 50  # Eager steps that starting may take beyond what replays save: a twentieth of the first thousand.
+_PATIENCE = 4  # A capture is overdue after this many times the calls that it needs.
+_GEOMETRIES = 256  # Geometries of feeds whose latest program is remembered.
+_PAYS = 16  # Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``.
+_WAYS = 16  # Ways through a step, by what owners' numbers come to, that are kept for one key.
+_REFUSED = 3  # Refused ways without a program for another one, after which all calls of a key are eager.
+_REASONS = 8  # Reasons of recaptures that an error lists.
 Key = tuple[Any, ...]
 """The feed's geometry, torch's switches, the number of the fingerprint."""
 Variant = tuple[bool, ...]
@@ -48,11 +39,9 @@ Variant = tuple[bool, ...]
 
 @dataclass(slots=True)
 class Line:
-    """One variant on its way to a program: traces, then a plan, then the program.
-
-    ``state`` are the paths of the optimizer state that the latest trace found. Pairs of traces that were dropped:
-    ``reordered`` because of autograd's engine, ``straddling`` in a row because of what happened between them.
-    ``outcomes``: traces and captures that came to another value than one before, where the step branches on it.
+    """One variant on its way to a program: traces, then a plan, then the program. ``state`` are the paths of optimizer
+    state in the latest trace. The numbers count pairs of traces that were dropped, because autograd ``reordered`` them
+    or the host changed something between them, and traces that branched otherwise than one before.
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -69,15 +58,14 @@ class Way:
     """One way through a step's code.
 
     Attributes:
-        asked: what the code branches on that is computed of owners' numbers, with the answers.
-        draws: what it draws on the host: numbers are those of owners and these.
-        kinds: the classes of those numbers that it may have done anything with, by path.
-        used: those of these numbers whose values code needs, by path: each value is a way of its own.
-        where: the first of those, and where code needs it.
+        asked: the branches that depend on owners' numbers, with their answers.
+        draws: what it draws on the host, whose numbers count as owners'.
+        kinds: classes of the numbers that code used, by path.
+        used: numbers whose values code needs, by path: each value is a way of its own. ``where`` describes the first.
+        lines: one for each variant.
+        refusal: why its calls are eager.
         is_met: whether a call has had these values before.
-        is_known: whether a trace has told all this.
-        lines: a line for each variant.
-        refusal: why calls that take it are eager.
+        is_known: whether it was traced.
     """
 
     asked: dict[Question, bool] = field(default_factory=dict)
@@ -91,9 +79,7 @@ class Way:
     is_known: bool = False
 
     def is_taken(self, numbers: Mapping[str, Any], *, values: bool = True) -> bool:
-        """Return True if a step takes it with ``numbers`` by path; without ``values``, if it does with other ``used``
-        ones.
-        """
+        """Return True if a step takes it with ``numbers`` by path; without ``values``, with other ``used`` ones."""
         if any(type(numbers.get(path)) is not kind for path, kind in self.kinds.items()):
             return False
         try:
@@ -110,15 +96,13 @@ class Way:
 
 @dataclass(slots=True)
 class Entry:
-    """One ``key``: what is known of its calls, and the ways that they take through the step's code.
+    """What is known of the calls of one ``key``.
 
-    ``since`` is the number of the lookup that made it, ``used`` that of the latest one that found it, ``called`` that
-    of the latest call on its way to a program. ``captured``: whether it has or had a program. ``gate``: while it is
-    open whether its replays pay, until ``is_decided``. ``outside``: gradients flow through the results of its calls,
-    which are eager.
-    ``batch``: what is read of the batch before the step, and chooses one of other entries. ``ways`` has the latest one
-    last, which is the one of the call that was looked up last; ``places`` are where the numbers lie that decide, by
-    path. ``untried`` counts ways that were traced since the latest capture, until they are ``too_many``.
+    ``since``, ``used`` and ``called`` number the lookup that made it, the latest one, and its latest call on the way to
+    a program. ``captured``: it has or had one. ``gate`` times its replays until ``is_decided``. ``outside``: gradients
+    flow through its results, so calls are eager. ``batch``: reads of the batch choose another entry. The last of
+    ``ways`` is that of the latest call; the numbers at ``places`` decide. ``untried`` ways were traced since the latest
+    capture, until they are ``too_many``.
     """
 
     key: Key = ()
@@ -159,10 +143,6 @@ class Entry:
         """The plans of its variants."""
         return [line.plan for line in self.lines.values() if line.plan is not None]
 
-    def row(self) -> Row:
-        """A guard row that holds while the entry is refused as it is now."""
-        return ("same_attributes", [self], ["refusal"], [self.refusal])
-
     def select(self, variant: Callable[[], Variant]) -> Program | None:
         """The program for the gradients and the owners' numbers that there are now, if it is ready."""
         if self.places or any(way.draws for way in self.ways):
@@ -179,9 +159,7 @@ class Entry:
         return next((program for program in ready if program.adopted.guards.gradients_fit()), None)
 
     def learn(self, facts: Trace, places: Mapping[str, Scalar]) -> None:
-        """Take in what a trace of the call that was looked up last has asked of owners' numbers, which lie at
-        ``places``. The way is for the values that the step had.
-        """
+        """Take in what a trace of the latest call has asked of owners' numbers, which lie at ``places``."""
         asked, way = facts.symbolic.asked, self.way
         paths = {path for question in asked for path in question.paths}
         self.places.update({path: lasting(places[path]) for path in facts.symbolic.kinds if path in places})
@@ -220,13 +198,6 @@ class Entry:
         self.ways = [*(way for way in self.ways if way is not known), known]
         if len(self.ways) > _WAYS:
             self.forget_oldest()
-
-    def newly_needs(self) -> str | None:
-        """The number whose value code needs in this call, and where; None if the call before had the same value."""
-        if self.way.is_met:
-            return None
-        self.way.is_met = True
-        return self.way.where
 
     def may_refuse_way(self) -> bool:
         """Return True if a refusal is for the calls that take this way alone: others are served, or may be."""
@@ -273,14 +244,12 @@ class Programs:
         self._stats = stats
         self._may_wait = may_wait
         self._entries: dict[Key, Entry] = {}
-        self._lookups = self._until = 0
+        self._lookups = 0
+        # By geometry of the feed, the latest program, or how often it was replayed before it was closed.
         self._latest: dict[Hashable, Program | int] = {}
-        """By geometry of the feed, the latest program, or how often it was replayed before it was closed."""
         self._reasons: list[str] = []
         self._unpaid = 0
-        self.attempts = 0
-        """Calls on the way to a program that have returned."""
-        self._served: set[Hashable] | None = None
+        self.attempts = 0  # Calls on the way to a program that have returned.
         self._misses = self._paid = 0
         self._said = False
 
@@ -344,10 +313,9 @@ class Programs:
         self._reasons = [*self._reasons, reason][-_REASONS:]
         self.close(entry)
 
-    def close(self, *entries: Entry) -> None:
-        """Close programs of entries."""
-        for entry in entries:
-            entry.drop()
+    def close(self, entry: Entry) -> None:
+        """Close an entry's programs."""
+        entry.drop()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -358,13 +326,13 @@ class Programs:
 
     def forget(self) -> None:
         """Close every program, and start again."""
-        self.close(*self._entries.values())
         for entry in self._entries.values():
+            self.close(entry)
             entry.refusal = None
-        self._served = None
+        self._misses = 0
 
-    def evict_for_memory(self, kept: Entry) -> int:
-        """Drop the oldest generation of programs, unless it is ``kept``'s. Return how many entries lost theirs."""
+    def evict_for_memory(self, kept: Entry) -> bool:
+        """Drop the oldest generation of programs, unless it is ``kept``'s. Return True if there was one."""
         used: dict[object, int] = {}
         for entry in self._entries.values():
             for program in entry.programs():
@@ -372,14 +340,13 @@ class Programs:
         for program in kept.programs():
             used.pop(program.generation, None)
         if not used:
-            return 0
+            return False
         oldest = min(used, key=used.__getitem__)
-        entries = self._entries.values()
-        losers = [entry for entry in entries if any(program.generation == oldest for program in entry.programs())]
-        self.close(*losers)
-        for _ in losers:
-            self._stats.note("evicted: more bytes than memory_budget")
-        return len(losers)
+        for entry in self._entries.values():
+            if any(program.generation == oldest for program in entry.programs()):
+                self.close(entry)
+                self._stats.note("evicted: more bytes than memory_budget")
+        return True
 
     def count_capture(self, entry: Entry, program: Program) -> None:
         """Count a capture, and whether the one before it for such a feed has paid. Evict programs that are too many."""
@@ -405,19 +372,19 @@ class Programs:
             self._stats.note("evicted: more programs than max_graphs")
         self._let_go()
 
-    def has_room(self, entry: Entry) -> bool:
-        """Return True if ``entry`` may have another program, for one that is not in use. If not, turn others away."""
-        others = [other for other in self._entries.values() if other is not entry and other.programs()]
+    def turns_away(self, entry: Entry) -> str | None:
+        """Why ``entry`` may not have another program; None if it may."""
+        is_first, limit = entry.used == entry.since, _PATIENCE * (self._options.warmup_steps + 3)
+        if is_first and self._latest and self._misses >= limit and self._progress == self._paid:
+            return f"{self._misses} new signatures came in a row, and none of them again"
+        others = [other.used for other in self._entries.values() if other is not entry and other.programs()]
         if len(self.all()) < self._options.max_graphs or not others:
-            return True
-        oldest = min(other.used for other in others)
-        if (not entry.captured and oldest < entry.since) or self._lookups >= self._end_of_use(oldest):
-            return True
-        self._turn_others_away(f"all {self._options.max_graphs} programs (max_graphs) are in use")
-        return False
-
-    def _end_of_use(self, used: int) -> int:
-        return used + _IDLE * len(self._entries)
+            return None
+        oldest = min(others)
+        is_unused = oldest < entry.since and not entry.captured
+        if is_unused or self._lookups >= oldest + _IDLE * len(self._entries):
+            return None
+        return f"all {self._options.max_graphs} programs (max_graphs) are in use"
 
     def waits(self, entry: Entry) -> bool:
         """Return True if a new signature waits until replays have saved what starting took, less an allowance."""
@@ -427,33 +394,14 @@ class Programs:
         gain = self._stats.gain()
         return self._stats.spent(eager) - (0.0 if gain is None else gain.saved) >= _ALLOWANCE * eager / 1e6
 
+    @property
+    def _progress(self) -> int:
+        return self._stats.replayed + self._stats.captured
+
     def count_new(self) -> None:
         """Count a call with a new signature."""
-        progress = self._stats.replayed + self._stats.captured
-        self._misses = self._misses + 1 if progress == self._paid else 1
-        self._paid = progress
-        if self._misses >= _PATIENCE * (self._options.warmup_steps + 3):
-            self._turn_others_away(f"{self._misses} new ones came in a row, and none of them again")
-
-    def _turn_others_away(self, why: str) -> None:
-        """Serve only signatures that have programs, until one of these is no longer in use."""
-        served = {key for key, program in self._latest.items() if isinstance(program, Program) and program.is_open}
-        if served and self._served is None:
-            self._served = served
-            self._stats.note(f"calls of further signatures are eager: {why}")
-
-    def turns_away(self, geometry: Hashable) -> bool:
-        """Whether calls with such a feed are eager, without a lookup by key."""
-        if self._served is None or geometry in self._served:
-            return False
-        self._lookups += 1
-        if self._lookups >= self._until:
-            oldest = min((entry.used for entry in self._entries.values() if entry.programs()), default=0)
-            self._until = self._end_of_use(oldest)
-        if self._lookups < self._until:
-            return True
-        self._served, self._misses = None, 0
-        return False
+        self._misses = self._misses + 1 if self._progress == self._paid else 1
+        self._paid = self._progress
 
     def churn(self) -> RecaptureError | None:
         """Return the error if captures follow each other without paying."""

@@ -12,6 +12,7 @@ from graphplan.feed.signature import Feed, asks_for_gradients, flatten
 from graphplan.owners.slots import Walk
 from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.program.program import Program
+from graphplan.step.gate import Gate
 from graphplan.step.programs import Entry, Line
 from graphplan.step.runner import ADVICE
 
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Call:
-    """One call, and what is found out about it on its way to a program. ``around`` is what is active around it.
-    ``walk`` is over the owners as they are before it.
-    """
+    """One call, and what is found out about it on its way to a program. ``around``: what is active around it."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -43,7 +42,7 @@ Way = Callable[[Call, SkipReason | None, str], Any]
 
 class Reasons:
     """The table of one ``step``: a reason (None: an error's own, or none), what finds it, how the call runs. An error
-    without a way refuses all calls of the step. Rows note in the call what they find, and those below use that.
+    without a way refuses all calls. Rows note in the call what they find, for those below.
     """
 
     def __init__(self, step: StateMachine) -> None:
@@ -53,13 +52,12 @@ class Reasons:
         self._table: tuple[tuple[SkipReason | None, Callable[[Call], Found], Way | None], ...] = (
             # Gradients may flow through calls for results; others are as their neighbours are.
             (on.SURROUNDINGS, lambda call: call.around, step.plainly if options.autograd else step.as_traced),
-            (on.BACKEND_EAGER, lambda call: options.backend == "eager", step.untouched),
+            (on.BACKEND_EAGER, lambda call: options.backend == "eager", step.plainly),
             # What the call is fed.
             (on.GRADIENT, self._asks_for_gradients, step.plainly),
             (on.EAGER_IF, lambda call: options.asks_eager(step.calls, call.args, call.kwargs), step.as_traced),
             (None, lambda call: timing.begins(call.feed), step.as_stock),
             (None, lambda call: managed.refusal, None),
-            (on.MAX_GRAPHS, lambda call: programs.turns_away(step.lookup.geometry(call.feed)), step.plainly),
             # Its entry, and perhaps a program. To look for them may refuse the step.
             (on.SHAPE, self._takes_no_known_way, step.as_traced),
             (None, lambda call: managed.refusal, None),
@@ -71,7 +69,7 @@ class Reasons:
             (None, lambda call: call.program is not None, step.replay),
             # Calls without a program.
             (on.SHAPE, self._is_overdue, step.plainly),
-            (on.MAX_GRAPHS, lambda call: not programs.has_room(call.entry), step.plainly),
+            (on.MAX_GRAPHS, lambda call: programs.turns_away(call.entry), step.plainly),
             (on.SHAPE, lambda call: programs.waits(call.entry), step.plainly),
             (None, lambda call: programs.churn() or step.stages.change(call.entry), None),
             (on.PEERS, lambda call: not may_advance(bool(call.entry.plans)), step.as_traced),
@@ -127,10 +125,11 @@ class Reasons:
 
     def _computes_with(self, call: Call) -> Found:
         """The step's code computes with an owner's number, as comparisons with it come out now."""
-        path = call.entry.newly_needs()
-        if path is None:
+        way = call.entry.way
+        if way.is_met:
             return None
-        detail = f"the step's code computes with {path}, as its comparisons with it come out in these calls"
+        way.is_met = True
+        detail = f"the step's code computes with {way.where}, as its comparisons with it come out in these calls"
         if not self._step.programs.all():
             self._step.refusals.warn(
                 f"graphplan runs calls eagerly: {detail}; those for which they come out otherwise are replayed"
@@ -139,9 +138,12 @@ class Reasons:
 
     def _is_timed(self, call: Call) -> Found:
         """Open the gate of the call's key, if its replays have to pay; applies to calls for the eager time."""
-        entry, timing = call.entry, self._step.timing
+        entry, step = call.entry, self._step
         if not entry.is_decided and entry.gate is None:
-            entry.gate = timing.gate_of_calls(self._step.lookup.moved(call.feed)) if timing.opens else None
+            if step.timing.opens:
+                step.runner.settle_backend(step.lookup.moved(call.feed))
+                assert step.runner.device is not None
+                entry.gate = Gate.of(step.options, step.runner.device, loops=False)
             entry.is_decided = entry.gate is None
         return entry.gate is not None and entry.gate.eager is None
 

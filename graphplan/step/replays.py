@@ -21,14 +21,9 @@ from graphplan.verify.check import Check, Verdict, detached
 from graphplan.verify.copy_placement import find_room
 from graphplan.verify.schedule import Timetable
 
-_FICKLE, _SHARE = 8, 1 / 4
-"""Replays that end before their end, if they are many beside the others, after which a program is given up."""
-
 
 class _Series(Tally):
-    """The programs of one step for several shapes, which are checked as often as a single one: the ``first`` replay of
-    each, and those that the ``timetable`` says.
-    """
+    """Programs for several shapes, which are checked as often as a single one, and each at its ``first`` replay."""
 
     def __init__(self, timetable: Timetable, first: int) -> None:
         super().__init__(first)
@@ -37,9 +32,7 @@ class _Series(Tally):
         self._checked: WeakKeyDictionary[Program, int] = WeakKeyDictionary()
 
     def is_due(self, program: Program) -> bool:
-        """Whether the next replay, one of ``program``'s, is checked: its last check is the longest ago, or that one's
-        turn is overdue.
-        """
+        """Whether the next replay, one of ``program``'s, is checked: its check is the oldest, or one is overdue."""
         number = self.replays + 1
         if program not in self._checked:
             return number >= self._first
@@ -84,10 +77,6 @@ class Replays:
         self._runner.count_eager(outcome.reason, str(outcome))
         return result
 
-    def is_fickle(self, program: Program) -> bool:
-        """Return True if many replays of ``program`` have ended where the step branches."""
-        return program.outcomes >= max(_FICKLE, program.replays * _SHARE)
-
     def _count(self, program: Program) -> None:
         program.replays += 1
         program.tally.replays += 1
@@ -97,12 +86,11 @@ class Replays:
         return isinstance(program.tally, _Series) and program.tally.is_due(program)
 
     def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None]:
-        """A replay that is checked against eager; then eager's outcome stands. Where there is no room for that: a
-        replay.
+        """A replay that is checked against eager, whose outcome stands; a plain one where there is no room for that.
 
         Raises:
             OutcomeError: with everything as it was, if the step branches otherwise.
-            PeerError: before anything runs, if another rank has found its program wrong, or cannot go on otherwise.
+            PeerError: before anything runs, if another rank has refused.
             CheckMemoryError: if the eager step has no room, and other ranks run it as well.
         """
         nbytes = program.count_state_bytes()
@@ -150,16 +138,15 @@ class Replays:
 
     def begin(self, program: Program) -> None:
         """Have a new program checked with others of its kind. If it communicates, all ranks check in the same steps."""
-        plan, schedule = program.plan, self._options.schedule
-        timetable = Timetable(schedule, plan.device, self._agree_on if plan.communicates else int)
+        plan, schedule, peers = program.plan, self._options.schedule, self._peers
+        agree: Callable[[int], int] = int
+        if peers is not None and plan.communicates:
+            agree = lambda number: peers.settle(f"after check {self._stats.calls}", number)  # noqa: E731
+        timetable = Timetable(schedule, plan.device, agree)
         series = _Series(timetable, schedule.after(0))
         if schedule.every is None:
             series = self._by_form.setdefault(plan.form, series)
         program.tally = series
-
-    def _agree_on(self, following: int) -> int:
-        assert self._peers is not None
-        return self._peers.settle(f"after check {self._stats.calls}", following)
 
     def _ask_peers(self, reason: str) -> str:
         """Why this check is impossible, if so: it runs collectives twice, so all ranks have to check the same step."""
@@ -201,9 +188,7 @@ class Replays:
         return not is_none
 
     def _place(self, program: Program, nbytes: int, room: torch.device) -> torch.device:
-        """Where a check's next copy of ``nbytes`` goes: pinned memory, where not all have room on the device, costs ten
-        times as much to allocate.
-        """
+        """Where a check's next copy goes: pinned memory takes long to allocate, and not all copies need it."""
         return find_room(nbytes, program.plan.device, self._runner.backend.may_take, copies=1)[0] or room
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,8 +32,7 @@ from graphplan.step.programs import Programs
 from graphplan.tensors.trees import map_result
 
 Noted = TypeVar("Noted")
-_LEADING = (nn.Module, Optimizer, Tensor)
-"""What leads to tensors."""
+_LEADING = (nn.Module, Optimizer, Tensor)  # What leads to tensors.
 
 
 class Backends:
@@ -105,8 +104,7 @@ class Runner:
         self.device: torch.device | None = None
         self.plan: Plan | None = None
         self.stats = Stats()
-        self.outcome: tuple[Any] | None = None
-        """What the step's function has returned in this call, once it has."""
+        self.outcome: tuple[Any] | None = None  # What the step's function has returned in this call, once it has.
 
     @property
     def backend(self) -> Backend:
@@ -115,32 +113,18 @@ class Runner:
         return self._backend
 
     def call(self, fed: CallArguments) -> Any:
-        """Call the step's function."""
-        return fed.lend(self._call_and_note)
-
-    def _call_and_note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the step's function, with what FSDP2 has gathered settled before and after it."""
         self._managed.sharding.settle()
-        result = call_step(self.fn, args, kwargs)
+        result = call_step(self.fn, fed.args, fed.kwargs)
         self.outcome = (result,)
-        self._managed.sharding.settle()
-        return result
-
-    @property
-    def stock(self) -> Callable[..., Any]:
-        """The step's function, with what FSDP2 has gathered settled before and after it."""
-        return self._settled if self._managed.sharding.is_there else self.fn
-
-    def _settled(self, *args: Any, **kwargs: Any) -> Any:
-        self._managed.sharding.settle()
-        result = call_step(self.fn, args, kwargs)
         self._managed.sharding.settle()
         return result
 
     def run(
         self, body: Callable[[], Any], *, traced: bool = False, within: Callable[[Callable[[], Any]], Any] | None = None
     ) -> Any:
-        """Run ``body`` as every managed step runs: as if captured, on the backend's stream or ``within`` what prepares
-        memory for it, with device learning rates for the optimizers; in a trace for all code.
+        """Run ``body`` as every managed step: as if captured, on the backend's stream or ``within`` what prepares its
+        memory, with device learning rates for the optimizers; if ``traced``, for all code.
         """
         with presenting_capture(), self._managed.rates if traced else self._managed.rates.within_optimizers():
             if self._backend is None:
@@ -203,16 +187,8 @@ class Parts:
     peers: Peers | None
 
 
-def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArguments:
+def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
     """Move the tensors among arguments of any kind to ``device``, if that is given."""
     if device is None:
         return CallArguments(args, kwargs)
-    are_moved = []
-
-    def move(tensor: Tensor) -> Tensor:
-        there = tensor.to(device, non_blocking=True)
-        are_moved.append(there is not tensor)
-        return there
-
-    its_args, its_kwargs = map_result(move, (args, dict(kwargs)))
-    return CallArguments(its_args, its_kwargs, (args, kwargs)) if any(are_moved) else CallArguments(args, kwargs)
+    return CallArguments(*map_result(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)))

@@ -1,8 +1,4 @@
-"""The stages on the way to a program: eager warm-up, two traces, capture. A further shape takes fewer of them.
-
-Each is a real step on the batch it is given. A trace or a capture that is refused is undone, and so is a capture that
-an error ends.
-"""
+"""The stages on the way to a program: eager warm-up, two traces, capture. What is refused of these is undone."""
 
 from __future__ import annotations
 
@@ -47,10 +43,8 @@ from graphplan.trace.batch_recorder import BatchRecorder, recorder_of
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.records import Trace
 
-_NO_ACCIDENT = 2
-"""Steps in a row that are no coincidence."""
-_OFTEN = 32
-"""A key that comes again within so many calls gets its program early, if that costs less than usual."""
+_NO_ACCIDENT = 2  # Steps in a row that are no coincidence.
+_OFTEN = 32  # A key that comes again within so many calls gets its program early, if that costs less than usual.
 
 
 class Stages:
@@ -60,13 +54,10 @@ class Stages:
         self._runner, self._managed, self._options = parts.runner, parts.managed, parts.options
         self._refusals, self._programs, self._stats = parts.refusals, parts.programs, parts.runner.stats
         self._buffers, self._memory, self._unread, self._peers = buffers, memory, unread, parts.peers
-        self._changes: list[str] = []
-        """What first calls in a row, each with a key of its own, changed in containers that they were fed."""
-        self._keeping = 0
-        """Warm-up steps in a row that have made modules or optimizers, and kept them."""
+        self._changes: list[str] = []  # What first calls in a row, each of a new key, changed in what they were fed.
+        self._keeping = 0  # Warm-up steps in a row that have made modules or optimizers, and kept them.
         self._has_begun = False
-        self._defers = True
-        """Whether reads of numbers wait until values are needed."""
+        self._defers = True  # Reads of numbers wait until values are needed.
         self._planner = Planner(parts)
 
     def forget(self) -> None:
@@ -75,9 +66,8 @@ class Stages:
         self._planner.forget()
 
     def is_ready(self, entry: Entry) -> bool:
-        """Whether the next call of ``entry`` is traced or captured instead of one more eager step. Asked once for each.
-
-        All shapes of a training step warm up together, so a shape that comes often needs one eager step of its own.
+        """Whether the next call of ``entry`` is traced or captured. All shapes of a training step warm up together, so
+        one that comes often needs a single eager step of its own. Asked once for each call.
         """
         calls = self._stats.calls
         is_often, entry.called = calls - entry.called <= _OFTEN, calls
@@ -105,7 +95,8 @@ class Stages:
             else:
                 self._planner.note_numbers(self._managed.walk_before())
                 result, is_new = self._runner.run_noting(partial(self._managed.discover, call, fed=fed.objects()))
-                self._managed.refresh_after(is_new=is_new)
+                if is_new or self._managed.is_outdated:
+                    self._managed.refresh()
                 self._keeping = self._keeping + 1 if self._managed.kept else 0
         if not entry.eager_calls:
             change = fed.change()
@@ -125,9 +116,7 @@ class Stages:
         return result
 
     def change(self, entry: Entry) -> HostEffectError | None:
-        """The error for a step that changes what it is fed in each first call of a key. Raises HostEffectError for one
-        that keeps what it makes.
-        """
+        """The error for a step that changes what it is fed in each first call. Raises it for what the step keeps."""
         often = max(self._options.warmup_steps, _NO_ACCIDENT)
         if not entry.eager_calls and len(self._changes) >= often:
             return HostEffectError(self._changes[0])
@@ -215,8 +204,7 @@ class Stages:
             line.plan = None
 
     def _trace(self, call: Call, undo: ExitStack, snapshot: Snapshot) -> Any:
-        """Trace a call, and keep the trace. A step that runs compiled code is rehearsed: the trace is undone, and the
-        step run again.
+        """Trace a call, and keep the trace. A step that runs compiled code is undone, and run again.
 
         Raises:
             RefusalError: if the step cannot be replayed correctly, and refusals are raised.
@@ -346,9 +334,7 @@ class Stages:
         return not found.is_outdated
 
     def _capture(self, call: Call, undo: ExitStack) -> Any:
-        """Capture a call, give it its results, and have its entry serve calls with the program. Raises ReadSignal if a
-        placeholder was used.
-        """
+        """Capture a call and return its result. Raises ReadSignal if a placeholder was used."""
         options, backend, plan = self._options, self._runner.backend, call.line.plan
         assert plan is not None
         compiled = self._managed.runs_compiled(call.walk)
@@ -383,6 +369,6 @@ class Stages:
         self._stats.captured += 1
         call.line.program = program
         self._managed.refresh(program.adopted.walk)
-        self._managed.captured()
+        self._managed.churn = 0
         self._stats.end_call("captured")
         return result

@@ -1,8 +1,6 @@
-"""The state machine of a graphed step: eager warm-up, two traces, one capture, then replays; per key.
+"""The state machine of a graphed step: for each key eager warm-up, two traces, one capture, then replays.
 
-Each of these is a real step on the batch it is given. A refusal before the first good replay raises and undoes its
-call; after it, the step goes on eagerly with one warning. :mod:`graphplan.step.reasons` has the table of all reasons
-for which a call is eager.
+A refusal before the first good replay raises and undoes its call; after it, the step goes on eagerly with one warning.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from graphplan.errors import (
     SkipReason,
 )
 from graphplan.feed.buffers import Buffers
-from graphplan.feed.call_arguments import CallArguments, call_step
+from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed, flatten
 from graphplan.feed.unread import UnreadValues
 from graphplan.program.faults import refusal_of
@@ -47,14 +45,13 @@ from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
 from graphplan.step.stages import Stages
 
-_FRUITLESS = 8
-"""Refused calls in a row after which a step stands down."""
+_FRUITLESS = 8  # Refused calls in a row after which a step stands down.
+_FICKLE, _SHARE = 8, 1 / 4
+"""Replays that end where the step branches, if they are many beside the others, after which a program is given up."""
 
 
 class StateMachine:
-    """Runs, traces, captures, replays or checks each call of one step. ``serve`` makes a call with the step's turn; for
-    the other arguments see :class:`GraphedStep`. Raises OptionError if there is no module to compile.
-    """
+    """Runs each call of one step, with ``serve`` as its way in. Raises OptionError if there is no module to compile."""
 
     def __init__(
         self,
@@ -93,8 +90,8 @@ class StateMachine:
         self.timing: Timing = Timing(parts, gate=gate, opens=is_alone, serve=serve, stand_down=self.stand_down)
         self.reasons = Reasons(self)
         self.calls = 0
+        # What ran in the latest call: a program, or Python, on the way to one (None) or for a reason.
         self.latest: Program | SkipReason | None = None
-        """What ran in the latest call: a program, or Python, on the way to one (None) or for a reason."""
         self.is_closed = False
         self._fruitless, self._refused_by = (0, 0), ""
 
@@ -157,12 +154,6 @@ class StateMachine:
         """As the steps that programs are compared with."""
         return self.runner.eager(self._arguments_of(call), reason, detail, managed=True)
 
-    def untouched(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
-        """The function and nothing else."""
-        result = call_step(self.runner.fn, call.args, call.kwargs)
-        self.runner.count_eager(reason)
-        return result
-
     def as_stock(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """The first call that is timed, before anything of the step's is prepared."""
         self.calls -= 1
@@ -191,9 +182,7 @@ class StateMachine:
 
     def _arguments_of(self, call: Call) -> CallArguments:
         """What Python is called with: on the step's device, if ``device=`` is given."""
-        if "feed" not in vars(call):
-            return brought_to(self.options.feed_device, call.args, call.kwargs)
-        return CallArguments.of(self.lookup.moved(call.feed))
+        return brought_to(self.options.feed_device, call.args, call.kwargs)
 
     def refused(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """An eager call because of an error: calls like it may never have a program."""
@@ -232,10 +221,9 @@ class StateMachine:
 
     def _replay_timed(self, call: Call, program: Program, gate: Gate) -> Any:
         """A replay that the gate of its key times."""
-        entry, feed = call.entry, call.feed
-        found = None if call.kwargs else self.fast_path.seconds(call.args, feed, entry, program)
-        start = gate.begin() - (found or 0.0)
-        result = self.replays.replay(program, feed.leaves)
+        entry = call.entry
+        start = gate.begin()
+        result = self.replays.replay(program, call.feed.leaves)
         self.runner.outcome = (result,)
         pays = gate.end_replay(start)
         if pays is not None:
@@ -262,14 +250,12 @@ class StateMachine:
         return result
 
     def _instead(self, call: Call, entry: Entry, program: Program, outcome: OutcomeError) -> Any:
-        """An eager step in place of a replay that ended with ``outcome``: Python is given what was passed, and the
-        user's errors come without ours. If that happens often, further calls are eager from the next one on.
-        """
+        """An eager step in place of a replay that branched otherwise; further calls are eager if that happens often."""
         self.latest = None
         if "feed" not in vars(call):
             call.feed = flatten(call.args, call.kwargs, self.unread.keys)
         result = self.replays.instead(program, self.lookup.moved(call.feed), outcome)
-        if self.replays.is_fickle(program):
+        if program.outcomes >= max(_FICKLE, program.replays * _SHARE):
             entry.refusal = outcome.refusal
             self.fast_path.forget()
             self.refusals.warn(f"graphplan runs this step eagerly: {outcome.refusal}")

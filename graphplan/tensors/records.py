@@ -112,7 +112,7 @@ def slots_of(kind: Any) -> dict[str, Any]:
 
 def has_attributes(node: Any) -> bool:
     """Return True for a container that has attributes, which would be lost where it is flattened and rebuilt."""
-    is_rebuilt = type(node) is OrderedDict or (isinstance(node, tuple) and hasattr(node, "_fields"))
+    is_rebuilt = type(node) is OrderedDict or (issubclass(type(node), tuple) and hasattr(node, "_fields"))
     return is_rebuilt and bool(getattr(node, "__dict__", None))
 
 

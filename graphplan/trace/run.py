@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -124,7 +123,7 @@ def _run(
     states = TracedStates(mode.generators)
     deferring = nullcontext() if record.deferred is None else record.deferred
     with presenting_capture(), saving_states(states.save, states.put), mode, profile, deferring:
-        result = fed.lend(partial(call_step, fn))
+        result = call_step(fn, fed.args, fed.kwargs)
         sharding.settle()
     mode.faults.check()
     profile.faults.check()

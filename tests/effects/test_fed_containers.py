@@ -112,6 +112,11 @@ def pops(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(model(batch["x"]), batch.pop("labels"))
 
 
+def puts_nothing(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    batch["parts"] = []
+    return model(batch["x"]).square().mean()
+
+
 def replaces(model: nn.Module, batch: list[Tensor]) -> Tensor:
     batch[0] = batch[0] / 2
     return model(batch[0]).square().mean()
@@ -142,17 +147,26 @@ def _labelled(x: Tensor) -> dict[str, Tensor]:
 
 
 CHANGES: list[tuple[Any, Any, str]] = [
-    (appends, _kept(list), r"args\[1\] had 0 items, and has 1"),
+    (appends, _kept(list), r"args\[1\]\[0\] was not there, and is"),
     (carries, _kept(lambda: {"h": torch.ones(6, 4)}), r"args\[1\]\['h'\] is another tensor than it was"),
     (counts, _kept(lambda: {"n": 0}), r"args\[1\]\['n'\] was 0, and is 1"),
-    (puts, _fresh(lambda x: {"x": x}), r"args\[0\] had 1 item, and has 2"),
-    (puts, _fresh(lambda x: OrderedDict(x=x)), r"args\[0\] had 1 item, and has 2"),
-    (pops, _fresh(_labelled), r"args\[0\] had 3 items, and has 2"),
+    (puts, _fresh(lambda x: {"x": x}), r"args\[0\]\['y'\] was not there, and is"),
+    (puts, _fresh(lambda x: OrderedDict(x=x)), r"args\[0\]\['y'\] was not there, and is"),
+    (pops, _fresh(_labelled), r"args\[0\]\['labels'\] was there, and is gone"),
+    (
+        puts_nothing,
+        _fresh(lambda x: {"x": x}),
+        r"what was \(\(\{'x': \*\}\), .* is \(\(\{'x': \*, 'parts': \[\]\}\), .*",
+    ),
     (replaces, _fresh(lambda x: [x, x]), r"args\[0\]\[0\] is another tensor than it was"),
     (sets, _fresh(Held), r"args\[0\]\.seen was None, and is a Tensor"),
     (adds_attribute, _fresh(Held), r"args\[0\]\.new was not there, and is"),
-    (notes, _fresh(lambda x: ({"inner": Pair(x, [])}, x)), r"args\[0\]\[0\]\['inner'\]\[1\] had 0 items, and has 1"),
-    (enqueues, _kept(lambda: deque(maxlen=50)), r"args\[1\] had 0 items, and has 1"),
+    (
+        notes,
+        _fresh(lambda x: ({"inner": Pair(x, [])}, x)),
+        r"args\[0\]\[0\]\['inner'\]\.notes\[0\] was not there, and is",
+    ),
+    (enqueues, _kept(lambda: deque(maxlen=50)), r"args\[1\]\[0\] was not there, and is"),
 ]
 NAMES = [f"{step.__name__}-{number}" for number, (step, _, _) in enumerate(CHANGES)]
 
@@ -205,7 +219,7 @@ def test_state_that_the_first_call_makes() -> None:
 
 def test_what_is_changed_in_every_call_of_another_signature() -> None:
     """No trace would ever come, since each call has one item more."""
-    assert_refused(partial(rig_of, appends, _kept(list)), HostEffectError, "has 1", done=2, warmup_steps=1)
+    assert_refused(partial(rig_of, appends, _kept(list)), HostEffectError, "was not there", done=2, warmup_steps=1)
 
 
 def first_call_only(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -286,14 +300,12 @@ def test_keyword_arguments() -> None:
     history: list[Tensor] = []
     for x in _xs()[:WARMUP]:
         step(x, history=history)
-    with pytest.raises(HostEffectError, match=r"kwargs\['history'\] had 0 items, and has 1"):
+    with pytest.raises(HostEffectError, match=r"kwargs\['history'\]\[0\] was not there, and is"):
         step(_xs()[0], history=history)
     assert len(history) == WARMUP
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"eager_if": lambda batch: True}, {"backend": "eager"}, {"device": "cpu"}, {"mode": "inference"}]
-)
+@pytest.mark.parametrize("options", [{}, {"eager_if": lambda batch: True}, {"backend": "eager"}, {"mode": "inference"}])
 @pytest.mark.parametrize("make", [lambda x: {"x": x}, lambda x: [x, 1], Held, lambda x: OrderedDict(x=x)])
 def test_an_eager_call_gets_the_caller_s_own_container(options: Any, make: Any) -> None:
     """A step that hands its batch on hands on that very object."""
@@ -386,7 +398,7 @@ def test_a_plan_is_not_compiled_of_such_a_step() -> None:
     """And the container of the call is left alone."""
     history: list[Tensor] = []
     rig = build(lambda: rig_of(appends, list))
-    with pytest.raises(HostEffectError, match=r"args\[1\] had 0 items, and has 1"):
+    with pytest.raises(HostEffectError, match=r"args\[1\]\[0\] was not there, and is"):
         compile_plan(rig.step, _xs()[0], history, owners=rig.owners)
     assert history == []
 
@@ -501,41 +513,6 @@ def test_a_training_step_that_changes_its_batch(step: Any, tmp_path: Path) -> No
     assert_same(
         flatten(at_end=[end[1] for end in plain.module.at_end]), flatten(at_end=[end[1] for end in found.module.at_end])
     )
-
-
-def test_copies_hand_back_what_is_changed_in_them() -> None:
-    """Where tensors had to be moved, the caller's containers change as the copies do, and keep what stayed."""
-    x, y = torch.zeros(2), torch.ones(2)
-    given = ({"x": x, "inner": [y, x]}, [x], Held(x), {"z": y})
-    new = torch.full((2,), 3.0)
-
-    def run(args: Any, kwargs: Any) -> None:
-        batch, items, held, gone = args
-        batch["new"] = new
-        batch["inner"].reverse()
-        items.append(batch["x"])
-        held.seen = new
-        gone.pop("z")
-
-    moved = ({"x": x + 0, "inner": [y + 0, x + 0]}, [x + 0], Held(x + 0), {"z": y + 0})
-    fed = CallArguments(moved, {}, (given, {}))
-    fed.lend(run)
-    batch, items, held, gone = given
-    assert batch["x"] is x
-    assert batch["new"] is new
-    assert batch["inner"][0] is x
-    assert batch["inner"][1] is y
-    assert items[0] is x
-    assert items[1] is x
-    assert held.x is x
-    assert held.seen is new
-    assert gone == {}
-    fed.restore()
-    assert list(batch) == ["x", "inner"]
-    assert batch["inner"][0] is y
-    assert items == [x]
-    assert held.seen is None
-    assert gone["z"] is y
 
 
 class Registered:

@@ -47,8 +47,8 @@ def _drive(call: Any) -> list[Tensor]:
 
 
 BEFORE = {
-    "exact": ["inference.graphed:plain", "step.reasons:flatten", "step.lookup:Lookup.find", "step.managed:trace",
-              "step.stages:capture_program"],
+    "exact": ["inference.graphed_functions:plain", "step.reasons:flatten", "step.lookup:Lookup.find",
+              "step.managed:trace", "step.stages:capture_program"],
     "bucket": ["step.padding:Padding.kind",
                "step.padding:Padding.kind", "step.padding:Padding._learn", "step.padding:Kind.pad",
                "step.managed:trace"],

@@ -243,16 +243,16 @@ OTHER_FEEDS = {
     "shape": (_other_shape, r"args\[0\].*\[3, 8\].*\[8, 8\]"),
     "dtype": (_other_dtype, r"args\[0\].*float64.*float32"),
     "a row that would broadcast": (_one_row, r"args\[0\].*\[1, 8\].*\[8, 8\]"),
-    "an argument less": (lambda x, y: (x,), r"structure is \(\(\*\), .*expected \(\(\*, \*\), "),
-    "an argument more": (lambda x, y: (x, y, y), r"structure is \(\(\*, \*, \*\), .*expected \(\(\*, \*\), "),
+    "an argument less": (lambda x, y: (x,), "1 tensors and values are fed, and 2 were in the plan"),
+    "an argument more": (lambda x, y: (x, y, y), "3 tensors and values are fed, and 2 were in the plan"),
     "another structure": (
         lambda x, y: ({"x": x, "y": y},),
-        r"structure is .*'x': \*, 'y': \*.*expected \(\(\*, \*\), \{\}\)",
+        r"structure is .*'x': \*, 'y': \*.*was \(\(\*, \*\), \{\}\)",
     ),
-    "a literal": (lambda x, y: (x, 3), r"args\[1\] is the int 3; expected torch.int64 \[8\]"),
+    "a literal": (lambda x, y: (x, 3), r"args\[1\] is the int 3, and was torch.int64 \[8\]"),
     "a grad_fn": (
         lambda x, y: (x.clone().requires_grad_() * 2, y),
-        r"args\[0\] is .*requiring grad; expected torch.float32",
+        r"args\[0\] is .*requiring grad, and was torch.float32",
     ),
 }
 
@@ -408,7 +408,7 @@ NEVER_AGAIN: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda index: {"x": torch.ones(2), "path": ["a"] * index},
         "so far; 25 tensors and values are fed, and 24 were",
     ),
-    "a key": (lambda index: {"x": torch.ones(2), f"key {index}": 1}, "so far; the containers are .*, and were others"),
+    "a key": (lambda index: {"x": torch.ones(2), f"key {index}": 1}, "so far; the structure is .*, and was "),
 }
 
 

@@ -68,7 +68,7 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.step.state_machine": ["no_collections"],
     "graphplan.step.reasons": ["flatten"],
     "graphplan.feed.unread": ["leaf_key"],
-    "graphplan.step.lookup": ["Lookup.find", "Lookup.geometry", "Lookup.keep", "check_feed", "KnownCall.take",
+    "graphplan.step.lookup": ["Lookup.find", "Lookup._key", "Lookup.keep", "check_feed", "KnownCall.take",
                               "FastPath.remember"],
     "graphplan.step.programs": ["Programs.get", "Programs.count_capture", "Programs.check_due"],
     "graphplan.compare.fast_compare": ["Modes.now"],
@@ -353,7 +353,7 @@ PADDED = [
     "step.padding:Padding.kind", "step.padded_batches:PaddedBatches._plain_feed",
     "step.padded_batches:PaddedBatches._compare",
     "step.padding:Padding._learn", "step.padding:Kind.pad", "step.capture_sizes:CaptureSize.meet",
-    "step.capture_sizes:CaptureSize.cut", "step.padding:Kind.cut", "step.padding_check:PaddingCheck.run",
+    "step.capture_sizes:CaptureSize.cut", "step.padding:Kind.cut", "step.padded_batches:PaddingCheck.run",
     "step.managed:trace", "step.replays:Check",
 ]  # fmt: skip
 

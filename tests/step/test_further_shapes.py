@@ -154,7 +154,7 @@ def test_more_shapes_than_programs(order: str) -> None:
     captured, recaptured, eager = counts_of(step)
     assert (captured, recaptured) == (3, 0)
     assert eager > 80
-    assert "calls of further signatures are eager: all 3 programs (max_graphs) are in use" in step.report()
+    assert "all 3 programs (max_graphs) are in use" in step.report()
     # Neither a trace nor a warm-up comes late.
     assert {kind for kind in kinds[80:] if kind not in (R, V)} == {E}
     assert kinds[80:].count(E) < eager

@@ -99,7 +99,7 @@ SAID: dict[str, tuple[Callable[[Loop, Tensor], Tensor], str, bool]] = {
     "a number that is read": (_decides_by_a_number, _READ, False),
     "a value": (_reads, _VALUE, True),
     "a scheduler": (_schedules, r"learning rate at .* in _schedules.*Call scheduler\.step\(\) after the step", False),
-    "a counter in a group": (_counts_in_a_group, r"\]\.step: .*no setting of that name.*count elsewhere", False),
+    "a counter in a group": (_counts_in_a_group, r"\]\.step: .*A count of your own is kept in a tensor", False),
     "a branch": (_branches, _BRANCH, True),
     "lengths": (_packs, r"reads the lengths of sequences.*Keep the batch padded", False),
 }

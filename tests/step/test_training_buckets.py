@@ -18,7 +18,7 @@ from graphplan import BusyError, HostEffectError, OptionError, PaddingError, Ski
 from graphplan.step import padded_batches
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.options import Options
-from graphplan.step.padding_check import PaddingCheck, RehearsalMode
+from graphplan.step.padded_batches import PaddingCheck, RehearsalMode
 from tests.facts import assert_same, flatten
 from tests.step.test_peers import Ranks
 from tests.twins import keep
@@ -358,7 +358,7 @@ def test_rows_under_a_mask_that_the_step_asks_for() -> None:
     down = graph_step(train, owners=[model, optimizer], min_speedup=1.0, **options)
     down(torch.randn(3, 4), torch.randint(3, (3,)))
     down(torch.randn(3, 4), torch.randint(3, (3,)))
-    assert down.machine.timing.stock is not None and down.stats.eager == 2, "eager steps are being timed"
+    assert down.machine.timing.is_stock and down.stats.eager == 2, "eager steps are being timed"
     eager = graph_step(train, owners=[model, optimizer], **{**options, "backend": "eager"})
     eager(torch.randn(3, 4), torch.randint(3, (3,)))
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'real'"):
@@ -440,7 +440,9 @@ def test_a_step_that_changes_the_container_of_its_batch_is_refused() -> None:
     first, second, third, *_ = batches(3)
     step(first)
     step(second)
-    with pytest.raises(HostEffectError, match=r"changes a container that it is fed: args\[0\] had 4 items, and has 5"):
+    with pytest.raises(
+        HostEffectError, match=r"changes a container that it is fed: args\[0\]\['seen'\] was not there, and is"
+    ):
         step(third)
     assert "seen" in first and "seen" not in third
 

@@ -762,7 +762,7 @@ def place_of(reads: Callable[[], object]) -> Place:
     """Where the function reads a tensor, as a trace would find it."""
     record = Trace()
     feed = flatten((), {})
-    trace(reads, feed, CallArguments.of(feed), owners={}, device=torch.device("cpu"), record=record, rates=set)
+    trace(reads, feed, CallArguments.of(feed).watch(), owners={}, device=torch.device("cpu"), record=record, rates=set)
     return record.host_reads[0].place
 
 

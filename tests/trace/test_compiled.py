@@ -169,7 +169,7 @@ def test_a_compiled_function_in_a_trace() -> None:
     compiled = torch.compile(lambda x: (x * 2).sin(), backend=compiler)
     x, record = torch.randn(3), Trace()
     feed = flatten((x,), {})
-    result, _ = trace(compiled, feed, CallArguments.of(feed), owners={}, device=x.device, record=record)
+    result, _ = trace(compiled, feed, CallArguments.of(feed).watch(), owners={}, device=x.device, record=record)
     assert torch.equal(result, (x * 2).sin())
     assert [operator.name for operator in record.operators] == ["aten.mul.Tensor", "aten.sin.default"]
     assert not graphs

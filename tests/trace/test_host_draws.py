@@ -154,7 +154,7 @@ def test_a_number_that_was_drawn_is_refused() -> None:
 def draws_of(step: Any) -> Trace:
     """A trace of what the step would do while it computes on a device."""
     feed, record = flatten((torch.ones(2),), {}), Trace()
-    trace(step, feed, CallArguments.of(feed), owners={}, device=torch.device("cuda"), record=record)
+    trace(step, feed, CallArguments.of(feed).watch(), owners={}, device=torch.device("cuda"), record=record)
     return record
 
 

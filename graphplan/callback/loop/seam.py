@@ -165,7 +165,7 @@ class Seam(ABC):
     def _make(self, owners: dict[str, Any], gate: Gate | None = None) -> GraphedStep:
         """A graphed step of what the seam stands for. Its replays are timed by ``gate``, or if the fit's steps were."""
         if self._timed is not None:
-            gate = self._timed.again(self._timed.eager)
+            gate = self._timed.again()
         step = GraphedStep(self._body, owners, self._options, self._backends, find_peers(), gate=gate, is_alone=False)
         step.machine.refusals.escalates = self._escalates
         self._steps.append(step)

@@ -4,29 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import update_wrapper
+from functools import partial, update_wrapper
+from itertools import product
+from math import prod
+from threading import Lock, get_ident
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from graphplan.errors import NotCapturedError, OptionError
-from graphplan.feed.signature import flatten
-from graphplan.inference.prewarming import capture, parse_sizes, zeros
-from graphplan.inference.shared_pool import Pool
+from graphplan.environment.devices import current_stream, is_accelerator
+from graphplan.errors import BusyError, NotCapturedError, OptionError, SkipReason
+from graphplan.feed.signature import Feed, flatten
 from graphplan.program.leases import plain
-from graphplan.specs.options import Checks, check_values, is_count
+from graphplan.specs.options import Checks, check_values, is_count, takes_optionally
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
+from graphplan.step.buckets import Ladders
 from graphplan.step.call_lock import runs_within_step
-from graphplan.step.graphed_step import GraphedStep
-from graphplan.step.methods import owners_of
+from graphplan.step.graphed_step import GraphedStep, owners_of
 from graphplan.step.options import Options, PlainOptions
-from graphplan.step.padding import Dynamic
+from graphplan.step.padding import Dynamic, outer_first
+from graphplan.step.runner import Backends
 from graphplan.tensors.trees import map_result
 
 _MIB = 2**20
+_CALLS = 64  # A size is called at most this often; a capture that has not come by then does not come.
+
+
+class Pool:
+    """Memory for the programs of several graphed functions.
+
+    Programs of one pool use the same memory for their intermediates, so they take turns: calls from several threads
+    wait for each other, and a stream waits for the work that another stream got before.
+
+    Examples:
+        >>> import torch
+        >>> from graphplan import Pool, graphed
+        >>> pool = Pool()
+        >>> first = graphed(torch.nn.Linear(4, 2), pool=pool)
+        >>> second = graphed(torch.nn.Linear(2, 1), pool=pool)
+        >>> with torch.inference_mode():
+        ...     second(first(torch.randn(8, 4))).shape
+        torch.Size([8, 1])
+    """
+
+    def __init__(self) -> None:
+        self.backends = Backends()
+        self._lock = Lock()
+        self._thread: int | None = None
+        self._last: torch.Stream | None = None
+
+    def take(self, device: torch.device | None) -> None:
+        """Have the pool until :meth:`give_back`, to compute on ``device``. Raises BusyError if this thread has it."""
+        if self._thread == get_ident():
+            raise BusyError(
+                "a graphed function was called, closed or invalidated from within a call of the same pool; expected "
+                "one call at a time, since all work on the same memory. Let the function call what it is made of "
+                "instead of itself"
+            )
+        self._lock.acquire()
+        self._thread = get_ident()
+        try:
+            # This thread's stream waits for the work of the last call, if that was on another stream.
+            if device is not None and is_accelerator(device):
+                current = current_stream(device)
+                if self._last is not None and self._last != current:
+                    current.wait_stream(self._last)
+                self._last = current
+        except BaseException:
+            self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Let other threads have the pool."""
+        self._thread = None
+        self._lock.release()
+
+
 _CHECKS: Checks = (
     ("pool", lambda value: value is None or isinstance(value, Pool), "a Pool, or None for one of the function's own"),
     ("capture_after", is_count, "an int >= 1"),
@@ -67,9 +124,8 @@ class ServeOptions(PlainOptions):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes by what they are for. ``input`` is one allocation per input for all shapes, ``param`` what the programs use
-    of the owners' or copy of it, ``state`` what they carry, ``output`` what is lent (``outputs="static"``), ``pool``
-    what the programs compute in.
+    """Bytes by use: ``input`` buffers, ``param`` as used or copied, carried ``state``, lent ``output``, and the
+    ``pool`` that programs compute in.
     """
 
     input: int
@@ -159,7 +215,7 @@ class Graphed(GraphedStep):
                     self.stats.replayed += 1
                     return result
             if not is_known:
-                capture(self, map_result(lambda tensor: tensor.clone(), args), {})
+                _capture(self, map_result(lambda tensor: tensor.clone(), args), {})
         why = ", ".join(self.stats.reasons) or "nothing was refused"
         raise NotCapturedError(f"{self._name} has no program for these arguments: {why}; expected one to replay")
 
@@ -184,8 +240,8 @@ class Graphed(GraphedStep):
             OptionError: for sizes that make no sense, or where gradients are wanted.
         """
         given, before = flatten(tuple(example), kwargs or {}), self.stats.captured
-        for dims in parse_sizes(sizes, None if self._padded is None else self._padded.padding.ladders):
-            why = capture(self, *zeros(given, self._dynamic, dims))
+        for dims in _parse_sizes(sizes, None if self._padded is None else self._padded.padding.ladders):
+            why = _capture(self, *_zeros(given, self._dynamic, dims))
             if why is not None:
                 expected = "expected calls that can be replayed"
                 raise OptionError(f"nothing is captured for the size {dims}: {why}; {expected}")
@@ -230,3 +286,91 @@ class Graphed(GraphedStep):
     @override
     def data(self) -> dict[str, Any]:
         return {**super().data(), "shapes": self.shapes.data(), "memory": asdict(self.memory)}
+
+
+@takes_optionally(ServeOptions)
+def graphed(fn: Callable[..., Any] | None, options: ServeOptions) -> Any:  # noqa: D417
+    """Have calls of a function, method or module replayed.
+
+    A call is eager while gradients are wanted: use ``torch.no_grad()`` or ``torch.inference_mode()``, which are part of
+    a program's key, as are training flags and everything else that a graphed step looks at.
+
+    Examples:
+        >>> import torch
+        >>> from graphplan import graphed
+        >>> model = torch.nn.Linear(4, 2).eval()
+        >>> fast = graphed(model)
+        >>> with torch.inference_mode():
+        ...     for _ in range(6):
+        ...         y = fast(torch.randn(8, 4))
+        >>> fast.stats.eager, fast.stats.traced, fast.stats.captured, fast.stats.replayed
+        (1, 2, 1, 2)
+        >>> @graphed(shapes="bucket", buckets=[1, 2, 4, 8])
+        ... def classify(x):
+        ...     return model(x).softmax(-1)
+        >>> with torch.inference_mode():
+        ...     classify(torch.randn(5, 4)).shape
+        torch.Size([5, 2])
+
+    Args:
+        fn: what to call. Without it, the arguments are those of a decorator.
+
+    Returns:
+        A callable with ``stats``, ``shapes``, ``memory``, ``report()``, ``prewarm(example=)``,
+        ``replay(args, params=)``, ``invalidate(why)`` and ``close()``; on a class, a method that has them for each
+        instance.
+
+    Raises:
+        OptionError: if an option has a value or a type that makes no sense.
+        PolicyError: if a role does not exist, or is copied and not static.
+        BackendError: if a backend does not exist.
+        OwnersError: if ``owners`` is neither a mapping nor a sequence.
+    """
+    return partial(Graphed, options=options) if fn is None else Graphed(fn, options)
+
+
+def _zeros(example: Feed, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call of zeros, with other sizes in the dynamic dimensions that ``dims`` has."""
+    places = dynamic.of(example)
+    leaves = list(example.leaves)
+    for index, leaf in example.tensors():
+        own = {dim: dims[dim] for position, dim in places if position == index and dim in dims}
+        shape = [own.get(dim, size) for dim, size in enumerate(leaf.shape)]
+        leaves[index] = torch.empty_permuted(shape, outer_first(leaf), dtype=leaf.dtype, device=leaf.device).zero_()
+    return example.rebuild(leaves)
+
+
+def _parse_sizes(sizes: Sequence[int | Mapping[int, int]] | None, ladders: Ladders | None) -> list[dict[int, int]]:
+    """Sizes by dimension, the largest first; by default all that there are ladders for. Raises OptionError."""
+    if sizes is None:
+        if ladders is None:
+            raise OptionError("prewarm has no sizes; expected some, such as [1, 2, 4, 8], or shapes='bucket'")
+        choices = product(*(ladders.sizes(dim) for dim in ladders.dims))
+        parsed = [dict(zip(ladders.dims, choice, strict=True)) for choice in choices]
+    else:
+        parsed = [dict(size) if isinstance(size, Mapping) else {0: size} for size in sizes]
+    for dims in parsed:
+        for dim, size in dims.items():
+            if not (is_count(size) and is_count(dim, 0)):
+                raise OptionError(f"prewarm has the size {size!r} in dimension {dim!r}; expected integers from 1 on")
+    if not parsed:
+        raise OptionError("prewarm has no sizes; expected at least one, such as [1, 2, 4, 8]")
+    return sorted(parsed, key=lambda dims: prod(dims.values()), reverse=True)
+
+
+def _capture(step: GraphedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Make a call again and again until it is captured or replayed. Returns why it is not, if so."""
+    done = step.stats.captured + step.stats.replayed
+    before, timing = step.stats.skipped.copy(), step.machine.timing
+    opens, timing.opens = timing.opens, False
+    try:
+        for _ in range(_CALLS):
+            step(*args, **kwargs)
+            if step.stats.captured + step.stats.replayed > done:
+                return None
+            why = next((reason for reason in step.stats.skipped - before if reason is not SkipReason.SHAPE), None)
+            if why is not None:
+                return why.value
+        return "no capture came"
+    finally:
+        timing.opens = opens
