@@ -29,8 +29,9 @@ def check_draws(pair: TracePair) -> None:
             source = find_load((code for code, _ in pair.second.reads.codes), "random")
             place = f" at {source}" if source is not None else ""
             raise HostScalarError(
-                f"the step draws from {name}{place}, and a replay draws nothing: what it decides by chance would be "
-                "decided once. Draw with torch on the step's device, or draw before the step and feed the result; or, "
+                f"the step draws from {name}{place}, or seeds it, as no replay does: replays draw single numbers again "
+                "(random.random(), np.random.beta(1, 1)). Draw those, or with torch on the step's device, or draw "
+                "before the step and feed the result; or, "
                 f"{allowing(name)}",
                 path=name,
             )

@@ -191,9 +191,9 @@ def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
-    def computing(*args: Any) -> Any:
+    def computing(*args: Any, **kwargs: Any) -> Any:
         symbolic = next((each for each in args if is_deferred(each) and each.is_symbolic), None)
-        return function(*args) if symbolic is None else symbolic.apply(function, args)
+        return function(*args, **kwargs) if symbolic is None or kwargs else symbolic.apply(function, args)
 
     return computing
 

@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from threading import get_ident
 from typing import Any
 
@@ -25,7 +25,7 @@ _OF_NUMPY = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Draw:
     """One call of a function that draws. ``path`` tells it from the others of its step."""
 
@@ -34,6 +34,17 @@ class Draw:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Draw) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        # Of arguments that are equal, 0.0 and -0.0, the texts differ.
+        return self.path, self.function, repr(self.args), repr(self.kwargs)
 
     def __call__(self) -> Any:
         """Draw again."""
@@ -44,7 +55,7 @@ def peek(draws: Sequence[Draw]) -> dict[str, Any]:
     """What ``draws`` would give now, by path; no generator moves."""
     if not draws:
         return {}
-    before = HostGenerators()
+    before = HostGenerators({draw.generator for draw in draws})
     try:
         return {draw.path: draw() for draw in draws}
     finally:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 PYTHONS, NUMPYS = "Python's random generator", "NumPy's random generator"
 
 
 class HostGenerators:
-    """Their ``states`` when this was made: how to set each, and what it was."""
+    """Their ``states`` when this was made, or those of ``names`` alone: how to set each, and what it was."""
 
-    def __init__(self) -> None:
-        self.states: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
-        self._names = [PYTHONS]
-        numpy = _numpy_random()
+    def __init__(self, names: Collection[str] = (PYTHONS, NUMPYS)) -> None:
+        self.states: list[tuple[Callable[[Any], object], Any]] = []
+        self._names: list[str] = []
+        numpy = _numpy_random() if NUMPYS in names else None
+        if PYTHONS in names:
+            self.states.append((random.setstate, random.getstate()))
+            self._names.append(PYTHONS)
         if numpy is not None:
             self.states.append((numpy.set_state, numpy.get_state(legacy=False)))
             self._names.append(NUMPYS)
@@ -45,11 +48,9 @@ class HostGenerators:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if not isinstance(one, dict):
-        return bool(one == other)
-    keys = one["state"]["key"]
-    rest = [{**each, "state": {**each["state"], "key": None}} for each in (one, other)]
-    return bool(rest[0] == rest[1]) and keys.tobytes() == other["state"]["key"].tobytes()
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
+    return bool(one.tobytes() == other.tobytes()) if hasattr(one, "tobytes") else bool(one == other)
 
 
 def _numpy_random() -> Any:

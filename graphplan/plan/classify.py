@@ -38,10 +38,10 @@ def classify(
                 # It is in its slot only while the step runs: the program keeps the tensor, not the slot.
                 found[-1] = replace(found[-1], path=None, tensor=external.tensor)
         if not owned and storage not in fed and not external.is_passing:
-            unchanged = position < len(earlier) and earlier[position] == storage
+            number = second.symbolic.given.get(id(external.tensor))
+            unchanged = number is not None or (position < len(earlier) and earlier[position] == storage)
             found.append(_unowned(external, unowned, unchanged=unchanged))
             unowned += 1
-            number = second.symbolic.given.get(id(external.tensor))
             if number is not None:
                 found[-1] = replace(found[-1], name=" and ".join(number.paths))
     named = {external.path for external in found}

@@ -160,13 +160,13 @@ class Program:
             self._copied.load(given or {}, self.adopted.walk)
         self._push_rates()
         self.bindings.settle_grads(are_kept=not is_settled)
-        drawn_from = HostGenerators() if self._undo is not None and self.plan.drawn else None
-        self.bindings.numbers.start()
-        self.inputs.load(leaves)
-        self.outputs.renew()
+        drawn_from = HostGenerators({draw.generator for draw in self.plan.drawn}) if self.plan.drawn else None
         try:
+            self.bindings.numbers.start()
+            self.inputs.load(leaves)
+            self.outputs.renew()
             self._launch()
-        except OutcomeError:
+        except Exception:
             if drawn_from is not None:
                 drawn_from.restore()
             raise

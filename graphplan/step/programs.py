@@ -161,7 +161,7 @@ class Entry:
     def learn(self, facts: Trace, places: Mapping[str, Scalar]) -> None:
         """Take in what a trace of the latest call has asked of owners' numbers, which lie at ``places``."""
         asked, way = facts.symbolic.asked, self.way
-        paths = {path for question in asked for path in question.paths}
+        paths = {path for question in asked for path in question.paths} | facts.symbolic.deciding
         self.places.update({path: lasting(places[path]) for path in facts.symbolic.kinds if path in places})
         way.asked.update(asked)
         way.draws = tuple(facts.symbolic.draws)

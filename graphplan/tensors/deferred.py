@@ -272,13 +272,15 @@ def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any]
         second: Any = operands[1]
         is_power = function is operator.pow
         first = _device_first(operands)
-        if first.is_symbolic and (is_power or function in _DIVISIONS or kind not in _PLAIN):
+        if first.is_symbolic and (is_power or kind not in _PLAIN):
             return first.apply(function, operands)
         # Other powers may be of another class.
         is_known = kind in _PLAIN and not (is_power and not (type(second) in (int, float) and second >= 0))
         fails = is_power or (function in _DIVISIONS and (is_deferred(second) or second == 0))
         if function in _DIVISIONS and is_deferred(second) and second.is_symbolic:
             # Where it raises an exception, it does so now; another divisor is asked whether it would.
+            fails = not second
+        elif first.is_symbolic and fails:
             fails = not second
         is_summed = function is operator.add and first._reader.is_summed()
         if not is_known or is_summed or (fails and not first._reader.may_fail()):

@@ -23,11 +23,21 @@ NUMBERS = (int, float)
 """Types of the numbers that have stand-ins: code may ask whether a truth value *is* ``True``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Question:
     """A truth value that a step computes of owners' numbers, and branches on."""
 
     form: NumberForm
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Question) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return self.form.key
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -46,7 +56,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Gives:
-    """Tells whether a function gives a value of that class, and does not raise an exception."""
+    """Tells whether a function gives a value of class ``kind``, or raises an exception of that class."""
 
     function: Callable[..., Any]
     kind: type
@@ -55,8 +65,8 @@ class Gives:
         """Whether it does so for ``operands``."""
         try:
             return type(self.function(*operands)) is self.kind
-        except Exception:  # noqa: BLE001 - the step raises it, and is not replayed for these numbers
-            return False
+        except Exception as error:  # noqa: BLE001 - code of the step's may catch it
+            return type(error) is self.kind
 
 
 def come_out(asked: Mapping[Question, bool], numbers: Mapping[str, Any]) -> bool:
@@ -105,16 +115,26 @@ class SymbolicNumber(DeferredNumber):
 
     def apply(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
         """What ``function``, which only depends on its operands, gives for ``operands``, of which this is one: a
-        stand-in, if all are numbers. That it gives a number of the same class is a question.
+        stand-in, if all are numbers. That it gives a number of the same class is a question, and so is a truth value.
         """
-        if not all(type(operand) is SymbolicNumber or isinstance(operand, NUMBERS) for operand in operands):
+        if not all(type(operand) is SymbolicNumber or _is_number(operand) for operand in operands):
             return function(*map(value_of, operands))
-        made: Any = self._computed(function, tuple(operands), float)
-        if not (isinstance(made._known, NUMBERS) or _is_numpys(made._known)):
+        try:
+            made: Any = self._computed(function, tuple(operands), float)
+        except Exception as error:
+            self._ask(Gives(function, type(error)), operands)
+            raise
+        if type(made._known) is bool or _is_numpys(made._known):
+            self._ask(function, operands, answer=bool(made._known))
+            return made._known
+        if not _is_number(made._known):
             return function(*map(value_of, operands))
-        given = SymbolicNumber(self._reader, True, None, Gives(function, made._kind), tuple(operands))
-        self._reader.ask(Question(form_of(given)[0]), True)
+        self._ask(Gives(function, made._kind), operands)
         return made
+
+    def _ask(self, function: Callable[..., Any], operands: Sequence[Any], *, answer: bool = True) -> None:
+        asked = SymbolicNumber(self._reader, answer, None, function, tuple(operands))
+        self._reader.ask(Question(form_of(asked)[0]), answer)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Functions of NumPy are functions of numbers."""
@@ -141,14 +161,19 @@ class SymbolicNumber(DeferredNumber):
         return bool(self._known)
 
 
+def _is_number(value: Any) -> bool:
+    """Whether it is a number itself: what stands for one says of its class what that is."""
+    return issubclass(type(value), NUMBERS)
+
+
 def _is_numpys(value: Any) -> bool:
-    """Whether it is a number of NumPy's, or a truth value."""
-    return type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
+    """Whether it is a truth value of NumPy's."""
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
 
 
 def _comparing(function: Any) -> Callable[[SymbolicNumber, Any], Any]:
     def method(self: SymbolicNumber, other: Any) -> Any:
-        if type(other) is not SymbolicNumber and not isinstance(other, NUMBERS):
+        if type(other) is not SymbolicNumber and not _is_number(other):
             return function(value_of(self), other)
         return bool(self._computed(function, (self, other), bool))
 

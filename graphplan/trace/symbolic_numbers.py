@@ -29,8 +29,9 @@ from graphplan.tensors.symbolic import NUMBERS, Question, SymbolicNumber
 from graphplan.trace.changes import same_value
 from graphplan.trace.host_reads import sums_otherwise
 
-_MOST = 64
+_MOST = 1024
 """Tensors of one step that are known by how what they hold is computed."""
+_LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,9 @@ class NumberTensor:
     def hold(self, value: Any) -> None:
         """Fill it with ``value``, unless it holds that: a fill is a launch."""
         if not same_value(value, self.held):
+            if type(value) is float and abs(value) > _LARGEST:
+                # Operators round numbers that are too large to an infinity, which a fill refuses to do.
+                value = torch.tensor(value, dtype=torch.float64).to(self.tensor.dtype).item()
             with torch.no_grad():
                 self.tensor.fill_(value)
             self.held = value
@@ -87,6 +91,13 @@ class NumberTensors:
             self._known[key] = NumberTensor(tensor, form, tuple(paths))
         return self._known[key]
 
+    def renew(self, known: NumberTensor) -> NumberTensor:
+        """Another tensor in the place of ``known`` from now on."""
+        with torch.inference_mode(False), _disable_current_modes():
+            new = NumberTensor(torch.zeros_like(known.tensor), known.form, known.paths)
+        self._known[known.form.key, new.tensor.dtype, new.tensor.device] = new
+        return new
+
 
 class SymbolicNumbers:
     """Puts stand-ins in the places of numbers while it is entered.
@@ -109,6 +120,7 @@ class SymbolicNumbers:
         kinds: the classes of all numbers, and of truth values that count as asked, by path: code may ask for them.
         counted: paths at which the step has left the integer that lay there and a constant one.
         draws: what the step has drawn, in order, and ``drawn`` the numbers, by path.
+        deciding: the paths of numbers that are arguments of draws.
         refusal: why the step is not replayed, with what it draws.
     """
 
@@ -137,6 +149,7 @@ class SymbolicNumbers:
         self._tensors, self.device = NumberTensors() if tensors is None else tensors, device
         self.draws: list[Draw] = []
         self.drawn: dict[str, Any] = {}
+        self.deciding: set[str] = set()
         self.pending: list[tuple[NumberTensor, Any]] = []
         self.refusal: HostScalarError | None = None
         self._expected, self._follows, self._may_fill, self._is_shared = expected, follows, may_fill, is_shared
@@ -214,6 +227,9 @@ class SymbolicNumbers:
 
     def _draw(self, generator: str, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Draw for the step; a stand-in for what is drawn if replays can draw it again."""
+        for argument in (*args, *kwargs.values()):
+            nodes = in_order(argument) if type(argument) is SymbolicNumber else ()
+            self.deciding |= {node._source for node in nodes if node._source is not None}
         args, kwargs = tuple(map(value_of, args)), {name: value_of(value) for name, value in kwargs.items()}
         value = function(*args, **kwargs)
         if generator not in self._follows or type(value) not in NUMBERS or not is_literal((*args, *kwargs.values())):
@@ -286,12 +302,19 @@ class SymbolicNumbers:
         if self.device is None or device.type != self.device.type or self.is_seen():
             return None
         found = self._tensors.get(number, dtype, device)
+        if not self._tensors.final and found.held is not None and not same_value(found.held, number._known):
+            # Autograd's graph of an earlier step may have the other one.
+            found = self._tensors.renew(found)
         is_drawn = not self.drawn.keys().isdisjoint(found.paths)
         if not self._may_fill and is_drawn:
             self.pending.append((found, number._known))
         elif is_drawn or not self._tensors.final:
-            with _disable_current_modes():
-                found.hold(number._known)
+            try:
+                with _disable_current_modes():
+                    found.hold(number._known)
+            except (RuntimeError, OverflowError):
+                # So does the operator, if it gets the number itself.
+                return None
         self.given[id(found.tensor)] = found
         return found.tensor
 

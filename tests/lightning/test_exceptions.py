@@ -101,6 +101,8 @@ def test_an_error_of_this_package_keeps_its_frames(tmp_path: Path) -> None:
     """A refusal says where it comes from."""
     with pytest.raises(graphplan.HostSyncError, match="reads a tensor's value") as caught:
         fit(
-            with_step(lambda self, batch, batch_idx: self.loss_of(batch) * self.loss_of(batch).item()), tmp_path, tape()
+            with_step(lambda self, batch, batch_idx: self.loss_of(batch) * float(self.loss_of(batch).detach())),
+            tmp_path,
+            tape(),
         )
     assert any("graphplan" in frame.filename for frame in traceback.extract_tb(caught.value.__traceback__))

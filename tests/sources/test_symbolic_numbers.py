@@ -362,6 +362,46 @@ def test_functions_of_numbers(name: str) -> None:
     assert step.stats.replayed >= 28
 
 
+def _divided(model: Any) -> float:
+    try:
+        return float(12 / model.step)
+    except ZeroDivisionError:
+        return 7.0
+
+
+def _rooted(model: Any) -> float:
+    try:
+        return 1.0 + math.sqrt(model.step - 20)
+    except ValueError:
+        return 0.5
+
+
+def _signed(model: Any) -> float:
+    first = 2 if math.atan2(abs(model.step - 12), -0.0) > 1 else 0
+    return 1 + first + (1 if math.atan2(abs(model.step - 12), 0.0) > 1 else 0)
+
+
+@pytest.mark.parametrize("function", [_divided, _rooted, _signed, lambda model: 10.0**model.step])
+def test_what_functions_do_with_other_numbers(function: Any) -> None:
+    """Exceptions that the step catches, signs of zeros, and numbers that single precision has no room for."""
+    runs = []
+    for graphed in (False, True):
+        model = Annealed()
+
+        def body(x: Tensor, model: Any = model) -> Tensor:
+            return x * function(model)
+
+        step: Any = graph_step(body, owners={"model": model}, verify="off", on_failure="eager") if graphed else body
+        out = []
+        for index in range(60):
+            model.step = 0 if index < 10 else index % 45
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                out.append(step(torch.ones(2)).tolist())
+        runs.append(out)
+    assert runs[0] == runs[1]
+
+
 def test_a_function_that_raises_does_so_in_an_eager_step() -> None:
     """A number for which it cannot be computed is no replay's."""
     model = Annealed()

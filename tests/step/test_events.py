@@ -119,7 +119,7 @@ def test_a_step_that_is_refused_for_every_shape_stands_down_early() -> None:
 
 def test_batches_that_never_read_alike_stand_down_early() -> None:
     """Ways through the step that no batch has taken again are looked for a few times, whatever their shapes."""
-    step = graph_step(lambda x: x * x.sum().item(), on_failure="eager", verify="off")
+    step = graph_step(lambda x: x * float(x.sum()), on_failure="eager", verify="off")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for number in range(200):

@@ -47,7 +47,7 @@ def _appends_numbers(loop: Loop, loss: Tensor) -> Tensor:
 
 
 def _draws(loop: Loop, loss: Tensor) -> Tensor:
-    loop.kept = random.random() < 2
+    loop.kept = random.choice((0, 1)) < 2
     return loss
 
 
@@ -94,7 +94,7 @@ _VALUE = r"\.item\(\).* at test_messages\.py:\d+ in _reads.*where only some call
 _BRANCH = r"control flow changes.*name the calls that take the rarer one with eager_if="
 SAID: dict[str, tuple[Callable[[Loop, Tensor], Tensor], str, bool]] = {
     "numbers that a list gets": (_appends_numbers, _TWO_NUMBERS, False),
-    "random": (_draws, r"Python's random generator at test_messages\.py:\d+ in _draws: `.*random\.random", False),
+    "random": (_draws, r"Python's random generator at test_messages\.py:\d+ in _draws: `.*random\.choice", False),
     "a number": (_computes_with_a_number, r"test_messages\.py:\d+ in _computes_with_a_number: .* gets other=", False),
     "a number that is read": (_decides_by_a_number, _READ, False),
     "a value": (_reads, _VALUE, True),

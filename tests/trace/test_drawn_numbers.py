@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from graphplan import GraphPlanError, HostScalarError, graph_step
 from graphplan.observe import host_draws
-from graphplan.owners.generators import PYTHONS, HostGenerators
+from graphplan.owners.generators import NUMPYS, PYTHONS, HostGenerators
 from graphplan.trace.symbolic_numbers import SymbolicNumbers
 from tests.devices import BACKEND
 
@@ -148,6 +150,58 @@ def test_each_way_has_a_program(name: str, verify: Any, device: torch.device) ->
     assert runs[0] == runs[1]
     assert step.stats.captured == ways, step.report()
     assert step.stats.replayed >= 60
+
+
+def _caught(x: Tensor) -> Tensor:
+    try:
+        return x * math.log(random.gauss(0, 1))
+    except ValueError:
+        return x * 100 * random.random()
+
+
+def _large(x: Tensor) -> Tensor:
+    return x * 10 ** random.uniform(0, 45)
+
+
+def _many(x: Tensor) -> Tensor:
+    for _ in range(70):
+        x = x * random.uniform(0.9, 1.1)
+    return x
+
+
+ODD: dict[str, Callable[[Tensor], Tensor]] = {
+    "an exception that is caught": _caught,
+    "too large for the tensor": _large,
+    "many": _many,
+    "is True": lambda x: x * 2 if math.isfinite(random.random()) is True else x * 3,
+    "by a keyword": lambda x: x * 2 if math.isclose(1.0, 1.1, rel_tol=0.2) else x * random.random(),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_uses(name: str) -> None:
+    """Each gives what it gives in eager steps, and leaves the generator where they do."""
+    runs = []
+    for graphed in (False, True):
+        step: Any = graph_step(ODD[name], verify="off", on_failure="eager") if graphed else ODD[name]
+        random.seed(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runs.append(([step(torch.ones(1)).tolist() for _ in range(40)], random.getstate()))
+    assert runs[0] == runs[1]
+
+
+def test_another_generator_of_numpys() -> None:
+    """Its state has other parts."""
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        states = HostGenerators()
+        assert states.moved() == []
+        np.random.rand()
+        assert states.moved() == [NUMPYS]
+    finally:
+        np.random.set_bit_generator(before)
 
 
 def test_too_many_ways_by_chance() -> None:
