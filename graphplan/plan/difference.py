@@ -53,6 +53,11 @@ def check_difference(first: Trace, second: Trace) -> None:
         )
 
 
+_RATE_FIX = (
+    "The step itself sets the learning rate: set it before the step, since a replay reads the rate that is there"
+)
+
+
 def _check_reads(first: Trace, second: Trace) -> None:
     """What was read as a constant has to be one, and read in one order."""
     for old, new in zip(first.host_reads, second.host_reads, strict=False):
@@ -128,7 +133,8 @@ def _refuse_scalar(operator: Operator, name: str, old: Any, new: Any) -> NoRetur
 
 def _refuse(operator: Operator, values: str) -> NoReturn:
     if operator.source.component == "optimizer":
-        fix = optimizer_fix(operator.source)
+        # A kernel with an argument of that name takes the device's rate, unless the step has put a number there.
+        fix = _RATE_FIX if values.startswith("lr=") else optimizer_fix(operator.source)
     elif operator.source.by is not None and operator.source.by.function == _LOGGING:
         fix = "Log the number in on_train_batch_end, which follows replays, too, or log a tensor that is updated"
     else:

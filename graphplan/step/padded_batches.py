@@ -338,7 +338,8 @@ class PaddingCheck:
         except Exception as error:  # noqa: BLE001 - whatever padding makes of the user's code
             return [f"the padded step raises {type(error).__name__}: {error}"]
         problems, pairs = size.learn(expected, size.meet(result, kind.sizes), kind.true)
-        problems += map(str, differing_values(left.values, came.values, _SIDES))
+        others = differing_values(left.values, came.values, _SIDES)
+        problems += [f"{path}: {text}" for path, text in others.items()]
         ours = {name: own for name, (own, _) in pairs.items()} | came.tensors
         theirs = {name: part for name, (_, part) in pairs.items()} | left.tensors
         return self._differences(ours, theirs) + problems
@@ -371,7 +372,7 @@ class PaddingCheck:
         found = {p: n for p, excess in over.items() if not excess <= times * (n := noise.get(p, 0.0))}
         found.update({path: 0.0 for path in [*came, *padded] if path not in alike})
         ranked = {path: found[path] for path in sorted(found, key=self._rank)}
-        return list(map(str, describe(ranked, old, padded, came, _SIDES)))
+        return [f"{path}: {text}" for path, text in describe(ranked, old, padded, came, _SIDES).items()]
 
     def _rank(self, path: str) -> int:
         slot = self._walk.slots.get(path)
