@@ -156,10 +156,23 @@ def test_reading_in_a_thread_of_autograds_is_refused(read: Callable[..., Any]) -
 
 @needs_cuda
 @pytest.mark.parametrize("update", [copy_from_host, copy_from_pinned], ids=lambda update: update.__name__)
-def test_copying_from_the_host_is_refused(update: Callable[..., Any]) -> None:
-    """A replay would read host memory that is gone: refused at the first trace, with the source line."""
-    assert_refused(rig_of(update), TemporaryCopyError, line_of(update), backend=BACKEND)
-    assert_falls_back(rig_of(update), SkipReason.TEMPORARY_COPY, line_of(update), backend=BACKEND)
+def test_copies_from_the_host_are_made_again(update: Callable[..., Any]) -> None:
+    """Of a tensor that a name leads to."""
+    assert_like_eager(rig_of(update))
+
+
+def copy_trained(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
+    return loss + TRAINED.to(x.device).sum().detach()  # culprit
+
+
+TRAINED = nn.Parameter(torch.ones(3))
+
+
+@needs_cuda
+def test_copying_what_is_trained_on_the_host_is_refused() -> None:
+    """Gradients would flow to it: refused at the first trace, with the source line."""
+    assert_refused(rig_of(copy_trained), TemporaryCopyError, line_of(copy_trained), backend=BACKEND)
+    assert_falls_back(rig_of(copy_trained), SkipReason.TEMPORARY_COPY, line_of(copy_trained), backend=BACKEND)
     captures_still_work()
 
 
@@ -327,18 +340,24 @@ def test_compiled_code_with_graphs_of_its_own_is_refused(how: dict[str, Any]) ->
 
 @needs_cuda
 def test_a_tensor_that_stays_on_the_host_is_refused() -> None:
-    """A number in a CPU tensor, which kernels take as an argument: its name, both devices and the line are told."""
+    """A number in a CPU tensor, which kernels take as an argument: a sum or a product with it is made again, another
+    operator is refused with both devices and the line.
+    """
 
     def scaled(model: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return loss.detach() * model.box["scale"]  # culprit
+        return loss.detach() * model.box["scale"] + model.box["scale"]
 
-    def make() -> Rig:
-        rig = rig_of(scaled)()
+    def raised(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return loss.detach().pow(model.box["scale"])  # culprit
+
+    def make(update: Callable[..., Any]) -> Rig:
+        rig = rig_of(update)()
         rig.owners["model"].box = {"scale": torch.tensor(2.0)}
         return rig
 
-    text = rf"model\.box\.scale lies on cpu while the step computes on cuda.*{line_of(scaled)}.*Move it to cuda"
-    assert_refused(make, HostSyncError, text, done=SECOND_TRACE, backend=BACKEND)
+    assert_like_eager(partial(make, scaled))
+    text = rf"computes on cuda:0 with a tensor in host memory at {line_of(raised)}.*Move it to the device"
+    assert_refused(partial(make, raised), TemporaryCopyError, text, backend=BACKEND)
 
 
 class Crash(Exception):

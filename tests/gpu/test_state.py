@@ -22,7 +22,7 @@ from tests.effects.test_carries import recurrent_rig
 from tests.effects.test_emptied_containers import CHANGES
 from tests.effects.test_emptied_containers import rig_of as emptied_rig
 from tests.effects.test_moved_data import by_hand_rig, ema, in_one_memory, moved_gradients_rig, teacher_rig
-from tests.effects.test_replaced_state import RESETS, reset_rig
+from tests.effects.test_replaced_state import RESETS, best, best_part, reset_rig
 from tests.facts import assert_same, flatten
 from tests.models import CALLS, Mlp, float_batches, updating_rig
 from tests.step.test_step_forms import accumulating_rig, mlp_rig, two_models_rig
@@ -51,7 +51,10 @@ def test_forms_of_a_step(name: str) -> None:
 @pytest.mark.parametrize("reset", RESETS)
 def test_what_a_state_is_reset_to_stays_what_it_is(reset: Callable[[Any], None]) -> None:
     """Replays write to memory of their own."""
-    assert_like_eager(on_device(partial(reset_rig, reset, 5, every=5)))
+    step, _ = assert_like_eager(on_device(partial(reset_rig, reset, 5, every=5)), captured=None)
+    # What else has the memory of what is carried cannot lie where the program reads.
+    assert (step.stats.captured == 1) is (reset not in (best, best_part))
+    assert step.stats.replayed > 0
 
 
 @pytest.mark.parametrize("name", CHANGES)
