@@ -289,7 +289,11 @@ def draws_from_numpy(model: Any, x: Tensor, loss: Tensor) -> None:
 def test_host_draws_that_no_operator_gets_are_refused(draw: Callable[..., None], library: str) -> None:
     """A decision by chance would be taken once: the generator is named, and the way to allow it."""
     make = partial(updating_rig, draw, attributes())
-    patterns = [rf"draws from {library}'s random generator", "Draw with torch", rf"allow=\(\"{library}'s"]
+    patterns = [
+        rf"draws from {library}'s random generator",
+        "or with torch on the step's device",
+        rf"allow=\(\"{library}'s",
+    ]
     assert_refused(make, HostScalarError, *patterns, done=SECOND_TRACE)
 
 
