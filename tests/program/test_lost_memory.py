@@ -27,11 +27,13 @@ def _reallocate(tensor: Tensor, blockers: list[Tensor]) -> None:
     kept = tensor.detach().clone()
     before, storage = tensor.data_ptr(), tensor.untyped_storage()
     size = storage.nbytes()
-    storage.resize_(0)
-    # Whoever allocates next gets the same memory.
-    while before not in map(Tensor.data_ptr, blockers) and len(blockers) < 100:
+    for _ in range(1000):
+        storage.resize_(0)
+        # Whoever allocates next gets the same memory, most often.
         blockers.append(torch.empty_like(kept))
-    storage.resize_(size)
+        storage.resize_(size)
+        if tensor.data_ptr() != before:
+            break
     assert tensor.data_ptr() != before
     with torch.no_grad():
         tensor.copy_(kept)
