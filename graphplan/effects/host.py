@@ -21,7 +21,7 @@ def check_draws(pair: TracePair) -> None:
     if other is not None:
         raise HostScalarError(
             f"the step does not draw the same random numbers on the host as one step before ({other.path} with "
-            f"{(*other.args, *other.kwargs)}), as replays would. Draw before the step and feed the result",
+            f"{other.given}), as replays would. Draw before the step and feed the result",
             path=other.generator,
         )
     for name in (name for trace in pair.both for name in trace.draws):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, wraps
+from dataclasses import dataclass, field
+from functools import wraps
 from threading import get_ident
 from typing import Any
 
@@ -25,30 +25,22 @@ _OF_NUMPY = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Draw:
-    """One call of a function that draws. ``path`` tells it from the others of its step."""
+    """One call of a function that draws. ``path`` tells it from the others of its step; ``given`` is the text of its
+    arguments: that of ``0.0`` is not that of ``-0.0``.
+    """
 
     path: str
     generator: str
+    given: str
     function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Draw) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @cached_property
-    def _key(self) -> tuple[Any, ...]:
-        # Of arguments that are equal, 0.0 and -0.0, the texts differ.
-        return self.path, self.function, repr(self.args), repr(self.kwargs)
+    args: tuple[Any, ...] = field(compare=False)
+    kwargs: Mapping[str, Any] = field(compare=False)
 
     def __call__(self) -> Any:
         """Draw again."""
-        return self.function(*self.args, **dict(self.kwargs))
+        return self.function(*self.args, **self.kwargs)
 
 
 def peek(draws: Sequence[Draw]) -> dict[str, Any]:

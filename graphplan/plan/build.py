@@ -62,15 +62,7 @@ def build_plan(
     """
     walk = walk or handles.walk()
     pair = TracePair(first, second, walk, allow)
-    check_used(pair)
-    for trace in pair.both:
-        # Before what else was noted: draws of another thread look like a seek.
-        check_threads(trace, allow)
-    check_difference(first, second)
-    _check_branches(second)
-    check_marks(feed, first, second)
-    check_draws(pair)
-    check_gradients(pair)
+    _check(pair, feed)
     # A list that changes its length is told as such, not as the numbers that it holds.
     appends, numbers, counters = find_appends(pair), find_numbers(pair), find_counters(pair)
     left, rebindings = find_left_flags(pair), Rebindings.find(pair)
@@ -96,15 +88,7 @@ def build_plan(
         entry_grads=MappingProxyType(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
         operators=MappingProxyType(collections.Counter(operator.name for operator in launched)),
         footprint=first.footprint.merge(second.footprint),
-        traced=TracedValues(
-            reads=tuple(second.host_reads),
-            states=second.states,
-            generators=second.generators,
-            device_constants=second.device_constants,
-            transfers=second.transfers,
-            host_program=second.host_program,
-            in_mode=second.derives_otherwise,
-        ),
+        traced=_traced_values(second),
         device=second.device,
         reads=Reads.find(pair, changed, loose=loose),
         twins=_twins(second, externals, shadows),
@@ -121,6 +105,31 @@ def build_plan(
         last_operators=tuple(f"{operator.name} at {operator.source}" for operator in launched[-_LAST:]),
         kept=_shared(first, second),
         handles=handles,
+    )
+
+
+def _check(pair: TracePair, feed: Feed) -> None:
+    """Refuse what shows in two traces alone."""
+    check_used(pair)
+    for trace in pair.both:
+        # Before what else was noted: draws of another thread look like a seek.
+        check_threads(trace, pair.allow)
+    check_difference(*pair.both)
+    _check_branches(pair.second)
+    check_marks(feed, *pair.both)
+    check_draws(pair)
+    check_gradients(pair)
+
+
+def _traced_values(trace: Trace) -> TracedValues:
+    return TracedValues(
+        reads=tuple(trace.host_reads),
+        states=trace.states,
+        generators=trace.generators,
+        device_constants=trace.device_constants,
+        transfers=trace.transfers,
+        host_program=trace.host_program,
+        in_mode=trace.derives_otherwise,
     )
 
 

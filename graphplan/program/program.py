@@ -91,6 +91,7 @@ class Program:
         self.bindings = bindings
         self.outputs = outputs
         self._undo, self._host = undo, host
+        self._draws_from = {draw.generator for draw in plan.drawn}
         self.outcomes = 0
         """Replays that ended at a value that was another one than in the traces."""
         self._flags = Flags(walk) if plan.left else None
@@ -160,7 +161,7 @@ class Program:
             self._copied.load(given or {}, self.adopted.walk)
         self._push_rates()
         self.bindings.settle_grads(are_kept=not is_settled)
-        drawn_from = HostGenerators({draw.generator for draw in self.plan.drawn}) if self.plan.drawn else None
+        drawn_from = HostGenerators(self._draws_from) if self._draws_from else None
         try:
             self.bindings.numbers.start()
             self.inputs.load(leaves)

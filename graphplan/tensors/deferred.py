@@ -65,6 +65,15 @@ class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
         """Whether the number that lies where it is stored is among the operands."""
         return any(operand is OWN for _, operands in self for operand in operands)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NumberForm) and self.key == other.key
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells it from all others: of constants that are equal, ``0.0`` and ``-0.0``, the texts differ."""

@@ -23,21 +23,11 @@ NUMBERS = (int, float)
 """Types of the numbers that have stand-ins: code may ask whether a truth value *is* ``True``."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Question:
     """A truth value that a step computes of owners' numbers, and branches on."""
 
     form: NumberForm
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Question) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @cached_property
-    def _key(self) -> tuple[Any, ...]:
-        return self.form.key
 
     @cached_property
     def paths(self) -> tuple[str, ...]:

@@ -102,6 +102,11 @@ class Call:
         """Whether code gets hold of what was read. Positions only go to operators."""
         return self.read is not None and self.read.kind is Kind.SHAPE and self.name != POSITIONS
 
+    def repeat(self, known: Mapping[int, Any]) -> Any:
+        """Run the operator on ``known`` tensors, by number."""
+        named = {name: _filled(value, known) for name, value in self.kwargs.items()}
+        return self.run(*_filled(self.args, known), **named)
+
     def slots(self) -> list[TensorSlot]:
         """The tensors that it is given."""
         return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, TensorSlot)]
@@ -189,7 +194,7 @@ class BatchReads:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for position, call in enumerate(self._calls):
                 if position == len(ran):
-                    out = call.run(*filled(call.args, known), **{k: filled(v, known) for k, v in call.kwargs.items()})
+                    out = call.repeat(known)
                     ran.append((self._forms[position], out, tensors_in(out)))
                 _, out, made = ran[position]
                 read = self._of_call.get(position)
@@ -228,12 +233,11 @@ def _is_same(one: Read, other: Read) -> bool:
     return one.finds(other.found, [other.found]) if one.kind is not Kind.SHAPE else one.found == other.found
 
 
-def filled(given: Any, known: Mapping[int, Any]) -> Any:
-    """``given`` with ``known`` tensors in the places of slots."""
+def _filled(given: Any, known: Mapping[int, Any]) -> Any:
     if type(given) is TensorSlot:
         return known[given.number]
     if type(given) is list or type(given) is tuple:
-        return type(given)([filled(item, known) for item in given])
+        return type(given)([_filled(item, known) for item in given])
     return given
 
 

@@ -17,7 +17,7 @@ from graphplan.owners.slots import Slot
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.copying import same_bits
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.batch_reads import Call, filled
+from graphplan.trace.batch_reads import Call
 from graphplan.trace.call_recorder import CallRecorder, is_plain
 from graphplan.trace.host_reads import Place
 from graphplan.trace.operator_schemas import Schema, tensors_in
@@ -125,5 +125,4 @@ class HostProgram:
         known = dict(tensors)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for call in self._calls:
-                out = call.run(*filled(call.args, known), **{k: filled(v, known) for k, v in call.kwargs.items()})
-                known.update(zip(call.made, tensors_in(out), strict=False))
+                known.update(zip(call.made, tensors_in(call.repeat(known)), strict=False))

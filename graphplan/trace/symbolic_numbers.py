@@ -235,7 +235,7 @@ class SymbolicNumbers:
         if generator not in self._follows or type(value) not in NUMBERS or not is_literal((*args, *kwargs.values())):
             return value
         path = f"{DRAWN}{len(self.draws) + 1}, {function.__name__}()"
-        draw = Draw(path, generator, function, args, tuple(kwargs.items()))
+        draw = Draw(path, generator, f"{args} {kwargs}", function, args, kwargs)
         if self._expected is not None and draw not in self._expected[len(self.draws) :][:1]:
             raise CaptureError(f"the captured step draws {path} at {find_source()}, which the traced steps did not")
         self.draws.append(draw)

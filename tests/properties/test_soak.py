@@ -167,8 +167,7 @@ def test_a_long_run_with_random_events() -> None:
     # The names of a code object are remembered once somebody has asked for them, of however late a capture.
     assert growth.pop("Names") <= NAMES
     for kind, most in PARTS_OF_WAYS.items():
-        # A question has a dictionary, and what it is compared by.
-        growth["others"] -= min(growth[kind], most) * (3 if kind == "Question" else 1)
+        growth["others"] -= min(growth[kind], most)
         assert growth.pop(kind) <= most, kind
     keys = growth.pop("Entry")
     assert 0 <= keys <= KEYS
