@@ -214,7 +214,7 @@ class Stages:
         rehearses = self._managed.runs_compiled(call.walk)
         facts.expects = not rehearses and self._peers is None
         if facts.expects:
-            facts.batch = recorder_of(feed)
+            facts.batch = recorder_of(feed, self._runner.device)
         symbolic = self._planner.make_symbolic(call.walk, self._runner.device, arguments_alone=rehearses)
         facts.deferred = DeferredReads(defers=self._defers and not rehearses, symbolic=symbolic)
         placeholders = Placeholders(feed, feed.unread)

@@ -91,6 +91,7 @@ class Call:
     read: Read | None
     has_effect: bool = False
     """It draws random numbers, or copies to a device: it is run again even if nothing depends on it."""
+    draws: bool = False
 
     @property
     def form(self) -> str:
@@ -152,7 +153,8 @@ class BatchReads:
         self._of_call = {read.call: read for read in reads}
         self._forms = [f"{call.form} {call.made}" for call in calls]
         self._slots = [source for source in sources.values() if isinstance(source, Slot)]
-        self._is_pure = not any(call.writes for call in calls)
+        self._draws = any(call.draws for call in calls)
+        self._is_pure = not (self._draws or any(call.writes for call in calls))
         self.number = next(_numbers)
         """Tells it from all others in the process."""
         _made[self.number] = self
@@ -172,10 +174,15 @@ class BatchReads:
 
     def find(self, search: Search) -> list[Tensor] | None:
         """The tensors that a step reads of a batch; None if it reads other values or shapes than the traced one."""
+        state = torch.default_generator.get_state() if self._draws else None
         try:
             found = self._find(search)
         except Exception:  # noqa: BLE001 - such a batch does not come here in the step, or the step raises
             return None
+        finally:
+            if state is not None:
+                # The step draws the same numbers.
+                torch.default_generator.set_state(state)
         self.taken += found is not None
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from graphplan.errors import HostSyncError
@@ -34,10 +35,13 @@ class _Place(NamedTuple):
 
 
 class BatchRecorder(CallRecorder):
-    """Follows, in one trace, what is computed from the batch alone."""
+    """Follows, in one trace, what is computed from the batch alone; where the step computes on a device (``draws``),
+    from what torch draws on the host as well.
+    """
 
-    def __init__(self, leaves: Sequence[tuple[int, Tensor]]) -> None:
+    def __init__(self, leaves: Sequence[tuple[int, Tensor]], *, draws: bool = False) -> None:
         super().__init__()
+        self._draws = draws
         self._kept: list[Tensor] = []
         """What the step does not make: no other tensor may get its memory meanwhile."""
         self.is_outdated = False
@@ -72,6 +76,11 @@ class BatchRecorder(CallRecorder):
     def reads(self) -> BatchReads | None:
         """The reads of the trace, and what leads to them; None if there are none."""
         calls = self._leading_to(lambda call: call.read is not None)
+        if any(call.draws for call in calls):
+            # The numbers drawn depend on how many were drawn before.
+            calls = self._leading_to(lambda call: call.read is not None or call.has_effect)
+            while calls[-1].read is None:
+                calls.pop()
         return _made_once(calls, self._sources, self._places) if calls else None
 
     def impossible(self, changed: Mapping[int, Tensor]) -> list[HostSyncError]:
@@ -96,7 +105,14 @@ class BatchRecorder(CallRecorder):
     def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
         """See :class:`CallRecorder`; reads are noted as such."""
         self._operators += 1
+        before = len(self._calls)
         super().note(call, made, given)
+        if _draws_on_host(call, made) and len(self._calls) == before:
+            # What is drawn after this depends on how much is drawn here.
+            self._draws = False
+
+    def _may_repeat(self, call: OperatorCall, made: Sequence[Tensor]) -> bool:
+        return call.schema.is_certain or (self._draws and call.schema.is_native and _draws_on_host(call, made))
 
     def read(self, call: OperatorCall, out: Any, error: Callable[[], HostSyncError] | None = None) -> bool:
         """Take in a read; False if it needs more than the batch. Operators that use masks are noted beside it.
@@ -108,6 +124,11 @@ class BatchRecorder(CallRecorder):
             return False
         if contents and contents[0].numel() > _LARGEST:
             return False
+        if type(out) is float and not out.is_integer():
+            leading = self._leading_to(lambda _: False, map(storage_id, given))
+            if any(call.draws for call in leading):
+                # It will hardly be drawn again.
+                return False
         refusal = None if error is None else error()
         if contents:
             read = Read(place, Kind.CONTENT, contents[0].detach().cpu().clone(), refusal)
@@ -142,7 +163,7 @@ def _made_once(calls: Sequence[Call], sources: Mapping[int, BatchSource], places
     used = {number: source for number, source in sources.items() if number in given}
     made = {number for call in calls for number in call.made}
     numbers: dict[int, int] = {number: at for at, number in enumerate(used)}
-    merges = not any(call.writes for call in calls)
+    merges = not any(call.writes or call.has_effect for call in calls)
     kept: list[Call] = []
     by_form: dict[str, int] = {}
     reads: list[Read] = []
@@ -176,6 +197,12 @@ def _beside(places: Sequence[_Place], given: set[int], made: set[int]) -> list[t
     return found
 
 
+def _draws_on_host(call: OperatorCall, made: Sequence[Tensor]) -> bool:
+    """Return True if an operator draws from torch's default generator of the host."""
+    is_given = any(isinstance(given, torch.Generator) for given in (*call.args, *call.kwargs.values()))
+    return call.schema.is_random and not is_given and all(tensor.device.type == "cpu" for tensor in made)
+
+
 def _overlap(one: range, other: range) -> bool:
     return max(one.start, other.start) < min(one.stop, other.stop)
 
@@ -190,8 +217,11 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def recorder_of(feed: Feed) -> BatchRecorder:
-    """A recorder for a step that is fed so. What was read before it is no part of the batch."""
+def recorder_of(feed: Feed, device: torch.device | None) -> BatchRecorder:
+    """A recorder for a step that is fed so, and computes on ``device``. What was read before it is no part of the
+    batch.
+    """
     found = reads_in(feed.given[1]) if feed.given is not None else None
     size = len(feed.leaves) - (0 if found is None else 1 + len(found[1]))
-    return BatchRecorder([(index, leaf) for index, leaf in feed.tensors() if index < size])
+    leaves = [(index, leaf) for index, leaf in feed.tensors() if index < size]
+    return BatchRecorder(leaves, draws=device is not None and device.type != "cpu")

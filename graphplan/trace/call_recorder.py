@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,10 @@ from torch import Tensor
 
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import Call, Read, TensorSlot
-from graphplan.trace.operator_schemas import OF_GEOMETRY, OperatorCall, Schema, tensors_in
+from graphplan.trace.operator_schemas import OF_GEOMETRY, OperatorCall, tensors_in
+
+RESTORE = "restore"
+"""The name of what puts a generator's state back."""
 
 
 class CallRecorder:
@@ -31,9 +34,9 @@ class CallRecorder:
         self._outside.add(storage_id(tensor))
         return self._number(tensor)
 
-    def _leading_to(self, is_asked: Callable[[Call], bool]) -> list[Call]:
-        """The operators that are asked for, and those that lead to them."""
-        needed: set[int | None] = set()
+    def _leading_to(self, is_asked: Callable[[Call], bool], needed: Iterable[int | None] = ()) -> list[Call]:
+        """The operators that are asked for, and those that lead to them, or to the storages ``needed``."""
+        needed = set(needed)
         calls: list[Call] = []
         for call in reversed(self._calls):
             if is_asked(call) or not needed.isdisjoint(call.changed):
@@ -41,9 +44,9 @@ class CallRecorder:
                 needed |= call.given | call.changed
         return calls[::-1]
 
-    def _may_repeat(self, schema: Schema) -> bool:
+    def _may_repeat(self, call: OperatorCall, made: Sequence[Tensor]) -> bool:
         """Return True for operators that give the same when they are run again on the same."""
-        return schema.is_certain
+        return call.schema.is_certain
 
     def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
         """Take in an operator that is no read, after it has run: it was ``given`` tensors, and ``made`` some."""
@@ -51,7 +54,7 @@ class CallRecorder:
         if schema.name in OF_GEOMETRY and not self._has(call.args[0]) and is_plain(call.args[0]):
             self._note_filled(call, made[0])
             return
-        follows = self._may_repeat(schema) and all(map(self._has, given))
+        follows = self._may_repeat(call, made) and all(map(self._has, given))
         if not (follows or schema.may_write):
             return
         written = list(map(storage_id, call.written()))
@@ -60,7 +63,18 @@ class CallRecorder:
         if not (follows and is_kept and all(map(is_plain, made)) and self._outside.isdisjoint(written)):
             self._known.difference_update(written)
         elif made or written:
-            self._add(schema.call, schema.name, call.args, call.kwargs, made, written, has_effect=schema.is_random)
+            is_random = schema.is_random
+            self._add(
+                schema.call, schema.name, call.args, call.kwargs, made, written, has_effect=is_random, draws=is_random
+            )
+
+    def note_saved(self, state: Tensor) -> None:
+        """Take in a state of the host's generator that the step saves."""
+        self._add(torch.default_generator.get_state, "save", (), {}, [state])
+
+    def note_restored(self, state: Tensor) -> None:
+        """Take in a state of its own that the step puts back, as recomputed activations do."""
+        self._add(torch.default_generator.set_state, RESTORE, (state,), {}, [], has_effect=True)
 
     def _note_filled(self, call: OperatorCall, made: Tensor) -> None:
         """Take in a tensor of equal numbers that is like another one, which need not be there: ``zeros_like(p)``."""
@@ -102,6 +116,7 @@ class CallRecorder:
         read: Read | None = None,
         *,
         has_effect: bool = False,
+        draws: bool = False,
     ) -> None:
         given = frozenset(map(storage_id, tensors_in([*args, *kwargs.values()])))
         named = {name: self._slotted(value) for name, value in kwargs.items()}
@@ -109,7 +124,7 @@ class CallRecorder:
         self._known |= changed
         numbers = tuple(map(self._number, made))
         slotted, writes = self._slotted(args), bool(written)
-        self._calls.append(Call(run, name, slotted, named, numbers, given, changed, writes, read, has_effect))
+        self._calls.append(Call(run, name, slotted, named, numbers, given, changed, writes, read, has_effect, draws))
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:

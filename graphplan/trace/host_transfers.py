@@ -18,9 +18,9 @@ from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.copying import same_bits
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import Call
-from graphplan.trace.call_recorder import CallRecorder, is_plain
+from graphplan.trace.call_recorder import RESTORE, CallRecorder, is_plain
 from graphplan.trace.host_reads import Place
-from graphplan.trace.operator_schemas import Schema, tensors_in
+from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 
 
 @dataclass(slots=True, eq=False)
@@ -75,8 +75,8 @@ class HostRecorder(CallRecorder):
             if type(held) in PLAIN_KINDS and is_plain(held) and storage_id(held) == storage_id(tensor):
                 self._sources.setdefault(self._begin_with(held), (slot.path, held))
 
-    def _may_repeat(self, schema: Schema) -> bool:
-        return schema.is_certain or (schema.is_native and schema.is_random)
+    def _may_repeat(self, call: OperatorCall, made: Sequence[Tensor]) -> bool:
+        return call.schema.is_certain or (call.schema.is_native and call.schema.is_random)
 
     def knows(self, tensor: Tensor) -> bool:
         """Return True if it is known how ``tensor`` was made."""
@@ -91,7 +91,8 @@ class HostRecorder(CallRecorder):
 
     def program(self) -> HostProgram | None:
         """What makes it all again; None if the step makes nothing of that kind."""
-        calls = self._leading_to(lambda call: call.has_effect)
+        draws = any(call.draws for call in self._calls)
+        calls = self._leading_to(lambda call: call.has_effect and (draws or call.name != RESTORE))
         used = {slot.number for call in calls for slot in call.slots()}
         sources = {number: path for number, (path, _) in self._sources.items() if number in used}
         return HostProgram(calls, sources, self._covered(calls)) if calls else None

@@ -63,6 +63,7 @@ class TraceMode(OperatorMode):
         self.record = record
         self.operands = Operands(record.device)
         self._host = HostRecorder() if record.device is not None and record.device.type != "cpu" else None
+        self.recorders = [recorder for recorder in (record.batch, self._host) if recorder is not None]
         self.syncs = HostSyncs(record, self.operands, self._host)
         self.generators = GeneratorWatch(record.violate)
         self.writes: defaultdict[int | None, int] = defaultdict(int)
@@ -205,9 +206,8 @@ class TraceMode(OperatorMode):
             self.operands.add(tensor)
         else:
             known[storage] = ("external", len(record.externals))
-            for recorder in (record.batch, self._host):
-                if recorder is not None:
-                    recorder.meet(tensor, record.entry_slots.get(storage, ()))
+            for recorder in self.recorders:
+                recorder.meet(tensor, record.entry_slots.get(storage, ()))
             self._rates.meet(storage)
             given = given_to_script()
             is_scripted = given is not None and storage not in given

@@ -9,7 +9,7 @@ The functions of ``torch`` that save and restore are replaced while a step is tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -23,6 +23,7 @@ from graphplan.environment.devices import accelerator_generators, default_genera
 from graphplan.errors import GeneratorSeekError, RefusalError
 from graphplan.observe.capture_state import presents_capture
 from graphplan.observe.source import Source, find_source
+from graphplan.trace.call_recorder import CallRecorder
 
 Save = Callable[[torch.Generator], Tensor]
 Put = Callable[[torch.Generator, Tensor], object]
@@ -131,10 +132,12 @@ class GeneratorWatch:
 
 
 class TracedStates:
-    """Saves and restores as the step asks, and notes its own states that it restores, which ``watch`` allows."""
+    """Saves and restores as the step asks, and notes its own states that it restores, which ``watch`` allows;
+    ``recorders`` are told of the host's.
+    """
 
-    def __init__(self, watch: GeneratorWatch) -> None:
-        self._watch = watch
+    def __init__(self, watch: GeneratorWatch, recorders: Sequence[CallRecorder]) -> None:
+        self._watch, self._recorders = watch, recorders
         self._saved: dict[int, tuple[Tensor, torch.Generator, Restore]] = {}
         self._starts = {generator.device: generator.get_offset() for generator in accelerator_generators()}
         self._restores: list[Restore] = []
@@ -144,6 +147,9 @@ class TracedStates:
         state = generator.get_state()
         restore = Restore(generator.device, len(self._saved), self._growth_of(generator))
         self._saved[id(state)] = state, generator, restore
+        if generator is torch.default_generator:
+            for recorder in self._recorders:
+                recorder.note_saved(state)
         return state
 
     def put(self, generator: torch.Generator, state: Tensor) -> None:
@@ -157,6 +163,9 @@ class TracedStates:
         generator.set_state(state)
         self._watch.take()
         self._restores.append(known[2])
+        if generator is torch.default_generator:
+            for recorder in self._recorders:
+                recorder.note_restored(state)
 
     def facts(self, device: torch.device | None) -> SavedStates:
         """What the step did, which computes on ``device``."""

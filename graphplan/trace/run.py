@@ -120,7 +120,7 @@ def _run(
     """Run the step under everything that watches it, and note what it ran, read and drew."""
     profile = Profile(mode.syncs.read, lambda: record.prints.append(str(find_source())))
     generators, held = HostGenerators(), sharding.holds_gradients()
-    states = TracedStates(mode.generators)
+    states = TracedStates(mode.generators, mode.recorders)
     deferring = nullcontext() if record.deferred is None else record.deferred
     with presenting_capture(), saving_states(states.save, states.put), mode, profile, deferring:
         result = call_step(fn, fed.args, fed.kwargs)

@@ -15,6 +15,7 @@ from lightning import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from graphplan import GraphPlanCallback, HostSyncError, TemporaryCopyError, graph_step
@@ -50,9 +51,15 @@ MADE: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "a table": lambda net, x: x * torch.linspace(0, 1, 50)[torch.randint(0, 50, (8,))].to(x.device),
     "beside draws of nothing": lambda net, x: [torch.rand(5), x + torch.rand(8).to(x.device), torch.randn(3)][1],
     "after a certain draw": lambda net, x: x + torch.rand(8).to(x.device) if torch.rand([]) >= 0 else x,
+    "recomputed": lambda net, x: checkpoint(_noisy, x, use_reentrant=False) + torch.rand(8).to(x.device),
     "held": lambda net, x: x * net._held.to(x.device),
     "held and drawn": lambda net, x: x * net._held[torch.randperm(8)].to(x.device),
 }
+
+
+def _noisy(x: Tensor) -> Tensor:
+    """Noise that is drawn again, as it was, where activations are recomputed."""
+    return (x * torch.rand(8).to(x.device)).sin() * torch.rand(8).to(x.device)
 
 
 def _written_between(x: Tensor) -> Tensor:
@@ -90,6 +97,46 @@ def test_they_are_made_again(name: str) -> None:
     step, rig = assert_like_eager(make, verify=4)
     assert step.stats.verified > 0
     assert rig.owners["net"]._held.device.type == "cpu"
+
+
+BRANCHES: dict[str, Callable[[Tensor], Tensor]] = {
+    "flipped by chance": lambda x: x.flip(1) if torch.rand(1) < 0.5 else x,
+    "an item of a distribution": lambda x: x.flip(1) if bool(torch.empty([]).bernoulli_(0.3)) else x * 2,
+    "one of three": lambda x: (x, x.sin(), x.cos())[int(torch.randint(0, 3, (1,)))],
+    "beside what the device gets": lambda x: (
+        x + torch.randn(8).to(x.device) if torch.rand([]) < 0.4 else x * torch.rand(8).to(x.device)
+    ),
+    "layers left out": lambda x: sum([x.sin() for _ in range(3) if torch.rand([]) > 0.4], x),
+    "after other draws": lambda x: [torch.randn(5), x.flip(1) if torch.rand(1) < 0.5 else x, torch.rand(3)][1],
+}
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", BRANCHES)
+def test_branches_on_what_is_drawn(name: str) -> None:
+    """Each way has a program, which is chosen by what is about to be drawn; the generator moves as in eager steps."""
+    runs = []
+    for replays in (False, True):
+        torch.manual_seed(0)
+        net = nn.Linear(8, 4).to(DEVICE)
+        optimizer = SGD(net.parameters(), lr=0.05, fused=True)
+
+        def step(x: Tensor, net: nn.Linear = net, optimizer: SGD = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = net(BRANCHES[name](x)).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        owners = {"net": net, "optimizer": optimizer}
+        fast: Callable[[Tensor], Tensor] = graph_step(step, owners=owners, backend=BACKEND) if replays else step
+        run: list[Tensor] = []
+        for _ in range(60):
+            run += [fast(torch.randn(4, 8).to(DEVICE)).clone(), torch.get_rng_state()]
+        runs.append([*run, net.weight.detach()])
+    assert [torch.equal(one, other) for one, other in zip(*runs, strict=True)] == [True] * len(runs[0])
+    assert fast.stats.captured >= 2  # type: ignore[attr-defined]
+    assert fast.stats.replayed >= 20  # type: ignore[attr-defined]
 
 
 REFUSED: dict[str, tuple[type[Exception], Callable[[Tensor], Tensor]]] = {
