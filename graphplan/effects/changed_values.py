@@ -38,7 +38,7 @@ def find_counters(pair: TracePair) -> dict[str, int | float]:
             )
         delta = _constant_delta(old, new)
         scalar = pair.walk.scalars.get(path)
-        component = "optimizer" if scalar and isinstance(scalar.owner, (Optimizer, GroupCounts)) else "step"
+        component = scalar.component if scalar else "step"
         is_item = scalar is not None and _is_item_of_optimizer(scalar)
         is_read = scalar is not None and not pair.tracks(path) and _is_read(scalar, pair.second)
         if delta is not None and is_read:

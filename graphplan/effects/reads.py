@@ -154,7 +154,8 @@ def _refuse_stale(stale: Mapping[str, Scalar], pair: TracePair) -> NoReturn:
         )
     raise HostScalarError(
         f"the step's code uses {path}{f' at {found}' if found else ''}, which is {before} before one step and {after} "
-        f"before the next; a replay would keep one value. {instead}{allowing(*stale)}"
+        f"before the next; a replay would keep one value. {instead}{allowing(*stale)}",
+        component=scalar.component,
     )
 
 

@@ -69,8 +69,7 @@ class CallArguments:
 
     def watch(self) -> CallArguments:
         """Note what the containers hold."""
-        seen: set[int] = set()
-        self._containers = [found for arg in (*self.args, *self.kwargs.values()) for found in _containers_in(arg, seen)]
+        self._containers = [found for arg in (*self.args, *self.kwargs.values()) for found in _containers_in(arg)]
         self._before = flatten_arguments((self.args, dict(self.kwargs)))
         return self
 
@@ -91,6 +90,25 @@ class CallArguments:
             return None
         return f"{_CHANGES}what was {text_of(before)} is {text_of(structure)}{_ADVICE}"
 
+    def changes(self) -> dict[int, tuple[Contents, list[Any]]]:
+        """Return what was put into the containers since :meth:`watch`, and the keys that are gone, by the number of the
+        container.
+        """
+        found = {}
+        for number, (node, before) in enumerate(self._containers):
+            now = _contents(node) or {}
+            put = {key: value for key, value in now.items() if key not in before or not _is_same(before[key], value)}
+            gone = [key for key in before if key not in now]
+            if put or gone:
+                found[number] = put, gone
+        return found
+
+    def take(self, changes: Mapping[int, tuple[Contents, list[Any]]]) -> None:
+        """Make the changes of other containers, which held the same, in these."""
+        for number, (put, gone) in changes.items():
+            node, before = self._containers[number]
+            _fill(node, {key: value for key, value in {**before, **put}.items() if key not in gone})
+
     def objects(self) -> list[Any]:
         """The containers."""
         return [node for node, _ in self._containers]
@@ -103,22 +121,21 @@ class CallArguments:
                 _fill(node, before)
 
 
-def _containers_in(node: Any, seen: set[int]) -> Iterator[tuple[Any, Contents]]:
-    """``node`` and the containers in it that can change, each with what it holds."""
+def _containers_in(node: Any, around: frozenset[int] = frozenset()) -> Iterator[tuple[Any, Contents]]:
+    """``node`` and the containers in it that can change, each with what it holds; not those ``around`` it."""
     contents = _contents(node)
-    if contents is None or id(node) in seen:
+    if contents is None or id(node) in around:
         return
-    seen.add(id(node))
+    around |= {id(node)}
     if not isinstance(node, tuple):
         yield node, contents
     for value in contents.values():
-        yield from _containers_in(value, seen)
+        yield from _containers_in(value, around)
     if not isinstance(node, (dict, list, tuple, deque)) and type(node) in pytree.SUPPORTED_NODES:
         # What pytree does not find in it is put back, and not compared.
         held = getattr(node, "__dict__", {})
         for value in (held, *held.values()):
-            if isinstance(value, (list, dict)) and id(value) not in seen:
-                seen.add(id(value))
+            if isinstance(value, (list, dict)):
                 yield value, _contents(value) or {}
 
 

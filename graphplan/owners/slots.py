@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.tensor_metadata import GONE, metadata_of
@@ -48,6 +49,11 @@ class Scalar:
     def lies_here(self) -> bool:
         """Return False for what an object only shows of what lies elsewhere, such as a property."""
         return not isinstance(self.container, (Numbers, Inherited))
+
+    @property
+    def component(self) -> str:
+        """The part of the step whose number it is, as in :class:`graphplan.errors.RefusalError`."""
+        return "optimizer" if isinstance(self.owner, (Optimizer, GroupCounts)) else "step"
 
     def rows(self, value: Any) -> Iterator[tuple[Any, ...]]:
         """What guards compare to see ``value`` here, the fastest way: single comparisons of

@@ -23,7 +23,7 @@ from graphplan.compare.tensors import Addresses, geometry
 from graphplan.errors import GradientError, GuardError
 from graphplan.owners.slots import Items, Scalar, Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
-from graphplan.program.static_numbers import StaticNumber, StaticNumbers, cloned
+from graphplan.program.static_numbers import StaticNumber, StaticNumbers, settled
 from graphplan.specs.paths import Of, Path, names
 from graphplan.tensors.copying import write_all
 from graphplan.tensors.deferred import is_deferred, value_of
@@ -67,11 +67,9 @@ class _Severed(torch.autograd.Function):
 
 
 def _renew(value: Any, path: str) -> Any:
-    """``cloned`` for a slot: what asked for gradients goes on asking."""
-    if not any(tensor.requires_grad for tensor in tensor_leaves(value)):
-        return cloned(value)
+    """:func:`settled` for what the step binds or appends: what asked for gradients goes on asking."""
     with torch.enable_grad():
-        return pytree.tree_map_only(Tensor, lambda tensor: _Severed.apply(tensor, path), value)
+        return settled(value, lambda tensor: _Severed.apply(tensor, path) if tensor.requires_grad else tensor.clone())
 
 
 class Bindings:
@@ -110,7 +108,7 @@ class Bindings:
         for path in self._plan.rebindings.fresh:
             if not names(path, Of.GRADIENT):
                 slot = after.slots.get(path)
-                self._fresh[path] = _own(slot.get(), outside, asks=True) if slot else None
+                self._fresh[path] = _own(slot.get(), outside) if slot else None
         for path, count in self._plan.appends.items():
             items = list(after.lists[path])[-count:]
             self._appended[path] = [_own(self.numbers.take(item), outside) for item in items]
@@ -124,9 +122,10 @@ class Bindings:
             if counted is not None and is_deferred(counted.get()):
                 counted.container[counted.key] = value_of(counted.get())
         sources = {path: _own(value, self.targets) for path, value in new.items()}
-        for path, targets in self._memory_of.items():
-            for target, source in zip(targets, tensor_leaves(sources[path]), strict=True):
-                target.copy_(source)
+        with torch.no_grad():
+            for path, targets in self._memory_of.items():
+                for target, source in zip(targets, tensor_leaves(sources[path]), strict=True):
+                    target.copy_(source)
         self.numbers.close()
 
     def bind_back(self, after: Walk) -> None:
@@ -251,7 +250,7 @@ class Bindings:
                 if (to := walk.place(path))
             ),
             self._set_fresh,
-            *(partial(_append, walk.lists[path], items) for path, items in self._appended.items()),
+            *(partial(_append, walk.lists[path], items, path) for path, items in self._appended.items()),
             *self._set_numbers,
         ]
 
@@ -284,7 +283,7 @@ class Bindings:
         self.numbers.fetch()
         for path, items in self._appended.items():
             for number, item in enumerate(items, -len(items)):
-                self._walk.lists[path][number] = cloned(item)
+                self._walk.lists[path][number] = _renew(item, path)
         for set_number in self._set_numbers:
             set_number()
         self._set_fresh()
@@ -314,22 +313,22 @@ def _count(container: Any, key: Any, delta: float) -> None:
     container[key] += delta
 
 
-def _append(to: Items, items: list[Any]) -> None:
-    to.extend(map(cloned, items))
+def _append(to: Items, items: list[Any], path: str) -> None:
+    to.extend(_renew(item, path) for item in items)
 
 
 def _set_number(scalar: Scalar, number: StaticNumber) -> None:
     scalar.container[scalar.key] = number.value(scalar.container[scalar.key])
 
 
-def _own(value: Any, foreign: set[int | None], *, asks: bool = False) -> Any:
-    """``value`` with all tensors detached, and those in foreign memory cloned, inside the recording. ``asks``: those
-    that asked for gradients go on asking.
+def _own(value: Any, foreign: set[int | None]) -> Any:
+    """``value`` with all tensors detached, and those in foreign memory cloned, inside the recording. Those that asked
+    for gradients go on asking.
     """
 
     def own(tensor: Tensor) -> Tensor:
         detached = tensor.detach().clone() if storage_id(tensor) in foreign else tensor.detach()
-        return detached.requires_grad_(asks and tensor.requires_grad)
+        return detached.requires_grad_(tensor.requires_grad)
 
     with torch.no_grad():
         return pytree.tree_map_only(Tensor, own, value)

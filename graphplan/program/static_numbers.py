@@ -4,7 +4,7 @@ each replay; owners' numbers, read before it; and copies that it makes in host m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -128,12 +128,12 @@ class StaticNumbers:
                 self.read[place] = value
 
 
-def cloned(value: Any) -> Any:
-    """``value`` with detached clones of its tensors, and the values of its static numbers and copies."""
+def settled(value: Any, clone: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with clones of its tensors, and the values of its static numbers and copies."""
 
-    def clone(leaf: Any) -> Any:
+    def settle(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.detach().clone()
+            return clone(leaf)
         return leaf.value() if isinstance(leaf, (StaticNumber, StaticCopy)) else leaf
 
-    return pytree.tree_map(clone, value)
+    return pytree.tree_map(settle, value)

@@ -51,7 +51,7 @@ class Lookup:
             if program is None:
                 is_first = not entry.eager_calls and self._programs.is_further(entry)
                 is_eager = entry.way.refusal is not None or not entry.way.is_met
-                is_eager = is_eager or self._programs.waits(entry) or self._programs.turns_away(entry) is not None
+                is_eager = is_eager or bool(self._programs.waits(entry) or self._programs.turns_away(entry))
                 if looked or is_first or is_eager:
                     # An eager step, for which nothing needs to be known, unless owners were looked at.
                     return entry, None

@@ -102,8 +102,13 @@ class Planner:
             if place is not None and is_other and self._may_replace(path, place, is_named=True):
                 self._changing_numbers.add(path)
 
-    def replace_less(self, paths: frozenset[str]) -> None:
-        """Code needs what only real numbers are good for, of those at ``paths`` if any are known."""
+    def replace_less(self, paths: frozenset[str], walk: Walk) -> None:
+        """Code needs what only real numbers are good for: of those at ``paths``, or if none is known, of those that
+        were seen to change, or of any.
+        """
+        if not paths:
+            places = {path: walk.scalars[path] for path in self._changing_numbers & walk.scalars.keys() - self._kept}
+            paths = frozenset(path for path, place in places.items() if type(place.container) not in _REPLACED)
         self._kept |= paths
         self._follows_draws &= not any(path.startswith(DRAWN) for path in paths)
         self._replaces &= bool(paths)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _KEYS_PER_GRAPH = 8
 _IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
 _ALLOWANCE = 50  # Eager steps that starting may take beyond what replays save: a twentieth of the first thousand.
+_TRACES = 32  # The same in traces.
 _PATIENCE = 4  # A capture is overdue after this many times the calls that it needs.
 _GEOMETRIES = 256  # Geometries of feeds whose latest program is remembered.
 _PAYS = 16  # Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``.
@@ -135,8 +136,8 @@ class Entry:
 
     @property
     def is_new(self) -> bool:
-        """Whether no call was traced yet."""
-        return not (self.lines or self.captured)
+        """Whether no call was traced yet that took the way of now."""
+        return not (self.lines or (self.captured and len(self.ways) == 1))
 
     @property
     def plans(self) -> list[Plan]:
@@ -175,7 +176,9 @@ class Entry:
                 f"to: {_WAYS} in a row came once, and a replay is good for one way. Feed what decides, or decide "
                 "outside the step"
             )
-        way.used = {path: facts.entry_scalars[path] for path in facts.symbolic.used if path in paths}
+        # What each step raises does not come again.
+        used = paths & facts.symbolic.used.keys() - facts.symbolic.counted
+        way.used = {path: facts.entry_scalars[path] for path in used}
         way.where = next((f"{path} at {facts.symbolic.used[path]}" for path in way.used), "")
 
     def _turn(self) -> None:
@@ -386,11 +389,20 @@ class Programs:
             return None
         return f"all {self._options.max_graphs} programs (max_graphs) are in use"
 
-    def waits(self, entry: Entry) -> bool:
-        """Return True if a new signature waits until replays have saved what starting took, less an allowance."""
+    def waits(self, entry: Entry) -> str | None:
+        """Why a new signature, or another way through the step, waits: for replays to save what starting took, less an
+        allowance; None if it does not.
+        """
+        if not (self._may_wait and self._latest and entry.is_new and self._has_spent()):
+            return None
+        what = "another signature" if len(entry.ways) == 1 else "another way through the step's code"
+        return f"{what} is traced once replays have saved what the {self._stats.captured} programs before took"
+
+    def _has_spent(self) -> bool:
+        """Return True if starting took more than replays have saved; by counts, where eager steps are not timed."""
         eager = self._stats.step_us("eager")
-        if eager is None or not (self._may_wait and self._latest and entry.is_new):
-            return False
+        if eager is None:
+            return self._stats.traced > _TRACES + self._stats.replayed // _PAYS
         gain = self._stats.gain()
         return self._stats.spent(eager) - (0.0 if gain is None else gain.saved) >= _ALLOWANCE * eager / 1e6
 

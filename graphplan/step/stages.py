@@ -41,6 +41,7 @@ from graphplan.step.runner import Parts
 from graphplan.tensors.trees import flatten_result
 from graphplan.trace.batch_recorder import BatchRecorder, recorder_of
 from graphplan.trace.deferred_reads import DeferredReads
+from graphplan.trace.host_reads import Place
 from graphplan.trace.records import Trace
 
 _NO_ACCIDENT = 2  # Steps in a row that are no coincidence.
@@ -58,6 +59,7 @@ class Stages:
         self._keeping = 0  # Warm-up steps in a row that have made modules or optimizers, and kept them.
         self._has_begun = False
         self._defers = True  # Reads of numbers wait until values are needed.
+        self._expected: set[Place] = set()  # Reads of truth values that only replays can make.
         self._planner = Planner(parts)
 
     def forget(self) -> None:
@@ -142,7 +144,7 @@ class Stages:
             # An error of the step's own comes out here, too.
             result = self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
             if signal.symbolic is not None:
-                self._planner.replace_less(signal.symbolic)
+                self._planner.replace_less(signal.symbolic, call.walk)
             else:
                 self._defers &= bool(signal.indices)
             return result
@@ -214,7 +216,7 @@ class Stages:
         rehearses = self._managed.runs_compiled(call.walk)
         facts.expects = not rehearses and self._peers is None
         if facts.expects:
-            facts.batch = recorder_of(feed, self._runner.device)
+            facts.batch = recorder_of(feed, self._runner.device, self._expected)
         symbolic = self._planner.make_symbolic(call.walk, self._runner.device, arguments_alone=rehearses)
         facts.deferred = DeferredReads(defers=self._defers and not rehearses, symbolic=symbolic)
         placeholders = Placeholders(feed, feed.unread)
@@ -281,6 +283,9 @@ class Stages:
             # Later steps run other kernels.
             line.traces = []
             return
+        if facts.is_to_be_repeated:
+            line.traces = []
+            return
         if facts.violation is not None:
             raise facts.violation
         self._managed.check_kept()
@@ -313,7 +318,7 @@ class Stages:
     def _take_reads(self, call: Call, batch: BatchRecorder, facts: Trace) -> bool:
         """Take in what a trace has read of its batch. False if other traces have to follow, with that read before."""
         reads, found = batch.reads(), reads_of(call.feed)
-        if found is not None and (found.is_outdated or batch.is_outdated or reads is None):
+        if found is not None and (found.is_outdated or batch.is_outdated):
             found.is_outdated = True
             return False
         if reads is None:
@@ -330,7 +335,7 @@ class Stages:
                 f"the batch is read before the step, which does so first at {reads.reads[0].place}", "traces"
             )
             return False
-        found.is_outdated = not reads.is_like(found)
+        found.is_outdated = not reads.begins(found)
         return not found.is_outdated
 
     def _capture(self, call: Call, undo: ExitStack) -> Any:

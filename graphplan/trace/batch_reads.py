@@ -58,7 +58,8 @@ class TensorSlot:
 
 class Read(NamedTuple):
     """A read: where it is, and what was ``found`` in the trace. ``error`` is what refuses it where it cannot be made
-    before the step, ``call`` the position of the operator that reads.
+    before the step, unless replays may compare what they find there (``may_be_expected``); ``call`` is the position of
+    the operator that reads.
     """
 
     place: Place
@@ -66,6 +67,7 @@ class Read(NamedTuple):
     found: Any
     error: HostSyncError | None
     call: int = 0
+    may_be_expected: bool = False
 
     def finds(self, out: Any, made: Sequence[Tensor]) -> bool:
         """Return True if an operator's result is what was found in the trace."""
@@ -224,10 +226,17 @@ class BatchReads:
         """Return True if the owners' tensors that it begins with are those in ``slots``, by path."""
         return all(slot.path in slots and slots[slot.path].get() is slot.get() for slot in self._slots)
 
-    def is_like(self, other: BatchReads) -> bool:
-        """Return True if both come to the same reads by the same operators."""
-        own, others = [(each._forms, list(map(_named, each._sources.values())), each._beside) for each in (self, other)]
-        return own == others and len(self.reads) == len(other.reads) and all(map(_is_same, self.reads, other.reads))
+    def begins(self, other: BatchReads) -> bool:
+        """Return True if the reads are those that ``other`` begins with, by the same operators: a way through the step
+        that ends early makes no more of them.
+        """
+        pairs = (
+            (self._forms, other._forms),
+            (list(map(_named, self._sources.values())), list(map(_named, other._sources.values()))),
+        )
+        if any(own != others[: len(own)] for own, others in pairs) or len(self.reads) > len(other.reads):
+            return False
+        return self._beside == other._beside and all(map(_is_same, self.reads, other.reads))
 
 
 def _named(source: BatchSource) -> str | int:

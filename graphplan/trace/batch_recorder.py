@@ -16,7 +16,7 @@ from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_answers import Answer, contents_of, is_right, masks_among, masks_of, positions_among
 from graphplan.trace.batch_reads import POSITIONS, BatchReads, BatchSource, Call, Kind, Read, reads_in
 from graphplan.trace.call_recorder import CallRecorder, is_plain
-from graphplan.trace.host_reads import find_place
+from graphplan.trace.host_reads import Place, find_place
 from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 
 _LARGEST = 4096
@@ -25,7 +25,7 @@ _SHARE, _FEW = 4, 32
 """The operators that lead to a read may be a quarter of the step's, or that many."""
 
 
-class _Place(NamedTuple):
+class _Leaf(NamedTuple):
     """A leaf by its index, its number, its storage, and where it begins."""
 
     leaf: int
@@ -39,15 +39,17 @@ class BatchRecorder(CallRecorder):
     from what torch draws on the host as well.
     """
 
-    def __init__(self, leaves: Sequence[tuple[int, Tensor]], *, draws: bool = False) -> None:
+    def __init__(self, leaves: Sequence[tuple[int, Tensor]], expected: set[Place], *, draws: bool = False) -> None:
         super().__init__()
         self._draws = draws
+        self.expected = expected
+        """Where traces have read what cannot be read before the step, and replays compare it."""
         self._kept: list[Tensor] = []
         """What the step does not make: no other tensor may get its memory meanwhile."""
         self.is_outdated = False
         """What was read before the step is not what is read in it."""
         self._operators = 0
-        self._places: list[_Place] = []
+        self._places: list[_Leaf] = []
         self._sources: dict[int, BatchSource] = {}
         self._owned: dict[int | None, Tensor] = {}
         """Those that owners have, by their memory."""
@@ -57,7 +59,7 @@ class BatchRecorder(CallRecorder):
             if storage_id(leaf) is not None and is_plain(leaf):
                 self._sources.setdefault(self._begin_with(leaf), index)
                 if leaf.numel():
-                    self._places.append(_Place(index, self._number(leaf), storage_id(leaf), leaf.data_ptr()))
+                    self._places.append(_Leaf(index, self._number(leaf), storage_id(leaf), leaf.data_ptr()))
 
     def meet(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
         """Take in a tensor of an owner, which is in one of ``slots``, unless it is trained: its values change."""
@@ -83,9 +85,9 @@ class BatchRecorder(CallRecorder):
                 calls.pop()
         return _made_once(calls, self._sources, self._places) if calls else None
 
-    def impossible(self, changed: Mapping[int, Tensor]) -> list[HostSyncError]:
-        """The refusals of reads that cannot be made before the step: they take long, or need what it has ``changed``
-        itself, given by storage, or what may be other memory in the next call.
+    def impossible(self, changed: Mapping[int, Tensor]) -> list[Read]:
+        """The reads that cannot be made before the step: they take long, or need what it has ``changed`` itself, given
+        by storage, or what may be other memory in the next call.
         """
         reads = [call.read for call in self._calls if call.read is not None and call.read.error is not None]
         limit = max(_FEW, self._operators // _SHARE)
@@ -98,8 +100,7 @@ class BatchRecorder(CallRecorder):
             overlaps = (_overlap(_range_of(self._owned[storage]), other) for storage in owned for other in written)
             is_changed = not owned.isdisjoint(changed) or any(overlaps)
             if len(leading) > limit or is_changed or not needed.isdisjoint(self._ambiguous):
-                assert read.error is not None
-                found.append(read.error)
+                found.append(read)
         return found
 
     def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
@@ -114,9 +115,16 @@ class BatchRecorder(CallRecorder):
     def _may_repeat(self, call: OperatorCall, made: Sequence[Tensor]) -> bool:
         return call.schema.is_certain or (self._draws and call.schema.is_native and _draws_on_host(call, made))
 
-    def read(self, call: OperatorCall, out: Any, error: Callable[[], HostSyncError] | None = None) -> bool:
+    def read(
+        self,
+        call: OperatorCall,
+        out: Any,
+        error: Callable[[], HostSyncError] | None = None,
+        *,
+        may_be_expected: bool = False,
+    ) -> bool:
         """Take in a read; False if it needs more than the batch. Operators that use masks are noted beside it.
-        ``error`` makes what refuses it.
+        ``error`` makes what refuses it; for ``may_be_expected`` see :class:`Read`.
         """
         schema, place, masks, contents = call.schema, find_place(), masks_of(call), contents_of(call)
         given = contents or masks or call.tensors()
@@ -139,7 +147,9 @@ class BatchRecorder(CallRecorder):
             read = Read(place, Kind.SHAPE, [tuple(tensor.shape) for tensor in found], refusal)
             self._add(positions_among, POSITIONS, (masks_among(call),), {}, found, read=read)
         elif schema.reads_values:
-            read = Read(place, Kind.VALUE, out, refusal)
+            if place in self.expected:
+                return False
+            read = Read(place, Kind.VALUE, out, refusal, may_be_expected=may_be_expected)
             self._add(schema.call, schema.name, call.args, call.kwargs, [], read=read)
         else:
             made = tensors_in(out)
@@ -157,7 +167,7 @@ class BatchRecorder(CallRecorder):
         return True
 
 
-def _made_once(calls: Sequence[Call], sources: Mapping[int, BatchSource], places: Sequence[_Place]) -> BatchReads:
+def _made_once(calls: Sequence[Call], sources: Mapping[int, BatchSource], places: Sequence[_Leaf]) -> BatchReads:
     """Run equal operators once, with tensors numbered by first appearance: a mask that is used twice is read once."""
     given = {slot.number for call in calls for slot in call.slots()}
     used = {number: source for number, source in sources.items() if number in given}
@@ -181,11 +191,11 @@ def _made_once(calls: Sequence[Call], sources: Mapping[int, BatchSource], places
     return BatchReads(kept, reads, dict(enumerate(used.values())), _beside(places, given, made))
 
 
-def _beside(places: Sequence[_Place], given: set[int], made: set[int]) -> list[tuple[int, int, int]]:
+def _beside(places: Sequence[_Leaf], given: set[int], made: set[int]) -> list[tuple[int, int, int]]:
     """How far leaves of one memory among ``given`` tensors lie apart, by index, if they cannot be told apart, or from
     what the step ``made`` as a view of another one: the next call has to have them alike.
     """
-    by_memory: dict[int | None, list[_Place]] = {}
+    by_memory: dict[int | None, list[_Leaf]] = {}
     for place in places:
         if place.number in given:
             by_memory.setdefault(place.storage, []).append(place)
@@ -217,11 +227,11 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def recorder_of(feed: Feed, device: torch.device | None) -> BatchRecorder:
+def recorder_of(feed: Feed, device: torch.device | None, expected: set[Place]) -> BatchRecorder:
     """A recorder for a step that is fed so, and computes on ``device``. What was read before it is no part of the
-    batch.
+    batch. ``expected`` grows with the step's traces.
     """
     found = reads_in(feed.given[1]) if feed.given is not None else None
     size = len(feed.leaves) - (0 if found is None else 1 + len(found[1]))
     leaves = [(index, leaf) for index, leaf in feed.tensors() if index < size]
-    return BatchRecorder(leaves, draws=device is not None and device.type != "cpu")
+    return BatchRecorder(leaves, expected, draws=device is not None and device.type != "cpu")

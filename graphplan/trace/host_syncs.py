@@ -213,7 +213,8 @@ class HostSyncs:
         place = find_place() if may_be_expected else None
         # Reads of both kinds at one place could not be told apart.
         is_expected = any(known.expected and known.place == place for known in trace.host_reads)
-        if not is_expected and read is not None and trace.batch is not None and trace.batch.read(*read, error=refusal):
+        batch = None if is_expected else trace.batch
+        if read is not None and batch is not None and batch.read(*read, error=refusal, may_be_expected=may_be_expected):
             if read[0].schema.name == TO_COPY:
                 self._operands.add_constant(read[1])
             return

@@ -146,6 +146,8 @@ class Trace:
     undone: frozenset[int] = frozenset()
     """Externals that the step has changed when it comes to the last of these reads, by storage."""
     batch: BatchRecorder | None = None
+    is_to_be_repeated: bool = False
+    """Whether the next trace comes to a plan in another way, and what this one has noted does not count."""
     deferred: DeferredReads | None = None
     draws: list[str] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)

@@ -69,8 +69,13 @@ def trace(
     result = _run(fn, feed, fed, mode, record, sharding)
     if record.batch is not None:
         changed = {storage: outer.tensor for storage, outer in record.externals.items() if outer.mutated}
-        for error in record.batch.impossible(changed):
-            record.refuse(error)
+        for read in record.batch.impossible(changed):
+            if read.may_be_expected and read.place not in record.batch.expected:
+                record.batch.expected.add(read.place)
+                record.is_to_be_repeated = True
+            else:
+                assert read.error is not None
+                record.refuse(read.error)
     leaves, record.output_structure = flatten_result(result)
     named = list(zip(names_of(record.output_structure, "result"), leaves, strict=True))
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}

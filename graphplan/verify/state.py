@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from graphplan.environment.devices import default_generators
 from graphplan.owners.flags import Flags
@@ -53,7 +54,7 @@ def collect_values(
     values = {name: leaf for name, leaf in result if not isinstance(leaf, Tensor)}
     for path, scalar in walk.scalars.items():
         if scalar.lies_here and not allowed(path):
-            values[path] = scalar.get()
+            values.update((name, part) for name, part in _parts(path, scalar.get()) if not isinstance(part, Tensor))
     flags = Flags(walk, fed).read().items()
     values.update((path, flag) for path, flag in flags if not (isinstance(flag, Tensor) or allowed(path)))
     values.update({Path.length(path): len(items) for path, items in walk.lists.items() if not allowed(path)})
@@ -71,4 +72,17 @@ def tensors_of(walk: Walk, is_left_out: Callable[[str], bool] = lambda path: Fal
             found[path] = leaves[0]
         else:
             found.update((f"{path}[{number}]", tensor) for number, tensor in enumerate(leaves))
+    for path, scalar in walk.scalars.items():
+        if not is_left_out(path):
+            found.update((name, part) for name, part in _parts(path, scalar.get()) if isinstance(part, Tensor))
     return found
+
+
+def _parts(path: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """A value in a scalar's place, or what is in a tuple that holds containers of tensors."""
+    if type(value) is not tuple:
+        return [(path, value)]
+    leaves = pytree.tree_flatten_with_path(value)[0]
+    if not any(isinstance(leaf, Tensor) for _, leaf in leaves):
+        return [(path, value)]
+    return [(f"{path}{pytree.keystr(keys)}", leaf) for keys, leaf in leaves]

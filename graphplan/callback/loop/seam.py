@@ -46,13 +46,7 @@ from graphplan.step.options import Options
 from graphplan.step.peers import find_peers
 from graphplan.step.runner import Backends
 from graphplan.tensors.trees import Literals
-from graphplan.trace.mode import is_traced
 
-_BATCH_CHANGED = (
-    "training_step puts something else into the container of its batch, or takes something out. With graphplan a step "
-    "gets a container of its own: hooks that come later, and the batch size that epoch means are weighted with, are "
-    "those of the batch as it came. Change a new container (batch = dict(batch)) to see the same without graphplan"
-)
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
 _literals: Callable[[tuple[Any, ...]], Literals] = lru_cache(64)(Literals)
 """Gives the same object for the same literals: a replay need not look into it again."""
@@ -245,6 +239,8 @@ class Seam(ABC):
             out = step(batch, known, self._variant_of(batch))
         else:
             out = step(batch, known)
+        if out["batch"]:
+            CallArguments((batch,), {}).watch().take(out["batch"])
         self._finish(out)
         return out["result"]
 
@@ -274,13 +270,11 @@ class Seam(ABC):
 
     def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
         """The function of a graphed step: Lightning's own code, and what it logs."""
-        # A replay cannot change the caller's containers, so eager steps do not either.
+        # A replay cannot change the caller's containers: what is changed in these is a result, and put into those then.
         own = with_new_containers(batch)
         kwargs = OrderedDict([("batch", own), *self._rest])
         if "batch_idx" in kwargs:
             kwargs["batch_idx"] = self._arguments.batch_idx
-        fed = CallArguments((own,), {}).watch() if is_traced() else None
+        fed = CallArguments((own,), {}).watch()
         out = self.logs.around(lambda: self._stock(kwargs))
-        if fed is not None and fed.change() is not None:
-            warnings.warn(_BATCH_CHANGED, UserWarning, stacklevel=2)
-        return {**out, "note": getattr(self._wrapper, WRAPPERS_NOTE, None)}
+        return {**out, "batch": fed.changes(), "note": getattr(self._wrapper, WRAPPERS_NOTE, None)}
