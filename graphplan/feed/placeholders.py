@@ -26,11 +26,12 @@ class ReadSignal(BaseException):
 
 
 class Placeholder:
-    """Stands for a value of class ``kind``. ``on_read()`` is called when it is used, and raises."""
+    """Stands for the leaf at ``index``, of class ``kind``. ``on_read()`` is called when it is used, and raises."""
 
-    __slots__ = ("_kind", "_on_read")
+    __slots__ = ("_index", "_kind", "_on_read")
 
-    def __init__(self, kind: type, on_read: Callable[[], Any]) -> None:
+    def __init__(self, index: int, kind: type, on_read: Callable[[], Any]) -> None:
+        object.__setattr__(self, "_index", index)
         object.__setattr__(self, "_kind", kind)
         object.__setattr__(self, "_on_read", on_read)
 
@@ -52,6 +53,12 @@ _SPECIAL = [*_OTHERS.split(), *(prefix + name for name in _BINARY.split() for pr
 for _name in _SPECIAL:
     # The interpreter looks these up on the class.
     setattr(Placeholder, f"__{_name}__", _read)
+
+
+def index_of(placeholder: Placeholder) -> int:
+    """Return the index of the leaf that it stands for, without a use of it."""
+    index: int = object.__getattribute__(placeholder, "_index")
+    return index
 
 
 def is_placeholder(value: Any) -> bool:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from graphplan.errors import FeedError, GraphPlanError
 from graphplan.feed.call_arguments import is_callers
-from graphplan.feed.placeholders import Placeholder, ReadSignal
+from graphplan.feed.placeholders import Placeholder, ReadSignal, index_of, is_placeholder
 from graphplan.feed.signature import Feed, Unread, leaf_key, named_key, names_in
-from graphplan.tensors.trees import Literals
+from graphplan.tensors.trees import Literals, flatten_result, rebuild
 
 _SHAPES = 256  # Structures of calls whose units are remembered.
 _FEW = (bool, int, float, complex, Enum, type(None), torch.dtype, torch.device, torch.memory_format)
@@ -121,7 +121,8 @@ class Placeholders:
 
     def __init__(self, feed: Feed, indices: Iterable[int]) -> None:
         kinds = {index: type(feed.leaves[index]) for index in indices}
-        self._made = {index: Placeholder(kind, partial(self._use, index)) for index, kind in kinds.items()}
+        self._made = {index: Placeholder(index, kind, partial(self._use, index)) for index, kind in kinds.items()}
+        self._values = feed.leaves
         leaves = [self._made.get(index, leaf) for index, leaf in enumerate(feed.leaves)]
         self.feed = feed.replaced(leaves) if self._made else feed
         self._used: set[int] = set()
@@ -145,6 +146,15 @@ class Placeholders:
         if self._made and isinstance(error, Exception) and not isinstance(error, GraphPlanError) and is_callers(error):
             # C code that is handed a placeholder says that it wants something else.
             raise ReadSignal(self._made) from None
+
+    def settled(self, result: Any) -> Any:
+        """``result`` of a step that was called with placeholders, with the values in their places."""
+        if not self._made:
+            return result
+        leaves, structure = flatten_result(result)
+        if not any(map(is_placeholder, leaves)):
+            return result
+        return rebuild(structure, [self._values[index_of(leaf)] if is_placeholder(leaf) else leaf for leaf in leaves])
 
     def check(self) -> None:
         """Raise :class:`ReadSignal` for placeholders that were used."""

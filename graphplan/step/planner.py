@@ -183,8 +183,9 @@ class Planner:
         changed = {path for path in before.keys() & now.keys() if not same_value(before[path], now[path])}
         numbers = (path for path in changed & pair.walk.scalars.keys() if type(now[path]) in (*NUMBERS, bool))
         places = {path: pair.walk.scalars[path] for path in numbers if path not in self._changing_numbers}
-        # What only a library's code names may have been set once (a layer's probability).
+        # What only a library's code names may have been set once (a layer's probability), but not by the step itself.
         again = {path for path, times in self._times_changed.items() if times > 1}
+        again |= {path for path, _, new in pair.changed("scalars") if new is not None}
         named = {path: path in again and pair.reads(place) for path, place in places.items()}
         new = {path for path, place in places.items() if self._may_replace(path, place, is_named=named[path])}
         self._changing_numbers |= new

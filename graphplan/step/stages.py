@@ -225,6 +225,7 @@ class Stages:
         undo.callback(facts.undo_unowned_writes)
         with placeholders, self._stats.timed("trace"):
             result, walk = self._run_traced(call, fed, facts, undo, rehearses=rehearses)
+            result = placeholders.settled(result)
             if feed.unread and any(compares_classes(code) for code, _ in facts.reads.codes):
                 raise ReadSignal(feed.unread)
             rehearsal = None
@@ -323,8 +324,12 @@ class Stages:
             return False
         if reads is None:
             return True
-        if reads.error is not None and (found is not None or reads.is_among(facts.host_reads)):
+        if reads.error is not None and reads.is_among(facts.host_reads):
             raise reads.error
+        if reads.error is not None and found is not None:
+            # This way reads more than the one that the reads were found on.
+            found.is_outdated = True
+            return False
         if found is None:
             assert reads.error is not None
             if self._programs.guesses >= MOST_GUESSES:
@@ -362,7 +367,7 @@ class Stages:
                 )
             try:
                 placeholders.check()
-                result = program.run_recorded(feed.leaves, executed=backend.executes)
+                result = program.run_recorded(call.feed.leaves, executed=backend.executes)
             except BaseException:
                 program.close()
                 raise

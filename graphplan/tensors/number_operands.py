@@ -10,6 +10,8 @@ from torch import Tensor
 
 _ALIKE = frozenset({"mul", "mul_", "add", "add_", "sub", "sub_", "__rsub__"})
 """Functions of a tensor and a number that round as they do for a scalar tensor of the first one's dtype."""
+_COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
+"""Functions that round a number to the tensor's dtype first."""
 _QUOTIENTS = {"div": Tensor.mul, "div_": Tensor.mul_}
 """So do these on the host; on CUDA devices they are these products with a reciprocal (``div_true_kernel_cuda``)."""
 _EXACT = (torch.float32, torch.float64)
@@ -30,9 +32,11 @@ def with_operand(function: Any, tensor: Any, number: Any) -> Tensor | None:
         alike, number = _QUOTIENTS[function.__name__], number._computed(inverse, (number,), float)
     name, dtype = alike.__name__, tensor.dtype
     wide = dtype if dtype in _EXACT else torch.float32
-    known = _WIDENING.get(device.type, ()) if dtype is not wide else (*_ALIKE, *_QUOTIENTS)
+    known = _WIDENING.get(device.type, ()) if dtype is not wide else (*_ALIKE, *_QUOTIENTS, *_COMPARISONS)
     operand = number._reader.tensor_of(number, wide, device) if name in known else None
-    return None if operand is None else alike(tensor.to(wide), operand).to(dtype)
+    if operand is None:
+        return None
+    return alike(tensor, operand) if dtype is wide else alike(tensor.to(wide), operand).to(dtype)
 
 
 def inverse(number: Any) -> float:

@@ -163,6 +163,9 @@ def _is_numpys(value: Any) -> bool:
 
 def _comparing(function: Any) -> Callable[[SymbolicNumber, Any], Any]:
     def method(self: SymbolicNumber, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            # Its own comparison takes this number.
+            return NotImplemented
         if type(other) is not SymbolicNumber and not _is_number(other):
             return function(value_of(self), other)
         return bool(self._computed(function, (self, other), bool))

@@ -244,7 +244,7 @@ def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
     """A tensor that the step returned: ``leaf`` or ``path`` if it went in, else internal with attributes. One that
-    ``is_copied`` was copied to the host, where no code needed it.
+    ``is_copied`` was copied to the host, where no code needed it. Fed values that no code reads are leaves, too.
     """
 
     leaf: int | None = None

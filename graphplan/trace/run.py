@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.errors import HostEffectError
 from graphplan.feed.call_arguments import CallArguments, call_step
+from graphplan.feed.placeholders import index_of, is_placeholder
 from graphplan.feed.signature import Feed, is_dense, is_literal
 from graphplan.observe.capture_state import presenting_capture
 from graphplan.observe.profile import Profile
@@ -192,6 +193,8 @@ def _describe_output(value: Any, feed: Feed, paths: Mapping[int, str], copies: C
     """
     if is_deferred(value):
         return form_of(value)[0]
+    if is_placeholder(value):
+        return OutputTensor(leaf=index_of(value))
     if not isinstance(value, Tensor):
         return value
     leaf = next((index for index, fed in feed.tensors() if fed is value), None)

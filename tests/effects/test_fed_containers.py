@@ -316,7 +316,7 @@ def test_an_eager_call_gets_the_caller_s_own_container(options: Any, make: Any) 
 
 def test_calls_that_are_refused_or_surrounded_get_it_too() -> None:
     """Every way on which Python runs: what nobody can feed, a mode around, gradients that are wanted."""
-    step = graph_step(lambda batch: batch, owners={}, backend="tape", on_failure="eager")
+    step = graph_step(lambda batch: batch if len(batch["x"]) else None, owners={}, backend="tape", on_failure="eager")
     odd = {"x": {1, 2}}
     with pytest.warns(UserWarning, match="a set is fed"):
         assert all(step(odd) is odd for _ in range(WARMUP + 2))
@@ -495,24 +495,51 @@ class Batch:
 
 @pytest.mark.parametrize("step", [_takes_out, _halves, _crops])
 def test_a_training_step_that_changes_its_batch(step: Any, tmp_path: Path) -> None:
-    """Training is the same; that later hooks get the batch as it came, throughout, is said."""
+    """Training is the same, and later hooks get the batch as the step has left it, before replays and after them."""
 
     def as_class(self: Any, batch: Any, index: int) -> Any:
         return Batch(*batch) if step is _crops else batch
 
-    module = with_step(step, on_train_batch_end=_looks_at_end, on_before_batch_transfer=as_class)
     callback = tape(warmup_steps=1)
-    with pytest.warns(UserWarning, match=r"puts something else into .*\(batch = dict\(batch\)\)"):
-        found = fit(module, tmp_path / "graphed", callback)
-    eager = fit(module, tmp_path / "eager")
-    assert_same(*(flatten(model=run.module.state_dict()) for run in (eager, found)))
-    assert callback.stats.replayed > 10
-    untouched = with_step(lambda self, batch, batch_idx: self.loss_of(batch[:2]), on_train_batch_end=_looks_at_end)
-    plain = fit(untouched, tmp_path / "untouched")
-    assert len(found.module.at_end) == len(plain.module.at_end)
-    assert_same(
-        flatten(at_end=[end[1] for end in plain.module.at_end]), flatten(at_end=[end[1] for end in found.module.at_end])
+    found, eager = (
+        fit(with_step(step, on_train_batch_end=_looks_at_end, on_before_batch_transfer=as_class), folder, *given)
+        for folder, given in ((tmp_path / "graphed", [callback]), (tmp_path / "eager", []))
     )
+    assert callback.stats.replayed > 10
+    assert_same(*(flatten(model=run.module.state_dict(), at_end=run.module.at_end) for run in (eager, found)))
+
+
+def _puts_in(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    logits = self.net(batch["x"])
+    batch["deep"][0]["logits"] = logits.detach()
+    batch["deep"].append(batch_idx % 1)
+    del batch["deep"][0]["gone"]
+    loss: Tensor = F.cross_entropy(logits, batch["y"])
+    return loss
+
+
+def test_a_training_step_that_puts_results_into_its_batch(tmp_path: Path) -> None:
+    """A callback that draws predictions finds them there, in the containers that it had before."""
+    callback = tape(warmup_steps=1)
+
+    def nested(self: Any, batch: Any, index: int) -> Any:
+        return {"x": batch[0], "y": batch[1], "deep": [{"gone": 1}]} if self.trainer.training else batch
+
+    def keep(self: Any, batch: Any, batch_idx: int) -> None:
+        self.before = batch["deep"], batch["deep"][0]
+
+    def compare(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert batch["deep"] is self.before[0]
+        assert batch["deep"][0] is self.before[1]
+        self.__dict__.setdefault("at_end", []).append([batch["deep"], sorted(batch)])
+
+    hooks = {"on_before_batch_transfer": nested, "on_train_batch_start": keep, "on_train_batch_end": compare}
+    found, eager = (
+        fit(with_step(_puts_in, **hooks), folder, *given)
+        for folder, given in ((tmp_path / "graphed", [callback]), (tmp_path / "eager", []))
+    )
+    assert callback.stats.replayed > 10
+    assert_same(*(flatten(model=run.module.state_dict(), at_end=run.module.at_end) for run in (eager, found)))
 
 
 class Registered:

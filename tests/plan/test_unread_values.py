@@ -220,7 +220,7 @@ def test_every_use_of_a_placeholder_is_a_signal() -> None:
         used.append(0)
         raise ReadSignal([0])
 
-    held: Any = Placeholder(str, signal)
+    held: Any = Placeholder(0, str, signal)
     uses: list[Callable[[], Any]] = [
         *(lambda f=f: f(held) for f in (len, str, repr, hash, bool, int, float, iter, list, abs, vars, dir, bytes)),
         lambda: held + 1, lambda: 1 + held, lambda: held == 1, lambda: held < 1, lambda: 1 in held, lambda: held[0],

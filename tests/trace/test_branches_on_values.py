@@ -113,6 +113,18 @@ def clips(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return loss.detach(), norm
 
 
+def warms_up(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Looks at a counter, and counts it up afterwards: the look cannot be taken before the step."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    if model.seen < 3:
+        loss = loss * 0.5
+    model.seen += 1
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 def rig_of(body: Body, odd: Sequence[int] = (), calls: int = CALLS) -> Callable[[], Rig]:
     """Makes a training step of ``body``, in which batches of the ``odd`` calls take the other branch."""
 
@@ -166,6 +178,12 @@ def test_the_other_branch_is_eager(body: Body, odd: tuple[int, ...], backend: st
     detail = rf"at {line_of(skips_large)}.* is True, expected False as in the traced steps"
     if body is not checkpoints:
         assert any(re.search(detail, text) for text in stats.reasons), stats.reasons
+
+
+def test_what_is_read_before_it_is_changed(backend: str) -> None:
+    """That is found out in a trace, and those that follow leave it to replays."""
+    step = both(rig_of(warms_up), backend)
+    assert (step.stats.traced, step.stats.captured, step.stats.replayed) == (3, 1, CALLS - 7)
 
 
 def test_what_was_changed_before_is_put_back(backend: str) -> None:

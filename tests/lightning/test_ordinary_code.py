@@ -1,0 +1,184 @@
+"""What training code in people's repositories does in a step, and no one thinks of: the fit is the fit without the
+callback, and most of its steps are replayed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torchmetrics import Metric
+from torchmetrics.image import PeakSignalNoiseRatio
+
+from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape, with_step
+
+
+def replayed(make: Callable[[], LitDigits], folder: Path, **options: Any) -> int:
+    """Fit with the callback and without; return the number of replays."""
+    callback = tape(**options)
+    found, eager = fit(make, folder / "graphed", callback), fit(make, folder / "eager")
+    assert_same_fits(eager, found)
+    replays: int = callback.stats.replayed
+    return replays
+
+
+class Keeps(LitDigits):
+    """Keeps what it computes, and clears that after each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+        self.asked: list[Any] = []
+
+    def on_train_epoch_end(self) -> None:
+        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(self.kept) if isinstance(leaf, Tensor)]
+        self.asked += [(tensor.sum().item(), tensor.requires_grad) for tensor in tensors]
+        self.kept.clear()
+
+
+KEPT: dict[str, Callable[[Keeps, Tensor, Tensor], Any]] = {
+    "losses": lambda module, logits, loss: loss,
+    "results": lambda module, logits, loss: {"loss": loss, "logits": logits},
+    "views without gradients": lambda module, logits, loss: logits.view(-1),
+    "the step and a dictionary": lambda module, logits, loss: (module.global_step, {"logits": logits.detach()}),
+    "the step and a list": lambda module, logits, loss: (module.global_step, [logits.detach()]),
+    "a constant and a dictionary": lambda module, logits, loss: (0, {"logits": logits.detach()}),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept(name: str, tmp_path: Path) -> None:
+    """With ``requires_grad`` as eager steps leave it; checks compare what lies within tuples."""
+
+    def step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        loss: Tensor = F.cross_entropy(logits, batch[1])
+        with torch.set_grad_enabled(name != "views without gradients"):
+            self.kept.append(KEPT[name](self, logits, loss))
+        return loss
+
+    assert replayed(with_step(step, Keeps), tmp_path, verify=5) >= 15
+
+
+class Decay(Optimizer):
+    """Counts its steps in an attribute, and computes a rate from that."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        self.steps += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(param.grad, alpha=-group["lr"] / math.sqrt(self.steps))
+        return loss
+
+
+def test_an_optimizer_that_counts_its_steps(tmp_path: Path) -> None:
+    """It steps on the host; forward and backward are replayed."""
+    assert replayed(lambda: LitDigits(Decay), tmp_path) >= 15
+
+
+class Averaging(LitDigits):
+    """Averages its weights in the step, by torch's own means, which look at a counter and count it up afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averaged = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.averaged.update_parameters(self.net)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), 0.05, fused=True)
+
+
+def test_averaged_weights(tmp_path: Path) -> None:
+    assert replayed(Averaging, tmp_path) >= 15
+
+
+class Share(Metric):
+    """A state that is reduced by its mean, which the count of updates weights."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("share", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, logits: Tensor, target: Tensor) -> None:
+        self.share = (logits > target).float().mean()
+
+    def compute(self) -> Tensor:
+        return self.share * 1.0
+
+
+@pytest.mark.parametrize("make", [Share, lambda: PeakSignalNoiseRatio(data_range=1.0)])
+def test_metrics_with_a_mean(make: Callable[[], Metric], tmp_path: Path) -> None:
+    """torchmetrics multiplies with the number of updates, which only its own code names."""
+
+    class Measured(LitDigits):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = make()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            logits = self(batch[0])
+            self.metric(logits.detach(), F.one_hot(batch[1], 10).float())
+            self.log("metric", self.metric)
+            loss: Tensor = F.cross_entropy(logits, batch[1])
+            return loss
+
+    assert replayed(Measured, tmp_path) >= 15
+
+
+class Weighted(LitDigits):
+    """Weights its classes with a list of numbers, one of which is raised once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [1.0] * 10
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1], weight=torch.tensor(self.weights))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step == 13:
+            self.weights[0] += 0.1
+
+
+def test_a_list_of_numbers_that_changes_once(tmp_path: Path) -> None:
+    """It is captured anew, and nothing else is blamed."""
+    assert replayed(Weighted, tmp_path) >= 10
+
+
+def test_names_that_are_returned(tmp_path: Path) -> None:
+    """Of files, which are others in each batch: the step hands them on, and does not read them."""
+    given: list[Any] = []
+
+    def named(self: Any, batch: Any, index: int) -> Any:
+        x, y = batch
+        names = [f"{float(row.sum()):.6f}.png" for row in x]
+        return {"x": x, "y": y, "names": names} if self.trainer.training else batch
+
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        return {"loss": F.cross_entropy(self(batch["x"]), batch["y"]), "names": batch["names"], "first": batch["x"]}
+
+    def compare(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs["names"] == batch["names"] == [f"{float(row.sum()):.6f}.png" for row in outputs["first"]]
+        given.append(outputs["names"])
+
+    assert replayed(with_step(step, on_before_batch_transfer=named, on_train_batch_end=compare), tmp_path) >= 14
+    assert len({str(names) for names in given}) > 20
