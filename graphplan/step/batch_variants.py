@@ -15,6 +15,7 @@ _UNPROVEN = 3  # Maximum ways as long as no batch has taken one of them again.
 MOST_GUESSES = 6
 """Maximum of these for all keys of a step."""
 _MISSES = 16  # Batches in a row that take no known way, after which none is looked for.
+_LOOKS = 64  # Batches of which a third has to take a known way.
 
 
 class BatchVariants:
@@ -23,7 +24,8 @@ class BatchVariants:
     def __init__(self, error: HostSyncError) -> None:
         self._error = error
         self._known: list[BatchReads] = []
-        self._misses = self._taken = 0
+        self._misses = self._taken = self._looks = self._found = 0
+        self._is_over = False
 
     def add(self, reads: BatchReads) -> None:
         """Add a way."""
@@ -42,11 +44,12 @@ class BatchVariants:
     @property
     def refusal(self) -> HostSyncError | None:
         """The error once the batches differ too much."""
-        if self._misses < _MISSES:
+        if self._misses < _MISSES and not self._is_over:
             return None
+        share = f"{_MISSES} in a row" if self._misses >= _MISSES else "most of them"
         return HostSyncError(
-            f"{str(self._error).rstrip('.')}. What the batch decides may be read before the step, but the batches "
-            f"differ too much: {_MISSES} in a row were unlike those that were traced",
+            f"{str(self._error).rstrip('.')}. What the batch, or a draw on the host, decides may be read before the "
+            f"step, but the batches differ too much: {share} were unlike those that were traced",
             component=self._error.component,
         )
 
@@ -56,6 +59,10 @@ class BatchVariants:
         if taken != self._taken:
             # Calls that are like earlier ones do not come here.
             self._misses, self._taken = 0, taken
+        if self._looks == _LOOKS:
+            self._is_over = 3 * self._found < self._looks
+            self._looks = self._found = 0
+        self._looks += 1
         for reads in self._known:
             tensors = None if reads.is_outdated else reads.find(search)
             if tensors is not None:
@@ -63,6 +70,7 @@ class BatchVariants:
         else:
             self._misses += 1
             return None
+        self._found += 1
         self._known.remove(reads)
         self._known.insert(0, reads)
         assert feed.given is not None

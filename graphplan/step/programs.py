@@ -393,13 +393,15 @@ class Programs:
         """Why a new signature, or another way through the step, waits: for replays to save what starting took, less an
         allowance; None if it does not.
         """
-        if not (self._may_wait and self._latest and entry.is_new and self._has_spent()):
+        if not (entry.is_new and self.has_spent()):
             return None
         what = "another signature" if len(entry.ways) == 1 else "another way through the step's code"
         return f"{what} is traced once replays have saved what the {self._stats.captured} programs before took"
 
-    def _has_spent(self) -> bool:
+    def has_spent(self) -> bool:
         """Return True if starting took more than replays have saved; by counts, where eager steps are not timed."""
+        if not (self._may_wait and self._latest):
+            return False
         eager = self._stats.step_us("eager")
         if eager is None:
             return self._stats.traced > _TRACES + self._stats.replayed // _PAYS

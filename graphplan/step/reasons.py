@@ -115,7 +115,7 @@ class Reasons:
         base.refusal = base.batch.refusal
         if base.refusal is not None:
             self._step.refusals.refuse(base.refusal)
-        return base.refusal is None and base.batch.is_full
+        return base.refusal is None and (base.batch.is_full or self._step.programs.has_spent())
 
     def _is_refused(self, call: Call) -> Found:
         entry = call.entry

@@ -122,8 +122,10 @@ class Call:
         return replace(self, args=args, kwargs=kwargs, made=tuple(numbers.get(each, each) for each in self.made))
 
 
-_Ran = tuple[str, Any, Sequence[Tensor]]
-"""The form of an operator that has run for one batch, what it gave, and the tensors in that."""
+_Ran = tuple[str, Any, Sequence[Tensor], Tensor | None]
+"""The form of an operator that has run for one batch, what it gave, the tensors in that, and the state of the host's
+generator that it left, if it draws.
+"""
 
 
 class Search:
@@ -156,7 +158,7 @@ class BatchReads:
         self._forms = [f"{call.form} {call.made}" for call in calls]
         self._slots = [source for source in sources.values() if isinstance(source, Slot)]
         self._draws = any(call.draws for call in calls)
-        self._is_pure = not (self._draws or any(call.writes for call in calls))
+        self._is_pure = not any(call.writes for call in calls)
         self.number = next(_numbers)
         """Tells it from all others in the process."""
         _made[self.number] = self
@@ -200,12 +202,16 @@ class BatchReads:
         found: list[Tensor] = []
         ran = search.ran(known.values()) if self._is_pure else []
         del ran[sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], zip(ran, self._forms, strict=False))) :]
+        drawn = [state for _, _, _, state in ran if state is not None]
+        if drawn:
+            torch.default_generator.set_state(drawn[-1])
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for position, call in enumerate(self._calls):
                 if position == len(ran):
                     out = call.repeat(known)
-                    ran.append((self._forms[position], out, tensors_in(out)))
-                _, out, made = ran[position]
+                    state = torch.default_generator.get_state() if call.has_effect else None
+                    ran.append((self._forms[position], out, tensors_in(out), state))
+                _, out, made, _ = ran[position]
                 read = self._of_call.get(position)
                 if read is not None and not read.finds(out, made):
                     return None
