@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -86,33 +86,6 @@ class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
             if paths
             else "a number that is read from the device"
         )
-
-
-class Reader(Protocol):
-    """What reads deferred numbers."""
-
-    def read(self, tensor: Tensor, kind: type) -> Any:
-        """A tensor's only element, or all as an array if that is the ``kind``. It is asked each time that a value is
-        needed: what may be read for one purpose may not be for another.
-        """
-
-    def array_of(self, copy: HostCopy) -> Any:
-        """What ``copy.numpy()`` gives."""
-
-    def move(self, copy: HostCopy, function: Callable[[Tensor], Tensor], *, detaches: bool) -> Tensor:
-        """What ``function`` makes of ``copy``, made of its source; it may detach values from autograd's graph."""
-
-    def need(self, copy: HostCopy) -> None:
-        """Code is about to look at what ``copy`` holds: from now on it is a tensor like any other."""
-
-    def tensor_of(self, number: DeferredNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """A scalar tensor with the value; None if that is not where the step computes, or other code would see it."""
-
-    def may_fail(self) -> bool:
-        """Whether a computation may wait that raises an exception for some values: no code catches that."""
-
-    def is_summed(self) -> bool:
-        """Whether numbers are added that ``sum()`` is given, where that does not round as ``+`` does."""
 
 
 class DeferredNumber:
@@ -210,10 +183,10 @@ class HostCopy(Tensor):
     """
 
     source: Tensor
-    _reader: Reader
+    _reader: Any
 
     @classmethod
-    def of(cls, source: Tensor, memory: Tensor, reader: Reader) -> HostCopy:
+    def of(cls, source: Tensor, memory: Tensor, reader: Any) -> HostCopy:
         """The copy that will lie in ``memory``."""
         copy: HostCopy = Tensor._make_subclass(cls, memory)
         copy.source, copy._reader = source, reader

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,28 +64,6 @@ def come_out(asked: Mapping[Question, bool], numbers: Mapping[str, Any]) -> bool
     return all(question.answer(numbers) is answer for question, answer in asked.items())
 
 
-class NumberReader(Protocol):
-    """What is told of the uses of host numbers."""
-
-    def ask(self, question: Question, answer: bool) -> None:
-        """Code branches on a comparison."""
-
-    def touch(self, number: SymbolicNumber) -> None:
-        """Code computes with the number."""
-
-    def use(self, number: SymbolicNumber) -> None:
-        """Code needs the value."""
-
-    def tensor_of(self, number: SymbolicNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """A scalar tensor that holds the value in every step; None if that is not where the step computes."""
-
-    def is_summed(self) -> bool:
-        """Whether numbers are added that ``sum()`` is given, where that does not round as ``+`` does."""
-
-    def may_fail(self) -> bool:
-        """False: what may raise an exception is not computed again."""
-
-
 class SymbolicNumber(DeferredNumber):
     """The owners' number ``known`` at the path ``source``, or what ``function`` gives for such ``operands``."""
 
@@ -93,7 +71,7 @@ class SymbolicNumber(DeferredNumber):
     is_symbolic = True
 
     def __init__(
-        self, reader: NumberReader, known: Any, source: Any = None, function: Any = None, operands: tuple[Any, ...] = ()
+        self, reader: Any, known: Any, source: Any = None, function: Any = None, operands: tuple[Any, ...] = ()
     ) -> None:
         super().__init__(type(known), reader, source, function, operands)
         self._known = known
