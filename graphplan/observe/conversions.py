@@ -1,13 +1,12 @@
 """Reads of tensors that no dispatch mode hears of: torch turns its modes off while it makes a tensor of a list, and
-asks each tensor in the list for a number as Python does, by ``t.__float__()`` and the like; and where
-``torch.tensor_split`` takes indices from a tensor it looks straight at their memory.
+asks each tensor in the list for a number as Python does, by ``t.__float__()`` and the like. A profile function does not
+hear of that either.
 
-A profile function does not hear of the first either, and in the second not of the arguments. So these methods are
-others while a watcher is there. So is ``torch.nn.functional.one_hot``, which on the host reads classes only to see
-whether they are in range, where it is told how many there are, and ``torch.tensor``, which knows no number but Python's
-own. So are ``Tensor.cpu`` and ``Tensor.to``, whose copies may wait, as numbers may. And so are ``Tensor.tolist`` and
-the like: a recording of a step whose traces had a profile function is spared that. Calls of scripted code are watched
-as well (:mod:`graphplan.observe.scripts`).
+So these methods are others while a watcher is there. So is ``torch.nn.functional.one_hot``, which on the host reads
+classes only to see whether they are in range, where it is told how many there are, and ``torch.tensor``, which knows no
+number but Python's own. So are ``Tensor.cpu`` and ``Tensor.to``, whose copies may wait, as numbers may. And so are
+``Tensor.tolist`` and the like: a recording of a step whose traces had a profile function is spared that. Calls of
+scripted code are watched as well (:mod:`graphplan.observe.scripts`).
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ _OF_NUMBERS = (
 )  # fmt: skip
 """Functions of :mod:`math` that can be computed again for other numbers."""
 _OF_LIST = "torch.tensor, as_tensor, new_tensor or the like of a list with tensors in it (torch.stack does without)"
-_OF_INDICES = "torch.tensor_split with indices in a tensor (a list of numbers does without)"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -161,18 +159,6 @@ def _copier(name: str) -> Callable[..., Any]:
     return copying
 
 
-def _split(split: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(split)
-    def splitting(*args: Any, **kwargs: Any) -> Any:
-        given = [*args[1:], *(value for name, value in kwargs.items() if name != "input")]
-        # One index is read by an operator.
-        if any(isinstance(value, Tensor) and value.dim() for value in given):
-            Conversions.tell(_OF_INDICES)
-        return split(*args, **kwargs)
-
-    return splitting
-
-
 def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(make)
     def making(*args: Any, **kwargs: Any) -> Tensor:
@@ -223,7 +209,7 @@ def _validating(one_hot: Callable[..., Any]) -> Callable[..., Any]:
     return validating
 
 
-_METHODS = {name: _number(name) for name in _NUMBERS} | {"tensor_split": _split(torch._C.TensorBase.tensor_split)}
+_METHODS = {name: _number(name) for name in _NUMBERS}
 _METHODS |= {name: _reader(name, torch._C.TensorBase) for name in _IN_PYTHON} | {"item": _item}
 _METHODS |= {name: _copier(name) for name in ("cpu", "to")}
 
@@ -234,11 +220,10 @@ def _find_readers() -> list[tuple[Any, str, Any]]:
         # Where a user has a method, that stays: it reads at once.
         *((Tensor, name, method) for name, method in _METHODS.items() if name not in vars(Tensor)),
         *((torch._C, name, _reader(name, torch._C)) for name in READERS if hasattr(torch._C, name)),
-        (torch, "tensor_split", _split(torch.tensor_split)),
         *((torch, make.__name__, _making(make)) for make in (torch.tensor, torch.as_tensor)),
         (functional, "one_hot", _validating(functional.one_hot)),
         *((math, name, _computing(getattr(math, name))) for name in _OF_NUMBERS if hasattr(math, name)),
-        *watched_calls(Conversions.tell),
+        *watched_calls(),
     ]
 
 

@@ -15,11 +15,10 @@ match everything.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from inspect import getattr_static
-from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -49,23 +48,6 @@ _LOOKED_AT = WRITERS | READERS.keys() | USED.keys() | {"print"} | {function.__na
 """Names of the functions in C that matter wherever they are called."""
 
 
-class NamesWithin:
-    """The names of one kind in several codes. Bytecode is read if it has a name at all that is asked for: that of all
-    installed packages' code would take a third of a first trace.
-    """
-
-    def __init__(self, codes: Iterable[CodeType], kind: Callable[[Names], Collection[str]]) -> None:
-        self._kind = kind
-        self._codes: dict[str, list[CodeType]] = {}
-        for code in codes:
-            for name in (*code.co_names, *(constant for constant in code.co_consts if type(constant) is str)):
-                self._codes.setdefault(name, []).append(code)
-
-    def __contains__(self, name: object) -> bool:
-        codes = self._codes.get(str(name).removesuffix("[:]"), ())
-        return any(name in self._kind(names_of(code)) for code in codes)
-
-
 @dataclass(slots=True)
 class Reads:
     """Names that code may have read.
@@ -83,19 +65,14 @@ class Reads:
     """
 
     anywhere: set[str] = field(default_factory=set)
-    by_packages: Container[str] = ()
+    by_packages: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
     methods_on: dict[int, list[CodeType]] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
-    assigned: Container[str] = ()
+    assigned: set[str] = field(default_factory=set)
     stored: set[tuple[int, str]] = field(default_factory=set)
     codes: list[tuple[CodeType, int]] = field(default_factory=list)
     dynamic: bool = False
-
-    def unfold(self, values: Iterable[Any]) -> None:
-        """Take in the names that those of ``values`` have which are made by ``operator.attrgetter``."""
-        getters = (value.__reduce__()[1] for value in values if type(value) is attrgetter)
-        self.anywhere.update(part for names in getters for name in names for part in name.split("."))
 
     def may_cover(self, scalar: Scalar) -> bool:
         """Whether the user's code that takes attributes by computed names may have come to ``scalar``."""
@@ -140,12 +117,8 @@ class Reads:
         return not isinstance(scalar.owner, Module) or (id(scalar.owner), scalar.attribute) in self.stored
 
     def _names_on(self, scalar: Scalar) -> Iterator[Names]:
-        """The names of those methods that ran on the object that has ``scalar`` and may have to do with that."""
-        # Most methods have not. Reading their bytecode takes long.
-        name = scalar.attribute.removesuffix("[:]")
-        for code in self.methods_on.get(id(scalar.owner), ()):
-            if name in code.co_names or name in code.co_consts:
-                yield names_of(code)
+        """The names of the methods that ran on the object that has ``scalar``."""
+        return map(names_of, self.methods_on.get(id(scalar.owner), ()))
 
     def uses(self, scalar: Scalar) -> bool:
         """Whether code reads the attribute or variable that leads to ``scalar`` for more than to raise it."""
@@ -303,9 +276,6 @@ class Profile:
         elif is_users_file(file_of(frame.f_code, frame.f_globals)):
             self.executed.extensions[name] = str(find_source())
 
-    def _is_packages(self, code: CodeType) -> bool:
-        return not is_library(code.co_filename) and id(code) not in self._users
-
     def reads(self) -> Reads:
         """What the code that ran may have read."""
         found = Reads(stored=self._stored)
@@ -314,11 +284,11 @@ class Profile:
                 found.methods_on.setdefault(owner, []).append(code)
             if not is_library(code.co_filename):
                 found.codes.append((code, owner))
-        codes = {id(code): code for code, _ in found.codes}.values()
-        found.assigned = NamesWithin(codes, lambda names: names.assigned)
-        found.by_packages = NamesWithin(
-            (code for code in self._codes.values() if self._is_packages(code)), lambda names: names.attributes
-        )
+        for code, _ in found.codes:
+            names = names_of(code)
+            found.assigned.update(names.assigned)
+            if id(code) not in self._users:
+                found.by_packages.update(names.attributes)
         for names in map(names_of, self.executed.codes):
             found.anywhere.update(names.attributes)
             found.called.update(names.methods)

@@ -1,4 +1,4 @@
-"""Calls of scripted code: it makes tensors of Python's numbers, and may read tensors, where no dispatcher sees it."""
+"""Calls of scripted code: it makes tensors of Python's numbers where no dispatcher sees it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphplan.tensors.storages import storage_id
 
 _KINDS: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
-_READS = "prim::tolist"
-"""What reads a tensor and is no operator."""
-
-
-def _reads_unseen(script: Any) -> bool:
-    # To look through a graph may run operators on its constants.
-    with _disable_current_modes():
-        return bool(script.inlined_graph.findAllNodes(_READS, recurse=True))
 
 
 class _Here(local):
@@ -40,16 +31,14 @@ def given_to_script() -> set[int | None] | None:
     return _HERE.given[-1] if _HERE.given else None
 
 
-def watched_calls(tell: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
-    """Replacements that note calls of scripted code, and ``tell`` of those that read tensors unseen."""
-    return [(kind, "__call__", _calling(kind.__call__, tell)) for kind in _KINDS]
+def watched_calls() -> list[tuple[Any, str, Any]]:
+    """Replacements that note calls of scripted code."""
+    return [(kind, "__call__", _calling(kind.__call__)) for kind in _KINDS]
 
 
-def _calling(call: Callable[..., Any], tell: Callable[[str], None]) -> Callable[..., Any]:
+def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def calling(script: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if _reads_unseen(script):
-            tell(f"tolist() in the scripted {script.name}")
         leaves = pytree.tree_leaves((args, kwargs))
         _HERE.given.append({storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)})
         try:
