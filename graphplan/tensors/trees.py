@@ -210,13 +210,9 @@ def _rebuild(structure: Structure, leaves: Iterator[Any], outer: tuple[Any, ...]
         return {key: _rebuild(part, leaves, outer) for key, part in zip(label, parts, strict=True)}
     if isinstance(label, _Context):
         return _node_of(kind).unflatten_fn([_rebuild(part, leaves, outer) for part in parts], label.value)
-    record = None if kind is partial else (base_of(kind) or object).__new__(kind)
+    record = (base_of(kind) or object).__new__(kind)
     values = {name: _rebuild(part, leaves, (*outer, record)) for name, part in zip(label, parts, strict=True)}
-    if kind is partial:
-        record = partial(values["func"], *values["args"], **values["keywords"])
-        vars(record).update(values["__dict__"])
-    else:
-        fill_record(record, values)
+    fill_record(record, values)
     return record
 
 
