@@ -1,8 +1,7 @@
 """Building and loading the compiled guards, for one torch, one Python and one version of their source.
 
-They are built into a wheel that is made where torch is installed, else into torch's folder of built extensions.
-Importing graphplan loads what is there. The first capture of a process that found nothing has another process build
-them, for later processes: building takes half a minute, and needs an installed torch.
+Importing graphplan loads what is there, in a wheel or in torch's folder of extensions. The first capture of a process
+that found nothing has another process build them, in half a minute, for later processes.
 """
 
 from __future__ import annotations

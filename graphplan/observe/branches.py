@@ -1,15 +1,11 @@
 """What code does with a value that one of its expressions reads: assert it, return it, or compute with it.
 
-A value is asserted if nothing but branches depends on it, and one side of each of them only raises: ``assert``, or
-``if bad: raise``, with the message that the raising side puts together. The expression that the interpreter is in is
-looked up in the syntax tree of the source. From there the value is followed outwards to the statement, and from a
-variable that is assigned to what loads it. Where that leads to anything else, or to where an exception may be caught,
-and where there is no source, the code computes with the value.
+A value is asserted if nothing but branches depends on it, and one side of each only raises. The expression is looked up
+in the syntax tree and followed to the statement, and from a variable to its loads. Everything else computes with it.
 
-Every handler of a ``try`` statement may catch one, unless the handler raises, too, or is for exceptions of torch's and
-Lightning's own. So may every context manager, other than those of torch, Lightning and the standard library without
-``contextlib.suppress``. A manager that the source of a library or an installed package does not tell (``with
-self.profiler.profile(name)``) is taken to catch none.
+A ``try`` may catch the exception unless its handlers raise or are for exceptions of torch's and Lightning's own; so may
+every context manager but torch's, Lightning's and the standard library's. A manager that the source of a library does
+not tell (``with self.profiler.profile(name)``) is taken to catch none.
 """
 
 from __future__ import annotations

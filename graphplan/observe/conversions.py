@@ -1,12 +1,8 @@
-"""Reads of tensors that no dispatch mode hears of: torch turns its modes off while it makes a tensor of a list, and
-asks each tensor in the list for a number as Python does, by ``t.__float__()`` and the like. A profile function does not
-hear of that either.
+"""Methods and functions that are others while a step is watched: what reads tensors where no dispatch mode hears of it.
 
-So these methods are others while a watcher is there. So is ``torch.nn.functional.one_hot``, which on the host reads
-classes only to see whether they are in range, where it is told how many there are, and ``torch.tensor``, which knows no
-number but Python's own. So are ``Tensor.cpu`` and ``Tensor.to``, whose copies may wait, as numbers may. And so are
-``Tensor.tolist`` and the like: a recording of a step whose traces had a profile function is spared that. Calls of
-scripted code are watched as well (:mod:`graphplan.observe.scripts`).
+To make a tensor of a list, torch turns its modes off and asks each tensor in it for a number (``t.__float__()``), which
+a profile function does not hear of either. ``one_hot`` reads classes only to see whether they are in range.
+``Tensor.item``, ``cpu`` and ``to`` may give what waits, ``torch.tensor`` and :mod:`math` get such numbers.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""What the interpreter ran: reads of tensor memory behind the dispatcher, and the Python values that code may have
-read.
+"""What the interpreter ran: reads of tensor memory behind the dispatcher, and the Python values that code may read.
 
-``Tensor.tolist`` and ``.numpy`` look straight at memory and never reach the dispatcher. A ``TorchFunctionMode`` would
-see them, but torch's modules look for such a mode and then leave their fast paths, which changes the numbers; a profile
-function changes nothing.
+A ``TorchFunctionMode`` would see reads such as ``Tensor.tolist``, but torch's modules leave their fast paths under one,
+which changes the numbers; a profile function changes nothing.
 
-A replay freezes what Python reads, so the owners' values that the traced code can have read are guarded. From the
-bytecode of the code objects that ran come the attributes that they load (not the methods that they call). The user's
-own code counts for every owner, that of installed packages for objects of their classes (a model's configuration), and
-torch's and Lightning's only for its own ``self``: torch's modules read ``self.p``, but torch's many other names would
-match everything.
+What code may have read comes from the attributes that its bytecode loads. The user's own code counts for every owner,
+that of installed packages for objects of their classes (a model's configuration), and torch's and Lightning's only for
+its own ``self``, since their many names would match everything.
 """
 
 from __future__ import annotations
@@ -136,11 +132,9 @@ class Reads:
 
 
 class Profile:
-    """Watches the interpreter while it is entered.
-
-    ``on_read(name, tensor)`` is called for each read of a tensor's memory, with None where the tensor is not known, and
-    ``on_print()`` for each ``print``. Meanwhile nothing is collected: a collection runs finalizers and callbacks,
-    wherever it happens to come, and they are no part of the step.
+    """Watches the interpreter while it is entered: ``on_read(name, tensor)`` is called for each read of a tensor's
+    memory, with None where the tensor is not known, and ``on_print()`` for each ``print``. Nothing is collected
+    meanwhile, since finalizers are no part of the step.
     """
 
     def __init__(
@@ -230,7 +224,7 @@ class Profile:
         if code.co_filename.startswith(_IMPORTS) or (code.co_filename == _COMPILES and code.co_name == "__call__"):
             self._importing = frame
             return None, True
-        found = _owner_name(frame, code), bool(code.co_freevars)
+        found = _owner_name(code), bool(code.co_freevars)
         if number in CALLS:
             note_called(frame.f_locals["self"])
         elif code.co_filename == _ENTERS_COMPILED and {"self", "fn"} <= {*code.co_freevars}:
@@ -297,16 +291,12 @@ class Profile:
         return found
 
 
-def _owner_name(frame: FrameType, code: CodeType) -> str | None:
-    """The variable that has the object or class whose method runs: what is called so, or what has a method of that name
-    and code.
-    """
+def _owner_name(code: CodeType) -> str | None:
+    """The variable that has the object or class whose method runs."""
     arguments = code.co_varnames[: code.co_argcount]
-    first = arguments[0] if arguments else None
     if "self" in arguments or "self" in code.co_freevars:
         return "self"
-    is_methods = first == "cls" or (first is not None and _is_method(code, frame.f_locals.get(first)))
-    return first if is_methods else None
+    return "cls" if arguments[:1] == ("cls",) else None
 
 
 def _name_of(function: Any) -> str:
@@ -317,11 +307,3 @@ def _name_of(function: Any) -> str:
     kind = owner if isinstance(owner, type) else type(owner)
     base = next((base for base in kind.__mro__ if function.__name__ in vars(base)), kind)
     return f"{base.__module__}.{function.__qualname__}"
-
-
-def _is_method(code: CodeType, thing: Any) -> bool:
-    """Whether ``code`` is that of a method of ``thing``."""
-    if is_library(code.co_filename):
-        return False
-    found = next((vars(kind)[code.co_name] for kind in type(thing).__mro__ if code.co_name in vars(kind)), None)
-    return getattr(found, "__code__", None) is code

@@ -24,10 +24,8 @@ def held_shortly(lock: Lock) -> Iterator[None]:
 
 
 class Replacements:
-    """What ``find`` gives, the holder, name and new value of each attribute, is in place while anyone has entered.
-
-    Attributes:
-        entered: who has, in any thread; inner ones last.
+    """What ``find`` gives, the holder, name and new value of each attribute, is in place while anyone has ``entered``
+    in any thread; inner ones last.
     """
 
     def __init__(self, find: Callable[[], Iterable[tuple[Any, str, Any]]]) -> None:

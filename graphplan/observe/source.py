@@ -28,10 +28,8 @@ _CHECKPOINT = os.path.join(TORCH, "utils", "checkpoint.py")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A line of the user's, and the part of the step (``"step"`` or ``"optimizer"``) that ran there.
-
-    ``scaled``: a gradient scaler's code decided about the optimizer's step. ``by``: the line of Lightning's or
-    torchmetrics' that the user's line led to, if any.
+    """A line of the user's, and the part of the step (``"step"`` or ``"optimizer"``) that ran there. ``scaled``: a
+    gradient scaler decided about that step. ``by``: the line of Lightning's or torchmetrics' that it led to, if any.
     """
 
     filename: str
@@ -204,9 +202,7 @@ def _source(frame: FrameType, component: _Component, by: FrameType | None = None
 
 def _component(frame: FrameType, innermost: FrameType) -> _Component | None:
     """``"optimizer"``, its type and whether a scaler steps it, if ``frame`` runs the ``step`` of either and leads to
-    ``innermost`` by itself. None if it is neither's.
-
-    Lightning runs forward and backward as a closure inside ``Optimizer.step``: frames between are in other files.
+    ``innermost`` by itself, not by a closure such as Lightning's. None if it is neither's.
     """
     local = frame.f_locals
     stepper, closure = local.get("self"), local.get("closure", _STEP)

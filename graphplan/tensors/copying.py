@@ -1,8 +1,4 @@
-"""Copies of many tensors, their way back, and their comparison, each with few launches.
-
-A step has hundreds of small tensors (biases, moments, step counters), and on a device a launch takes longer than what
-it does to one of them. So small ones of one dtype and device are handled together.
-"""
+"""Copies of many tensors, their way back, and their comparison: small ones together, since launches take longest."""
 
 from __future__ import annotations
 
@@ -79,10 +75,8 @@ def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: in
 
 @torch.no_grad()
 def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[Tensor]:
-    """Detached copies, beside the tensors or on ``device``. Those of one dtype share memory with each other.
-
-    What lies on the host stays there: on its way to a device all would wait for that. Copies from a device to the host
-    are in pinned memory and not waited for: the host has to wait for the stream before it reads them.
+    """Detached copies, beside the tensors or on ``device``; what lies on the host stays there. Those of one dtype share
+    memory. Copies from a device to the host are in pinned memory, and not waited for.
     """
     copies: list[Tensor] = list(tensors)
     leave = [not (device is None or tensor.is_cpu or tensor.device == device) for tensor in tensors]

@@ -1,8 +1,7 @@
 """Numbers that a step reads from the device and only keeps, logs or returns: what a trace has in their place.
 
-``tensor.item()`` makes the host wait for a value that most steps do nothing with but sums and quotients of other such
-numbers. A :class:`DeferredNumber` writes these down, and the value is read where code needs it: in a comparison, a
-text, an operator's argument. A number whose value no code has needed can be computed after each replay.
+A :class:`DeferredNumber` writes down what is computed with it. Its value is read where code needs it; one that no code
+has needed can be computed after each replay.
 """
 
 from __future__ import annotations
@@ -89,10 +88,8 @@ class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
 
 
 class DeferredNumber:
-    """A number of class ``kind``: the only element of the tensor ``source``, or what ``function`` gives for
-    ``operands``.
-
-    ``isinstance`` says of it what it says of the value.
+    """A number of class ``kind``, which ``isinstance`` says it is: the only element of the tensor ``source``, or what
+    ``function`` gives for ``operands``.
     """
 
     __slots__ = ("__weakref__", "_function", "_kind", "_operands", "_reader", "_source")
@@ -176,10 +173,8 @@ _MOVES: tuple[Any, ...] = (
 
 
 class HostCopy(Tensor):
-    """A copy of ``source`` in host memory whose values no code has read. Its own memory may be uninitialised.
-
-    An operator that only moves values gives another such copy, and so does a norm. Any other one reads them: then the
-    copy becomes an ordinary tensor.
+    """A copy of ``source`` in host memory whose values no code has read. An operator that only moves values, or a norm,
+    gives another one; any other operator reads them, and the copy becomes an ordinary tensor.
     """
 
     source: Tensor

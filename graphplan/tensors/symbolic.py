@@ -1,9 +1,7 @@
 """Numbers that lie among a step's owners: what a traced step has in the place of ``self.global_step``.
 
-A replay runs no Python, so it is good for as long as a number is used as it was in the traces. A
-:class:`SymbolicNumber` notes how: what is computed of it, and with which outcome it is compared, are instructions that
-can be carried out again for another number. Only where code needs the value itself (an index, a text, an operator's
-argument) is a replay good for that value alone.
+A :class:`SymbolicNumber` notes what is computed of it, and with which outcome it is compared: both can be done again
+for another number. Where code needs the value itself (an index, a text), a replay is good for that value alone.
 """
 
 from __future__ import annotations

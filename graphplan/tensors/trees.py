@@ -1,8 +1,6 @@
 """Flattening what a step is called with and what it returns, and putting it together again.
 
-Tensors and literals in tuples, lists and dicts take a path of their own: a replay of a small step takes less time than
-pytree does for its arguments and results. Other nodes are those of pytree, and records
-(:mod:`graphplan.tensors.records`).
+Tuples, lists and dicts take a path of their own, since pytree takes longer than a replay of a small step.
 """
 
 from __future__ import annotations
