@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from graphplan.observe.replacements import Replacements
-from graphplan.observe.scripts import watched_calls
 from graphplan.observe.watching import is_silent
 from graphplan.tensors.deferred import HostCopy, is_deferred, value_of
+from graphplan.tensors.storages import storage_id
 
 _IN_PYTHON = ("tolist", "numpy", "apply_", "map_", "map2_")
 """Methods that give Python what a tensor holds, the last ones element by element to a function."""
@@ -180,27 +181,51 @@ def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
     return computing
 
 
-class _Validating(local):
-    depth = 0
+class _Here(local):
+    """What the scripted code that a thread runs was given, the innermost call last; and how many validating functions
+    it is within.
+    """
+
+    def __init__(self) -> None:
+        self.given: list[set[int | None]] = []
+        self.validating = 0
 
 
-_VALIDATING = _Validating()
+_HERE = _Here()
+
+
+def given_to_script() -> set[int | None] | None:
+    """The storages of the tensors that scripted code which runs in this thread was given; None if none runs."""
+    return _HERE.given[-1] if _HERE.given else None
+
+
+def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def calling(script: Any, /, *args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        _HERE.given.append({storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)})
+        try:
+            return call(script, *args, **kwargs)
+        finally:
+            _HERE.given.pop()
+
+    return calling
 
 
 def validates() -> bool:
     """Return True while this thread is within a function that reads values only to see whether they are in range."""
-    return _VALIDATING.depth > 0
+    return _HERE.validating > 0
 
 
 def _validating(one_hot: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(one_hot)
     def validating(*args: Any, **kwargs: Any) -> Any:
         is_told = (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) != -1
-        _VALIDATING.depth += is_told
+        _HERE.validating += is_told
         try:
             return one_hot(*args, **kwargs)
         finally:
-            _VALIDATING.depth -= is_told
+            _HERE.validating -= is_told
 
     return validating
 
@@ -219,7 +244,7 @@ def _find_readers() -> list[tuple[Any, str, Any]]:
         *((torch, make.__name__, _making(make)) for make in (torch.tensor, torch.as_tensor)),
         (functional, "one_hot", _validating(functional.one_hot)),
         *((math, name, _computing(getattr(math, name))) for name in _OF_NUMBERS if hasattr(math, name)),
-        *watched_calls(),
+        *((kind, "__call__", _calling(kind.__call__)) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)),
     ]
 
 

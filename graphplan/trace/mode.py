@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphplan.errors import CaptureError, RefusalError
-from graphplan.observe.scripts import given_to_script
+from graphplan.observe.conversions import given_to_script
 from graphplan.observe.source import Source, find_source, is_recomputed
 from graphplan.observe.watching import Aside
 from graphplan.tensors.storages import storage_id
