@@ -234,11 +234,6 @@ def _device_first(operands: Iterable[Any]) -> DeferredNumber:
     return min((operand for operand in operands if is_deferred(operand)), key=lambda number: number.is_symbolic)
 
 
-def _are_mixed(*numbers: Any) -> bool:
-    """Whether some are read from the device, and others are the owners'."""
-    return len({number.is_symbolic for number in numbers if is_deferred(number)}) > 1
-
-
 def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any], Any]:
     def method(self: DeferredNumber, other: Any) -> Any:
         if isinstance(other, Tensor):
@@ -280,8 +275,8 @@ def _comparing(function: Any) -> Callable[[DeferredNumber, Any], Any]:
     """A comparison that is made where the numbers are: code branches on a truth value, which replays can compare."""
 
     def method(self: DeferredNumber, other: Any) -> Any:
-        if _are_mixed(self, other):
-            return function(*map(_without_symbolic, (self, other)))
+        if is_deferred(other) and other.is_symbolic:
+            other = value_of(other)
         kind = other._kind if is_deferred(other) else type(other)
         is_exact = kind in _PLAIN and (is_deferred(other) or kind is float or abs(other) < _EXACT)
         if not is_exact:
@@ -317,7 +312,7 @@ for _function in _BINARY:
     setattr(DeferredNumber, f"__r{_name}__", _binary(_function, reflected=True))
     setattr(DeferredArray, f"__{_name}__", _needing(_function))
     setattr(DeferredArray, f"__r{_name}__", _needing(lambda array, other, function=_function: function(other, array)))
-_COMPARISONS: tuple[Any, ...] = (
+COMPARISONS: tuple[Any, ...] = (
     operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
 )  # fmt: skip
 _NEEDING: tuple[Any, ...] = (
@@ -327,8 +322,8 @@ _NEEDING: tuple[Any, ...] = (
 )  # fmt: skip
 _UNARY: tuple[Any, ...] = (operator.neg, operator.pos, operator.abs)
 for _class, _methods, _functions in (
-    (DeferredNumber, _unary, _UNARY), (DeferredNumber, _comparing, _COMPARISONS), (DeferredNumber, _needing, _NEEDING),
-    (DeferredArray, _needing, (*_UNARY, *_COMPARISONS)),
+    (DeferredNumber, _unary, _UNARY), (DeferredNumber, _comparing, COMPARISONS), (DeferredNumber, _needing, _NEEDING),
+    (DeferredArray, _needing, (*_UNARY, *COMPARISONS)),
 ):  # fmt: skip
     for _function in _functions:
         setattr(_class, f"__{_function.__name__.rstrip('_')}__", _methods(_function))
@@ -378,10 +373,6 @@ def form_of(number: DeferredNumber, own: Any = None) -> tuple[NumberForm, list[A
 def value_of(number: Any) -> Any:
     """The value of a deferred number; others as they are."""
     return number._value() if is_deferred(number) else number
-
-
-def _without_symbolic(number: Any) -> Any:
-    return value_of(number) if is_deferred(number) and number.is_symbolic else number
 
 
 def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,6 @@ for another number. Where code needs the value itself (an index, a text), a repl
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.tensors.deferred import DeferredNumber, NumberForm, form_of, value_of
+from graphplan.tensors.deferred import COMPARISONS, DeferredNumber, NumberForm, form_of, value_of
 
 NUMBERS = (int, float)
 """Types of the numbers that have stand-ins: code may ask whether a truth value *is* ``True``."""
@@ -146,10 +145,7 @@ def _comparing(function: Any) -> Callable[[SymbolicNumber, Any], Any]:
     return method
 
 
-_COMPARISONS: tuple[Any, ...] = (
-    operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
-)  # fmt: skip
-for _function in _COMPARISONS:
+for _function in COMPARISONS:
     setattr(SymbolicNumber, f"__{_function.__name__}__", _comparing(_function))
 # Which containers ask, before they compare.
 SymbolicNumber.__hash__ = lambda self: hash(value_of(self))  # type: ignore[method-assign]
