@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from threading import get_ident, local
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ _OF_NUMBERS = (
 )  # fmt: skip
 """Functions of :mod:`math` that can be computed again for other numbers."""
 _OF_LIST = "torch.tensor, as_tensor, new_tensor or the like of a list with tensors in it (torch.stack does without)"
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Conversions:
@@ -79,15 +77,8 @@ class Conversions:
             on_read(what, tensor)
 
     @classmethod
-    def item_of(cls, tensor: Tensor) -> Any:
-        """What ``tensor.item()`` gives in this thread."""
-        return (cls._innermost("_on_item") or torch._C.TensorBase.item)(tensor)
-
-    @classmethod
-    def copy_of(cls, tensor: Tensor, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> Tensor | None:
-        """What this thread has for ``tensor.to(*args, **kwargs)``, or for ``tensor.cpu()``, in place of a copy on the
-        host; None for the usual one.
-        """
+    def copy_of(cls, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """What this thread has for ``tensor.to(*args, **kwargs)`` in place of a copy on the host; None for that."""
         on_copy = cls._innermost("_on_copy")
         return on_copy(tensor) if on_copy is not None and _is_to_host(tensor, args, kwargs) else None
 
@@ -142,7 +133,7 @@ def _reader(name: str, home: Any) -> Callable[..., Any]:
 
 @wraps(torch._C.TensorBase.item)
 def _item(self: Tensor) -> Any:
-    return Conversions.item_of(self)
+    return (Conversions._innermost("_on_item") or torch._C.TensorBase.item)(self)
 
 
 def _copier(name: str) -> Callable[..., Any]:
