@@ -1,8 +1,7 @@
 """Building and loading the compiled guards, for one torch, one Python and one version of their source.
 
-They are built into a wheel that is made where torch is installed, else into torch's folder of built extensions.
-Importing graphplan loads what is there. The first capture of a process that found nothing has another process build
-them, for later processes: building takes half a minute, and needs an installed torch.
+Importing graphplan loads what is there, in a wheel or in torch's folder of extensions. The first capture of a process
+that found nothing has another process build them, in half a minute, for later processes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,10 +33,8 @@ _NAME = "graphplan_guards"
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("guards.cpp", "tensors.h", "moves.h"))
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 _COMPILERS = ("c++", "g++", "clang++")
-_FAILED, _BEGUN = "failed", "begun"
-"""Files that say why a build failed, and that one was begun."""
-_PATIENCE = 600.0
-"""Seconds after which a build that was begun and did not end is begun again."""
+_FAILED = "failed"
+"""File that says why a build failed. While one is under way it says that."""
 _WANTED = "GRAPHPLAN_NATIVE"
 """Environment variable: 0 leaves the compiled guards out, ``found`` uses them but does not have them built."""
 
@@ -131,8 +127,8 @@ def build_later() -> None:
     with suppress(OSError, RuntimeError):
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / _FAILED).exists() or not _begin(folder / _BEGUN):
-            return
+        with (folder / _FAILED).open("x") as file:
+            file.write("a build was begun, and has not ended")
         code = f"import sys; sys.path[:] = {sys.path!r}; from graphplan.compare.building import build; build()"
         command = [*filter(None, [shutil.which("nice")]), sys.executable, "-c", code]
         # Waits for the process, which is not ended with this one.
@@ -148,18 +144,6 @@ def _run(command: Sequence[str]) -> None:
         )  # fmt: skip
 
 
-def _begin(mark: Path) -> bool:
-    """Return True if no other process has made ``mark`` of late."""
-    with suppress(FileNotFoundError):
-        if time.time() - mark.stat().st_mtime > _PATIENCE:
-            mark.unlink()
-    try:
-        mark.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
 def state() -> str:
     """In what the guards run, in words, and why not in C++."""
     wanted = os.environ.get(_WANTED, "1")
@@ -171,7 +155,7 @@ def state() -> str:
         return "in Python, since there is no C++ compiler"
     with suppress(OSError, RuntimeError):
         why = (_folder() / _FAILED).read_text().strip().splitlines()
-        return f"in Python: building them in C++ failed ({why[0] if why else 'the compiler said nothing'})"
+        return f"in Python: they have not been built in C++ ({why[0] if why else 'the compiler said nothing'})"
     return "in Python until they are built in C++, for processes that start then"
 
 

@@ -47,8 +47,6 @@ class Reads:
         """
         values: dict[str, Any] = {}
         stale: dict[str, Scalar] = {}
-        for trace in pair.both:
-            trace.reads.unfold(trace.entry_scalars.values())
         appended = AppendedLists(pair)
         for path, scalar in {**pair.walk.scalars, **pair.walk.objects}.items():
             if path in changed or pair.allows(path):

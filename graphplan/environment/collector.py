@@ -1,7 +1,5 @@
-"""Python's garbage collector, put off while a step is traced, captured or checked.
-
-A trace makes hundreds of thousands of small objects. A collector that runs meanwhile moves them to the oldest
-generation and soon traverses all objects of the process: a quarter of a second with torch and Lightning loaded.
+"""Python's garbage collector, put off while a step is traced, captured or checked: with the many objects of a trace it
+would soon go through all of the process, which takes a quarter of a second with torch and Lightning loaded.
 """
 
 from __future__ import annotations

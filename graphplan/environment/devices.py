@@ -1,8 +1,4 @@
-"""Accelerators by what torch gives all of them: streams, events, memory, generators.
-
-Only ``graphplan/backends`` uses CUDA by name. All other code asks here, with the device of its tensors, so that another
-kind of accelerator needs a backend and nothing else.
-"""
+"""Accelerators by what torch gives all of them: streams, events, memory, generators. Backends alone name CUDA."""
 
 from __future__ import annotations
 
@@ -24,11 +20,7 @@ def module_of(device: torch.device) -> Any:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done what was queued; at once on the CPU.
-
-    Raises:
-        RuntimeError: if work that was queued has failed.
-    """
+    """Wait until ``device`` has done what was queued; at once on the CPU. Raises RuntimeError if that has failed."""
     if is_accelerator(device):
         module_of(device).synchronize(device)
 
@@ -60,11 +52,7 @@ def default_generators() -> list[torch.Generator]:
 
 
 def set_generator(generator: torch.Generator, state: Tensor) -> None:
-    """Put back a ``state`` that ``generator`` had.
-
-    ``Generator.set_state`` of CUDA's default generator also has cuDNN's RNNs draw a new seed for their dropout
-    (``reset_rnn_state`` in ATen). A second handle of the same state leaves them alone.
-    """
+    """Put back a ``state`` that ``generator`` had, by a second handle: with the first, cuDNN's RNNs draw a new seed."""
     handle: Any = generator
     if is_accelerator(generator.device) and hasattr(generator, "graphsafe_get_state"):
         with suppress(RuntimeError):

@@ -30,11 +30,7 @@ def name_of(thing: Any) -> str:
 
 
 def callback_class(name: str) -> Any:
-    """``GraphPlanCallback`` for Trainers of one of :data:`NAMES`.
-
-    Raises:
-        ModuleNotFoundError: if that package is not installed.
-    """
+    """``GraphPlanCallback`` for Trainers of one of :data:`NAMES`; ModuleNotFoundError if that is not installed."""
     package = _FIRST
     if name != NAMES[0]:
         importlib.import_module(name)

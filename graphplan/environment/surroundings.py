@@ -43,10 +43,7 @@ def surroundings() -> str | None:
 
 
 def changing_mode() -> Any:
-    """An active mode that may change what operators do; None if there is none.
-
-    A mode that only watches has ``changes_nothing = True`` in its class.
-    """
+    """An active mode that may change what operators do, without ``changes_nothing = True`` in its class; or None."""
     if not _C._len_torch_dispatch_stack() and not _C._len_torch_function_stack():
         return None
     functions = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
@@ -55,11 +52,7 @@ def changing_mode() -> Any:
 
 
 def check_surroundings(doing: str) -> None:
-    """Refuse to do what ``doing`` says if something is active that a replay would skip.
-
-    Raises:
-        SurroundingsError: naming it.
-    """
+    """Refuse to do what ``doing`` says if something is active that a replay would skip, by a SurroundingsError."""
     found = surroundings()
     if found is not None:
         raise SurroundingsError(

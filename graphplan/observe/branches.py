@@ -1,15 +1,11 @@
 """What code does with a value that one of its expressions reads: assert it, return it, or compute with it.
 
-A value is asserted if nothing but branches depends on it, and one side of each of them only raises: ``assert``, or
-``if bad: raise``, with the message that the raising side puts together. The expression that the interpreter is in is
-looked up in the syntax tree of the source. From there the value is followed outwards to the statement, and from a
-variable that is assigned to what loads it. Where that leads to anything else, or to where an exception may be caught,
-and where there is no source, the code computes with the value.
+A value is asserted if nothing but branches depends on it, and one side of each only raises. The expression is looked up
+in the syntax tree and followed to the statement, and from a variable to its loads. Everything else computes with it.
 
-Every handler of a ``try`` statement may catch one, unless the handler raises, too, or is for exceptions that no
-assertion raises: torch's and Lightning's own, and those that end an iteration. So may every context manager, other than
-those of torch, Lightning and the standard library; ``contextlib.suppress`` as a handler does. A manager that the source
-of a library or an installed package does not tell (``with self.profiler.profile(name)``) is taken to catch none.
+A ``try`` may catch the exception unless its handlers raise or are for exceptions of torch's and Lightning's own; so may
+every context manager but torch's, Lightning's and the standard library's. A manager that the source of a library does
+not tell (``with self.profiler.profile(name)``) is taken to catch none.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Module
 from typing import Any
 
 from graphplan.environment.origin import is_library, is_librarys, is_users_file
-from graphplan.observe.syntax import COMPREHENSIONS, SyntaxTree, has, walk
+from graphplan.observe.syntax import COMPREHENSIONS, SyntaxTree, has
 
 
 class Use(Enum):
@@ -48,8 +44,7 @@ _TESTS = ("POP_JUMP_", "JUMP_IF_", "TO_BOOL", "COPY", "NOP", "CACHE", "EXTENDED_
 _LEAVING = (ast.Return, ast.Break, ast.Continue)
 _PAUSING = (ast.Yield, ast.YieldFrom, ast.Await)
 _TRIES: tuple[Any, ...] = (ast.Try, getattr(ast, "TryStar", ast.Try))
-_BRANCHES = (ast.Assert, ast.If, ast.While)
-_LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)
+_BRANCHES = (ast.Assert, ast.If)
 _PASSING = (
     ast.Assert, ast.Attribute, ast.BinOp, ast.BoolOp, ast.Compare, ast.Dict, ast.FormattedValue, ast.JoinedStr,
     ast.List, ast.Raise, ast.Set, ast.Slice, ast.Starred, ast.Subscript, ast.Tuple, ast.UnaryOp, ast.keyword,
@@ -60,11 +55,6 @@ _ACTING = (ast.NamedExpr, *_PAUSING, ast.GeneratorExp, *COMPREHENSIONS)
 """Expressions that may do more than to compute a result, beside calls."""
 _PAUSED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """Flags of code that gives values away and goes on."""
-_NAMESPACES = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"})
-"""What reads variables without naming them."""
-_ITERATION = (StopIteration, StopAsyncIteration, GeneratorExit)
-_SILENT = (*_ITERATION, AttributeError)
-"""Exceptions that Python itself ends: of iterators where a loop is over, of attributes in ``hasattr``."""
 _ENDED_IN = frozenset({"__getitem__", "__len__", "__length_hint__", "__next__", "__anext__", "__getattr__", "__del__"})
 """Methods whose exceptions Python itself may end: they say that an iterator is over, or that there is nothing."""
 _PURE_CALLS: frozenset[Any] = frozenset(
@@ -127,7 +117,7 @@ class Branches(SyntaxTree):
         """The expressions whose values may be read where an instruction belongs to ``node``."""
         if isinstance(node, ast.Assert):
             # pytest writes other statements in its place, with its position.
-            parts = [part for part in walk(node.test) if isinstance(self.parents[part], ast.BoolOp)]
+            parts = [part for part in ast.walk(node.test) if isinstance(self.parents[part], ast.BoolOp)]
             return [part for part in parts if isinstance(part, ast.expr)] or [node.test]
         return [node] if isinstance(node, ast.expr) else []
 
@@ -148,13 +138,12 @@ class Branches(SyntaxTree):
         is_test = isinstance(parent, _BRANCHES) and node is parent.test
         if is_test and not (self._raises_if(True, node) or self._raises_if(False, node)):
             raise _ComputedWith
-        if is_test or (isinstance(parent, ast.Call) and _is_check(self.resolve(parent.func))):
+        if is_test:
             found.add(Use.ASSERTED)
             return []
-        if isinstance(parent, ast.Assign | ast.AnnAssign | ast.NamedExpr):
+        if isinstance(parent, ast.Assign | ast.AnnAssign):
             targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
-            outer = [parent] if isinstance(parent, ast.NamedExpr) else []
-            return [*outer, *(load for target in targets for load in self._loads_of(target, parent))]
+            return [load for target in targets for load in self._loads_of(target)]
         if not self._passes_on(parent, node):
             raise _ComputedWith
         return [] if isinstance(parent, ast.stmt) else [parent]
@@ -171,23 +160,15 @@ class Branches(SyntaxTree):
             return node is not parent.test
         return isinstance(parent, _PASSING)
 
-    def _loads_of(self, target: ast.AST, assignment: ast.AST) -> Iterator[ast.AST]:
+    def _loads_of(self, target: ast.AST) -> Iterator[ast.AST]:
         """What loads the variables that an assignment stores, but for what can only lead to an exception."""
-        around = self.around(assignment)
-        begin = getattr(assignment, "end_lineno", 0), getattr(assignment, "end_col_offset", 0)
-        # A loop comes back to what lies before the assignment.
-        begin = min([begin, *(_place(node) for node in around if isinstance(node, _LOOPS))])
         own = {*self.code.co_varnames}.difference(self.code.co_cellvars)
-        nodes = walk(around[-1])
-        if any(getattr(node, "id", getattr(node, "attr", "")) in _NAMESPACES for node in nodes):
-            raise _ComputedWith
         for name in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
             if not isinstance(name, ast.Name) or name.id not in own:
                 raise _ComputedWith
-            same = (node for node in nodes if isinstance(node, ast.Name) and node.id == name.id)
-            for load in same:
-                is_after = self.is_load(load) and _place(load) >= begin
-                if is_after and not any(self._only_raises(self._onwards(node)) for node in self.around(load)):
+            for load in ast.walk(self.around(target)[-1]):
+                is_load = isinstance(load, ast.Name) and load.id == name.id and self.is_load(load)
+                if is_load and not any(_always_raises(self._onwards(node)) for node in self.around(load)):
                     yield load
 
     def _raises_if(self, outcome: bool, node: ast.AST) -> bool:
@@ -199,19 +180,10 @@ class Branches(SyntaxTree):
             return self._raises_if(outcome, parent)
         if isinstance(parent, ast.Assert):
             return not outcome
-        if isinstance(parent, ast.While):
-            return outcome and self._only_raises(parent.body)
         if isinstance(parent, ast.If) and node is parent.test:
             side = parent.body if outcome else parent.orelse
-            return self._only_raises([*side, *self._onwards(parent)[1:]])
+            return _always_raises([*side, *self._onwards(parent)[1:]])
         return False
-
-    def _only_raises(self, block: Sequence[ast.stmt]) -> bool:
-        """Whether every way through a block ends with an exception that Python itself does not end."""
-        raised = [node.exc for part in block for node in walk(part) if isinstance(node, ast.Raise)]
-        kinds = [self.resolve(exc.func if isinstance(exc, ast.Call) else exc) for exc in raised]
-        silent = (isinstance(kind, type) and issubclass(kind, _SILENT) for kind in kinds)
-        return _always_raises(block) and not any(silent)
 
     def _onwards(self, statement: ast.AST) -> list[ast.stmt]:
         """What comes after a statement in the block that it is in, with itself."""
@@ -224,7 +196,7 @@ class Branches(SyntaxTree):
 
     def _only_computes(self, node: ast.AST) -> bool:
         """Whether an expression does no more than to compute a result, as far as the names of what it calls tell."""
-        calls = [inner for inner in walk(node) if isinstance(inner, ast.Call)]
+        calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
         return not has([node], _ACTING) and all(map(self._is_pure_call, calls))
 
     def _is_pure_call(self, call: ast.Call, node: ast.AST | None = None) -> bool:
@@ -252,24 +224,18 @@ class Branches(SyntaxTree):
         return True
 
     def _passes_handler(self, handler: ast.ExceptHandler) -> bool:
-        kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-        return _always_raises(handler.body) or not any(map(self._may_be_asserted, kinds))
-
-    def _may_be_asserted(self, node: ast.AST | None) -> bool:
-        """Whether an expression names a class of exceptions that an assertion may raise, as far as that is known."""
-        kind = self.resolve(node)
-        if not isinstance(kind, type):
-            return True
-        return not issubclass(kind, _ITERATION) and (kind.__module__ == "builtins" or not is_librarys(kind))
+        parts = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+        kinds = list(map(self.resolve, parts))
+        # No assertion raises those of torch's and Lightning's own.
+        are_librarys = all(isinstance(kind, type) and kind.__module__ != "builtins" for kind in kinds)
+        return _always_raises(handler.body) or (are_librarys and all(map(is_librarys, kinds)))
 
     def _passes_manager(self, item: ast.expr) -> bool:
         made = self.resolve(item.func if isinstance(item, ast.Call) else item)
         if made is None:
             return not is_users_file(self.code.co_filename) and self.code.co_filename != contextlib.__file__
-        if made is contextlib.nullcontext or isinstance(made, BuiltinFunctionType):
+        if made is contextlib.nullcontext:
             return True
-        if made is contextlib.suppress and isinstance(item, ast.Call):
-            return not any(map(self._may_be_asserted, item.args))
         if isinstance(made, FunctionType):
             # What ``@contextmanager`` has made of a generator.
             return _is_trusted(getattr(inspect.unwrap(made), "__code__", None))
@@ -293,16 +259,6 @@ def branches_of(frame: FrameType) -> Branches:
             _KNOWN.clear()
         known = _KNOWN[id(frame.f_code)] = Branches(frame)
     return known
-
-
-def _is_check(function: Any) -> bool:
-    """Whether it is ``torch._check(condition, message)`` or the like, which does no more than to assert."""
-    is_torchs = isinstance(function, FunctionType) and function.__module__ == "torch"
-    return is_torchs and function.__name__.startswith("_check")
-
-
-def _place(node: ast.AST) -> tuple[int, int]:
-    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
 def _is_trusted(code: CodeType | None) -> bool:

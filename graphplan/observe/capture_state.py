@@ -1,13 +1,10 @@
 """What Python code hears that asks whether the current stream is being captured.
 
-Libraries ask, and take another path in a capture: one that reads nothing on the host, most likely with other kernels.
-A step has to take one path in all its forms, so while one is warmed up, traced, recorded or checked the answer is that
-of the capture, on the CPU too. Steps that are run because there will be no program get the real answer.
+Libraries take another path in a capture, most likely with other kernels. A step has to take one path in all its forms,
+so while one is warmed up, traced, recorded or checked the answer is that of the capture, on the CPU too.
 
-``torch.cuda.is_current_stream_capturing`` looks the question's function in C up among its module's globals. That
-function is replaced there, which reaches code that imported the Python function by name. Code of torch's other than
-its layers, and graphplan's, manages captures and gets the real answer; so do optimizers, and code that asks only to
-raise in a capture, which must be able to run eagerly. ``Stream.is_capturing``, a method in C, is not replaced.
+The question's function in C is replaced among its module's globals, which reaches code that imported the Python one by
+name. Code of torch's other than its layers, optimizers, and code that asks only to raise get the real answer.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""Reads of tensors that no dispatch mode hears of: torch turns its modes off while it makes a tensor of a list, and
-asks each tensor in the list for a number as Python does, by ``t.__float__()`` and the like; and where
-``torch.tensor_split`` takes indices from a tensor it looks straight at their memory.
+"""Methods and functions that are others while a step is watched: what reads tensors where no dispatch mode hears of it.
 
-A profile function does not hear of the first either, and in the second not of the arguments. So these methods are
-others while a watcher is there. So is ``torch.nn.functional.one_hot``, which on the host reads classes only to see
-whether they are in range, where it is told how many there are, and ``torch.tensor``, which knows no number but Python's
-own. So are ``Tensor.cpu`` and ``Tensor.to``, whose copies may wait, as numbers may. And so are ``Tensor.tolist`` and
-the like: a recording of a step whose traces had a profile function is spared that. Calls of scripted code are watched
-as well (:mod:`graphplan.observe.scripts`).
+To make a tensor of a list, torch turns its modes off and asks each tensor in it for a number (``t.__float__()``), which
+a profile function does not hear of either. ``one_hot`` reads classes only to see whether they are in range.
+``Tensor.item``, ``cpu`` and ``to`` may give what waits, ``torch.tensor`` and :mod:`math` get such numbers.
 """
 
 from __future__ import annotations
@@ -17,16 +12,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from threading import get_ident, local
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from graphplan.observe.replacements import Replacements
-from graphplan.observe.scripts import watched_calls
 from graphplan.observe.watching import is_silent
 from graphplan.tensors.deferred import HostCopy, is_deferred, value_of
+from graphplan.tensors.storages import storage_id
 
 _IN_PYTHON = ("tolist", "numpy", "apply_", "map_", "map2_")
 """Methods that give Python what a tensor holds, the last ones element by element to a function."""
@@ -41,8 +36,6 @@ _OF_NUMBERS = (
 )  # fmt: skip
 """Functions of :mod:`math` that can be computed again for other numbers."""
 _OF_LIST = "torch.tensor, as_tensor, new_tensor or the like of a list with tensors in it (torch.stack does without)"
-_OF_INDICES = "torch.tensor_split with indices in a tensor (a list of numbers does without)"
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Conversions:
@@ -84,15 +77,8 @@ class Conversions:
             on_read(what, tensor)
 
     @classmethod
-    def item_of(cls, tensor: Tensor) -> Any:
-        """What ``tensor.item()`` gives in this thread."""
-        return (cls._innermost("_on_item") or torch._C.TensorBase.item)(tensor)
-
-    @classmethod
-    def copy_of(cls, tensor: Tensor, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> Tensor | None:
-        """What this thread has for ``tensor.to(*args, **kwargs)``, or for ``tensor.cpu()``, in place of a copy on the
-        host; None for the usual one.
-        """
+    def copy_of(cls, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """What this thread has for ``tensor.to(*args, **kwargs)`` in place of a copy on the host; None for that."""
         on_copy = cls._innermost("_on_copy")
         return on_copy(tensor) if on_copy is not None and _is_to_host(tensor, args, kwargs) else None
 
@@ -147,7 +133,7 @@ def _reader(name: str, home: Any) -> Callable[..., Any]:
 
 @wraps(torch._C.TensorBase.item)
 def _item(self: Tensor) -> Any:
-    return Conversions.item_of(self)
+    return (Conversions._innermost("_on_item") or torch._C.TensorBase.item)(self)
 
 
 def _copier(name: str) -> Callable[..., Any]:
@@ -159,18 +145,6 @@ def _copier(name: str) -> Callable[..., Any]:
         return plain(self, *args, **kwargs) if copy is None else copy
 
     return copying
-
-
-def _split(split: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(split)
-    def splitting(*args: Any, **kwargs: Any) -> Any:
-        given = [*args[1:], *(value for name, value in kwargs.items() if name != "input")]
-        # One index is read by an operator.
-        if any(isinstance(value, Tensor) and value.dim() for value in given):
-            Conversions.tell(_OF_INDICES)
-        return split(*args, **kwargs)
-
-    return splitting
 
 
 def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -198,32 +172,56 @@ def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
     return computing
 
 
-class _Validating(local):
-    depth = 0
+class _Here(local):
+    """What the scripted code that a thread runs was given, the innermost call last; and how many validating functions
+    it is within.
+    """
+
+    def __init__(self) -> None:
+        self.given: list[set[int | None]] = []
+        self.validating = 0
 
 
-_VALIDATING = _Validating()
+_HERE = _Here()
+
+
+def given_to_script() -> set[int | None] | None:
+    """The storages of the tensors that scripted code which runs in this thread was given; None if none runs."""
+    return _HERE.given[-1] if _HERE.given else None
+
+
+def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def calling(script: Any, /, *args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        _HERE.given.append({storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)})
+        try:
+            return call(script, *args, **kwargs)
+        finally:
+            _HERE.given.pop()
+
+    return calling
 
 
 def validates() -> bool:
     """Return True while this thread is within a function that reads values only to see whether they are in range."""
-    return _VALIDATING.depth > 0
+    return _HERE.validating > 0
 
 
 def _validating(one_hot: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(one_hot)
     def validating(*args: Any, **kwargs: Any) -> Any:
         is_told = (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) != -1
-        _VALIDATING.depth += is_told
+        _HERE.validating += is_told
         try:
             return one_hot(*args, **kwargs)
         finally:
-            _VALIDATING.depth -= is_told
+            _HERE.validating -= is_told
 
     return validating
 
 
-_METHODS = {name: _number(name) for name in _NUMBERS} | {"tensor_split": _split(torch._C.TensorBase.tensor_split)}
+_METHODS = {name: _number(name) for name in _NUMBERS}
 _METHODS |= {name: _reader(name, torch._C.TensorBase) for name in _IN_PYTHON} | {"item": _item}
 _METHODS |= {name: _copier(name) for name in ("cpu", "to")}
 
@@ -234,11 +232,10 @@ def _find_readers() -> list[tuple[Any, str, Any]]:
         # Where a user has a method, that stays: it reads at once.
         *((Tensor, name, method) for name, method in _METHODS.items() if name not in vars(Tensor)),
         *((torch._C, name, _reader(name, torch._C)) for name in READERS if hasattr(torch._C, name)),
-        (torch, "tensor_split", _split(torch.tensor_split)),
         *((torch, make.__name__, _making(make)) for make in (torch.tensor, torch.as_tensor)),
         (functional, "one_hot", _validating(functional.one_hot)),
         *((math, name, _computing(getattr(math, name))) for name in _OF_NUMBERS if hasattr(math, name)),
-        *watched_calls(Conversions.tell),
+        *((kind, "__call__", _calling(kind.__call__)) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)),
     ]
 
 

@@ -61,31 +61,18 @@ def _serves(thing: Any, filename: str) -> bool:
     return (code is not None and is_standard(code.co_filename)) or (thing.daemon and is_installed(filename))
 
 
-_METHODS = {
-    "write": ("_io",),
-    "writelines": ("_io",),
-    "writerow": ("_csv",),
-    "writerows": ("_csv",),
-    "put": ("_queue",),
-    "put_nowait": ("_queue",),
-    "dump": ("_pickle",),
-}
-"""Names of functions and methods in C, and the modules that have them or their object's class."""
-WRITERS = frozenset(_METHODS)
+_IN_C = {
+    "write": "_io", "writelines": "_io", "writerow": "_csv", "writerows": "_csv", "put": "_queue",
+    "put_nowait": "_queue", "dump": "_pickle",
+}  # fmt: skip
+"""Names of functions and methods in C, and the module that has them or their object's class."""
+WRITERS = frozenset(_IN_C)
 """Those that :func:`name_of_write` has to look at."""
-_FUNCTIONS = {
-    "save": ("torch.serialization",),
-    "dump": ("json",),
-    "write_text": ("pathlib",),
-    "write_bytes": ("pathlib",),
-    "writerow": ("csv",),
-    "writerows": ("csv",),
-    "writeheader": ("csv",),
-    "put": ("multiprocessing.queues",),
-}
-"""Names of functions of the libraries in Python, and the modules that have them. What ``queue.Queue`` gets lies in a
-deque, to which replays append.
-"""
+_IN_PYTHON = {
+    "save": "torch.serialization", "dump": "json", "write_text": "pathlib", "write_bytes": "pathlib", "writerow": "csv",
+    "writerows": "csv", "writeheader": "csv", "put": "multiprocessing.queues",
+}  # fmt: skip
+"""Those of libraries in Python. What ``queue.Queue`` gets lies in a deque, to which replays append."""
 _LOGS = ("log_metrics", "log_hyperparams", "log_graph", "log_image", "log_audio", "log_video", "log_text", "log_table")
 _LIGHTNINGS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
 _LOGGERS: dict[str, tuple[str, ...]] = {"logging.": ("_log",), "torch.utils.tensorboard.": ("add_",)}
@@ -97,16 +84,16 @@ _LOGGING = tuple(start for starts in _LOGGERS.values() for start in starts)
 def name_of_write(frame: FrameType, function: Any) -> str | None:
     """What to call a function in C that writes, if code of the user's calls it in ``frame``."""
     name, owner = function.__name__, function.__self__
-    homes = _METHODS.get(name)
-    if homes is None or not _is_users(frame):
+    home = _IN_C.get(name)
+    if home is None or not _is_users(frame):
         return None
     for stream in ("stdout", "stderr"):
         if owner is getattr(sys, stream):
             return f"sys.{stream}.{name}"
     if function.__module__ is not None:
-        return f"{function.__module__.lstrip('_')}.{name}" if function.__module__ in homes else None
+        return f"{home.lstrip('_')}.{name}" if function.__module__ == home else None
     kind = type(owner)
-    is_one = isinstance(owner, IOBase) if "_io" in homes else any(base.__module__ in homes for base in kind.__mro__)
+    is_one = isinstance(owner, IOBase) if home == "_io" else any(base.__module__ == home for base in kind.__mro__)
     return f"{kind.__name__}.{name}" if is_one else None
 
 
@@ -114,16 +101,16 @@ def name_of_saving(frame: FrameType, name: str, owner: Any) -> str | None:
     """What to call a library's function of that ``name`` that writes: one of ``owner``, a logger, or one that the
     user's code called.
     """
-    if name not in _FUNCTIONS and not name.startswith(_LOGGING):
+    if name not in _IN_PYTHON and not name.startswith(_LOGGING):
         return None
     home = f"{frame.f_globals.get('__name__')}."
     if any(home.startswith(module) and name.startswith(starts) for module, starts in _LOGGERS.items()):
         kinds = [kind for kind in type(owner).__mro__ if f"{kind.__module__}.".startswith(tuple(_LOGGERS))]
         return "logging" if home == "logging." else f"{[*kinds, type(owner)][0].__name__}.{name}"
-    found = next((module for module in _FUNCTIONS.get(name, ()) if home.startswith(f"{module}.")), None)
-    if found is None or frame.f_back is None or not _is_users(frame.f_back):
+    module = _IN_PYTHON.get(name)
+    if module is None or not home.startswith(f"{module}.") or frame.f_back is None or not _is_users(frame.f_back):
         return None
-    return f"{found.removesuffix('.serialization')}.{name}"
+    return f"{module.removesuffix('.serialization')}.{name}"
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -82,11 +82,6 @@ def plain_steps(code: CodeType) -> list[dis.Instruction]:
     return found
 
 
-def jumps_to(opname: str) -> bool:
-    """Return True if an instruction of that name may go on at another one."""
-    return dis.opmap.get(opname, -1) in _JUMPS
-
-
 def _find_names(code: CodeType) -> Names:
     steps = plain_steps(code)
     counted, raised = _counted(steps)

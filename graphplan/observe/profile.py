@@ -1,25 +1,20 @@
-"""What the interpreter ran: reads of tensor memory behind the dispatcher, and the Python values that code may have
-read.
+"""What the interpreter ran: reads of tensor memory behind the dispatcher, and the Python values that code may read.
 
-``Tensor.tolist`` and ``.numpy`` look straight at memory and never reach the dispatcher. A ``TorchFunctionMode`` would
-see them, but torch's modules look for such a mode and then leave their fast paths, which changes the numbers; a profile
-function changes nothing.
+A ``TorchFunctionMode`` would see reads such as ``Tensor.tolist``, but torch's modules leave their fast paths under one,
+which changes the numbers; a profile function changes nothing.
 
-A replay freezes what Python reads, so the owners' values that the traced code can have read are guarded. From the
-bytecode of the code objects that ran come the attributes that they load (not the methods that they call). The user's
-own code counts for every owner, that of installed packages for objects of their classes (a model's configuration), and
-torch's and Lightning's only for its own ``self``: torch's modules read ``self.p``, but torch's many other names would
-match everything.
+What code may have read comes from the attributes that its bytecode loads. The user's own code counts for every owner,
+that of installed packages for objects of their classes (a model's configuration), and torch's and Lightning's only for
+its own ``self``, since their many names would match everything.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from inspect import getattr_static
-from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -36,7 +31,7 @@ from graphplan.observe.executed_code import ExecutedCode
 from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_of_saving, name_of_start, name_of_write
 from graphplan.observe.names import Names, names_of
 from graphplan.observe.source import find_source
-from graphplan.observe.watching import Aside, Watcher, is_silent, new_watcher
+from graphplan.observe.watching import Aside, Watcher, is_silent
 from graphplan.owners.discovery import CALLS, INITIALIZERS, note_called, note_made
 from graphplan.owners.kinds import is_known
 from graphplan.owners.slots import Namespace, Scalar
@@ -47,23 +42,6 @@ _COMPILES, _ENTERS_COMPILED = f"{_DYNAMO}convert_frame.py", f"{_DYNAMO}eval_fram
 """Where ``torch.compile`` compiles, and where what it compiled is entered."""
 _LOOKED_AT = WRITERS | READERS.keys() | USED.keys() | {"print"} | {function.__name__ for function in STARTERS_IN_C}
 """Names of the functions in C that matter wherever they are called."""
-
-
-class NamesWithin:
-    """The names of one kind in several codes. Bytecode is read if it has a name at all that is asked for: that of all
-    installed packages' code would take a third of a first trace.
-    """
-
-    def __init__(self, codes: Iterable[CodeType], kind: Callable[[Names], Collection[str]]) -> None:
-        self._kind = kind
-        self._codes: dict[str, list[CodeType]] = {}
-        for code in codes:
-            for name in (*code.co_names, *(constant for constant in code.co_consts if type(constant) is str)):
-                self._codes.setdefault(name, []).append(code)
-
-    def __contains__(self, name: object) -> bool:
-        codes = self._codes.get(str(name).removesuffix("[:]"), ())
-        return any(name in self._kind(names_of(code)) for code in codes)
 
 
 @dataclass(slots=True)
@@ -83,19 +61,14 @@ class Reads:
     """
 
     anywhere: set[str] = field(default_factory=set)
-    by_packages: Container[str] = ()
+    by_packages: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
     methods_on: dict[int, list[CodeType]] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
-    assigned: Container[str] = ()
+    assigned: set[str] = field(default_factory=set)
     stored: set[tuple[int, str]] = field(default_factory=set)
     codes: list[tuple[CodeType, int]] = field(default_factory=list)
     dynamic: bool = False
-
-    def unfold(self, values: Iterable[Any]) -> None:
-        """Take in the names that those of ``values`` have which are made by ``operator.attrgetter``."""
-        getters = (value.__reduce__()[1] for value in values if type(value) is attrgetter)
-        self.anywhere.update(part for names in getters for name in names for part in name.split("."))
 
     def may_cover(self, scalar: Scalar) -> bool:
         """Whether the user's code that takes attributes by computed names may have come to ``scalar``."""
@@ -140,12 +113,8 @@ class Reads:
         return not isinstance(scalar.owner, Module) or (id(scalar.owner), scalar.attribute) in self.stored
 
     def _names_on(self, scalar: Scalar) -> Iterator[Names]:
-        """The names of those methods that ran on the object that has ``scalar`` and may have to do with that."""
-        # Most methods have not. Reading their bytecode takes long.
-        name = scalar.attribute.removesuffix("[:]")
-        for code in self.methods_on.get(id(scalar.owner), ()):
-            if name in code.co_names or name in code.co_consts:
-                yield names_of(code)
+        """The names of the methods that ran on the object that has ``scalar``."""
+        return map(names_of, self.methods_on.get(id(scalar.owner), ()))
 
     def uses(self, scalar: Scalar) -> bool:
         """Whether code reads the attribute or variable that leads to ``scalar`` for more than to raise it."""
@@ -163,11 +132,9 @@ class Reads:
 
 
 class Profile:
-    """Watches the interpreter while it is entered.
-
-    ``on_read(name, tensor)`` is called for each read of a tensor's memory, with None where the tensor is not known, and
-    ``on_print()`` for each ``print``. Meanwhile nothing is collected: a collection runs finalizers and callbacks,
-    wherever it happens to come, and they are no part of the step.
+    """Watches the interpreter while it is entered: ``on_read(name, tensor)`` is called for each read of a tensor's
+    memory, with None where the tensor is not known, and ``on_print()`` for each ``print``. Nothing is collected
+    meanwhile, since finalizers are no part of the step.
     """
 
     def __init__(
@@ -196,7 +163,7 @@ class Profile:
         self._others.enter_context(no_collections())
         if self._on_read is not None:
             self._others.enter_context(Conversions(self._note_conversion))
-        self._watcher = new_watcher(self._note_call, self._note_c_call, _LOOKED_AT, self._users, self.faults)
+        self._watcher = Watcher(self._note_call, self._note_c_call, _LOOKED_AT, self._users, self.faults)
         try:
             self._watcher.start()
         except BaseException:
@@ -257,7 +224,7 @@ class Profile:
         if code.co_filename.startswith(_IMPORTS) or (code.co_filename == _COMPILES and code.co_name == "__call__"):
             self._importing = frame
             return None, True
-        found = _owner_name(frame, code), bool(code.co_freevars)
+        found = _owner_name(code), bool(code.co_freevars)
         if number in CALLS:
             note_called(frame.f_locals["self"])
         elif code.co_filename == _ENTERS_COMPILED and {"self", "fn"} <= {*code.co_freevars}:
@@ -303,9 +270,6 @@ class Profile:
         elif is_users_file(file_of(frame.f_code, frame.f_globals)):
             self.executed.extensions[name] = str(find_source())
 
-    def _is_packages(self, code: CodeType) -> bool:
-        return not is_library(code.co_filename) and id(code) not in self._users
-
     def reads(self) -> Reads:
         """What the code that ran may have read."""
         found = Reads(stored=self._stored)
@@ -314,11 +278,11 @@ class Profile:
                 found.methods_on.setdefault(owner, []).append(code)
             if not is_library(code.co_filename):
                 found.codes.append((code, owner))
-        codes = {id(code): code for code, _ in found.codes}.values()
-        found.assigned = NamesWithin(codes, lambda names: names.assigned)
-        found.by_packages = NamesWithin(
-            (code for code in self._codes.values() if self._is_packages(code)), lambda names: names.attributes
-        )
+        for code, _ in found.codes:
+            names = names_of(code)
+            found.assigned.update(names.assigned)
+            if id(code) not in self._users:
+                found.by_packages.update(names.attributes)
         for names in map(names_of, self.executed.codes):
             found.anywhere.update(names.attributes)
             found.called.update(names.methods)
@@ -327,16 +291,12 @@ class Profile:
         return found
 
 
-def _owner_name(frame: FrameType, code: CodeType) -> str | None:
-    """The variable that has the object or class whose method runs: what is called so, or what has a method of that name
-    and code.
-    """
+def _owner_name(code: CodeType) -> str | None:
+    """The variable that has the object or class whose method runs."""
     arguments = code.co_varnames[: code.co_argcount]
-    first = arguments[0] if arguments else None
     if "self" in arguments or "self" in code.co_freevars:
         return "self"
-    is_methods = first == "cls" or (first is not None and _is_method(code, frame.f_locals.get(first)))
-    return first if is_methods else None
+    return "cls" if arguments[:1] == ("cls",) else None
 
 
 def _name_of(function: Any) -> str:
@@ -347,11 +307,3 @@ def _name_of(function: Any) -> str:
     kind = owner if isinstance(owner, type) else type(owner)
     base = next((base for base in kind.__mro__ if function.__name__ in vars(base)), kind)
     return f"{base.__module__}.{function.__qualname__}"
-
-
-def _is_method(code: CodeType, thing: Any) -> bool:
-    """Whether ``code`` is that of a method of ``thing``."""
-    if is_library(code.co_filename):
-        return False
-    found = next((vars(kind)[code.co_name] for kind in type(thing).__mro__ if code.co_name in vars(kind)), None)
-    return getattr(found, "__code__", None) is code

@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from threading import Lock
+from collections.abc import Callable, Iterable
+from threading import RLock
 from typing import Any
 
-_PATIENCE = 1.0
-"""Seconds, of which beginning to watch takes some millionths."""
 _INHERITED = object()
 
 
-@contextmanager
-def held_shortly(lock: Lock) -> Iterator[None]:
-    """Hold a lock, or go on without it: Ctrl-C may have come before it was given back, so that waits are short."""
-    is_held = lock.acquire(timeout=_PATIENCE)
-    try:
-        yield
-    finally:
-        if is_held:
-            lock.release()
-
-
 class Replacements:
-    """What ``find`` gives, the holder, name and new value of each attribute, is in place while anyone has entered.
-
-    Attributes:
-        entered: who has, in any thread; inner ones last.
+    """What ``find`` gives, the holder, name and new value of each attribute, is in place while anyone has ``entered``
+    in any thread; inner ones last.
     """
 
     def __init__(self, find: Callable[[], Iterable[tuple[Any, str, Any]]]) -> None:
         self._find = find
         self.entered: list[Any] = []
         self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self._lock = Lock()
+        self._lock = RLock()
 
     def enter(self, who: Any) -> None:
         """Add one; the first puts the replacements in place."""
-        with held_shortly(self._lock):
+        with self._lock:
             self.entered.append(who)
             for holder, name, value in () if self._replaced else self._find():
                 self._replaced.append((holder, name, vars(holder).get(name, _INHERITED), value))
@@ -46,7 +30,7 @@ class Replacements:
 
     def leave(self, who: Any) -> None:
         """Remove one; the last takes the replacements away."""
-        with held_shortly(self._lock):
+        with self._lock:
             if who in self.entered:
                 self.entered.remove(who)
             while self._replaced and not self.entered:

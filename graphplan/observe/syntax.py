@@ -94,29 +94,9 @@ def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
     return [(None, None, None, None)] * (len(code.co_code) // 2) if find is None else list(find())
 
 
-def children_of(node: ast.AST) -> list[ast.AST]:
-    """The nodes that ``node`` is made of. Those of :mod:`ast` are Python code, whose calls a trace would hear of."""
-    found: list[ast.AST] = []
-    for name in node._fields:
-        part = getattr(node, name, None)
-        if isinstance(part, ast.AST):
-            found.append(part)
-        elif isinstance(part, list):
-            found += [item for item in part if isinstance(item, ast.AST)]
-    return found
-
-
-def walk(node: ast.AST) -> list[ast.AST]:
-    """``node`` and all nodes within it, those around others before them."""
-    found = [node]
-    for each in found:
-        found += children_of(each)
-    return found
-
-
 def has(nodes: Sequence[ast.AST], kinds: tuple[type[ast.AST], ...]) -> bool:
     """Whether one of the kinds is in the syntax trees."""
-    return any(isinstance(inner, kinds) for node in nodes for inner in walk(node))
+    return any(isinstance(inner, kinds) for node in nodes for inner in ast.walk(node))
 
 
 class SyntaxTree:
@@ -130,16 +110,16 @@ class SyntaxTree:
         left: list[ast.AST] = [self._tree]
         while left:
             parent = left.pop()
-            children = children_of(parent)
+            children = list(ast.iter_child_nodes(parent))
             self.parents.update(dict.fromkeys(children, parent))
             left += children
 
     def own_nodes(self) -> list[ast.AST]:
         """The nodes of the code itself, which may be each lambda or comprehension that begins on its line."""
         found: list[ast.AST] = []
-        for root in filter(self._may_be_root, walk(self._tree)):
+        for root in filter(self._may_be_root, ast.walk(self._tree)):
             scope = root if isinstance(root, _SCOPES) else self.around(root)[-1]
-            found += [node for node in walk(root) if node in self.parents and self.around(node)[-1] is scope]
+            found += [node for node in ast.walk(root) if node in self.parents and self.around(node)[-1] is scope]
         return found
 
     def _may_be_root(self, node: ast.AST) -> bool:

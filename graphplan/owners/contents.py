@@ -68,22 +68,13 @@ def _holds_objects(value: Any) -> bool:
 
 def size_of(buffer: Any) -> int:
     """How many bytes there are in a buffer that can be written to; -1 for anything else."""
-    size, part = -1, buffer
-    while part is not None:
-        try:
-            view = memoryview(part)
-        except (TypeError, ValueError, BufferError):
-            # A buffer has no word for some types of NumPy's elements (dates).
-            if not _is_array(part):
-                return -1
-            size, readonly = (part.nbytes if size < 0 else size), not part.flags.writeable
-        else:
-            size, readonly = (view.nbytes if size < 0 else size), view.readonly
-        if not readonly:
-            return size
-        # What is read-only may be a view of what is not.
-        part = getattr(part, "base", None) if _is_array(part) else getattr(part, "obj", None)
-    return -1
+    if _is_array(buffer):
+        return buffer.nbytes if buffer.flags.writeable else -1
+    try:
+        view = memoryview(buffer)
+    except (TypeError, ValueError, BufferError):
+        return -1
+    return -1 if view.readonly else view.nbytes
 
 
 def _is_array(value: Any) -> bool:

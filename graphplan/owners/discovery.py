@@ -36,11 +36,9 @@ _ENTERED: ContextVar[Discovery | None] = ContextVar("entered", default=None)
 class Discovery:
     """Finds the modules and optimizers that a step uses in this thread: the interpreter's watcher tells of modules, by
     :func:`note_called` and :func:`note_made` (compilers would build torch's global hook for modules into what they
-    make), torch's global hook of optimizers.
-
-    ``on_optimizer`` is called with each optimizer before it steps, so that it is prepared in time; ``on_first_sight``
-    once with each module and optimizer before it runs. Neither is called with what the step itself has made:
-    ``on_made`` is, with an optimizer before it steps.
+    make), torch's global hook of optimizers. ``on_optimizer`` is called with each optimizer before it steps;
+    ``on_first_sight`` once with each module and optimizer before it runs; for an optimizer that the step itself has
+    made ``on_made`` instead.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from graphplan.owners.generators import HostGenerators
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Container, Walk, is_optimizer_state
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory, has_own_operators, is_freed
-from graphplan.tensors.copying import Unequal, copy_all, write_all
+from graphplan.tensors.copying import copy_all, unequal, write_all
 from graphplan.tensors.storages import storage_id
 
 _as_memory = torch._C.DisableTorchFunctionSubclass
@@ -121,8 +121,7 @@ class Snapshot:
         written: list[tuple[Tensor, Tensor]] = []
         for pair in pairs:
             (open_ if pair[0].is_cpu and storage_id(pair[0]) not in changed else written).append(pair)
-        unequal = Unequal([live for live, _ in open_], [copy for _, copy in open_])
-        written += [open_[index] for index in unequal.places()]
+        written += [open_[index] for index in unequal([live for live, _ in open_], [copy for _, copy in open_])]
         write_all([live for live, _ in written], [copy for _, copy in written])
 
 

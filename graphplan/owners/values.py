@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree as pytree
 
 from graphplan.environment.origin import is_users, is_users_module
 from graphplan.owners.contents import has_contents, is_proxy
@@ -274,22 +273,10 @@ class ValueWalker:
             if name not in _MODULE_INTERNALS:
                 self._value(value, f"{path}.{name}", inner, name, depth + 1, (module, name))
         self._class_values(module, path)
-        if isinstance(module, torch.jit.ScriptModule):
-            self._scripted(module, path)
         for name, child in module._modules.items():
             if child is not None:
                 self.walk.links.append((module._modules, name, child))
                 self._module(child, f"{path}.{name}")
-
-    def _scripted(self, module: torch.jit.ScriptModule, path: str) -> None:
-        """What a scripted module keeps in C++, where its code reads it: no bytecode names that."""
-        known = getattr(module, "_concrete_type", None)
-        for name in known.get_attributes() if known is not None else ("training",):
-            place, value = f"{path}.{name}", getattr(module, name)
-            if type(value) is Tensor and name not in module._buffers and name not in module._parameters:
-                self.walk.slots[place] = Slot(Setting(module), name, module, name, path=place, name=name)
-            elif all(isinstance(leaf, SCALARS) for leaf in pytree.tree_leaves(value)):
-                self.walk.scalars[place] = Scalar(Numbers(module), name, module, name, name=name)
 
     def _take_found(self, known: int) -> list[str]:
         """Tensors in slots after the first ``known`` may be a whole dataset: they are not copied. Their paths."""

@@ -1,11 +1,8 @@
 """Walking owners: every place in them that holds a tensor or a Python value, with its path.
 
-A *slot* is a container and a key that hold a tensor; its path is such as ``model.bn.running_mean`` or
-``optimizer.state[model.fc.weight].exp_avg``. *Links* are the chain of containers that leads to a slot: a guard that
-checks links and slots sees a replaced layer or a reloaded optimizer, which a kept list of tensors would not.
-
-It does not enter objects of torch or Lightning that it was not given by name, but for distributions and datasets. What
-lies in the places of an owner is walked by :mod:`graphplan.owners.values`.
+A *slot* is a container and a key that hold a tensor, at a path such as ``optimizer.state[model.fc.weight].exp_avg``.
+*Links* are the containers that lead there: a guard on both sees a replaced layer or a reloaded optimizer. Objects of
+torch or Lightning that were not given by name are not entered, but for distributions and datasets.
 """
 
 from __future__ import annotations

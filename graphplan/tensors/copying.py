@@ -1,13 +1,8 @@
-"""Copies of many tensors, their way back, and their comparison, each with few launches.
-
-A step has hundreds of small tensors (biases, moments, step counters), and on a device a launch takes longer than what
-it does to one of them. So small ones of one dtype and device are handled together.
-"""
+"""Copies of many tensors, their way back, and their comparison: small ones together, since launches take longest."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -34,28 +29,6 @@ def bits(tensor: Tensor) -> Tensor:
     elif tensor.is_neg():
         tensor = tensor.resolve_neg()
     return tensor if tensor.dtype in _INTEGERS or tensor.is_quantized else tensor.view(_BITS[tensor.element_size()])
-
-
-def _find_memcmp() -> Callable[[int, int, int], int] | None:
-    try:
-        found = ctypes.CDLL(None).memcmp
-    except (OSError, AttributeError, TypeError):
-        return None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    return found
-
-
-_memcmp = _find_memcmp()
-"""The function in C, where there is one: ``torch.equal`` takes twice as long for large tensors, and five times as long
-with what it takes to see small ones as integers.
-"""
-
-
-def _are_equal_on_host(one: Tensor, two: Tensor) -> bool:
-    """Whether two tensors on the host have the same bits, which have the same shape and dtype."""
-    if _memcmp is not None and _is_plain(one) and _is_plain(two) and not one.is_quantized:
-        return _memcmp(one.data_ptr(), two.data_ptr(), one.nbytes) == 0
-    return torch.equal(bits(one), bits(two))
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
@@ -102,10 +75,8 @@ def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: in
 
 @torch.no_grad()
 def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[Tensor]:
-    """Detached copies, beside the tensors or on ``device``. Those of one dtype share memory with each other.
-
-    What lies on the host stays there: on its way to a device all would wait for that. Copies from a device to the host
-    are in pinned memory and not waited for: the host has to wait for the stream before it reads them.
+    """Detached copies, beside the tensors or on ``device``; what lies on the host stays there. Those of one dtype share
+    memory. Copies from a device to the host are in pinned memory, and not waited for.
     """
     copies: list[Tensor] = list(tensors)
     leave = [not (device is None or tensor.is_cpu or tensor.device == device) for tensor in tensors]
@@ -131,110 +102,50 @@ def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
     return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def beside(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """``tensors`` on ``device``. Neighbours in memory elsewhere, as :func:`copy_all` leaves them, are one copy."""
-    if all(tensor.device == device for tensor in tensors):
-        return list(tensors)
-    runs: list[list[Tensor]] = []
-    for tensor in tensors:
-        if runs and _follows(tensor, runs[-1][-1]):
-            runs[-1].append(tensor)
-        else:
-            runs.append([tensor])
-    found: list[Tensor] = []
-    for run in runs:
-        whole = run[0].as_strided((sum(tensor.numel() for tensor in run),), (1,)) if run[1:] else run[0]
-        there = whole.to(device, non_blocking=device.type != "cpu")
-        found += _unflat(there, run) if run[1:] else [there]
-    return found
-
-
-def _follows(tensor: Tensor, before: Tensor) -> bool:
-    """Whether ``tensor`` lies right behind ``before`` in one piece of memory."""
-    if tensor.dtype != before.dtype or not (tensor.is_contiguous() and before.is_contiguous()):
-        return False
-    is_next = before.storage_offset() + before.numel() == tensor.storage_offset()
-    return is_next and tensor.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
-
-
 @torch.no_grad()
 def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy ``values`` into ``targets`` of the same shapes and dtypes."""
-    # Tensors from inference mode may not be written to outside of it, other tensors on their memory may.
-    targets = [target.detach() if target.is_inference() else target for target in targets]
-    here = [index for index, t in enumerate(targets) if _is_on_host(t) and type(t) in PLAIN_KINDS]
-    if here:
-        torch._foreach_copy_([targets[index] for index in here], [values[index] for index in here])
-        rest = sorted(set(range(len(targets))) - set(here))
-        targets, values = [targets[index] for index in rest], [values[index] for index in rest]
-    # What comes from elsewhere takes room here on its way.
-    most = _TOGETHER if any(map(_is_on_host, values)) else _COPIED
-    for are_plain, members in _groups(targets, map(_home, targets), most):
-        if are_plain:
-            there = beside([values[i] for i in members], targets[members[0]].device)
-            torch._foreach_copy_([targets[i] for i in members], there)
-        else:
-            target = targets[members[0]]
-            target.copy_(values[members[0]], non_blocking=not target.is_cpu)
+    groups: dict[Hashable, list[tuple[Tensor, Tensor]]] = {}
+    for target, value in zip(targets, values, strict=True):
+        # Tensors from inference mode may not be written to outside of it, other tensors on their memory may.
+        open_ = target.detach() if target.is_inference() else target
+        groups.setdefault(_home(open_) and (_home(open_), value.device), []).append((open_, value))
+    for target, value in groups.pop(None, ()):
+        target.copy_(value, non_blocking=not target.is_cpu)
+    for pairs in groups.values():
+        torch._foreach_copy_([target for target, _ in pairs], [value for _, value in pairs], non_blocking=True)
 
 
-class Unequal:
-    """Where two rows of tensors of the same shapes and dtypes differ in bits. Devices compare on after the constructor;
-    :meth:`places` waits. One of two tensors may lie elsewhere: what a device has is compared there.
+@torch.no_grad()
+def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
+    """Positions at which two rows of tensors of the same shapes and dtypes differ in bits. One of two tensors may lie
+    elsewhere: what a device has is compared there, and each device is waited for once, unless something differs.
     """
-
-    @torch.no_grad()
-    def __init__(self, ones: Sequence[Tensor], twos: Sequence[Tensor]) -> None:
-        rows = [(two, one) if _is_on_host(one) else (one, two) for one, two in zip(ones, twos, strict=True)]
-        self._ones, self._twos = [one for one, _ in rows], [two for _, two in rows]
-        here = {index for index, (one, _) in enumerate(rows) if _is_on_host(one)}
-        self._groups = _on_devices(self._ones, self._twos) if len(here) < len(rows) else []
-        self._flags = [_mark(self._ones, self._twos, members).any() for members in self._groups]
-        # Each is compared alone, up to its first difference.
-        self._found = [index for index in here if not _are_equal_on_host(*rows[index])]
-
-    @torch.no_grad()
-    def places(self) -> list[int]:
-        """Positions in the rows. Each device is waited for once, or twice if small tensors differ."""
-        ones, twos, flags = self._ones, self._twos, values_of(self._flags)
-        suspects = [members for members, differ in zip(self._groups, flags, strict=True) if differ]
-        found = self._found + [members[0] for members in suspects if len(members) == 1]
-        several = [members for members in suspects if len(members) > 1]
-        for members, ends in zip(several, values_of([_ends(ones, twos, members) for members in several]), strict=True):
-            found += [index for index, one, two in zip(members, [0, *ends], ends, strict=False) if one != two]
-        return sorted(found)
+    rows = [(two, one) if _is_on_host(one) else (one, two) for one, two in zip(ones, twos, strict=True)]
+    homes = [_home(one) if one.nbytes <= _SMALL and _is_plain(two) else None for one, two in rows]
+    keys = [home and (home, two.device) for home, (_, two) in zip(homes, rows, strict=True)]
+    groups = [members for _, members in _groups([one for one, _ in rows], keys, _TOGETHER)]
+    marks = (_mark([rows[index] for index in members]) for members in groups)
+    found: list[int] = []
+    for members, differs in zip(groups, values_of([mark.any() for mark in marks]), strict=True):
+        if differs:
+            parts = _mark([rows[index] for index in members]).flatten().split([ones[i].numel() for i in members])
+            found += [index for index, part in zip(members, parts, strict=True) if part.any()]
+    return sorted(found)
 
 
-def _on_devices(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[list[int]]:
-    """Positions of the tensors that are compared together, without what lies on the host."""
-    homes = [_home(one) if one.nbytes <= _SMALL else None for one in ones]
-    keys = [(home, two.device) if home and _is_plain(two) else None for home, two in zip(homes, twos, strict=True)]
-    groups = (members for _, members in _groups(ones, keys, _TOGETHER))
-    return [members for members in groups if not _is_on_host(ones[members[0]])]
-
-
-def _mark(ones: Sequence[Tensor], twos: Sequence[Tensor], members: list[int]) -> Tensor:
+def _mark(rows: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Which elements have other bits, those of several tensors one after the other."""
-    one = [ones[index] for index in members]
-    two = beside([twos[index] for index in members], one[0].device)
-    mark = bits(_flat(one)) != bits(_flat(two)) if members[1:] else bits(one[0]) != bits(two[0])
-    return mark.any(-1) if one[0].is_complex() else mark
+    ones = [one for one, _ in rows]
+    twos = [two.to(one.device, non_blocking=not one.is_cpu) for one, two in rows]
+    mark = bits(_flat(ones)) != bits(_flat(twos)) if rows[1:] else bits(ones[0]) != bits(twos[0])
+    return mark.any(-1) if ones[0].is_complex() else mark
 
 
-def _ends(ones: Sequence[Tensor], twos: Sequence[Tensor], members: list[int]) -> Tensor:
-    """How many elements differ up to the end of each tensor."""
-    mark = _mark(ones, twos, members)
-    ends = torch.tensor([ones[index].numel() for index in members], device=mark.device).cumsum(0)
-    return torch.cat([mark.new_zeros(1, dtype=torch.int64), mark.cumsum(0)])[ends]
-
-
-def values_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """What tensors of a few elements hold, numbers or lists of them; each device is waited for once."""
-    devices = dict.fromkeys(tensor.device for tensor in tensors)
-    here = {d: torch.cat([t.view(-1) for t in tensors if t.device == d]).tolist() for d in devices}
-    found: list[Any] = []
-    for tensor in tensors:
-        values, size = here[tensor.device], tensor.numel()
-        found.append(values[:size] if tensor.dim() else values[0])
-        del values[:size]
-    return found
+def values_of(scalars: Sequence[Tensor]) -> list[Any]:
+    """What scalar tensors of one dtype hold; each device is waited for once."""
+    found: dict[int, Any] = {}
+    for device in dict.fromkeys(scalar.device for scalar in scalars):
+        here = [index for index, scalar in enumerate(scalars) if scalar.device == device]
+        found.update(zip(here, torch.stack([scalars[index] for index in here]).tolist(), strict=True))
+    return [found[index] for index in range(len(scalars))]

@@ -1,8 +1,7 @@
 """Numbers that a step reads from the device and only keeps, logs or returns: what a trace has in their place.
 
-``tensor.item()`` makes the host wait for a value that most steps do nothing with but sums and quotients of other such
-numbers. A :class:`DeferredNumber` writes these down, and the value is read where code needs it: in a comparison, a
-text, an operator's argument. A number whose value no code has needed can be computed after each replay.
+A :class:`DeferredNumber` writes down what is computed with it. Its value is read where code needs it; one that no code
+has needed can be computed after each replay.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -88,38 +87,9 @@ class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
         )
 
 
-class Reader(Protocol):
-    """What reads deferred numbers."""
-
-    def read(self, tensor: Tensor, kind: type) -> Any:
-        """A tensor's only element, or all as an array if that is the ``kind``. It is asked each time that a value is
-        needed: what may be read for one purpose may not be for another.
-        """
-
-    def array_of(self, copy: HostCopy) -> Any:
-        """What ``copy.numpy()`` gives."""
-
-    def move(self, copy: HostCopy, function: Callable[[Tensor], Tensor], *, detaches: bool) -> Tensor:
-        """What ``function`` makes of ``copy``, made of its source; it may detach values from autograd's graph."""
-
-    def need(self, copy: HostCopy) -> None:
-        """Code is about to look at what ``copy`` holds: from now on it is a tensor like any other."""
-
-    def tensor_of(self, number: DeferredNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """A scalar tensor with the value; None if that is not where the step computes, or other code would see it."""
-
-    def may_fail(self) -> bool:
-        """Whether a computation may wait that raises an exception for some values: no code catches that."""
-
-    def is_summed(self) -> bool:
-        """Whether numbers are added that ``sum()`` is given, where that does not round as ``+`` does."""
-
-
 class DeferredNumber:
-    """A number of class ``kind``: the only element of the tensor ``source``, or what ``function`` gives for
-    ``operands``.
-
-    ``isinstance`` says of it what it says of the value.
+    """A number of class ``kind``, which ``isinstance`` says it is: the only element of the tensor ``source``, or what
+    ``function`` gives for ``operands``.
     """
 
     __slots__ = ("__weakref__", "_function", "_kind", "_operands", "_reader", "_source")
@@ -203,17 +173,15 @@ _MOVES: tuple[Any, ...] = (
 
 
 class HostCopy(Tensor):
-    """A copy of ``source`` in host memory whose values no code has read. Its own memory may be uninitialised.
-
-    An operator that only moves values gives another such copy, and so does a norm. Any other one reads them: then the
-    copy becomes an ordinary tensor.
+    """A copy of ``source`` in host memory whose values no code has read. An operator that only moves values, or a norm,
+    gives another one; any other operator reads them, and the copy becomes an ordinary tensor.
     """
 
     source: Tensor
-    _reader: Reader
+    _reader: Any
 
     @classmethod
-    def of(cls, source: Tensor, memory: Tensor, reader: Reader) -> HostCopy:
+    def of(cls, source: Tensor, memory: Tensor, reader: Any) -> HostCopy:
         """The copy that will lie in ``memory``."""
         copy: HostCopy = Tensor._make_subclass(cls, memory)
         copy.source, copy._reader = source, reader
@@ -266,11 +234,6 @@ def _device_first(operands: Iterable[Any]) -> DeferredNumber:
     return min((operand for operand in operands if is_deferred(operand)), key=lambda number: number.is_symbolic)
 
 
-def _are_mixed(*numbers: Any) -> bool:
-    """Whether some are read from the device, and others are the owners'."""
-    return len({number.is_symbolic for number in numbers if is_deferred(number)}) > 1
-
-
 def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any], Any]:
     def method(self: DeferredNumber, other: Any) -> Any:
         if isinstance(other, Tensor):
@@ -312,8 +275,8 @@ def _comparing(function: Any) -> Callable[[DeferredNumber, Any], Any]:
     """A comparison that is made where the numbers are: code branches on a truth value, which replays can compare."""
 
     def method(self: DeferredNumber, other: Any) -> Any:
-        if _are_mixed(self, other):
-            return function(*map(_without_symbolic, (self, other)))
+        if is_deferred(other) and other.is_symbolic:
+            other = value_of(other)
         kind = other._kind if is_deferred(other) else type(other)
         is_exact = kind in _PLAIN and (is_deferred(other) or kind is float or abs(other) < _EXACT)
         if not is_exact:
@@ -349,7 +312,7 @@ for _function in _BINARY:
     setattr(DeferredNumber, f"__r{_name}__", _binary(_function, reflected=True))
     setattr(DeferredArray, f"__{_name}__", _needing(_function))
     setattr(DeferredArray, f"__r{_name}__", _needing(lambda array, other, function=_function: function(other, array)))
-_COMPARISONS: tuple[Any, ...] = (
+COMPARISONS: tuple[Any, ...] = (
     operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
 )  # fmt: skip
 _NEEDING: tuple[Any, ...] = (
@@ -359,8 +322,8 @@ _NEEDING: tuple[Any, ...] = (
 )  # fmt: skip
 _UNARY: tuple[Any, ...] = (operator.neg, operator.pos, operator.abs)
 for _class, _methods, _functions in (
-    (DeferredNumber, _unary, _UNARY), (DeferredNumber, _comparing, _COMPARISONS), (DeferredNumber, _needing, _NEEDING),
-    (DeferredArray, _needing, (*_UNARY, *_COMPARISONS)),
+    (DeferredNumber, _unary, _UNARY), (DeferredNumber, _comparing, COMPARISONS), (DeferredNumber, _needing, _NEEDING),
+    (DeferredArray, _needing, (*_UNARY, *COMPARISONS)),
 ):  # fmt: skip
     for _function in _functions:
         setattr(_class, f"__{_function.__name__.rstrip('_')}__", _methods(_function))
@@ -410,10 +373,6 @@ def form_of(number: DeferredNumber, own: Any = None) -> tuple[NumberForm, list[A
 def value_of(number: Any) -> Any:
     """The value of a deferred number; others as they are."""
     return number._value() if is_deferred(number) else number
-
-
-def _without_symbolic(number: Any) -> Any:
-    return value_of(number) if is_deferred(number) and number.is_symbolic else number
 
 
 def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,4 @@
-"""DTensors: tensors that are spread over processes.
-
-A DTensor has no memory of its own: its shard is another tensor, and that is what operators work on.
-"""
+"""DTensors, which are spread over processes and have no memory of their own: operators work on their shard."""
 
 from __future__ import annotations
 

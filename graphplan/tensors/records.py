@@ -1,4 +1,4 @@
-"""Records: dataclass instances, partial functions and objects that hold tensors, which pytree takes for leaves."""
+"""Records: dataclass instances and objects that hold tensors, which pytree takes for leaves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,6 @@ from torch.utils import _pytree as pytree
 
 from graphplan.tensors.deferred import DeferredNumber
 
-_PARTIAL = ("func", "args", "keywords", "__dict__")
-"""What a partial function is made of."""
 ITEMS = "[]"
 """The name of what an object holds as a dict or a list."""
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, SimpleNamespace)
@@ -32,11 +30,7 @@ _ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 def is_record(leaf: Any) -> bool:
     """Return True if ``leaf`` is taken apart where it is fed."""
-    return _is_plain_record(leaf) or (base_of(type(leaf)) is not None and _is_batch(leaf))
-
-
-def _is_plain_record(leaf: Any) -> bool:
-    return type(leaf) is partial or is_dataclass(type(leaf))
+    return is_dataclass(type(leaf)) or (base_of(type(leaf)) is not None and _is_batch(leaf))
 
 
 @_remembered
@@ -77,15 +71,13 @@ def _is_batch(thing: Any) -> bool:
             left += node
         elif kind in pytree.SUPPORTED_NODES:
             left += pytree.SUPPORTED_NODES[kind].flatten_fn(node)[0]
-        elif _is_plain_record(node) or base_of(kind) is not None:
+        elif is_dataclass(kind) or base_of(kind) is not None:
             left += record_values(node).values()
     return found and not left
 
 
 def record_values(record: Any) -> dict[str, Any]:
     """What a record is made of, by name."""
-    if type(record) is partial:
-        return {name: getattr(record, name) for name in _PARTIAL}
     values: dict[str, Any] = {}
     if is_dataclass(record):
         values = {field.name: getattr(record, field.name) for field in fields(record) if hasattr(record, field.name)}
@@ -131,7 +123,7 @@ def _referent(value: Any) -> Any:
 def level_of(value: Any, outer: tuple[Any, ...]) -> int | None:
     """How many records further out the one lies that ``value`` is, or weakly refers to; None if it is none of them."""
     target = _referent(value)
-    levels = (n for n, record in enumerate(reversed(outer)) if record is target and type(record) is not partial)
+    levels = (n for n, record in enumerate(reversed(outer)) if record is target)
     return next(levels, None)
 
 

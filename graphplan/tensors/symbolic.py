@@ -1,23 +1,20 @@
 """Numbers that lie among a step's owners: what a traced step has in the place of ``self.global_step``.
 
-A replay runs no Python, so it is good for as long as a number is used as it was in the traces. A
-:class:`SymbolicNumber` notes how: what is computed of it, and with which outcome it is compared, are instructions that
-can be carried out again for another number. Only where code needs the value itself (an index, a text, an operator's
-argument) is a replay good for that value alone.
+A :class:`SymbolicNumber` notes what is computed of it, and with which outcome it is compared: both can be done again
+for another number. Where code needs the value itself (an index, a text), a replay is good for that value alone.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphplan.tensors.deferred import DeferredNumber, NumberForm, form_of, value_of
+from graphplan.tensors.deferred import COMPARISONS, DeferredNumber, NumberForm, form_of, value_of
 
 NUMBERS = (int, float)
 """Types of the numbers that have stand-ins: code may ask whether a truth value *is* ``True``."""
@@ -64,28 +61,6 @@ def come_out(asked: Mapping[Question, bool], numbers: Mapping[str, Any]) -> bool
     return all(question.answer(numbers) is answer for question, answer in asked.items())
 
 
-class NumberReader(Protocol):
-    """What is told of the uses of host numbers."""
-
-    def ask(self, question: Question, answer: bool) -> None:
-        """Code branches on a comparison."""
-
-    def touch(self, number: SymbolicNumber) -> None:
-        """Code computes with the number."""
-
-    def use(self, number: SymbolicNumber) -> None:
-        """Code needs the value."""
-
-    def tensor_of(self, number: SymbolicNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """A scalar tensor that holds the value in every step; None if that is not where the step computes."""
-
-    def is_summed(self) -> bool:
-        """Whether numbers are added that ``sum()`` is given, where that does not round as ``+`` does."""
-
-    def may_fail(self) -> bool:
-        """False: what may raise an exception is not computed again."""
-
-
 class SymbolicNumber(DeferredNumber):
     """The owners' number ``known`` at the path ``source``, or what ``function`` gives for such ``operands``."""
 
@@ -93,7 +68,7 @@ class SymbolicNumber(DeferredNumber):
     is_symbolic = True
 
     def __init__(
-        self, reader: NumberReader, known: Any, source: Any = None, function: Any = None, operands: tuple[Any, ...] = ()
+        self, reader: Any, known: Any, source: Any = None, function: Any = None, operands: tuple[Any, ...] = ()
     ) -> None:
         super().__init__(type(known), reader, source, function, operands)
         self._known = known
@@ -173,10 +148,7 @@ def _comparing(function: Any) -> Callable[[SymbolicNumber, Any], Any]:
     return method
 
 
-_COMPARISONS: tuple[Any, ...] = (
-    operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
-)  # fmt: skip
-for _function in _COMPARISONS:
+for _function in COMPARISONS:
     setattr(SymbolicNumber, f"__{_function.__name__}__", _comparing(_function))
 # Which containers ask, before they compare.
 SymbolicNumber.__hash__ = lambda self: hash(value_of(self))  # type: ignore[method-assign]

@@ -1,8 +1,6 @@
 """Flattening what a step is called with and what it returns, and putting it together again.
 
-Tensors and literals in tuples, lists and dicts take a path of their own: a replay of a small step takes less time than
-pytree does for its arguments and results. Other nodes are those of pytree, and records
-(:mod:`graphplan.tensors.records`).
+Tuples, lists and dicts take a path of their own, since pytree takes longer than a replay of a small step.
 """
 
 from __future__ import annotations
@@ -210,13 +208,9 @@ def _rebuild(structure: Structure, leaves: Iterator[Any], outer: tuple[Any, ...]
         return {key: _rebuild(part, leaves, outer) for key, part in zip(label, parts, strict=True)}
     if isinstance(label, _Context):
         return _node_of(kind).unflatten_fn([_rebuild(part, leaves, outer) for part in parts], label.value)
-    record = None if kind is partial else (base_of(kind) or object).__new__(kind)
+    record = (base_of(kind) or object).__new__(kind)
     values = {name: _rebuild(part, leaves, (*outer, record)) for name, part in zip(label, parts, strict=True)}
-    if kind is partial:
-        record = partial(values["func"], *values["args"], **values["keywords"])
-        vars(record).update(values["__dict__"])
-    else:
-        fill_record(record, values)
+    fill_record(record, values)
     return record
 
 

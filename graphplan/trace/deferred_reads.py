@@ -125,7 +125,7 @@ class DeferredReads:
         return copy
 
     def move(self, copy: HostCopy, function: Callable[[Tensor], Tensor], *, detaches: bool) -> Tensor:
-        """See :class:`graphplan.tensors.deferred.Reader`."""
+        """What ``function`` makes of ``copy``, made of its source; it may detach values from autograd's graph."""
         source = function(copy.source)
         if source is copy.source:
             return copy
@@ -136,7 +136,7 @@ class DeferredReads:
         return moved
 
     def need(self, copy: HostCopy) -> None:
-        """See :class:`graphplan.tensors.deferred.Reader`."""
+        """Code is about to look at what ``copy`` holds: from now on it is a tensor like any other."""
         # Others that lie in its memory would not see what is written to it.
         self._is_lost |= id(copy) in self._moved or id(copy) in self._derived or get_ident() != self._thread
         # C code has passed its memory to an operator already: the trace, which is being told of that, hears of no read.
@@ -167,7 +167,7 @@ class DeferredReads:
         return number
 
     def array_of(self, copy: HostCopy) -> Any:
-        """See :class:`graphplan.tensors.deferred.Reader`."""
+        """What ``copy.numpy()`` gives."""
         if id(copy) in self._derived:
             self.need(copy)
             return copy.numpy()
@@ -180,7 +180,9 @@ class DeferredReads:
         return array
 
     def read(self, tensor: Tensor, kind: type) -> Any:
-        """See :class:`graphplan.tensors.deferred.Reader`."""
+        """A tensor's only element, or all as an array if that is the ``kind``. It is asked each time that a value is
+        needed: what may be read for one purpose may not be for another.
+        """
         if kind not in (bool, int, float):
             # Code may write to what it is given.
             self._is_lost |= not self._is_over
@@ -190,18 +192,18 @@ class DeferredReads:
         return _item(tensor)
 
     def tensor_of(self, number: DeferredNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """See :class:`graphplan.tensors.deferred.Reader`."""
+        """A scalar tensor with the value; None if that is not where the step computes, or other code would see it."""
         if self.symbolic.is_seen() or get_ident() != self._thread:
             return None
         made = on_device(number, dtype)
         return made if made.device == device else None
 
     def may_fail(self) -> bool:
-        """See :class:`graphplan.tensors.deferred.Reader`."""
+        """Whether a computation may wait that raises an exception for some values: no code catches that."""
         return ends_step()
 
     def is_summed(self) -> bool:
-        """See :class:`graphplan.tensors.deferred.Reader`."""
+        """Whether numbers are added that ``sum()`` is given, where that does not round as ``+`` does."""
         is_summed = sums_otherwise()
         self._is_lost |= is_summed
         return is_summed

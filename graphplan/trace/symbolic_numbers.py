@@ -256,7 +256,7 @@ class SymbolicNumbers:
             )
 
     def ask(self, question: Question, answer: bool) -> None:
-        """See :class:`graphplan.tensors.symbolic.NumberReader`."""
+        """Code branches on a comparison."""
         drawn = next((path for path in question.paths if path in self.drawn), None)
         if drawn is not None and self._is_shared:
             self._refuse_drawn(drawn, "branches on")
@@ -265,12 +265,12 @@ class SymbolicNumbers:
             self.touched.update(question.paths)
 
     def touch(self, number: SymbolicNumber) -> None:
-        """See :class:`graphplan.tensors.symbolic.NumberReader`."""
+        """Code computes with the number."""
         if number._source is not None:
             self.touched.add(number._source)
 
     def use(self, number: SymbolicNumber) -> None:
-        """See :class:`graphplan.tensors.symbolic.NumberReader`."""
+        """Code needs the value."""
         for node in in_order(number):
             if node._source is not None:
                 self._note_use(node._source)
@@ -290,15 +290,15 @@ class SymbolicNumbers:
         return not self._is_over and (own == self._thread or all(own != other.ident for other in threading.enumerate()))
 
     def is_summed(self) -> bool:
-        """See :class:`graphplan.tensors.symbolic.NumberReader`."""
+        """Whether numbers are added that ``sum()`` is given, where that does not round as ``+`` does."""
         return sums_otherwise()
 
     def may_fail(self) -> bool:
-        """See :class:`graphplan.tensors.symbolic.NumberReader`."""
+        """False: what may raise an exception is not computed again."""
         return False
 
     def tensor_of(self, number: SymbolicNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """See :class:`graphplan.tensors.symbolic.NumberReader`."""
+        """A scalar tensor that holds the value in every step; None if that is not where the step computes."""
         if self.device is None or device.type != self.device.type or self.is_seen():
             return None
         found = self._tensors.get(number, dtype, device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from graphplan.owners.flags import COMPUTED
 from graphplan.owners.tensor_metadata import StandIn
 from graphplan.specs.roles import TensorSpec
-from graphplan.tensors.copying import Unequal, bits, values_of
+from graphplan.tensors.copying import bits, unequal, values_of
 from graphplan.trace.changes import same_value
 
 SPREADS = 8.0
@@ -40,7 +40,7 @@ def fits(first: Tensor, second: Tensor) -> bool:
 def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
     """Paths, in ``second``'s order, whose tensors are not the same bits; also those that only one of them has."""
     fitting = [path for path in second if path in first and fits(first[path], second[path])]
-    places = Unequal([first[path] for path in fitting], [second[path] for path in fitting]).places()
+    places = unequal([first[path] for path in fitting], [second[path] for path in fitting])
     equal = set(fitting) - {fitting[place] for place in places}
     return [path for path in [*second, *first.keys() - second.keys()] if path not in equal]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graphplan.tensors.copying import Unequal, copy_all, write_all
+from graphplan.tensors.copying import copy_all, unequal, write_all
 from tests.devices import needs_cuda
 from tests.program.test_copying import *  # noqa: F403
 
@@ -22,11 +22,10 @@ def test_nobody_waits_for_copies(place: str) -> None:
         torch.cuda.set_sync_debug_mode("error")
         copies = copy_all(tensors, to)
         write_all(tensors, copies)
-        unequal = Unequal(tensors, copies)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [copy.device.type for copy in copies] == [place] * 4 + ["cpu"]
-    assert unequal.places() == []
+    assert unequal(tensors, copies) == []
 
 
 @needs_cuda
@@ -38,12 +37,12 @@ def test_copies_on_the_host_go_back() -> None:
     tensors += [torch.arange(7, device=device), torch.randn(4, 6, device=device).T]
     copies = copy_all(tensors, host)
     assert {copy.device for copy in copies} == {host}
-    assert not Unequal(tensors, copies).places()
+    assert not unequal(tensors, copies)
     values = [tensor.clone() for tensor in tensors]
     for tensor in tensors:
         tensor.zero_()
     tensors[3].fill_(1)
-    assert Unequal(tensors, copies).places() == list(range(len(tensors)))
+    assert unequal(tensors, copies) == list(range(len(tensors)))
     order = [*range(0, len(tensors), 2), *range(1, len(tensors), 2)]
     write_all([tensors[index] for index in order], [copies[index] for index in order])
     assert all(map(torch.equal, tensors, values))

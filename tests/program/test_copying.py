@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan.tensors import copying
-from graphplan.tensors.copying import Unequal, copy_all, write_all
+from graphplan.tensors.copying import copy_all, unequal, write_all
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -45,11 +45,11 @@ def test_copies_have_the_same_bits_and_memory_of_their_own(device: torch.device 
     for tensor, copy in zip(tensors, copies, strict=True):
         assert (copy.shape, copy.dtype, copy.requires_grad) == (tensor.shape, tensor.dtype, False)
         assert copy.device == (device or tensor.device)
-    assert Unequal(copies, tensors).places() == Unequal(tensors, copies).places() == []
+    assert unequal(copies, tensors) == unequal(tensors, copies) == []
     with torch.no_grad():
         for tensor in tensors:
             tensor.detach().copy_(torch.ones_like(tensor))
-    changed = Unequal(copies, tensors).places()
+    changed = unequal(copies, tensors)
     assert changed == [i for i, (a, b) in enumerate(zip(copies, dense(), strict=True)) if a.numel() and not _ones(b)]
 
 
@@ -72,9 +72,9 @@ def test_what_is_written_back_is_what_was_there() -> None:
     copies = copy_all(tensors)
     for tensor in tensors:
         tensor.detach().zero_()
-    assert Unequal(wanted, tensors).places()
+    assert unequal(wanted, tensors)
     write_all(tensors, copies)
-    assert Unequal(wanted, tensors).places() == []
+    assert unequal(wanted, tensors) == []
     assert [tensor.data_ptr() for tensor in tensors] == addresses
 
 
@@ -85,7 +85,7 @@ def test_one_bit_is_found(place: int) -> None:
     flat = twos[place].detach().resolve_conj().flatten()
     flat[-1:] = _changed(flat[-1:])
     twos[place] = flat.view(ones[place].shape)
-    assert Unequal(ones, twos).places() == ([place] if flat.numel() else [])
+    assert unequal(ones, twos) == ([place] if flat.numel() else [])
 
 
 def _changed(tensor: Tensor) -> Tensor:

@@ -42,12 +42,12 @@ SCALE = 1.0
 
 
 class Holder:
-    """Holds a value; methods whose first argument has another name are methods too."""
+    """Holds a value."""
 
     def __init__(self, value: float = 1.0) -> None:
         self.value = value
 
-    def __float__(this) -> float:
+    def __float__(self) -> float:
         return 1.0
 
 
@@ -134,7 +134,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "import": _import_of_module,
     "import from": _import_from_module,
     "an attribute of a metaclass": _metaclass,
-    "a special method without self": _special_method,
+    "a special method": _special_method,
     "the class of an object": _class_of_an_object,
     "a partial method": _partial_method,
     "a weak reference to what goes": _weakly,

@@ -71,7 +71,6 @@ assert helper(x)
 assert helper2(x) > 0
 if not helper(x): raise ValueError(helper2(x))
 check(x)
-while not x: raise ValueError
 assert all(y.item() > 0 for y in [x, x])
 assert max([y.item() for y in [x, x]]) < 3
 if any(y.item() > 3 for y in [x]): raise ValueError
@@ -86,9 +85,6 @@ try:\n    assert {1.0: 2}[x.item()] == 2\nexcept KeyError:\n    raise ValueError
 assert len(str(x.item())) < 9
 if not x:\n    if flag: raise ValueError(1)\n    raise KeyError(2)
 if not x:\n    for i in range(3): log(i)\n    raise ValueError(1)
-torch._check(x.item() > 0, lambda: "no")
-torch._check_tensor_all(x > 0)
-torch._check_value(bool(x > 0))
 assert x or x > 3
 assert x and x > 0
 assert not x or x > 0
@@ -108,14 +104,12 @@ with torch.no_grad():\n    assert x.any() or (x > 3).all(), "no"
 if not x.all() or not log(1): raise ValueError
 assert x.all() and log(1)
 if not (x.all() and log(1)): raise ValueError
-if (v := x.item()) > 3: raise ValueError(v)
 v: float = x.item()\nassert v < 3
 v = x > 0\nv = v.all().item()\nif not v: raise ValueError
 if flag is None: log(1)\nelif not x: raise ValueError
 assert (x\n    .max()\n    .item()) < 3
 try:\n    with torch.no_grad():\n        assert x\nfinally:\n    log(1)
 with nullcontext(), torch.autocast("cpu"), lock:\n    assert x
-with suppress(StopIteration):\n    assert x
 try:\n    check(x)\nexcept torch.OutOfMemoryError:\n    log(1)
 """
 PASSED = r"""
@@ -199,11 +193,9 @@ if (v := x.item()) > 0: log(v)
 for i in range(2):\n    if i: log(v)\n    v = x.item()\n    assert v
 v = w = x.item()\nassert v\nlog(w)
 v = x.item()\nassert v > 0\nv += 1\nlog(v)
-v = x.item()\nassert v\nlog(locals())
 v = x.item()\nassert v\nreturn x ** eval("v")
 try:\n    assert 1 / x.item() > 0\nexcept ZeroDivisionError:\n    log(1)
 try:\n    assert helper2(x) and [1, 2][int(x)].real\nexcept AttributeError:\n    log(1)
-if not x: raise StopIteration
 with quietly():\n    assert x
 with Quiet():\n    assert x
 with untouched():\n    assert x

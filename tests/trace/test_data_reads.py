@@ -43,7 +43,6 @@ READS: dict[str, Step] = {
     "new_full": lambda x, m: x.new_full((2,), m.sum() * 1.0),
     "narrow": lambda x, m: x.narrow(0, m.sum() - 3, 1),
     "split": lambda x, m: torch.split(x, m.sum())[0],
-    "tensor_split": lambda x, m: torch.tensor_split(x, m.sum().reshape(1) - 1)[0],
     "topk": lambda x, m: x.topk(m.sum()).values,
     "roll": lambda x, m: x.roll(int(m.sum())),
     "mask": lambda x, m: x[m],
@@ -100,9 +99,9 @@ MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], bool]] = {
     "inference_mode and autocast": (torch.inference_mode, True),
 }
 """What autograd does, and whether autocast is on."""
-ON_THE_HOST = {"numpy", "tensor_split", "equal", "allclose", "quantile"}
+ON_THE_HOST = {"numpy", "equal", "allclose", "quantile"}
 """What reads host memory alone: a GPU's tensors are refused by PyTorch itself, or, for quantiles, not compared."""
-BY_MEMORY = ["tolist", "numpy", "tensor_split"]
+BY_MEMORY = ["tolist", "numpy"]
 """What reads memory without an operator, which nothing can do before the step."""
 
 

@@ -82,20 +82,11 @@ LISTS += [list_by_class, list_by_old_class]
 STACKED = [list_of_one, list_of_integers, list_of_truths, list_as_tensor]
 
 
-def split_by_function(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
-    return torch.tensor_split(x, _one(loss).long()[None])[0] * 2  # culprit
-
-
-def split_by_method(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
-    return x.tensor_split(tensor_indices_or_sections=_one(loss).long()[None])[0] * 2  # culprit
-
-
 def exported(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
     return loss * float(np.from_dlpack(_one(loss)))  # culprit
 
 
 NAMES = dict.fromkeys(LISTS, r"torch\.tensor, as_tensor, new_tensor.*torch\.stack")
-NAMES |= dict.fromkeys([split_by_function, split_by_method], r"torch\.tensor_split with indices in a tensor")
 NAMES |= {exported: r"Tensor\.__dlpack__"}
 
 
@@ -106,7 +97,7 @@ def test_reads_that_no_mode_hears_of_are_refused(read: Callable[..., Tensor]) ->
     text = f"{NAMES[read]}.* reads a tensor's values on the host at {line_of(read)}.*Keep the value in a tensor"
     assert_refused(make, HostSyncError, text)
     assert "__float__" not in vars(Tensor)
-    assert type(torch.tensor_split) is BuiltinFunctionType
+    assert type(torch.tensor) is BuiltinFunctionType
 
 
 def test_a_list_of_tensors_falls_back_to_eager() -> None:
