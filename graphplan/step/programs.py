@@ -396,7 +396,7 @@ class Programs:
         if not (entry.is_new and self.has_spent()):
             return None
         what = "another signature" if len(entry.ways) == 1 else "another way through the step's code"
-        return f"{what} is traced once replays have saved what the {self._stats.captured} programs before took"
+        return f"{what} is traced once replays have saved what earlier traces and captures took"
 
     def has_spent(self) -> bool:
         """Return True if starting took more than replays have saved; by counts, where eager steps are not timed."""

@@ -392,12 +392,15 @@ def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:
                 return torch.tensor(value_of(number), dtype=dtype, device=next(iter(made.values())).device)
             wide = torch.int64 if node._kind is int else torch.float64
             device = next(made[id(o)].device for o in node._operands if id(o) in made)
-            given = [
-                made[id(o)].to(wide) if id(o) in made else torch.full((), value_of(o), dtype=wide, device=device)
-                for o in operands
-            ]
+            given = (made[id(o)].to(wide) if id(o) in made else _filled(o, wide, device) for o in operands)
             made[id(node)] = function(*given)
         return made[id(number)].to(dtype)
+
+
+def _filled(number: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A scalar tensor with a number that is not read from the device; replays fill in an owner's number."""
+    tensor: Tensor | None = number._reader.tensor_of(number, dtype, device) if is_deferred(number) else None
+    return torch.full((), value_of(number), dtype=dtype, device=device) if tensor is None else tensor
 
 
 def _device_function(node: DeferredNumber) -> tuple[Any, tuple[Any, ...]]:

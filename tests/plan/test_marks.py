@@ -201,7 +201,11 @@ def _named() -> Any:
         (lambda x: x * x.factor, lambda: fed(torch.ones(4)), r"args\[0\]\.factor, a Tensor .*Feed it as an argument"),
         (_asking, lambda: _leaf(2.0), r"args\[0\]\.factor, which hangs on a tensor that asks for gradients"),
         (_asking, lambda: _leaf(2.0, Bare), r"args\[0\] is a Bare that asks for gradients.*as_subclass\(torch\.Tensor"),
-        (lambda x: x[1] * x[0], lambda: [Number(2), X], r"of type Number is fed that has attributes of its own \(factor\)"),
+        (
+            lambda x: x[1] * x[0],
+            lambda: [Number(2), X],
+            r"of type Number is fed that has attributes of its own \(factor\)",
+        ),
         (
             lambda x: x["x"] * x.factor,
             _ordered,
