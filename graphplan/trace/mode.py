@@ -26,7 +26,6 @@ from graphplan.trace.operator_schemas import NESTED_FIX, OF_GEOMETRY, OperatorCa
 from graphplan.trace.rate_reads import RateWatch
 from graphplan.trace.records import Operator, Trace, TracedExternal
 from graphplan.trace.rng import GeneratorWatch
-from graphplan.trace.uniform import UNIFORM, UniformDraws
 
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 
@@ -72,7 +71,6 @@ class TraceMode(OperatorMode):
         self._source: Source | None = None
         """Where the operator at hand comes from, if that was looked for."""
         self._sources = Sources()
-        self._draws = UniformDraws()
         self._thread = get_ident()
         for generator in before.generators:
             self._watch_generator(generator)
@@ -117,12 +115,12 @@ class TraceMode(OperatorMode):
                 self._refuse_nested("gets" if any(tensor is given for given in tensors) else "makes", name, source)
         if stay_fixed:
             fixed.update(operands)
-        is_certain = bool(self._draws.drawn) and self._draws.is_certain(name, call.args, operands)
+        is_certain = bool(self.operands.drawn) and self.operands.is_certain(call, operands)
         computes = not (written or schema.is_random or schema.allocates)
         if constant is not None or is_certain or (computes and (stay_fixed or name in OF_GEOMETRY)):
             fixed.update(map(self.operands.internal, made))
-        if name in UNIFORM:
-            self._draws.add(self.operands.internal(out), out)
+        if schema.is_random:
+            self.operands.note_draw(name, out)
         launches = (bool(written) or is_fresh) and not schema.allocates and constant is None
         is_threaded = get_ident() != self._thread
         self._note_gradients(call, tensors, is_threaded=is_threaded)
@@ -221,7 +219,7 @@ class TraceMode(OperatorMode):
         if external is None:
             operand = self.operands.by_storage.get(storage, NOWHERE)
             self.operands.fixed.discard(operand)
-            self._draws.drawn.pop(operand, None)
+            self.operands.drawn.pop(operand, None)
             return
         external.communicated |= call.schema.communicates
         if not external.mutated:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from graphplan.specs.roles import Footprint
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.memory_watch import Allocations
+from graphplan.trace.operator_schemas import OperatorCall
 
 Operand = tuple[str, int]
 """``("external" | "internal", number)``: memory from outside and the step's own are numbered separately."""
 NOWHERE: Operand = ("internal", -1)
+_UNIFORM = ("aten.rand.default", "aten.rand.generator")
+_SPLITTING = ("aten.lt.Scalar", "aten.ge.Scalar")
+"""Comparisons whose result is certain where no number from 0 to 1, without 1, lies on one side of the bound."""
 
 
 class Operands:
@@ -24,6 +30,8 @@ class Operands:
         self.by_storage: dict[int | None, Operand] = {}
         self.fixed: set[Operand] = set()
         """What is made of Python's numbers alone, or is certain whatever is drawn. It is the same in each step."""
+        self.drawn: dict[Operand, torch.dtype] = {}
+        """What was drawn on the host from 0 to 1, without 1, with its type, and was not written to since."""
 
     @property
     def footprint(self) -> Footprint:
@@ -53,3 +61,20 @@ class Operands:
         """Number memory whose contents are always the same."""
         self.add(tensor)
         self.fixed.add(self.internal(tensor))
+
+    def note_draw(self, name: str, out: Tensor) -> None:
+        """Note what a random operator gives."""
+        if name in _UNIFORM and out.device.type == "cpu" and out.dtype in (torch.float32, torch.float64):
+            self.drawn[self.internal(out)] = out.dtype
+
+    def is_certain(self, call: OperatorCall, operands: Sequence[Operand]) -> bool:
+        """Return True if an operator compares a draw, with a certain result: code that leaves out a layer by chance
+        draws with a share of 0, too (``torch.rand([]) < share``).
+        """
+        dtype = self.drawn.get(operands[0]) if call.schema.name in _SPLITTING else None
+        if dtype is None:
+            return False
+        tensor, bound = call.args
+        # A view may see the same memory otherwise.
+        is_number = tensor.dtype is dtype and not tensor.is_neg() and isinstance(bound, int | float)
+        return is_number and (bound <= 0 or bound >= 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -139,44 +138,45 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-@dataclass(slots=True, eq=False)
 class Schema:
-    """An operator, and what is asked about it for each of its calls. Nothing in it changes."""
+    """An operator, and what is asked about it for each of its calls. Nothing in it changes.
 
-    operator: Any
-    name: str
-    call: Callable[..., Any]
-    """The operator's entry in C++: it saves the frame of the one in Python."""
-    is_native: bool
-    """It is one of torch's own, in which no Python runs."""
-    arguments: tuple[str, ...]
-    written: tuple[int, ...]
-    """Positions of the arguments that it writes."""
-    hidden: tuple[int, ...]
-    """Those that it updates although it does not say so, if none of ``flags`` is False."""
-    flags: tuple[int, ...]
-    own_state: int | None
-    """Position of a state of its own to draw from."""
-    is_random: bool
-    reads_values: bool
-    has_dynamic_shape: bool
-    is_ignored: bool
-    """It is no part of what a step computes."""
-    communicates: bool
-    allocates: bool
-    is_composite: bool
-    """torch puts it together from other operators, on every device."""
-    may_synchronize: bool
-    """The host may have to wait for what the operator reads or makes."""
-    is_certain: bool
-    """Its results follow from its arguments. Those of collectives and of extensions may differ from step to step."""
-    derives_otherwise: bool
-    """Within a dispatch mode, autograd takes a formula for its derivative that does not look on the host for zeros."""
+    Attributes:
+        call: the operator's entry in C++: it saves the frame of the one in Python.
+        is_native: whether it is one of torch's own, in which no Python runs.
+        written: positions of the arguments that it writes.
+        hidden: those that it updates although it does not say so, if none of ``flags`` is False.
+        own_state: position of a state of its own to draw from.
+        is_ignored: whether it is no part of what a step computes.
+        is_composite: whether torch puts it together from other operators, on every device.
+        may_synchronize: whether the host may have to wait for what it reads or makes.
+        is_certain: whether its results follow from its arguments. Those of collectives and of extensions may differ.
+        derives_otherwise: whether autograd, within a dispatch mode, takes a formula for its derivative that does not
+            look on the host for zeros.
+    """
 
-    @property
-    def may_write(self) -> bool:
-        """Return True if it may write to what it is given."""
-        return bool(self.written or self.hidden)
+    def __init__(self, operator: Any) -> None:
+        self.operator, self.name = operator, str(operator)
+        name, tags, arguments = self.name, operator.tags, operator._schema.arguments
+        self.call: Callable[..., Any] = operator._op if type(operator) is torch._ops.OpOverload else operator
+        self.arguments: tuple[str, ...] = tuple(argument.name for argument in arguments)
+        written = (at for at, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write)
+        self.written = tuple(written) or written_positions(name)
+        self.hidden = tuple(at for at, argument in enumerate(self.arguments) if argument in HIDDEN_WRITES)
+        self.flags = tuple(at for at, argument in enumerate(self.arguments) if argument in _TRAINING)
+        self.own_state = self.arguments.index(OWN_STATE) if OWN_STATE in self.arguments else None
+        self.may_write = bool(self.written or self.hidden)
+        self.is_native = name.startswith("aten.") and not _has_python_kernel(operator)
+        self.is_random = torch.Tag.nondeterministic_seeded in tags
+        self.reads_values = torch.Tag.data_dependent_output in tags
+        self.has_dynamic_shape = torch.Tag.dynamic_output_shape in tags
+        self.is_ignored, self.allocates = name.startswith(_IGNORED), name.startswith(_ALLOCATIONS)
+        self.communicates = is_collective(name)
+        self.is_composite = _is_composite(operator.name())
+        waits = self.reads_values or self.has_dynamic_shape
+        self.may_synchronize = waits or name in (*_BY_ARGUMENTS, *TRANSFERS, *_HOST_READS)
+        self.is_certain = self.is_native and not (self.is_random or self.communicates or name in _FROM_OUTSIDE)
+        self.derives_otherwise = name.startswith(_DERIVED_OTHERWISE)
 
 
 _SCHEMAS: dict[int, Schema] = {}
@@ -187,40 +187,8 @@ def schema_of(func: Any) -> Schema:
     """The schema of an operator, remembered: torch makes its own anew whenever it is asked."""
     known = _SCHEMAS.get(id(func))
     if known is None:
-        known = _SCHEMAS[id(func)] = _new_schema(func)
+        known = _SCHEMAS[id(func)] = Schema(func)
     return known
-
-
-def _new_schema(func: Any) -> Schema:
-    arguments, name = func._schema.arguments, str(func)
-    names = tuple(argument.name for argument in arguments)
-    written = [at for at, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
-    reads = torch.Tag.data_dependent_output in func.tags
-    dynamic = torch.Tag.dynamic_output_shape in func.tags
-    is_random = torch.Tag.nondeterministic_seeded in func.tags
-    is_native = name.startswith("aten.") and not _has_python_kernel(func)
-    communicates = is_collective(name)
-    return Schema(
-        func,
-        name,
-        call=func._op if type(func) is torch._ops.OpOverload else func,
-        is_native=is_native,
-        arguments=names,
-        written=tuple(written) or written_positions(name),
-        hidden=tuple(at for at, name in enumerate(names) if name in HIDDEN_WRITES),
-        flags=tuple(at for at, name in enumerate(names) if name in _TRAINING),
-        own_state=names.index(OWN_STATE) if OWN_STATE in names else None,
-        is_random=is_random,
-        reads_values=reads,
-        has_dynamic_shape=dynamic,
-        is_ignored=name.startswith(_IGNORED),
-        communicates=communicates,
-        allocates=name.startswith(_ALLOCATIONS),
-        is_composite=_is_composite(func.name()),
-        may_synchronize=reads or dynamic or name in (*_BY_ARGUMENTS, *TRANSFERS, *_HOST_READS),
-        is_certain=is_native and not (is_random or communicates or name in _FROM_OUTSIDE),
-        derives_otherwise=name.startswith(_DERIVED_OTHERWISE),
-    )
 
 
 def _is_composite(name: str) -> bool:
