@@ -25,7 +25,7 @@ from graphplan.trace.operands import NOWHERE, Operand, Operands
 from graphplan.trace.operator_schemas import NESTED_FIX, OF_GEOMETRY, OperatorCall, tensors_in
 from graphplan.trace.rate_reads import RateWatch
 from graphplan.trace.records import Operator, Trace, TracedExternal
-from graphplan.trace.rng import GeneratorWatch
+from graphplan.trace.rng import TracedGenerators
 
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 
@@ -63,7 +63,7 @@ class TraceMode(OperatorMode):
         self.operands = Operands(record.device)
         self._host = HostRecorder() if record.device is not None and record.device.type != "cpu" else None
         self.syncs = HostSyncs(record, self.operands, self._host)
-        self.generators = GeneratorWatch(record.violate)
+        self.generators = TracedGenerators(record.violate)
         self.writes: defaultdict[int | None, int] = defaultdict(int)
         """How often each storage was written to."""
         self._rates = rates

@@ -31,7 +31,7 @@ from graphplan.trace.changes import Changes, Recorder
 from graphplan.trace.mode import TraceMode
 from graphplan.trace.rate_reads import RateWatch
 from graphplan.trace.records import OutputTensor, Trace
-from graphplan.trace.rng import TracedStates, saving_states
+from graphplan.trace.rng import saving_states
 
 _HELD = (
     "a module under fully_shard keeps gradients that it did not reduce (set_requires_gradient_sync(False), "
@@ -68,7 +68,7 @@ def trace(
     mode = TraceMode(record, watch, before, answers_in(fed.kwargs))
     result = _run(fn, feed, fed, mode, record, sharding)
     if record.batch is not None:
-        changed = {storage: outer.tensor for storage, outer in record.externals.items() if outer.mutated}
+        changed = {storage for storage, outer in record.externals.items() if outer.mutated}
         for error in record.batch.impossible(changed):
             record.refuse(error)
     leaves, record.output_structure = flatten_result(result)
@@ -120,9 +120,8 @@ def _run(
     """Run the step under everything that watches it, and note what it ran, read and drew."""
     profile = Profile(mode.syncs.read, lambda: record.prints.append(str(find_source())))
     generators, held = HostGenerators(), sharding.holds_gradients()
-    states = TracedStates(mode.generators)
     deferring = nullcontext() if record.deferred is None else record.deferred
-    with presenting_capture(), saving_states(states.save, states.put), mode, profile, deferring:
+    with presenting_capture(), saving_states(mode.generators.save, mode.generators.put), mode, profile, deferring:
         result = call_step(fn, fed.args, fed.kwargs)
         sharding.settle()
     mode.faults.check()
@@ -133,7 +132,7 @@ def _run(
     if held or sharding.holds_gradients():
         record.violate(HostEffectError, _HELD)
     mode.finish()
-    record.states = states.facts(record.device)
+    record.states = mode.generators.facts(record.device)
     record.note_draws(generators)
     record.reads = profile.reads()
     record.executed = profile.executed
