@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -45,8 +45,8 @@ class BatchRecorder(CallRecorder):
         self._operators = 0
         self._places: list[_Place] = []
         self._sources: dict[int, BatchSource] = {}
-        self._owned: dict[int | None, Tensor] = {}
-        """Those that owners have, by their memory."""
+        self._owned: set[int | None] = set()
+        """Memory that owners have."""
         self._ambiguous: set[int | None] = set()
         """Memory that is both an owner's and fed: the next call may be fed something else."""
         for index, leaf in leaves:
@@ -66,7 +66,7 @@ class BatchRecorder(CallRecorder):
                 continue
             # By now there may be another tensor.
             if storage_id(held) == storage:
-                self._owned[storage] = held
+                self._owned.add(storage)
                 self._sources.setdefault(self._begin_with(held), slot)
 
     def reads(self) -> BatchReads | None:
@@ -74,21 +74,18 @@ class BatchRecorder(CallRecorder):
         calls = self._leading_to(lambda call: call.read is not None)
         return _made_once(calls, self._sources, self._places) if calls else None
 
-    def impossible(self, changed: Mapping[int, Tensor]) -> list[HostSyncError]:
+    def impossible(self, changed: Collection[int | None]) -> list[HostSyncError]:
         """The refusals of reads that cannot be made before the step: they take long, or need what it has ``changed``
-        itself, given by storage, or what may be other memory in the next call.
+        itself, given by storages, or what may be other memory in the next call.
         """
         reads = [call.read for call in self._calls if call.read is not None and call.read.error is not None]
         limit = max(_FEW, self._operators // _SHARE)
-        written = list(map(_range_of, changed.values())) if reads else []
         found = []
         for read in reads:
             leading = self._leading_to(lambda call, read=read: call.read is read)  # type: ignore[misc]
             needed = frozenset[int | None]().union(*(call.given | call.changed for call in leading))
-            owned = needed & self._owned.keys()
-            overlaps = (_overlap(_range_of(self._owned[storage]), other) for storage in owned for other in written)
-            is_changed = not owned.isdisjoint(changed) or any(overlaps)
-            if len(leading) > limit or is_changed or not needed.isdisjoint(self._ambiguous):
+            owned = needed & self._owned
+            if len(leading) > limit or not owned.isdisjoint(changed) or not needed.isdisjoint(self._ambiguous):
                 assert read.error is not None
                 found.append(read.error)
         return found
@@ -174,16 +171,6 @@ def _beside(places: Sequence[_Place], given: set[int], made: set[int]) -> list[t
         if len(numbers) <= len(others) or not made.isdisjoint(numbers):
             found += [(first.leaf, other.leaf, other.begin - first.begin) for other in others]
     return found
-
-
-def _overlap(one: range, other: range) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)
-
-
-def _range_of(tensor: Tensor) -> range:
-    """The addresses of a tensor's memory."""
-    memory = tensor.untyped_storage()
-    return range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -838,25 +837,6 @@ def test_operators_of_several_ways_run_once(monkeypatch: pytest.MonkeyPatch) -> 
     with Counting() as counting:
         assert [reads.find(search) for reads in set(found)] == [None] * step.stats.captured == [None] * 3
     assert len(counting.ran) == len(set(counting.ran)) == 4
-
-
-@EAGERLY
-def test_memory_under_two_names() -> None:
-    """A buffer that is read is written through another one, which shares NumPy's memory."""
-
-    def make() -> Rig:
-        def forward(model: Any, x: Tensor, mask: Tensor) -> Tensor:
-            model.b.add_(x[:2, 0])
-            return model(x) * 2 if model.a.sum() > 0 else model(x)
-
-        rig = rig_of(forward)
-        array = np.zeros(2, dtype=np.float32)
-        for name in "ab":
-            rig.owners["model"].register_buffer(name, torch.from_numpy(array))
-        return rig
-
-    step = assert_same_as_eager(make, verify="off", on_failure="eager")
-    assert step.stats.replayed == 0
 
 
 def by_half_the_model(model: Any, x: Tensor, mask: Tensor) -> Tensor:
