@@ -28,10 +28,8 @@ from graphplan.feed.signature import leaf_key
 from graphplan.owners.slots import Slot
 from graphplan.tensors.copying import same_bits
 from graphplan.trace.host_reads import HostRead, Place
-from graphplan.trace.operator_schemas import tensors_in
+from graphplan.trace.operator_schemas import POSITIONS, tensors_in
 
-POSITIONS = "positions"
-"""The name of the operator that finds what masks select."""
 BatchSource = Slot | int
 """A tensor to begin with: an owner's, or the leaf of the batch with that index."""
 _numbers = count()

@@ -12,8 +12,8 @@ from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Slot
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.batch_answers import Answer, contents_of, is_right, masks_among, masks_of, positions_among
-from graphplan.trace.batch_reads import POSITIONS, BatchReads, BatchSource, Call, Kind, Read, reads_in
+from graphplan.trace.batch_answers import Answer, contents_of, is_right
+from graphplan.trace.batch_reads import BatchReads, BatchSource, Call, Kind, Read, reads_in
 from graphplan.trace.call_recorder import CallRecorder, is_plain
 from graphplan.trace.host_reads import find_place
 from graphplan.trace.operator_schemas import OperatorCall, tensors_in
@@ -38,8 +38,6 @@ class BatchRecorder(CallRecorder):
 
     def __init__(self, leaves: Sequence[tuple[int, Tensor]]) -> None:
         super().__init__()
-        self._kept: list[Tensor] = []
-        """What the step does not make: no other tensor may get its memory meanwhile."""
         self.is_outdated = False
         """What was read before the step is not what is read in it."""
         self._operators = 0
@@ -96,12 +94,10 @@ class BatchRecorder(CallRecorder):
         super().note(call, made, given)
 
     def read(self, call: OperatorCall, out: Any, error: Callable[[], HostSyncError] | None = None) -> bool:
-        """Take in a read; False if it needs more than the batch. Operators that use masks are noted beside it.
-        ``error`` makes what refuses it.
-        """
-        schema, place, masks, contents = call.schema, find_place(), masks_of(call), contents_of(call)
-        given = contents or masks or call.tensors()
-        if not given or not all(map(self._has, given)) or not (masks or contents or schema.is_certain):
+        """Take in a read; False if it needs more than the batch. ``error`` makes what refuses it."""
+        schema, place, contents = call.schema, find_place(), contents_of(call)
+        given = contents or call.tensors()
+        if not given or not all(map(self._has, given)) or not (contents or schema.is_certain):
             return False
         if contents and contents[0].numel() > _LARGEST:
             return False
@@ -109,11 +105,6 @@ class BatchRecorder(CallRecorder):
         if contents:
             read = Read(place, Kind.CONTENT, contents[0].detach().cpu().clone(), refusal)
             self._add(_itself, "content", (contents[0],), {}, [], read=read)
-        elif masks:
-            found = positions_among(masks_among(call))
-            self._kept += found
-            read = Read(place, Kind.SHAPE, [tuple(tensor.shape) for tensor in found], refusal)
-            self._add(positions_among, POSITIONS, (masks_among(call),), {}, found, read=read)
         elif schema.reads_values:
             read = Read(place, Kind.VALUE, out, refusal)
             self._add(schema.call, schema.name, call.args, call.kwargs, [], read=read)

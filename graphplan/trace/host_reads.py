@@ -54,7 +54,7 @@ class Place(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class HostRead:
     """A read that does not refuse a step, and what a capture is given for it: the value that was read, the tensors of
-    a shape that depends on values, the positions that ``nonzero`` has found, or an operator's indices without masks.
+    a shape that depends on values, or the positions that ``nonzero`` has found.
 
     It is ``asserted`` by the step's code, ``constant`` (the same in each step), or torch itself looks whether it is in
     range. Or it is ``expected`` to be the same in most steps, and replays compare it; ``error`` refuses a step in which

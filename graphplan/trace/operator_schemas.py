@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -103,7 +103,12 @@ _HOST_READS = {
     "aten._make_per_channel_quantized_tensor.default": _SCALE,
     "aten._empty_per_channel_affine_quantized.default": _SCALE,
 }
-NONZERO = "aten.nonzero.default"
+POSITIONS = "aten.nonzero_numpy.default"
+"""What finds the positions that a mask selects, a tensor for each dimension: torch takes it apart where code calls it,
+so that it stands for what a mask does in an index (:meth:`OperatorCall.masks`).
+"""
+NONZERO = ("aten.nonzero.default", POSITIONS)
+_SELECT = "aten.masked_select.default"
 _FROM_OUTSIDE = ("aten.from_file.default",)
 """What gives other values than those of its arguments."""
 _DERIVED_OTHERWISE = ("aten.prod.", "aten.cumprod.")
@@ -115,7 +120,10 @@ OF_GEOMETRY = frozenset(
 """Operators that only look at what their first argument is like."""
 _ALIKE = frozenset(f"aten.{name}.Tensor" for name in ("mul", "mul_", "add", "add_", "sub", "sub_"))
 """Operators that round alike for a number and for a scalar tensor."""
-_BY_ARGUMENTS = (*INDEXING, "aten.repeat_interleave.Tensor", "aten.one_hot.default", "aten._ctc_loss.default")
+_index: Any = torch.ops.aten.index.Tensor
+_BY_ARGUMENTS = (
+    *INDEXING, POSITIONS, "aten.repeat_interleave.Tensor", "aten.one_hot.default", "aten._ctc_loss.default",
+)  # fmt: skip
 """Operators whose results may have a shape that depends on values, and sometimes do."""
 
 
@@ -273,12 +281,8 @@ class OperatorCall:
         if not self.schema.may_synchronize:
             # Most operators.
             return False
-        if name == "aten.index.Tensor":
-            return _has_mask(args[1])
-        if name in _INDEX_PUTS:
-            value = args[2]
-            # torch turns a mask with a one-element host value into masked_fill, which has a fixed shape.
-            return _has_mask(args[1]) and not (value.numel() == 1 and value.device.type == "cpu")
+        if name in INDEXING:
+            return _has_mask(args[1]) and not self._fills()
         if name == "aten.repeat_interleave.Tensor":
             return self.kwargs.get("output_size") is None
         if name == "aten.one_hot.default":
@@ -286,7 +290,37 @@ class OperatorCall:
         if name == "aten._ctc_loss.default":
             # Its lengths are numbers, which it copies to a device.
             return bool(args[0].device.type != "cpu")
-        return self.schema.has_dynamic_shape
+        return self.schema.has_dynamic_shape or name == POSITIONS
+
+    def _fills(self) -> bool:
+        """Return True if torch turns a mask with a one-element host value into masked_fill, which has a fixed shape."""
+        return len(self.args) > 2 and self.args[2].numel() == 1 and self.args[2].device.type == "cpu"
+
+    def masks(self) -> list[Tensor]:
+        """The masks that decide on the shape of what the operator gives, if they fit to what is indexed."""
+        name, args = self.schema.name, self.args
+        if name == _SELECT:
+            return [args[1]] if args[0].shape == args[1].shape and args[1].dim() else []
+        if name not in INDEXING or not _has_mask(args[1]) or self._fills():
+            return []
+        masks, dim = list[Tensor](), 0
+        for index in args[1]:
+            if is_mask(index):
+                masks.append(index)
+                if not index.dim() or index.shape != args[0].shape[dim : dim + index.dim()]:
+                    return []
+            dim += masks[-1].dim() if is_mask(index) else 1
+        return masks
+
+    def with_positions(self, positions: Sequence[Sequence[Tensor]]) -> OperatorCall:
+        """The operator with the ``positions`` that each of its masks selects in the place of the masks."""
+        if self.schema.name == _SELECT:
+            return OperatorCall(schema_of(_index), (self.args[0], list(*positions)), {})
+        found = iter(positions)
+        indices: list[Tensor | None] = []
+        for index in self.args[1]:
+            indices += next(found) if is_mask(index) else (index,)
+        return OperatorCall(self.schema, (self.args[0], indices, *self.args[2:]), self.kwargs)
 
     def host_scalar(self) -> Tensor | None:
         """A scalar tensor in host memory that the operator computes with on a device, if one there would give the same
@@ -320,17 +354,9 @@ def hidden_read(name: str, given: Sequence[Tensor]) -> HiddenRead | None:
     return read if read is not None and read.reads(given) else None
 
 
-def is_mask(index: Tensor | None) -> bool:
+def is_mask(index: Tensor | None) -> TypeGuard[Tensor]:
     """Whether an index selects by whether its values are zero."""
     return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-def without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """``indices`` with the positions that masks select in place of the masks: a tensor for each dimension of a mask."""
-    found: list[Tensor | None] = []
-    for index in indices:
-        found += index.nonzero(as_tuple=True) if index is not None and is_mask(index) else (index,)
-    return found
 
 
 def _has_mask(indices: Sequence[Tensor | None]) -> bool:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan import HostSyncError, SkipReason, graphed
 from graphplan.owners.slots import Slot
 from graphplan.trace import batch_reads, host_reads
+from graphplan.trace.operator_schemas import POSITIONS
 from tests.lightning.parts import assert_fit_equals_eager, tape, with_step
 from tests.twins import (
     Rig,
@@ -207,7 +208,7 @@ def test_equal_reads_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert counts(assert_same_as_eager(partial(rig_of, forward))) == (1, CALLS - BEFORE)
     (reads,) = set(found)
-    positions = [call for call in reads._calls if call.name == "positions"]
+    positions = [call for call in reads._calls if call.name == POSITIONS]
     assert (len(reads.reads), len(positions)) == (3, 2)
 
 
