@@ -51,58 +51,47 @@ class HiddenRead(NamedTuple):
     reads: Callable[[Sequence[Tensor]], bool] = lambda given: True
 
 
-_LENGTHS = HiddenRead(
-    "reads the lengths of sequences on the host",
-    "Keep the batch padded, under a mask, or give the lengths as a list of numbers, each of which is a program of its "
-    "own",
-)
-_SCALE = HiddenRead(
-    "reads the scale of its quantised result on the host",
-    "Quantise in floating point (torch.fake_quantize_per_tensor_affine), or give scale and zero point as numbers",
-)
-_SUCCESS = HiddenRead(
-    "reads whether an operator could do its work on the host",
-    "Use the form that does not look (torch.linalg.cholesky_ex, inv_ex, solve_ex)",
-    _on_device,
-)
-_GROUPS = HiddenRead(
-    "reads the sizes of its groups on the host where it multiplies in another type than bfloat16",
-    "Have the model in bfloat16, or have it multiply its groups in another way (experts_implementation='batched_mm' in "
-    "transformers)",
-    lambda given: _on_device(given) and given[0].dtype != torch.bfloat16,
-)
-_SELECTED = HiddenRead(
-    "reads on the host how many elements a mask selects",
-    "Bring what the mask selects from to its shape with an index that is computed (cumsum of the mask), and take "
-    "torch.where",
-    _on_device,
-)
-_FILLED = HiddenRead(
-    "reads the number that it fills in on the host",
-    "Give it as a Python number, or take torch.where",
-    lambda given: given[-1].device.type != "cpu",
-)
 NESTED_FIX = (
     "Make it dense outside the step (torch.nested.to_padded_tensor, with a mask), or where a transformer makes it, "
     "construct that with enable_nested_tensor=False"
 )
+_FILLED = HiddenRead(
+    "reads the number that it fills in on the host", "Give it as a Python number, or take torch.where",
+    lambda given: given[-1].device.type != "cpu",
+)  # fmt: skip
+_SCALE = HiddenRead(
+    "reads the scale of its quantised result on the host",
+    "Quantise in floating point (torch.fake_quantize_per_tensor_affine), or give scale and zero point as numbers",
+)
 _HOST_READS = {
-    PACKING: _LENGTHS,
-    "aten._linalg_check_errors.default": _SUCCESS,
-    "aten._grouped_mm.default": _GROUPS,
-    "aten.masked_scatter_backward.default": _SELECTED,
-    "aten.masked_fill.Tensor": _FILLED,
-    "aten.masked_fill_.Tensor": _FILLED,
-    "aten.index_fill.int_Tensor": _FILLED,
-    "aten.index_fill_.int_Tensor": _FILLED,
-    "aten._nested_tensor_from_mask_left_aligned.default": HiddenRead("reads the mask on the host", NESTED_FIX),
-    "aten.quantize_per_tensor.tensor_qparams": _SCALE,
-    "aten.quantize_per_tensor.tensors": _SCALE,
-    "aten.quantize_per_tensor_dynamic.default": _SCALE,
-    "aten.quantize_per_channel.default": _SCALE,
+    **{f"aten.{name}": _FILLED for name in ("masked_fill.Tensor", "masked_fill_.Tensor")},
+    **{f"aten.{name}.int_Tensor": _FILLED for name in ("index_fill", "index_fill_")},
+    **{f"aten.quantize_per_tensor.{name}": _SCALE for name in ("tensor_qparams", "tensors")},
+    **{f"aten.quantize_per_{name}.default": _SCALE for name in ("tensor_dynamic", "channel")},
     "aten._make_per_channel_quantized_tensor.default": _SCALE,
     "aten._empty_per_channel_affine_quantized.default": _SCALE,
-}
+    "aten._nested_tensor_from_mask_left_aligned.default": HiddenRead("reads the mask on the host", NESTED_FIX),
+    PACKING: HiddenRead(
+        "reads the lengths of sequences on the host",
+        "Keep the batch padded, under a mask, or give the lengths as a list of numbers, each of which is a program of "
+        "its own",
+    ),
+    "aten._linalg_check_errors.default": HiddenRead(
+        "reads whether an operator could do its work on the host",
+        "Use the form that does not look (torch.linalg.cholesky_ex, inv_ex, solve_ex)", _on_device,
+    ),
+    "aten._grouped_mm.default": HiddenRead(
+        "reads the sizes of its groups on the host where it multiplies in another type than bfloat16",
+        "Have the model in bfloat16, or have it multiply its groups in another way "
+        "(experts_implementation='batched_mm' in transformers)",
+        lambda given: _on_device(given) and given[0].dtype != torch.bfloat16,
+    ),
+    "aten.masked_scatter_backward.default": HiddenRead(
+        "reads on the host how many elements a mask selects",
+        "Bring what the mask selects from to its shape with an index that is computed (cumsum of the mask), and take "
+        "torch.where", _on_device,
+    ),
+}  # fmt: skip
 POSITIONS = "aten.nonzero_numpy.default"
 """What finds the positions that a mask selects, a tensor for each dimension: torch takes it apart where code calls it,
 so that it stands for what a mask does in an index (:meth:`OperatorCall.masks`).
