@@ -97,14 +97,14 @@ class BatchRecorder(CallRecorder):
         """Take in a read; False if it needs more than the batch. ``error`` makes what refuses it."""
         schema, place, contents = call.schema, find_place(), contents_of(call)
         given = contents or call.tensors()
-        if not given or not all(map(self._has, given)) or not (contents or schema.is_certain):
+        if not given or not all(map(self.has, given)) or not (contents or schema.is_certain):
             return False
         if contents and contents[0].numel() > _LARGEST:
             return False
         refusal = None if error is None else error()
         if contents:
             read = Read(place, Kind.CONTENT, contents[0].detach().cpu().clone(), refusal)
-            self._add(_itself, "content", (contents[0],), {}, [], read=read)
+            self._add(Tensor.detach, "content", (contents[0],), {}, [], read=read)
         elif schema.reads_values:
             read = Read(place, Kind.VALUE, out, refusal)
             self._add(schema.call, schema.name, call.args, call.kwargs, [], read=read)
@@ -162,10 +162,6 @@ def _beside(places: Sequence[_Place], given: set[int], made: set[int]) -> list[t
         if len(numbers) <= len(others) or not made.isdisjoint(numbers):
             found += [(first.leaf, other.leaf, other.begin - first.begin) for other in others]
     return found
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def recorder_of(feed: Feed) -> BatchRecorder:

@@ -121,7 +121,7 @@ class HostSyncs:
             for tensor in numbers:
                 # Others are an operator's own, such as the seed of a dropout.
                 is_sent = any(tensor is sent for sent in call.host_operands())
-                if tensor.device.type == "cpu" and host.knows(tensor) and not is_sent:
+                if tensor.device.type == "cpu" and host.has(tensor) and not is_sent:
                     self._compute_with(call, tensor, made[0], source)
 
     def _compute_with(self, call: OperatorCall, number: Tensor, out: Tensor, source: Source) -> None:

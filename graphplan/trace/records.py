@@ -16,7 +16,6 @@ from graphplan.errors import LearningRateError, RefusalError
 from graphplan.observe.executed_code import ExecutedCode
 from graphplan.observe.profile import Reads
 from graphplan.observe.source import Source, find_source
-from graphplan.owners.generators import HostGenerators
 from graphplan.owners.slots import Slot
 from graphplan.specs.roles import Footprint, TensorSpec
 from graphplan.tensors.attributes import is_freed
@@ -180,13 +179,6 @@ class Trace:
     def symbolic(self) -> SymbolicNumbers:
         """The owners' numbers that stand-ins were put in the places of."""
         return SymbolicNumbers() if self.deferred is None else self.deferred.symbolic
-
-    def note_draws(self, before: HostGenerators) -> None:
-        """Note what the step has drawn from generators that only Python draws from, other than what replays draw."""
-        symbolic = self.symbolic
-        self.draws = before.moved(by=symbolic.draws)
-        if symbolic.refusal is not None:
-            self.refuse(symbolic.refusal)
 
     def refuse(self, error: RefusalError) -> None:
         """Note that the step cannot be replayed. What is noted first counts, but for a learning rate that the step's

@@ -133,7 +133,9 @@ def _run(
         record.violate(HostEffectError, _HELD)
     mode.finish()
     record.states = mode.generators.facts(record.device)
-    record.note_draws(generators)
+    record.draws = generators.moved(by=record.symbolic.draws)
+    if record.symbolic.refusal is not None:
+        record.refuse(record.symbolic.refusal)
     record.reads = profile.reads()
     record.executed = profile.executed
     record.executed.leave_out(fed.objects())
