@@ -36,7 +36,7 @@ from graphplan.specs.roles import Role
 from graphplan.tensors.attributes import dressed
 from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
 from graphplan.tensors.symbolic import NUMBERS
-from graphplan.trace.batch_answers import answers_in
+from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.symbolic_numbers import NumberTensor, SymbolicNumbers
 

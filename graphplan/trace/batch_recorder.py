@@ -12,8 +12,17 @@ from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Slot
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.batch_answers import Answer, contents_of, is_right
-from graphplan.trace.batch_reads import BatchReads, BatchSource, Call, Kind, Read, reads_in
+from graphplan.trace.batch_reads import (
+    Answer,
+    BatchReads,
+    BatchSource,
+    Call,
+    Kind,
+    Read,
+    contents_of,
+    is_right,
+    reads_in,
+)
 from graphplan.trace.call_recorder import CallRecorder, is_plain
 from graphplan.trace.host_reads import find_place
 from graphplan.trace.operator_schemas import OperatorCall, tensors_in

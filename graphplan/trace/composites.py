@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan.errors import Faults
 from graphplan.observe.watching import Aside, is_kept_from_compiler
 from graphplan.tensors.dtensors import is_imagined, is_wrapped
-from graphplan.trace.batch_answers import Answer, BatchAnswers
+from graphplan.trace.batch_reads import Answer, BatchAnswers
 from graphplan.trace.operator_schemas import OperatorCall, schema_of
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -21,7 +21,7 @@ from graphplan.errors import CaptureError
 from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside
 from graphplan.tensors.copying import same_bits
-from graphplan.trace.batch_answers import BatchAnswers
+from graphplan.trace.batch_reads import BatchAnswers
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_reads import HostRead, KnownReads, find_place
 from graphplan.trace.host_transfers import Transfer

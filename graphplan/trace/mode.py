@@ -15,7 +15,7 @@ from graphplan.observe.scripts import given_to_script
 from graphplan.observe.source import Source, Sources, find_source, is_recomputed
 from graphplan.observe.watching import Aside
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.batch_answers import Answer, BatchAnswers, is_read
+from graphplan.trace.batch_reads import Answer, BatchAnswers, is_read
 from graphplan.trace.collectives import finish
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_syncs import HostSyncs

@@ -26,7 +26,7 @@ from graphplan.tensors.deferred import form_of, is_deferred
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result, names_of
-from graphplan.trace.batch_answers import answers_in
+from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.changes import Changes, Recorder
 from graphplan.trace.mode import TraceMode
 from graphplan.trace.rate_reads import RateWatch
