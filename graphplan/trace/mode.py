@@ -20,7 +20,6 @@ from graphplan.trace.collectives import finish
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_syncs import HostSyncs
 from graphplan.trace.host_transfers import HostRecorder
-from graphplan.trace.memory_watch import MemoryWatch
 from graphplan.trace.operands import NOWHERE, Operand, Operands
 from graphplan.trace.operator_schemas import NESTED_FIX, OF_GEOMETRY, OperatorCall, tensors_in
 from graphplan.trace.rate_reads import RateWatch
@@ -43,6 +42,21 @@ def refuse_trace(error: type[RefusalError], message: str) -> None:
 def is_traced() -> bool:
     """Return True if a trace is going on."""
     return _current() is not None
+
+
+class MemoryWatch:
+    """Tells whether a dense tensor's memory is as it was, and keeps it alive. ``writes`` counts writes by storage."""
+
+    def __init__(self, tensor: Tensor, writes: defaultdict[int | None, int]) -> None:
+        self._storage = tensor.untyped_storage()
+        self._writes = writes
+        self._before = writes[self._storage._cdata]
+        self.nbytes = self._storage.nbytes()
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the memory is still there, and was not written to."""
+        return self._storage.nbytes() == self.nbytes and self._writes[self._storage._cdata] == self._before
 
 
 def watch_memory(tensor: Tensor) -> MemoryWatch | None:
