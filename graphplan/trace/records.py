@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -216,19 +216,9 @@ class Trace:
 
     @property
     def rounding(self) -> float:
-        """:func:`rounding_of` the types that operators gave."""
-        return rounding_of(self.dtypes)
-
-    @property
-    def launches(self) -> int:
-        """Operators that the device would run: views and allocations are free."""
-        return sum(op.launches for op in self.operators)
-
-
-def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
-    """Relative error of rounding to the coarsest floating-point type, at most that of bfloat16; 0 without any."""
-    steps = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
-    return min(max(steps, default=0.0), torch.finfo(torch.bfloat16).eps) / 2
+        """Relative error of rounding to the coarsest floating-point type, at most that of bfloat16; 0 without any."""
+        steps = [torch.finfo(dtype).eps for dtype in self.dtypes if dtype.is_floating_point]
+        return min(max(steps, default=0.0), torch.finfo(torch.bfloat16).eps) / 2
 
 
 @dataclass(frozen=True, slots=True)
