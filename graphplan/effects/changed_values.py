@@ -36,12 +36,11 @@ def find_counters(pair: TracePair) -> dict[str, int | float]:
         is_item = scalar is not None and _is_item_of_optimizer(scalar)
         is_read = scalar is not None and not pair.tracks(path) and (is_item or pair.second.reads.uses(scalar))
         if delta is not None and is_read:
-            who, fix = "the step's code reads", "Count in a tensor, or count and decide outside the step"
+            whose, fix = "the step's", "Count in a tensor, or count and decide outside the step"
             if component == "optimizer":
-                who = f"the optimizer's code {'may read' if is_item else 'reads'}"
-                fix = "Step the optimizer outside (in a Trainer that is done for you)"
+                whose, fix = "the optimizer's", "Step the optimizer outside (in a Trainer that is done for you)"
             raise HostScalarError(
-                f"{who} {path}, which it also counts up ({describe(old)}, then {describe(new)}); a "
+                f"{whose} code reads {path}, which it also counts up ({describe(old)}, then {describe(new)}); a "
                 f"replay would act on one value for ever. {fix}, or, {allowing(path)}",
                 component=component,
                 path=path,

@@ -87,7 +87,7 @@ class Counting(torch.optim.Optimizer):
 
 def test_an_optimizer_that_reads_its_own_count() -> None:
     """Its user cannot count elsewhere, but step it outside."""
-    text = r"the optimizer's code may read optimizer\.state\[.*\]\.step, .* Step the optimizer outside"
+    text = r"the optimizer's code reads optimizer\.state\[.*\]\.step, .* Step the optimizer outside"
     error = refusal(lambda: scheduled_rig(Counting, gamma=1.0))
     assert isinstance(error, HostScalarError)
     assert error.component == "optimizer"

@@ -124,7 +124,7 @@ def test_counts_in_groups_are_hyper_parameters_that_keep_changing(make: Callable
 
 
 def test_counts_in_the_state_may_be_read() -> None:
-    with pytest.raises(HostScalarError, match=r"may read optimizer\.state\[.*step, which it also counts up") as caught:
+    with pytest.raises(HostScalarError, match=r"reads optimizer\.state\[.*step, which it also counts up") as caught:
         _train(CountingInState, graphed=True)
     assert caught.value.component == "optimizer"
 

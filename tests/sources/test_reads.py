@@ -423,6 +423,41 @@ def test_an_array_that_is_too_long_to_compare() -> None:
     assert_equals_eager(lambda: make(fixed))
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its state, beside what belongs to parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.state["steps"] = 0  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """A step of gradient descent."""
+        self.state["steps"] += 1  # type: ignore[index]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(param.grad, alpha=-0.05)
+
+
+def test_a_count_in_an_optimizers_state() -> None:
+    """It goes on in replays."""
+    model = nn.Linear(8, 4)
+    optimizer = Counting(model.parameters())
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    rig = Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)))
+    step = managed(rig)
+    drive(rig, step)
+    assert step.stats.replayed == CALLS - 6
+    assert optimizer.state["steps"] == CALLS  # type: ignore[index]
+
+
 def test_numbers_of_an_optimizer_that_nobody_named() -> None:
     """The step only reads them; who steps the optimizer is another affair."""
 
