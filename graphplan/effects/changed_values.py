@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import CodeType
 from typing import Any
 
 from torch.amp.grad_scaler import OptState
@@ -11,11 +12,16 @@ from torch.optim import Optimizer
 from graphplan.effects.allowed import allowing, describe
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
+from graphplan.observe.names import plain_steps
 from graphplan.owners.flags import is_assignable
 from graphplan.owners.slots import Scalar
-from graphplan.owners.views import Told
+from graphplan.owners.views import GroupCounts, Told
 from graphplan.tensors.deferred import NumberForm
 from graphplan.trace.changes import ABSENT, same_value
+from graphplan.trace.records import Trace
+
+_STORES = ("STORE_SUBSCR", "COPY", "DUP_TOP_TWO")
+"""What follows the key in ``x[key] = 0`` and ``x[key] += 1``."""
 
 
 def find_counters(pair: TracePair) -> dict[str, int | float]:
@@ -32,9 +38,9 @@ def find_counters(pair: TracePair) -> dict[str, int | float]:
             )
         delta = _constant_delta(old, new)
         scalar = pair.walk.scalars.get(path)
-        component = "optimizer" if scalar and isinstance(scalar.owner, Optimizer) else "step"
+        component = "optimizer" if scalar and isinstance(scalar.owner, (Optimizer, GroupCounts)) else "step"
         is_item = scalar is not None and _is_item_of_optimizer(scalar)
-        is_read = scalar is not None and not pair.tracks(path) and (is_item or pair.second.reads.uses(scalar))
+        is_read = scalar is not None and not pair.tracks(path) and _is_read(scalar, pair.second)
         if delta is not None and is_read:
             whose, fix = "the step's", "Count in a tensor, or count and decide outside the step"
             if component == "optimizer":
@@ -45,9 +51,11 @@ def find_counters(pair: TracePair) -> dict[str, int | float]:
                 component=component,
                 path=path,
             )
-        is_set = is_item or (scalar is not None and scalar.key in pair.second.reads.assigned)
-        is_counted = all(path in trace.symbolic.counted for trace in pair.both)
-        if delta is None or (is_set and not is_counted):
+        # Of an item, no name tells whether it is raised or set; two traces do.
+        is_item_set = pair.first is not pair.second and old == new
+        is_set = is_item_set if is_item else scalar is not None and scalar.key in pair.second.reads.assigned
+        is_set &= not all(path in trace.symbolic.counted for trace in pair.both)
+        if delta is None or is_set:
             raise HostEffectError(
                 f"the step changes {path} in Python ({describe(old)}, then {describe(new)}), and a replay runs no "
                 "Python. Expected a number that `+=` raises by the same amount each time, or a list that grows. "
@@ -72,10 +80,27 @@ def _constant_delta(old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) ->
 
 
 def _is_item_of_optimizer(scalar: Scalar) -> bool:
-    """Whether ``scalar`` is an item of an optimizer's state, which code has by its key: no name tells who reads it."""
+    """Whether ``scalar`` is an item of an optimizer's state or of a parameter group, which code has by its key."""
+    if isinstance(scalar.owner, GroupCounts):
+        return True
     if not isinstance(scalar.owner, Optimizer) or scalar.container is vars(scalar.owner):
         return False
     return isinstance(scalar.container, Mapping) and isinstance(scalar.key, str)
+
+
+def _is_read(scalar: Scalar, trace: Trace) -> bool:
+    """Whether code of the trace uses the number."""
+    if not _is_item_of_optimizer(scalar):
+        return trace.reads.uses(scalar)
+    return any(_uses_item(code, scalar.key) for code, _ in trace.reads.codes)
+
+
+def _uses_item(code: CodeType, key: str) -> bool:
+    """Whether ``code`` has the literal ``key`` for more than ``x[key] += 1``, ``x[key] = 0`` and ``key in x``."""
+    steps = plain_steps(code) if key in code.co_consts else []
+    loads = [index for index, step in enumerate(steps) if step.opname == "LOAD_CONST" and step.argval == key]
+    following = [[after.opname for after in steps[index + 1 : index + 3]] for index in loads]
+    return any(after[0] not in _STORES and after[1:] != ["CONTAINS_OP"] for after in following)
 
 
 def find_assignments(pair: TracePair, changed: Collection[str]) -> dict[str, Any]:

@@ -31,6 +31,8 @@ _FUSED_ON_CUDA = (torch.optim.SGD,)
 _FUSED_IF_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 """Fused kernels that take DTensors."""
 _FUSED_IF_WANTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_Place = tuple[int, str]
+"""The index of a parameter group, and a key in it."""
 _WARNED = "_warned_capturable_if_run_uncaptured"
 _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
@@ -113,6 +115,8 @@ class Preparation:
 
     Attributes:
         changes: what was changed, one line per flag.
+        counted: integers in parameter groups that the optimizer's own step changes. A hyper-parameter, which the step's
+            code may set, is one only if it went on from where the step before had left it.
         stepped_newcomers: whether stock kernels have taken a group because of parameters that no step took before.
     """
 
@@ -122,6 +126,9 @@ class Preparation:
         self._fused = fused
         self._steps = steps
         self.changes: list[str] = []
+        self.counted: set[_Place] = set()
+        self._counts: dict[_Place, int] = {}
+        self._left: dict[_Place, int] = {}
         self._originals: dict[int, dict[str, Any]] = {}
         self._entered = False
         self._unfit: set[int] = set()
@@ -143,6 +150,7 @@ class Preparation:
         """Set the flags on every group, and move step counters to their parameters' device."""
         if not self._entered:
             self._originals = {}
+            self._counts = {}
             self.stepped_newcomers = False
             self._before = register_own(self.optimizer.register_step_pre_hook, self._before_step)
         self._entered = True
@@ -167,8 +175,17 @@ class Preparation:
         if self._entered:
             self._entered = False
             self._before.remove()
+            self._note_counts()
             for index, group in enumerate(self.optimizer.param_groups):
                 group.update(self._originals.get(index, {}))
+
+    def _note_counts(self) -> None:
+        """Note which integers have changed since the optimizer's step began."""
+        now = _integers(self.optimizer)
+        changed = {place: value for place, value in self._counts.items() if now.get(place, value) != value}
+        hypers = self.optimizer.defaults
+        self.counted |= {p for p, value in changed.items() if p[1] not in hypers or self._left.get(p) == value}
+        self._left = now if self._counts else self._left
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Treat loaded groups and counters like those before them."""
@@ -180,6 +197,7 @@ class Preparation:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at the gradients once they are there: after the closure, if there is one."""
         with self.faults.noting():
+            self._counts = self._counts or _integers(self.optimizer)
             if self._entered and not self._steps:
                 self._steps = True
                 self.enter()
@@ -254,6 +272,12 @@ def _scalars_to_host(values: Any) -> Any:
         return values  # ASGD keeps its scalars on the parameter's device in any case.
     counters = {key: values[key].cpu() for key in ("step", "mu_product") if isinstance(values.get(key), Tensor)}
     return {**values, **counters}
+
+
+def _integers(optimizer: torch.optim.Optimizer) -> dict[_Place, int]:
+    """The integers in the optimizer's parameter groups, without flags."""
+    groups = enumerate(optimizer.param_groups)
+    return {(index, key): item for index, group in groups for key, item in group.items() if type(item) is int}
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -173,6 +173,13 @@ class LearningRates:
         return {(id(shadow.group), "lr") for shadow in self._shadows.values()}
 
     @property
+    def counted(self) -> Iterator[tuple[torch.optim.Optimizer, int, str]]:
+        """Optimizers, with the index of a group and the key of an integer in it that their own steps change."""
+        for preparation in self._preparations:
+            for index, key in sorted(preparation.counted):
+                yield preparation.optimizer, index, key
+
+    @property
     def stepped_newcomers(self) -> bool:
         """Whether the managed step that ran last had stock kernels take parameters that no step took before."""
         return any(preparation.stepped_newcomers for preparation in self._preparations)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.tensor_metadata import GONE, metadata_of
-from graphplan.owners.views import Cell, Inherited, Members, Numbers, attributes_of, present
+from graphplan.owners.views import Cell, GroupCounts, Inherited, Members, Numbers, attributes_of, present
 from graphplan.specs.paths import free_name
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
 from graphplan.tensors.dtensors import local
@@ -219,6 +219,11 @@ class Walk:
     empty: dict[str, tuple[Any, str]] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     parameters: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+
+    @property
+    def counted(self) -> set[str]:
+        """Paths of what optimizers count with in their parameter groups."""
+        return {path for path, scalar in self.scalars.items() if isinstance(scalar.container, GroupCounts)}
 
     def place(self, path: str) -> Slot | None:
         """The slot of that path, also where it holds a Python value (None, say) at the moment."""

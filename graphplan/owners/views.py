@@ -10,6 +10,8 @@ from operator import is_
 from types import CellType, FunctionType
 from typing import Any
 
+import torch
+
 from graphplan.owners.contents import Unseen, state_of
 from graphplan.tensors.records import slots_of
 
@@ -84,6 +86,29 @@ class Attributes(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class GroupCounts:
+    """The integers in one parameter group that the optimizer's own step changes: its state, not hyper-parameters.
+    Whichever dictionary the group is now: loading a checkpoint makes new ones.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, index: int) -> None:
+        self._optimizer = optimizer
+        self._index = index
+        self.keys: set[str] = set()
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The parameter group; empty if it is gone."""
+        groups = self._optimizer.param_groups
+        return groups[self._index] if self._index < len(groups) else {}
+
+    def __getitem__(self, key: str) -> Any:
+        return self.group[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.group[key] = value
 
 
 def attributes_of(thing: Any) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from torch.amp.grad_scaler import GradScaler
 from graphplan.owners.kinds import MAPPINGS, SCALARS, is_of_library, is_user_object
 from graphplan.owners.slots import Namespace, Reached, Scalar, Slot, Via, Walk
 from graphplan.owners.values import ValueWalker, has_own_gradient
-from graphplan.owners.views import Numbers, Told, attributes_of
+from graphplan.owners.views import GroupCounts, Numbers, Told, attributes_of
 from graphplan.specs.paths import free_name
 
 _OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults", "step", "zero_grad"})
@@ -45,6 +45,9 @@ class _Walker(ValueWalker):
         if isinstance(owner, Numbers):
             for name in owner.names:
                 self.walk.scalars[f"{path}.{name}"] = Scalar(owner, name, owner.thing, name)
+        elif isinstance(owner, GroupCounts):
+            for key in filter(owner.keys.__contains__, owner.group):
+                self.walk.scalars[f"{path}.{key}"] = Scalar(owner, key, owner, path)
         elif isinstance(owner, Via):
             tables: tuple[dict[str, Any], ...] = (self.walk.scalars, self.walk.slots)
             counts = list(map(len, tables))

@@ -23,7 +23,7 @@ _OF_MODULES, _OF_OPTIMIZERS = ("training", "forward"), ("step", "zero_grad")
 
 class Fingerprint:
     """The values of one walk. ``left_out`` are entries of parameter groups, by the group's identity and a key: learning
-    rates that lie in device tensors.
+    rates that lie in device tensors, what the optimizer itself counts with.
     """
 
     def __init__(self, walk: Walk, left_out: Collection[tuple[int, str]] = ()) -> None:

@@ -156,8 +156,9 @@ class _Traces:
     def _run(self, device: torch.device | None, on_first_sight: Callable[[Any], None] = lambda thing: None) -> Walk:
         managed, record = self.managed, Trace()
         record.deferred = DeferredReads() if self._defers else None
-        # A program begins with the flags that are there now.
-        self._flags.assign(self._found)
+        # A program begins with the flags that are there now. What optimizers count with goes on.
+        counted = managed.walk().counted
+        self._flags.assign({path: value for path, value in self._found.items() if path not in counted})
         before = self._records[-1] if self._records else None
         self._records.append(record)
         # Containers of its own: what the step does to them is not to last.

@@ -30,7 +30,7 @@ from graphplan.owners.discovery import Discovery
 from graphplan.owners.kinds import name_owners
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Namespace, Reached, Walk
-from graphplan.owners.views import attributes_of
+from graphplan.owners.views import GroupCounts, attributes_of
 from graphplan.owners.walk import walk_owners
 from graphplan.plan.plan import Handles
 from graphplan.program.faults import is_raised_by_user, refusing
@@ -100,6 +100,7 @@ class Managed:
         self._fingerprint: Fingerprint | None = None
         self._walked: Walk | None = None
         self._sharding: Sharding | None = None
+        self._counted: list[tuple[torch.optim.Optimizer, int, str]] = []
         # Layout and values of the latest two fingerprints.
         self._last: tuple[Any, tuple[Any, ...]] | None = None
         self._before: tuple[Any, tuple[Any, ...]] | None = None
@@ -295,14 +296,25 @@ class Managed:
         self._sharding = Sharding(walk.modules)
         # A step that does not train ignores other steps' preparations of the optimizers.
         known, number = walk if self._trains else replace(walk, optimizers={}), len(self.owners)
-        self._fingerprint = Fingerprint(known, self.rates.shadowed)
+        self._fingerprint = Fingerprint(known, self.rates.shadowed | self._counts(walk))
         self._walked = walk if len(self.owners) == number else None
         self._parameters = [param for _, param in walk.parameters.values()]
 
+    def _counts(self, walk: Walk) -> set[tuple[int, str]]:
+        """Entries of parameter groups in which optimizers count their steps. The groups become owners."""
+        paths = {id(optimizer): path for path, optimizer in walk.optimizers.items()}
+        self._counted = list(self.rates.counted)
+        for optimizer, index, key in self._counted:
+            if id(optimizer) in paths:
+                name = f"{paths[id(optimizer)]}.param_groups[{index}]"
+                self.owners.setdefault(name, GroupCounts(optimizer, index)).keys.add(key)
+        counts = [owner for owner in self.owners.values() if isinstance(owner, GroupCounts)]
+        return {(id(owner.group), key) for owner in counts for key in owner.keys}
+
     @property
     def is_outdated(self) -> bool:
-        """Whether :meth:`refresh` was never called."""
-        return self._fingerprint is None
+        """Whether :meth:`refresh` is due: it was never called, or an optimizer has begun to count."""
+        return self._fingerprint is None or list(self.rates.counted) != self._counted
 
     def walk_before(self) -> Walk:
         """The walk over the owners before this call's step, made once per call."""

@@ -143,13 +143,14 @@ class Recorder:
         return found, now
 
     def _changed_flags(self) -> dict[str, tuple[Any, Any]]:
-        """Flags that are not what they were, but for a group's tensors."""
+        """Flags that are not what they were, but for a group's tensors and numbers that an optimizer counts with."""
         now = self._flags.read()
         pairs = {path: (self._found.get(path, ABSENT), now.get(path, ABSENT)) for path in {**self._found, **now}}
+        counted = self.walk.counted
         return {
             path: (THERE if isinstance(old, Tensor) else old, new)
             for path, (old, new) in pairs.items()
-            if not (isinstance(new, Tensor) or new is COMPUTED or same_value(old, new))
+            if not (isinstance(new, Tensor) or new is COMPUTED or path in counted or same_value(old, new))
         }
 
     def _is_held(self, path: str, now: Walk) -> bool:

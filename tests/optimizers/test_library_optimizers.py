@@ -1,5 +1,5 @@
-"""Optimizers and objects of libraries that need not be there: whole steps where nothing is counted on the host, a
-refusal that blames the optimizer elsewhere.
+"""Optimizers and objects of libraries that need not be there: whole steps where nothing is computed from a count on the
+host, a refusal that blames the optimizer elsewhere.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from graphplan import RefusalError, graph_step
 from tests.facts import assert_same
 
-WHOLE = (*("timm.optim:Lars", "timm.optim:Lion", "timm.optim:SGDW", "lion_pytorch:Lion"),)
+WHOLE = (
+    *(f"pytorch_optimizer:{name}" for name in ("Lion", "Tiger", "SignSGD", "CAME", "QHM", "LARS")),
+    *("timm.optim:Lars", "timm.optim:Lion", "timm.optim:SGDW", "lion_pytorch:Lion"),
+)
 OUTSIDE = (
     *(f"pytorch_optimizer:{name}" for name in ("AdaBelief", "PNM", "Shampoo", "ScheduleFreeAdamW", "Lookahead")),
-    *(f"pytorch_optimizer:{name}" for name in ("Lion", "Tiger", "SignSGD", "CAME", "QHM", "LARS")),
     *("timm.optim:Mars", "timm.optim:Lookahead", "schedulefree:AdamWScheduleFree", "torchao.optim:AdamW8bit"),
 )
 

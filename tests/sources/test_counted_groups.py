@@ -1,9 +1,8 @@
-"""Integers that optimizers keep in their parameter groups or their state, and raise by themselves: their steps are
-refused, as the optimizer's fault, so that a Trainer replays the rest.
-"""
+"""Integers that optimizers keep in their parameter groups and raise by themselves."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from graphplan import HostScalarError, OptimizerError, graph_step
+from graphplan import GraphedStep, HostScalarError, OptimizerError, graph_step
 from graphplan.errors import CaptureError
 from tests.facts import assert_same, flatten
 
@@ -26,23 +25,46 @@ class Counting(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
+            if "step" not in group:
+                group["step"] = 0
+            group["step"] += 1
             for param in group["params"]:
-                self.count(group, self.state[param])
-                param.sub_(param.grad.sign(), alpha=group["lr"])
+                state = self.state[param]
+                if "seen" not in state:
+                    state["seen"] = 0
+                state["seen"] += 1
+                self.update(param, param.grad, group)
 
-    def count(self, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Count one parameter's update."""
-        group["step"] = group.get("step", 0) + 1
+    def update(self, param: Tensor, grad: Any, group: dict[str, Any]) -> None:
+        """What one parameter gets."""
+        param.sub_(grad.sign(), alpha=group["lr"])
 
 
-class CountingInState(Counting):
-    """Counts in its state."""
+class Branching(Counting):
+    """Looks whether the count is even, which no operator shows."""
 
-    def count(self, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Count one parameter's update."""
-        if "step" not in state:
-            state["step"] = 0
-        state["step"] += 1
+    def update(self, param: Tensor, grad: Any, group: dict[str, Any]) -> None:
+        """What one parameter gets."""
+        if group["step"] % 64 == 63:
+            param.mul_(0.5)
+        super().update(param, grad, group)
+
+
+class Corrected(Counting):
+    """Computes a number from the count, as bias corrections do."""
+
+    def update(self, param: Tensor, grad: Any, group: dict[str, Any]) -> None:
+        """What one parameter gets."""
+        param.sub_(grad, alpha=group["lr"] / (1 - 0.9 ** group["step"]))
+
+
+class Fetching(Counting):
+    """Gets the count by a method."""
+
+    def update(self, param: Tensor, grad: Any, group: dict[str, Any]) -> None:
+        """What one parameter gets."""
+        if group.get("step", 0) < 100:
+            super().update(param, grad, group)
 
 
 class Nested(SGD):
@@ -95,6 +117,8 @@ def _train(
     make: Callable[[Any], Optimizer],
     *,
     graphed: bool,
+    calls: int = 16,
+    between: Callable[[int, Optimizer, GraphedStep | None], None] = lambda index, optimizer, step: None,
     **options: Any,
 ) -> Run:
     torch.manual_seed(0)
@@ -110,31 +134,66 @@ def _train(
 
     owners = {"model": model, "optimizer": optimizer}
     run = graph_step(step, owners=owners, min_speedup=0, **options) if graphed else None
-    for _ in range(16):
+    for index in range(calls):
         (run or step)(torch.randn(2, 4))
+        between(index, optimizer, run)
     groups = [{key: item for key, item in group.items() if key != "params"} for group in optimizer.param_groups]
     return flatten(model=model.state_dict(), groups=groups, state=list(optimizer.state.values())), run
 
 
 @pytest.mark.parametrize("make", [Counting, Nested])
-def test_counts_in_groups_are_hyper_parameters_that_keep_changing(make: Callable[[Any], Optimizer]) -> None:
-    with pytest.raises(OptimizerError, match=r"param_groups\[0\]\.\w+: \d+ then \d+: the 3rd new value") as caught:
+def test_what_nothing_depends_on_is_counted_up_after_replays(make: Callable[[Any], Optimizer]) -> None:
+    expected, _ = _train(make, graphed=False)
+    found, run = _train(make, graphed=True)
+    assert run.stats.replayed == 10
+    assert_same(found, expected)
+    assert "counted: optimizer.param_groups[0]." in str(run.plan)
+
+
+@pytest.mark.parametrize("make", [Branching, Fetching])
+def test_what_code_looks_at_is_refused(make: Callable[[Any], Optimizer]) -> None:
+    with pytest.raises(HostScalarError, match=r"reads optimizer\.param_groups\[0\]\.step, which it also") as caught:
         _train(make, graphed=True)
     assert caught.value.component == "optimizer"
 
 
-def test_counts_in_the_state_may_be_read() -> None:
-    with pytest.raises(HostScalarError, match=r"reads optimizer\.state\[.*step, which it also counts up") as caught:
-        _train(CountingInState, graphed=True)
+def test_what_numbers_are_computed_from_is_refused() -> None:
+    with pytest.raises(HostScalarError, match=r"gets alpha=.* It comes from the Python code of the") as caught:
+        _train(Corrected, graphed=True)
     assert caught.value.component == "optimizer"
 
 
 @pytest.mark.filterwarnings("ignore:graphplan runs this step eagerly")
-@pytest.mark.parametrize("make", [Counting, CountingInState, Nested])
+@pytest.mark.parametrize("make", [Branching, Corrected, Fetching])
 def test_refused_counts_leave_eager_steps(make: Callable[[Any], Optimizer]) -> None:
     expected, _ = _train(make, graphed=False)
     found, _ = _train(make, graphed=True, on_failure="eager")
     assert_same(found, expected)
+
+
+def test_a_loaded_checkpoint_is_counted_on_from() -> None:
+    kept: dict[str, Any] = {}
+
+    def between(index: int, optimizer: Optimizer, step: GraphedStep | None) -> None:
+        if index == 3:
+            kept.update(copy.deepcopy(optimizer.state_dict()))
+        if index == 12:
+            optimizer.load_state_dict(kept)
+
+    expected, _ = _train(Counting, graphed=False, calls=24, between=between)
+    kept.clear()
+    found, run = _train(Counting, graphed=True, calls=24, between=between)
+    assert run.stats.replayed > 8
+    assert_same(found, expected)
+    assert found["groups[0]['step']"] == 4 + 11
+
+
+def test_a_hyper_parameter_that_others_change_is_none_of_the_optimizers_counts() -> None:
+    def between(index: int, optimizer: Optimizer, step: GraphedStep | None) -> None:
+        optimizer.param_groups[0]["epoch"] = index
+
+    with pytest.raises(OptimizerError, match=r"param_groups\[0\]\.epoch: \d then \d: the 3rd new value"):
+        _train(Counting, graphed=True, between=between)
 
 
 def test_an_optimizer_around_another_is_refused() -> None:
