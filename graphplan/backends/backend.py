@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphplan.errors import BackendError, CaptureMemoryError
 from graphplan.specs.roles import Footprint
-from graphplan.trace.batch_answers import BatchAnswers
+from graphplan.trace.batch_reads import BatchAnswers
 from graphplan.trace.host_transfers import HostProgram, Transfer
 from graphplan.trace.rng import SavedStates
 

@@ -32,7 +32,7 @@ from graphplan.specs.roles import Footprint
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import same_bits
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.batch_answers import BatchAnswers
+from graphplan.trace.batch_reads import BatchAnswers
 from graphplan.trace.collectives import finish, is_collective, wait_for
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_reads import HostRead, KnownReads, find_place

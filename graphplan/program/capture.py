@@ -36,9 +36,9 @@ from graphplan.specs.roles import Role
 from graphplan.tensors.attributes import dressed
 from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
 from graphplan.tensors.symbolic import NUMBERS
-from graphplan.trace.batch_answers import answers_in
+from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.deferred_reads import DeferredReads
-from graphplan.trace.symbolic_numbers import NumberTensor, NumberTensors, SymbolicNumbers
+from graphplan.trace.symbolic_numbers import NumberTensor, SymbolicNumbers
 
 _IS_RECORDED = ContextVar("is_recorded", default=False)
 
@@ -123,7 +123,7 @@ def _record(
                 undo.copy()
             places = {path: walk.scalars[path] for path, kind in plan.symbolic.items() if kind in NUMBERS}
             numbers = SymbolicNumbers(
-                places, NumberTensors(plan.filled, final=True), plan.device, expected=plan.drawn,
+                places, plan.device, filled=plan.filled, expected=plan.drawn,
                 follows={draw.generator for draw in plan.drawn}, may_fill=backend.executes,
             )  # fmt: skip
             with DeferredReads(fills=False, defers=plan.defers, symbolic=numbers) as deferred:

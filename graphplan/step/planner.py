@@ -25,7 +25,7 @@ from graphplan.step.runner import Parts
 from graphplan.tensors.symbolic import NUMBERS
 from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace, collect
-from graphplan.trace.symbolic_numbers import NumberTensors, SymbolicNumbers, may_be_symbolic
+from graphplan.trace.symbolic_numbers import SymbolicNumbers, may_be_symbolic
 
 FICKLE_TRACES = 3
 """Traces and captures of one line that may come to another value than a trace before, where the step branches on it."""
@@ -43,7 +43,6 @@ class Planner:
         self._follows_draws = True
         self._replaces = True  # Until code needs a real number that is not known.
         self._kept: set[str] = set()  # Paths of numbers that code needs real ones of.
-        self._tensors = NumberTensors()
         self._numbers: dict[str, Any] = {}  # Those that the step's code names, as before the latest call.
         self._changing_numbers: set[str] = set()  # The paths of those that were others before some call.
         self._read: dict[str, Any] = {}  # The numbers that the latest plan is good for, by path.
@@ -91,7 +90,7 @@ class Planner:
         follows = [name for name in (PYTHONS, NUMPYS) if not is_allowed(name, self._options.allow)]
         may_follow = self._follows_draws and self._replaces and not arguments_alone
         return SymbolicNumbers(
-            replaced, self._tensors, device, follows=follows if may_follow else (), is_shared=self._peers is not None
+            replaced, device, follows=follows if may_follow else (), is_shared=self._peers is not None
         )
 
     def _learn_changed(self, walk: Walk) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,17 @@ from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Slot
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.batch_answers import Answer, contents_of, is_right, masks_among, masks_of, positions_among
-from graphplan.trace.batch_reads import POSITIONS, BatchReads, BatchSource, Call, Kind, Read, reads_in
+from graphplan.trace.batch_reads import (
+    Answer,
+    BatchReads,
+    BatchSource,
+    Call,
+    Kind,
+    Read,
+    contents_of,
+    is_right,
+    reads_in,
+)
 from graphplan.trace.call_recorder import CallRecorder, is_plain
 from graphplan.trace.host_reads import Place, find_place
 from graphplan.trace.operator_schemas import OperatorCall, tensors_in
@@ -44,15 +53,13 @@ class BatchRecorder(CallRecorder):
         self._draws = draws
         self.expected = expected
         """Where traces have read what cannot be read before the step, and replays compare it."""
-        self._kept: list[Tensor] = []
-        """What the step does not make: no other tensor may get its memory meanwhile."""
         self.is_outdated = False
         """What was read before the step is not what is read in it."""
         self._operators = 0
         self._places: list[_Leaf] = []
         self._sources: dict[int, BatchSource] = {}
-        self._owned: dict[int | None, Tensor] = {}
-        """Those that owners have, by their memory."""
+        self._owned: set[int | None] = set()
+        """Memory that owners have."""
         self._ambiguous: set[int | None] = set()
         """Memory that is both an owner's and fed: the next call may be fed something else."""
         for index, leaf in leaves:
@@ -72,7 +79,7 @@ class BatchRecorder(CallRecorder):
                 continue
             # By now there may be another tensor.
             if storage_id(held) == storage:
-                self._owned[storage] = held
+                self._owned.add(storage)
                 self._sources.setdefault(self._begin_with(held), slot)
 
     def reads(self) -> BatchReads | None:
@@ -85,21 +92,18 @@ class BatchRecorder(CallRecorder):
                 calls.pop()
         return _made_once(calls, self._sources, self._places) if calls else None
 
-    def impossible(self, changed: Mapping[int, Tensor]) -> list[Read]:
+    def impossible(self, changed: Collection[int | None]) -> list[Read]:
         """The reads that cannot be made before the step: they take long, or need what it has ``changed`` itself, given
-        by storage, or what may be other memory in the next call.
+        by storages, or what may be other memory in the next call.
         """
         reads = [call.read for call in self._calls if call.read is not None and call.read.error is not None]
         limit = max(_FEW, self._operators // _SHARE)
-        written = list(map(_range_of, changed.values())) if reads else []
         found = []
         for read in reads:
             leading = self._leading_to(lambda call, read=read: call.read is read)  # type: ignore[misc]
             needed = frozenset[int | None]().union(*(call.given | call.changed for call in leading))
-            owned = needed & self._owned.keys()
-            overlaps = (_overlap(_range_of(self._owned[storage]), other) for storage in owned for other in written)
-            is_changed = not owned.isdisjoint(changed) or any(overlaps)
-            if len(leading) > limit or is_changed or not needed.isdisjoint(self._ambiguous):
+            owned = needed & self._owned
+            if len(leading) > limit or not owned.isdisjoint(changed) or not needed.isdisjoint(self._ambiguous):
                 found.append(read)
         return found
 
@@ -123,12 +127,12 @@ class BatchRecorder(CallRecorder):
         *,
         may_be_expected: bool = False,
     ) -> bool:
-        """Take in a read; False if it needs more than the batch. Operators that use masks are noted beside it.
-        ``error`` makes what refuses it; for ``may_be_expected`` see :class:`Read`.
+        """Take in a read; False if it needs more than the batch. ``error`` makes what refuses it; for
+        ``may_be_expected`` see :class:`Read`.
         """
-        schema, place, masks, contents = call.schema, find_place(), masks_of(call), contents_of(call)
-        given = contents or masks or call.tensors()
-        if not given or not all(map(self._has, given)) or not (masks or contents or schema.is_certain):
+        schema, place, contents = call.schema, find_place(), contents_of(call)
+        given = contents or call.tensors()
+        if not given or not all(map(self.has, given)) or not (contents or schema.is_certain):
             return False
         if contents and contents[0].numel() > _LARGEST:
             return False
@@ -140,12 +144,7 @@ class BatchRecorder(CallRecorder):
         refusal = None if error is None else error()
         if contents:
             read = Read(place, Kind.CONTENT, contents[0].detach().cpu().clone(), refusal)
-            self._add(_itself, "content", (contents[0],), {}, [], read=read)
-        elif masks:
-            found = positions_among(masks_among(call))
-            self._kept += found
-            read = Read(place, Kind.SHAPE, [tuple(tensor.shape) for tensor in found], refusal)
-            self._add(positions_among, POSITIONS, (masks_among(call),), {}, found, read=read)
+            self._add(Tensor.detach, "content", (contents[0],), {}, [], read=read)
         elif schema.reads_values:
             if place in self.expected:
                 return False
@@ -211,20 +210,6 @@ def _draws_on_host(call: OperatorCall, made: Sequence[Tensor]) -> bool:
     """Return True if an operator draws from torch's default generator of the host."""
     is_given = any(isinstance(given, torch.Generator) for given in (*call.args, *call.kwargs.values()))
     return call.schema.is_random and not is_given and all(tensor.device.type == "cpu" for tensor in made)
-
-
-def _overlap(one: range, other: range) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)
-
-
-def _range_of(tensor: Tensor) -> range:
-    """The addresses of a tensor's memory."""
-    memory = tensor.untyped_storage()
-    return range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def recorder_of(feed: Feed, device: torch.device | None, expected: set[Place]) -> BatchRecorder:

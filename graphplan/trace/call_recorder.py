@@ -51,10 +51,10 @@ class CallRecorder:
     def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
         """Take in an operator that is no read, after it has run: it was ``given`` tensors, and ``made`` some."""
         schema = call.schema
-        if schema.name in OF_GEOMETRY and not self._has(call.args[0]) and is_plain(call.args[0]):
+        if schema.name in OF_GEOMETRY and not self.has(call.args[0]) and is_plain(call.args[0]):
             self._note_filled(call, made[0])
             return
-        follows = self._may_repeat(call, made) and all(map(self._has, given))
+        follows = self._may_repeat(call, made) and all(map(self.has, given))
         if not (follows or schema.may_write):
             return
         written = list(map(storage_id, call.written()))
@@ -90,7 +90,8 @@ class CallRecorder:
         name = f"constant {value.dtype} {value.device} {tuple(value.shape)} {value.tolist()}"
         self._add(value.clone, name, (), {}, [made])
 
-    def _has(self, tensor: Tensor) -> bool:
+    def has(self, tensor: Tensor) -> bool:
+        """Return True if it is known how ``tensor`` was made."""
         is_known = storage_id(tensor) in self._known and is_plain(tensor)
         return is_known and _geometry(tensor) in self._numbers
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphplan.environment.origin import is_librarys
 from graphplan.owners.flags import COMPUTED, Flags
@@ -24,7 +25,6 @@ from graphplan.owners.walk import walk_owners
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.memory_watch import WeakStorages
 
 Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
 """Storage identity, offset, shape, strides, dtype, whether conjugated, whether negated: two tensors in one place are
@@ -80,7 +80,7 @@ class Recorder:
     def __init__(self, owners: Mapping[str, Any], walk: Walk, fed: Mapping[str, Tensor]) -> None:
         self._owners = owners
         self.walk = walk
-        self._weak = WeakStorages()
+        self._weak: list[StorageWeakRef] = []
         self.places: dict[str, tuple[Place, ...]] = {}
         self.metadata: dict[str, Any] = {}
         self._held: dict[str, list[weakref.ref[Tensor]]] = {}
@@ -91,7 +91,7 @@ class Recorder:
             self.places[path] = tuple(map(place_of, tensors))
             for tensor, place in zip(tensors, self.places[path], strict=True):
                 if place[0] is not None:
-                    self._weak.add(tensor.untyped_storage())
+                    self._weak.append(StorageWeakRef(tensor.untyped_storage()))
             self.metadata[path] = metadata_of(value)
             # Gradients are other tensors in each step, which may get the places of those before.
             if slot.param is None:

@@ -4,6 +4,9 @@ Operators that torch puts together from others (``narrow`` with a tensor, ``eins
 dispatch key, before they come to a dispatch mode. In inference mode, and with tensors that were made there, they come
 whole: what they read on the host does not show, and the parts would not see autocast, which is off within a mode.
 
+A mask in an index is two operators: one finds the positions that it selects, the other one indexes with these. So what
+the host has to read is an operator of its own, whose results can be known before.
+
 How many numbers ``bincount`` gives depends on the largest that it is given. With ``minlength``, it mostly is as many as
 that says: then it is a branch on whether all lie below, and an operator whose result has a fixed shape.
 """
@@ -23,11 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan.errors import Faults
 from graphplan.observe.watching import Aside, is_kept_from_compiler
 from graphplan.tensors.dtensors import is_imagined, is_wrapped
-from graphplan.trace.batch_answers import Answer, BatchAnswers
+from graphplan.trace.batch_reads import Answer, BatchAnswers
 from graphplan.trace.operator_schemas import OperatorCall, schema_of
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _BINCOUNT: Any = torch.ops.aten.bincount.default
+_FIND: Any = torch.ops.aten.nonzero_numpy.default
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
 _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 
@@ -89,14 +93,21 @@ class OperatorMode(TorchDispatchMode):
                 if counts is not None:
                     return counts
             try:
-                answer = None if self._answers is None else self._answers.take(call)
-                if answer is None or not self.takes(answer, call):
-                    return self.operate(aside, call)
-                return self.operate(aside, answer.call) if answer.call is not None else answer.value
+                masks = call.masks() if schema.may_synchronize else ()
+                if masks:
+                    finds = (OperatorCall(schema_of(_FIND), (mask,), {}) for mask in masks)
+                    call = call.with_positions([self._hear(aside, find) for find in finds])
+                return self._hear(aside, call)
             except Exception as error:  # noqa: BLE001 - the step goes on
-                out = aside.carry_on(error, func, args, call.kwargs)
+                out = aside.carry_on(error, func, args, kwargs or {})
                 self.faults.note(error)
                 return out
+
+    def _hear(self, aside: Aside, call: OperatorCall) -> Any:
+        answer = None if self._answers is None else self._answers.take(call)
+        if answer is None or not self.takes(answer, call):
+            return self.operate(aside, call)
+        return self.operate(aside, answer.call) if answer.call is not None else answer.value
 
 
 def _has_bound(call: OperatorCall) -> bool:

@@ -21,11 +21,11 @@ from graphplan.errors import CaptureError
 from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside
 from graphplan.tensors.copying import same_bits
-from graphplan.trace.batch_answers import BatchAnswers
+from graphplan.trace.batch_reads import BatchAnswers
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_reads import HostRead, KnownReads, find_place
 from graphplan.trace.host_transfers import Transfer
-from graphplan.trace.operator_schemas import INDEXING, NONZERO, TRANSFERS, OperatorCall
+from graphplan.trace.operator_schemas import NONZERO, TRANSFERS, OperatorCall
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 _SUBSCRIPTS = (Tensor.__getitem__, Tensor.__setitem__)
@@ -125,10 +125,8 @@ class GivenValues(OperatorMode):
                 self._on_expected(call.args[0], read)
             if not is_shape or read.asserted:
                 return answer
-            if schema.name == NONZERO:
-                return answer.clone()
-            if schema.name in INDEXING:
-                call = OperatorCall(schema, (call.args[0], answer, *call.args[2:]), call.kwargs)
+            if schema.name in NONZERO:
+                return tree_map_only(Tensor, Tensor.clone, answer)
         args = call.args
         operands = call.host_operands() if self._constants or self._next else []
         if self._next and (scalar := call.host_scalar()) is not None:

@@ -14,7 +14,6 @@ import dis
 import linecache
 import os
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -30,8 +29,6 @@ _MACHINERY = tuple(
     os.path.join(TORCH, name) for name in ("_compile.py", "_ops.py", "_dynamo", "utils/_python_dispatch.py")
 )
 """What calls a dispatch mode."""
-
-
 _SUMS_DIFFER = sys.version_info >= (3, 12)
 """From then on ``sum()`` makes up for what additions round off."""
 
@@ -54,7 +51,7 @@ class Place(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class HostRead:
     """A read that does not refuse a step, and what a capture is given for it: the value that was read, the tensors of
-    a shape that depends on values, the positions that ``nonzero`` has found, or an operator's indices without masks.
+    a shape that depends on values, or the positions that ``nonzero`` has found.
 
     It is ``asserted`` by the step's code, ``constant`` (the same in each step), or torch itself looks whether it is in
     range. Or it is ``expected`` to be the same in most steps, and replays compare it; ``error`` refuses a step in which
@@ -131,15 +128,10 @@ def is_asserted() -> bool:
     return False
 
 
-def is_operator() -> bool:
-    """Return True if an operator in Python code computes what is being computed, and not a function in C."""
-    frame = _asking(sys._getframe(1))
-    return frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("BINARY_", "INPLACE_"))
-
-
 def sums_otherwise() -> bool:
     """Return True if ``sum()`` adds the numbers that are being added, and does not round as ``+`` does."""
-    return _SUMS_DIFFER and not is_operator()
+    frame = _asking(sys._getframe(1)) if _SUMS_DIFFER else None
+    return frame is not None and not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("BINARY_", "INPLACE_"))
 
 
 def ends_step() -> bool:
@@ -164,7 +156,6 @@ class KnownReads:
         self._reads: dict[Place, list[HostRead]] = {}
         for read in reads:
             self._reads.setdefault(read.place, []).append(read)
-        self._taken: Counter[Place] = Counter()
 
     def __contains__(self, place: Place) -> bool:
         return place in self._reads
@@ -172,5 +163,4 @@ class KnownReads:
     def take(self, place: Place) -> HostRead:
         """The next read at ``place``; the last one once they are over."""
         reads = self._reads[place]
-        self._taken[place] += 1
-        return reads[min(self._taken[place], len(reads)) - 1]
+        return reads.pop(0) if len(reads) > 1 else reads[0]

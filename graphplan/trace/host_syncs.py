@@ -23,15 +23,13 @@ from graphplan.trace.host_reads import HostRead, find_place, is_asserted
 from graphplan.trace.host_transfers import HostRecorder, Transfer
 from graphplan.trace.operands import Operand, Operands
 from graphplan.trace.operator_schemas import (
-    INDEXING,
     NONZERO,
     PACKING,
+    POSITIONS,
     TO_COPY,
     TRANSFERS,
     OperatorCall,
     hidden_read,
-    is_mask,
-    without_masks,
 )
 from graphplan.trace.records import Trace
 
@@ -78,7 +76,8 @@ class HostSyncs:
                 made = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), out)
                 self._trace.host_reads.append(HostRead(find_place(), made, asserted=True, waits=_waits(given)))
             else:
-                self._refuse(f"{name} makes a tensor whose shape depends on values", source, (call, out))
+                what = "a mask" if name == POSITIONS else name
+                self._refuse(f"{what} makes a tensor whose shape depends on values", source, (call, out))
         if name in TRANSFERS:
             self._check_copy(call, out, source)
         for tensor in call.host_operands():
@@ -122,7 +121,7 @@ class HostSyncs:
             for tensor in numbers:
                 # Others are an operator's own, such as the seed of a dropout.
                 is_sent = any(tensor is sent for sent in call.host_operands())
-                if tensor.device.type == "cpu" and host.knows(tensor) and not is_sent:
+                if tensor.device.type == "cpu" and host.has(tensor) and not is_sent:
                     self._compute_with(call, tensor, made[0], source)
 
     def _compute_with(self, call: OperatorCall, number: Tensor, out: Tensor, source: Source) -> None:
@@ -183,16 +182,11 @@ class HostSyncs:
 
     def _has_constant_shape(self, call: OperatorCall, out: Any, given: _Given) -> bool:
         """Return True if the shape of ``out`` follows from Python's numbers. A capture gets the positions."""
-        name = call.schema.name
-        if name in INDEXING:
-            deciding = [pair for pair in given if any(pair[0] is index for index in call.args[1] if is_mask(index))]
-        elif name == NONZERO:
-            deciding = list(given)
-        else:
+        if call.schema.name not in NONZERO:
             return self._is_constant_read(given)
-        if not self._are_fixed(deciding):
+        if not self._are_fixed(given):
             return False
-        positions = without_masks(call.args[1]) if name in INDEXING else out.detach().clone()
+        positions = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), out)
         self._trace.host_reads.append(HostRead(find_place(), positions, constant=True, waits=_waits(given)))
         return True
 

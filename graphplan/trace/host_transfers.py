@@ -78,13 +78,9 @@ class HostRecorder(CallRecorder):
     def _may_repeat(self, call: OperatorCall, made: Sequence[Tensor]) -> bool:
         return call.schema.is_certain or (call.schema.is_native and call.schema.is_random)
 
-    def knows(self, tensor: Tensor) -> bool:
-        """Return True if it is known how ``tensor`` was made."""
-        return self._has(tensor)
-
     def send(self, transfer: Transfer, tensor: Tensor) -> bool:
         """Take in a transfer of ``tensor``; False if it cannot be made again before a replay."""
-        if tensor.requires_grad or not self._has(tensor):
+        if tensor.requires_grad or not self.has(tensor):
             return False
         self._add(transfer.load, "transfer", (tensor,), {}, [], has_effect=True)
         return True

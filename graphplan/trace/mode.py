@@ -15,18 +15,16 @@ from graphplan.observe.conversions import given_to_script
 from graphplan.observe.source import Source, find_source, is_recomputed
 from graphplan.observe.watching import Aside
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.batch_answers import Answer, BatchAnswers, is_read
+from graphplan.trace.batch_reads import Answer, BatchAnswers, is_read
 from graphplan.trace.collectives import finish
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_syncs import HostSyncs
 from graphplan.trace.host_transfers import HostRecorder
-from graphplan.trace.memory_watch import MemoryWatch
 from graphplan.trace.operands import NOWHERE, Operand, Operands
 from graphplan.trace.operator_schemas import NESTED_FIX, OF_GEOMETRY, OperatorCall, tensors_in
 from graphplan.trace.rate_reads import RateWatch
 from graphplan.trace.records import Operator, Trace, TracedExternal
-from graphplan.trace.rng import GeneratorWatch
-from graphplan.trace.uniform import UNIFORM, UniformDraws
+from graphplan.trace.rng import TracedGenerators
 
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 
@@ -44,6 +42,21 @@ def refuse_trace(error: type[RefusalError], message: str) -> None:
 def is_traced() -> bool:
     """Return True if a trace is going on."""
     return _current() is not None
+
+
+class MemoryWatch:
+    """Tells whether a dense tensor's memory is as it was, and keeps it alive. ``writes`` counts writes by storage."""
+
+    def __init__(self, tensor: Tensor, writes: defaultdict[int | None, int]) -> None:
+        self._storage = tensor.untyped_storage()
+        self._writes = writes
+        self._before = writes[self._storage._cdata]
+        self.nbytes = self._storage.nbytes()
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the memory is still there, and was not written to."""
+        return self._storage.nbytes() == self.nbytes and self._writes[self._storage._cdata] == self._before
 
 
 def watch_memory(tensor: Tensor) -> MemoryWatch | None:
@@ -65,14 +78,13 @@ class TraceMode(OperatorMode):
         self._host = HostRecorder() if record.device is not None and record.device.type != "cpu" else None
         self.recorders = [recorder for recorder in (record.batch, self._host) if recorder is not None]
         self.syncs = HostSyncs(record, self.operands, self._host)
-        self.generators = GeneratorWatch(record.violate)
+        self.generators = TracedGenerators(record.violate, self.recorders)
         self.writes: defaultdict[int | None, int] = defaultdict(int)
         """How often each storage was written to."""
         self._rates = rates
         self._before = before.operators
         self._source: Source | None = None
         """Where the operator at hand comes from, if that was looked for."""
-        self._draws = UniformDraws()
         self._thread = get_ident()
         for generator in before.generators:
             self._watch_generator(generator)
@@ -113,12 +125,12 @@ class TraceMode(OperatorMode):
                 self._refuse_nested("gets" if any(tensor is given for given in tensors) else "makes", name, source)
         if stay_fixed:
             fixed.update(operands)
-        is_certain = bool(self._draws.drawn) and self._draws.is_certain(name, call.args, operands)
+        is_certain = bool(self.operands.drawn) and self.operands.is_certain(call, operands)
         computes = not (written or schema.is_random or schema.allocates)
         if constant is not None or is_certain or (computes and (stay_fixed or name in OF_GEOMETRY)):
             fixed.update(map(self.operands.internal, made))
-        if name in UNIFORM:
-            self._draws.add(self.operands.internal(out), out)
+        if schema.is_random:
+            self.operands.note_draw(name, out)
         launches = (bool(written) or is_fresh) and not schema.allocates and constant is None
         is_threaded = get_ident() != self._thread
         self._note_gradients(call, tensors, is_threaded=is_threaded)
@@ -213,7 +225,7 @@ class TraceMode(OperatorMode):
         if external is None:
             operand = self.operands.by_storage.get(storage, NOWHERE)
             self.operands.fixed.discard(operand)
-            self._draws.drawn.pop(operand, None)
+            self.operands.drawn.pop(operand, None)
             return
         external.communicated |= call.schema.communicates
         if not external.mutated:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphplan.specs.roles import Footprint
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.memory_watch import Allocations
+from graphplan.trace.operator_schemas import OperatorCall
 
 Operand = tuple[str, int]
 """``("external" | "internal", number)``: memory from outside and the step's own are numbered separately."""
 NOWHERE: Operand = ("internal", -1)
+_STRIDE = 1.1
+"""What is gone is looked for when more may be alive than ever before by this factor; the peak may be as much too large.
+"""
+_UNIFORM = ("aten.rand.default", "aten.rand.generator")
+_SPLITTING = ("aten.lt.Scalar", "aten.ge.Scalar")
+"""Comparisons whose result is certain where no number from 0 to 1, without 1, lies on one side of the bound."""
 
 
 class Operands:
@@ -19,16 +28,20 @@ class Operands:
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
-        self._allocations = Allocations()
-        self._internals = 0
+        self._held: list[StorageWeakRef] = []
+        """All that the step made: no other storage gets their identities, and what is alive can be counted."""
+        self._counting: list[StorageWeakRef] = []
+        self._current = self._peak = self._counted = self._total = 0
         self.by_storage: dict[int | None, Operand] = {}
         self.fixed: set[Operand] = set()
         """What is made of Python's numbers alone, or is certain whatever is drawn. It is the same in each step."""
+        self.drawn: dict[Operand, torch.dtype] = {}
+        """What was drawn on the host from 0 to 1, without 1, with its type, and was not written to since."""
 
     @property
     def footprint(self) -> Footprint:
-        """The memory that the step makes."""
-        return self._allocations.footprint
+        """The bytes that the step makes, and how many are alive at once."""
+        return Footprint(self._peak, self._total)
 
     def internal(self, tensor: Tensor) -> Operand:
         """The number of memory that the step made; ``NOWHERE`` for other memory."""
@@ -44,12 +57,43 @@ class Operands:
         storage = storage_id(tensor)
         if storage is None or storage in self.by_storage:
             return False
-        self.by_storage[storage] = ("internal", self._internals)
-        self._internals += 1
-        self._allocations.add(tensor.untyped_storage(), counts=tensor.device == self._device)
+        self.by_storage[storage] = ("internal", len(self._held))
+        memory = tensor.untyped_storage()
+        self._held.append(StorageWeakRef(memory))
+        if tensor.device == self._device:
+            self._count(self._held[-1], memory.nbytes())
         return True
+
+    def _count(self, held: StorageWeakRef, nbytes: int) -> None:
+        self._counting.append(held)
+        self._current += nbytes
+        self._total += nbytes
+        if self._current > self._counted * _STRIDE:
+            living = [(held, UntypedStorage._new_with_weak_ptr(held.cdata)) for held in self._counting]
+            self._counting = [held for held, storage in living if storage is not None]
+            # One may have been resized.
+            self._current = sum([storage.nbytes() for _, storage in living if storage is not None])
+            self._counted = max(self._counted, self._current)
+        self._peak = max(self._peak, self._current)
 
     def add_constant(self, tensor: Tensor) -> None:
         """Number memory whose contents are always the same."""
         self.add(tensor)
         self.fixed.add(self.internal(tensor))
+
+    def note_draw(self, name: str, out: Tensor) -> None:
+        """Note what a random operator gives."""
+        if name in _UNIFORM and out.device.type == "cpu" and out.dtype in (torch.float32, torch.float64):
+            self.drawn[self.internal(out)] = out.dtype
+
+    def is_certain(self, call: OperatorCall, operands: Sequence[Operand]) -> bool:
+        """Return True if an operator compares a draw, with a certain result: code that leaves out a layer by chance
+        draws with a share of 0, too (``torch.rand([]) < share``).
+        """
+        dtype = self.drawn.get(operands[0]) if call.schema.name in _SPLITTING else None
+        if dtype is None:
+            return False
+        tensor, bound = call.args
+        # A view may see the same memory otherwise.
+        is_number = tensor.dtype is dtype and not tensor.is_neg() and isinstance(bound, int | float)
+        return is_number and (bound <= 0 or bound >= 1)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -52,59 +51,53 @@ class HiddenRead(NamedTuple):
     reads: Callable[[Sequence[Tensor]], bool] = lambda given: True
 
 
-_LENGTHS = HiddenRead(
-    "reads the lengths of sequences on the host",
-    "Keep the batch padded, under a mask, or give the lengths as a list of numbers, each of which is a program of its "
-    "own",
-)
-_SCALE = HiddenRead(
-    "reads the scale of its quantised result on the host",
-    "Quantise in floating point (torch.fake_quantize_per_tensor_affine), or give scale and zero point as numbers",
-)
-_SUCCESS = HiddenRead(
-    "reads whether an operator could do its work on the host",
-    "Use the form that does not look (torch.linalg.cholesky_ex, inv_ex, solve_ex)",
-    _on_device,
-)
-_GROUPS = HiddenRead(
-    "reads the sizes of its groups on the host where it multiplies in another type than bfloat16",
-    "Have the model in bfloat16, or have it multiply its groups in another way (experts_implementation='batched_mm' in "
-    "transformers)",
-    lambda given: _on_device(given) and given[0].dtype != torch.bfloat16,
-)
-_SELECTED = HiddenRead(
-    "reads on the host how many elements a mask selects",
-    "Bring what the mask selects from to its shape with an index that is computed (cumsum of the mask), and take "
-    "torch.where",
-    _on_device,
-)
-_FILLED = HiddenRead(
-    "reads the number that it fills in on the host",
-    "Give it as a Python number, or take torch.where",
-    lambda given: given[-1].device.type != "cpu",
-)
 NESTED_FIX = (
     "Make it dense outside the step (torch.nested.to_padded_tensor, with a mask), or where a transformer makes it, "
     "construct that with enable_nested_tensor=False"
 )
+_FILLED = HiddenRead(
+    "reads the number that it fills in on the host", "Give it as a Python number, or take torch.where",
+    lambda given: given[-1].device.type != "cpu",
+)  # fmt: skip
+_SCALE = HiddenRead(
+    "reads the scale of its quantised result on the host",
+    "Quantise in floating point (torch.fake_quantize_per_tensor_affine), or give scale and zero point as numbers",
+)
 _HOST_READS = {
-    PACKING: _LENGTHS,
-    "aten._linalg_check_errors.default": _SUCCESS,
-    "aten._grouped_mm.default": _GROUPS,
-    "aten.masked_scatter_backward.default": _SELECTED,
-    "aten.masked_fill.Tensor": _FILLED,
-    "aten.masked_fill_.Tensor": _FILLED,
-    "aten.index_fill.int_Tensor": _FILLED,
-    "aten.index_fill_.int_Tensor": _FILLED,
-    "aten._nested_tensor_from_mask_left_aligned.default": HiddenRead("reads the mask on the host", NESTED_FIX),
-    "aten.quantize_per_tensor.tensor_qparams": _SCALE,
-    "aten.quantize_per_tensor.tensors": _SCALE,
-    "aten.quantize_per_tensor_dynamic.default": _SCALE,
-    "aten.quantize_per_channel.default": _SCALE,
+    **{f"aten.{name}": _FILLED for name in ("masked_fill.Tensor", "masked_fill_.Tensor")},
+    **{f"aten.{name}.int_Tensor": _FILLED for name in ("index_fill", "index_fill_")},
+    **{f"aten.quantize_per_tensor.{name}": _SCALE for name in ("tensor_qparams", "tensors")},
+    **{f"aten.quantize_per_{name}.default": _SCALE for name in ("tensor_dynamic", "channel")},
     "aten._make_per_channel_quantized_tensor.default": _SCALE,
     "aten._empty_per_channel_affine_quantized.default": _SCALE,
-}
-NONZERO = "aten.nonzero.default"
+    "aten._nested_tensor_from_mask_left_aligned.default": HiddenRead("reads the mask on the host", NESTED_FIX),
+    PACKING: HiddenRead(
+        "reads the lengths of sequences on the host",
+        "Keep the batch padded, under a mask, or give the lengths as a list of numbers, each of which is a program of "
+        "its own",
+    ),
+    "aten._linalg_check_errors.default": HiddenRead(
+        "reads whether an operator could do its work on the host",
+        "Use the form that does not look (torch.linalg.cholesky_ex, inv_ex, solve_ex)", _on_device,
+    ),
+    "aten._grouped_mm.default": HiddenRead(
+        "reads the sizes of its groups on the host where it multiplies in another type than bfloat16",
+        "Have the model in bfloat16, or have it multiply its groups in another way "
+        "(experts_implementation='batched_mm' in transformers)",
+        lambda given: _on_device(given) and given[0].dtype != torch.bfloat16,
+    ),
+    "aten.masked_scatter_backward.default": HiddenRead(
+        "reads on the host how many elements a mask selects",
+        "Bring what the mask selects from to its shape with an index that is computed (cumsum of the mask), and take "
+        "torch.where", _on_device,
+    ),
+}  # fmt: skip
+POSITIONS = "aten.nonzero_numpy.default"
+"""What finds the positions that a mask selects, a tensor for each dimension: torch takes it apart where code calls it,
+so that it stands for what a mask does in an index (:meth:`OperatorCall.masks`).
+"""
+NONZERO = ("aten.nonzero.default", POSITIONS)
+_SELECT = "aten.masked_select.default"
 _FROM_OUTSIDE = ("aten.from_file.default",)
 """What gives other values than those of its arguments."""
 _DERIVED_OTHERWISE = ("aten.prod.", "aten.cumprod.")
@@ -116,7 +109,10 @@ OF_GEOMETRY = frozenset(
 """Operators that only look at what their first argument is like."""
 _ALIKE = frozenset(f"aten.{name}.Tensor" for name in ("mul", "mul_", "add", "add_", "sub", "sub_"))
 """Operators that round alike for a number and for a scalar tensor."""
-_BY_ARGUMENTS = (*INDEXING, "aten.repeat_interleave.Tensor", "aten.one_hot.default", "aten._ctc_loss.default")
+_index: Any = torch.ops.aten.index.Tensor
+_BY_ARGUMENTS = (
+    *INDEXING, POSITIONS, "aten.repeat_interleave.Tensor", "aten.one_hot.default", "aten._ctc_loss.default",
+)  # fmt: skip
 """Operators whose results may have a shape that depends on values, and sometimes do."""
 
 
@@ -139,44 +135,45 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-@dataclass(slots=True, eq=False)
 class Schema:
-    """An operator, and what is asked about it for each of its calls. Nothing in it changes."""
+    """An operator, and what is asked about it for each of its calls. Nothing in it changes.
 
-    operator: Any
-    name: str
-    call: Callable[..., Any]
-    """The operator's entry in C++: it saves the frame of the one in Python."""
-    is_native: bool
-    """It is one of torch's own, in which no Python runs."""
-    arguments: tuple[str, ...]
-    written: tuple[int, ...]
-    """Positions of the arguments that it writes."""
-    hidden: tuple[int, ...]
-    """Those that it updates although it does not say so, if none of ``flags`` is False."""
-    flags: tuple[int, ...]
-    own_state: int | None
-    """Position of a state of its own to draw from."""
-    is_random: bool
-    reads_values: bool
-    has_dynamic_shape: bool
-    is_ignored: bool
-    """It is no part of what a step computes."""
-    communicates: bool
-    allocates: bool
-    is_composite: bool
-    """torch puts it together from other operators, on every device."""
-    may_synchronize: bool
-    """The host may have to wait for what the operator reads or makes."""
-    is_certain: bool
-    """Its results follow from its arguments. Those of collectives and of extensions may differ from step to step."""
-    derives_otherwise: bool
-    """Within a dispatch mode, autograd takes a formula for its derivative that does not look on the host for zeros."""
+    Attributes:
+        call: the operator's entry in C++: it saves the frame of the one in Python.
+        is_native: whether it is one of torch's own, in which no Python runs.
+        written: positions of the arguments that it writes.
+        hidden: those that it updates although it does not say so, if none of ``flags`` is False.
+        own_state: position of a state of its own to draw from.
+        is_ignored: whether it is no part of what a step computes.
+        is_composite: whether torch puts it together from other operators, on every device.
+        may_synchronize: whether the host may have to wait for what it reads or makes.
+        is_certain: whether its results follow from its arguments. Those of collectives and of extensions may differ.
+        derives_otherwise: whether autograd, within a dispatch mode, takes a formula for its derivative that does not
+            look on the host for zeros.
+    """
 
-    @property
-    def may_write(self) -> bool:
-        """Return True if it may write to what it is given."""
-        return bool(self.written or self.hidden)
+    def __init__(self, operator: Any) -> None:
+        self.operator, self.name = operator, str(operator)
+        name, tags, arguments = self.name, operator.tags, operator._schema.arguments
+        self.call: Callable[..., Any] = operator._op if type(operator) is torch._ops.OpOverload else operator
+        self.arguments: tuple[str, ...] = tuple(argument.name for argument in arguments)
+        written = (at for at, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write)
+        self.written = tuple(written) or written_positions(name)
+        self.hidden = tuple(at for at, argument in enumerate(self.arguments) if argument in HIDDEN_WRITES)
+        self.flags = tuple(at for at, argument in enumerate(self.arguments) if argument in _TRAINING)
+        self.own_state = self.arguments.index(OWN_STATE) if OWN_STATE in self.arguments else None
+        self.may_write = bool(self.written or self.hidden)
+        self.is_native = name.startswith("aten.") and not _has_python_kernel(operator)
+        self.is_random = torch.Tag.nondeterministic_seeded in tags
+        self.reads_values = torch.Tag.data_dependent_output in tags
+        self.has_dynamic_shape = torch.Tag.dynamic_output_shape in tags
+        self.is_ignored, self.allocates = name.startswith(_IGNORED), name.startswith(_ALLOCATIONS)
+        self.communicates = is_collective(name)
+        self.is_composite = _is_composite(operator.name())
+        waits = self.reads_values or self.has_dynamic_shape
+        self.may_synchronize = waits or name in (*_BY_ARGUMENTS, *TRANSFERS, *_HOST_READS)
+        self.is_certain = self.is_native and not (self.is_random or self.communicates or name in _FROM_OUTSIDE)
+        self.derives_otherwise = name.startswith(_DERIVED_OTHERWISE)
 
 
 _SCHEMAS: dict[int, Schema] = {}
@@ -187,40 +184,8 @@ def schema_of(func: Any) -> Schema:
     """The schema of an operator, remembered: torch makes its own anew whenever it is asked."""
     known = _SCHEMAS.get(id(func))
     if known is None:
-        known = _SCHEMAS[id(func)] = _new_schema(func)
+        known = _SCHEMAS[id(func)] = Schema(func)
     return known
-
-
-def _new_schema(func: Any) -> Schema:
-    arguments, name = func._schema.arguments, str(func)
-    names = tuple(argument.name for argument in arguments)
-    written = [at for at, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
-    reads = torch.Tag.data_dependent_output in func.tags
-    dynamic = torch.Tag.dynamic_output_shape in func.tags
-    is_random = torch.Tag.nondeterministic_seeded in func.tags
-    is_native = name.startswith("aten.") and not _has_python_kernel(func)
-    communicates = is_collective(name)
-    return Schema(
-        func,
-        name,
-        call=func._op if type(func) is torch._ops.OpOverload else func,
-        is_native=is_native,
-        arguments=names,
-        written=tuple(written) or written_positions(name),
-        hidden=tuple(at for at, name in enumerate(names) if name in HIDDEN_WRITES),
-        flags=tuple(at for at, name in enumerate(names) if name in _TRAINING),
-        own_state=names.index(OWN_STATE) if OWN_STATE in names else None,
-        is_random=is_random,
-        reads_values=reads,
-        has_dynamic_shape=dynamic,
-        is_ignored=name.startswith(_IGNORED),
-        communicates=communicates,
-        allocates=name.startswith(_ALLOCATIONS),
-        is_composite=_is_composite(func.name()),
-        may_synchronize=reads or dynamic or name in (*_BY_ARGUMENTS, *TRANSFERS, *_HOST_READS),
-        is_certain=is_native and not (is_random or communicates or name in _FROM_OUTSIDE),
-        derives_otherwise=name.startswith(_DERIVED_OTHERWISE),
-    )
 
 
 def _is_composite(name: str) -> bool:
@@ -305,12 +270,8 @@ class OperatorCall:
         if not self.schema.may_synchronize:
             # Most operators.
             return False
-        if name == "aten.index.Tensor":
-            return _has_mask(args[1])
-        if name in _INDEX_PUTS:
-            value = args[2]
-            # torch turns a mask with a one-element host value into masked_fill, which has a fixed shape.
-            return _has_mask(args[1]) and not (value.numel() == 1 and value.device.type == "cpu")
+        if name in INDEXING:
+            return _has_mask(args[1]) and not self._fills()
         if name == "aten.repeat_interleave.Tensor":
             return self.kwargs.get("output_size") is None
         if name == "aten.one_hot.default":
@@ -318,7 +279,37 @@ class OperatorCall:
         if name == "aten._ctc_loss.default":
             # Its lengths are numbers, which it copies to a device.
             return bool(args[0].device.type != "cpu")
-        return self.schema.has_dynamic_shape
+        return self.schema.has_dynamic_shape or name == POSITIONS
+
+    def _fills(self) -> bool:
+        """Return True if torch turns a mask with a one-element host value into masked_fill, which has a fixed shape."""
+        return len(self.args) > 2 and self.args[2].numel() == 1 and self.args[2].device.type == "cpu"
+
+    def masks(self) -> list[Tensor]:
+        """The masks that decide on the shape of what the operator gives, if they fit to what is indexed."""
+        name, args = self.schema.name, self.args
+        if name == _SELECT:
+            return [args[1]] if args[0].shape == args[1].shape and args[1].dim() else []
+        if name not in INDEXING or not _has_mask(args[1]) or self._fills():
+            return []
+        masks, dim = list[Tensor](), 0
+        for index in args[1]:
+            if is_mask(index):
+                masks.append(index)
+                if not index.dim() or index.shape != args[0].shape[dim : dim + index.dim()]:
+                    return []
+            dim += masks[-1].dim() if is_mask(index) else 1
+        return masks
+
+    def with_positions(self, positions: Sequence[Sequence[Tensor]]) -> OperatorCall:
+        """The operator with the ``positions`` that each of its masks selects in the place of the masks."""
+        if self.schema.name == _SELECT:
+            return OperatorCall(schema_of(_index), (self.args[0], list(*positions)), {})
+        found = iter(positions)
+        indices: list[Tensor | None] = []
+        for index in self.args[1]:
+            indices += next(found) if is_mask(index) else (index,)
+        return OperatorCall(self.schema, (self.args[0], indices, *self.args[2:]), self.kwargs)
 
     def host_scalar(self) -> Tensor | None:
         """A scalar tensor in host memory that the operator computes with on a device, if one there would give the same
@@ -352,17 +343,9 @@ def hidden_read(name: str, given: Sequence[Tensor]) -> HiddenRead | None:
     return read if read is not None and read.reads(given) else None
 
 
-def is_mask(index: Tensor | None) -> bool:
+def is_mask(index: Tensor | None) -> TypeGuard[Tensor]:
     """Whether an index selects by whether its values are zero."""
     return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-def without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """``indices`` with the positions that masks select in place of the masks: a tensor for each dimension of a mask."""
-    found: list[Tensor | None] = []
-    for index in indices:
-        found += index.nonzero(as_tuple=True) if index is not None and is_mask(index) else (index,)
-    return found
 
 
 def _has_mask(indices: Sequence[Tensor | None]) -> bool:

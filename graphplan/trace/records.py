@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from graphplan.errors import LearningRateError, RefusalError
 from graphplan.observe.executed_code import ExecutedCode
 from graphplan.observe.profile import Reads
 from graphplan.observe.source import Source, find_source
-from graphplan.owners.generators import HostGenerators
 from graphplan.owners.slots import Slot
 from graphplan.specs.roles import Footprint, TensorSpec
 from graphplan.tensors.attributes import is_freed
@@ -183,13 +182,6 @@ class Trace:
         """The owners' numbers that stand-ins were put in the places of."""
         return SymbolicNumbers() if self.deferred is None else self.deferred.symbolic
 
-    def note_draws(self, before: HostGenerators) -> None:
-        """Note what the step has drawn from generators that only Python draws from, other than what replays draw."""
-        symbolic = self.symbolic
-        self.draws = before.moved(by=symbolic.draws)
-        if symbolic.refusal is not None:
-            self.refuse(symbolic.refusal)
-
     def refuse(self, error: RefusalError) -> None:
         """Note that the step cannot be replayed. What is noted first counts, but for a learning rate that the step's
         own code uses: an eager step would have seen a number there.
@@ -226,19 +218,9 @@ class Trace:
 
     @property
     def rounding(self) -> float:
-        """:func:`rounding_of` the types that operators gave."""
-        return rounding_of(self.dtypes)
-
-    @property
-    def launches(self) -> int:
-        """Operators that the device would run: views and allocations are free."""
-        return sum(op.launches for op in self.operators)
-
-
-def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
-    """Relative error of rounding to the coarsest floating-point type, at most that of bfloat16; 0 without any."""
-    steps = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
-    return min(max(steps, default=0.0), torch.finfo(torch.bfloat16).eps) / 2
+        """Relative error of rounding to the coarsest floating-point type, at most that of bfloat16; 0 without any."""
+        steps = [torch.finfo(dtype).eps for dtype in self.dtypes if dtype.is_floating_point]
+        return min(max(steps, default=0.0), torch.finfo(torch.bfloat16).eps) / 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,12 +96,19 @@ class SavedStates:
     growth: int = 0
 
 
-class GeneratorWatch:
-    """Notes a violation where a generator's state is set in a trace: a replay only draws on. ``refuse`` notes it."""
+class TracedGenerators:
+    """The generators of a traced step: saves and restores their states as the step asks, and notes a violation with
+    ``refuse`` where a state is set otherwise, since a replay only draws on. ``recorders`` are told of the host's.
+    """
 
-    def __init__(self, refuse: Callable[[type[RefusalError], str], None]) -> None:
-        self._refuse = refuse
+    def __init__(
+        self, refuse: Callable[[type[RefusalError], str], None], recorders: Sequence[CallRecorder] = ()
+    ) -> None:
+        self._refuse, self._recorders = refuse, recorders
         self._states = [(gen, gen.get_state()) for gen in default_generators()]
+        self._starts = {generator.device: generator.get_offset() for generator in accelerator_generators()}
+        self._saved: dict[int, tuple[Tensor, torch.Generator, Restore]] = {}
+        self._restores: list[Restore] = []
 
     def add(self, generator: torch.Generator) -> Tensor | None:
         """Watch a generator of the step's own, too; returns its state, None if it was watched already."""
@@ -130,18 +137,6 @@ class GeneratorWatch:
         """Take the states for those that random operators left."""
         self._states = [(gen, gen.get_state()) for gen, _ in self._states]
 
-
-class TracedStates:
-    """Saves and restores as the step asks, and notes its own states that it restores, which ``watch`` allows;
-    ``recorders`` are told of the host's.
-    """
-
-    def __init__(self, watch: GeneratorWatch, recorders: Sequence[CallRecorder]) -> None:
-        self._watch, self._recorders = watch, recorders
-        self._saved: dict[int, tuple[Tensor, torch.Generator, Restore]] = {}
-        self._starts = {generator.device: generator.get_offset() for generator in accelerator_generators()}
-        self._restores: list[Restore] = []
-
     def save(self, generator: torch.Generator) -> Tensor:
         """The generator's state."""
         state = generator.get_state()
@@ -159,9 +154,9 @@ class TracedStates:
             generator.set_state(state)
             return
         with _disable_current_modes():
-            self._watch.check(find_source())
+            self.check(find_source())
         generator.set_state(state)
-        self._watch.take()
+        self.take()
         self._restores.append(known[2])
         if generator is torch.default_generator:
             for recorder in self._recorders:
@@ -169,8 +164,7 @@ class TracedStates:
 
     def facts(self, device: torch.device | None) -> SavedStates:
         """What the step did, which computes on ``device``."""
-        is_known = device is not None and device in self._starts
-        growth = self._growth_of(_generator_of(device.type, device)) if is_known and device is not None else 0
+        growth = self._growth_of(_generator_of(device.type, device)) if device in self._starts and device else 0
         return SavedStates(len(self._saved), tuple(self._restores), growth)
 
     def _growth_of(self, generator: torch.Generator) -> int:

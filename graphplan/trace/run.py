@@ -27,12 +27,12 @@ from graphplan.tensors.deferred import form_of, is_deferred
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result, names_of
-from graphplan.trace.batch_answers import answers_in
+from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.changes import Changes, Recorder
 from graphplan.trace.mode import TraceMode
 from graphplan.trace.rate_reads import RateWatch
 from graphplan.trace.records import OutputTensor, Trace
-from graphplan.trace.rng import TracedStates, saving_states
+from graphplan.trace.rng import saving_states
 
 _HELD = (
     "a module under fully_shard keeps gradients that it did not reduce (set_requires_gradient_sync(False), "
@@ -69,7 +69,7 @@ def trace(
     mode = TraceMode(record, watch, before, answers_in(fed.kwargs))
     result = _run(fn, feed, fed, mode, record, sharding)
     if record.batch is not None:
-        changed = {storage: outer.tensor for storage, outer in record.externals.items() if outer.mutated}
+        changed = {storage for storage, outer in record.externals.items() if outer.mutated}
         for read in record.batch.impossible(changed):
             if read.may_be_expected and read.place not in record.batch.expected:
                 record.batch.expected.add(read.place)
@@ -126,9 +126,8 @@ def _run(
     """Run the step under everything that watches it, and note what it ran, read and drew."""
     profile = Profile(mode.syncs.read, lambda: record.prints.append(str(find_source())))
     generators, held = HostGenerators(), sharding.holds_gradients()
-    states = TracedStates(mode.generators, mode.recorders)
     deferring = nullcontext() if record.deferred is None else record.deferred
-    with presenting_capture(), saving_states(states.save, states.put), mode, profile, deferring:
+    with presenting_capture(), saving_states(mode.generators.save, mode.generators.put), mode, profile, deferring:
         result = call_step(fn, fed.args, fed.kwargs)
         sharding.settle()
     mode.faults.check()
@@ -139,8 +138,10 @@ def _run(
     if held or sharding.holds_gradients():
         record.violate(HostEffectError, _HELD)
     mode.finish()
-    record.states = states.facts(record.device)
-    record.note_draws(generators)
+    record.states = mode.generators.facts(record.device)
+    record.draws = generators.moved(by=record.symbolic.draws)
+    if record.symbolic.refusal is not None:
+        record.refuse(record.symbolic.refusal)
     record.reads = profile.reads()
     record.executed = profile.executed
     record.executed.leave_out(fed.objects())

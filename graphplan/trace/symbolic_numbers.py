@@ -6,7 +6,7 @@ import gc
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from threading import get_ident
@@ -29,8 +29,6 @@ from graphplan.tensors.symbolic import NUMBERS, Question, SymbolicNumber
 from graphplan.trace.changes import same_value
 from graphplan.trace.host_reads import sums_otherwise
 
-_MOST = 1024
-"""Tensors of one step that are known by how what they hold is computed."""
 _LARGEST = torch.finfo(torch.float16).max
 
 
@@ -60,52 +58,13 @@ class NumberTensor:
             self.held = value
 
 
-class NumberTensors:
-    """The scalar tensors of one step: its traces and captures use the same ones. ``known`` ones are not made anew, and
-    no others are made if they are ``final``.
-    """
-
-    def __init__(self, known: Iterable[NumberTensor] = (), *, final: bool = False) -> None:
-        self._known = {(t.form.key, t.tensor.dtype, t.tensor.device): t for t in known}
-        self.final = final
-
-    def get(self, number: SymbolicNumber, dtype: torch.dtype, device: torch.device) -> NumberTensor:
-        """The tensor for how ``number`` is computed.
-
-        Raises:
-            CaptureError: if there is none, and these are final.
-        """
-        form, paths = form_of(number)
-        key = form.key, dtype, device
-        if key not in self._known:
-            if self.final:
-                raise CaptureError(
-                    f"the captured step uses a number as a tensor at {find_source()}, which the traced steps did not; "
-                    "compute it in the same way in each step, or hold it in a tensor that an owner has"
-                )
-            if len(self._known) >= _MOST:
-                # Plans keep theirs.
-                del self._known[next(iter(self._known))]
-            with torch.inference_mode(False), _disable_current_modes():
-                tensor = torch.zeros((), dtype=dtype, device=device)
-            self._known[key] = NumberTensor(tensor, form, tuple(paths))
-        return self._known[key]
-
-    def renew(self, known: NumberTensor) -> NumberTensor:
-        """Another tensor in the place of ``known`` from now on."""
-        with torch.inference_mode(False), _disable_current_modes():
-            new = NumberTensor(torch.zeros_like(known.tensor), known.form, known.paths)
-        self._known[known.form.key, new.tensor.dtype, new.tensor.device] = new
-        return new
-
-
 class SymbolicNumbers:
     """Puts stand-ins in the places of numbers while it is entered.
 
     Args:
         places: where they lie, by path: see :func:`may_be_symbolic`.
-        tensors: that hold them where the step needs tensors. Final ones were filled before the step.
         device: where the step computes.
+        filled: the tensors that hold numbers in the traced steps, of a step that is captured: they were filled before.
         expected: what the traced steps draw from Python's and NumPy's generators, of a step that is captured.
         follows: the names of generators whose draws have stand-ins, too: replays draw again.
         is_shared: whether other ranks take the same steps, which may draw other numbers.
@@ -127,9 +86,9 @@ class SymbolicNumbers:
     def __init__(
         self,
         places: Mapping[str, Scalar] = MappingProxyType({}),
-        tensors: NumberTensors | None = None,
         device: torch.device | None = None,
         *,
+        filled: Sequence[NumberTensor] | None = None,
         expected: Sequence[Draw] | None = None,
         follows: Collection[str] = (),
         may_fill: bool = True,
@@ -146,7 +105,8 @@ class SymbolicNumbers:
         self.kinds: dict[str, type] = {}
         self.touched: set[str] = set()
         self.counted: set[str] = set()
-        self._tensors, self.device = NumberTensors() if tensors is None else tensors, device
+        self.device, self._is_final = device, filled is not None
+        self._tensors = {(t.form.key, t.tensor.dtype, t.tensor.device): t for t in filled or ()}
         self.draws: list[Draw] = []
         self.drawn: dict[str, Any] = {}
         self.deciding: set[str] = set()
@@ -301,14 +261,21 @@ class SymbolicNumbers:
         """A scalar tensor that holds the value in every step; None if that is not where the step computes."""
         if self.device is None or device.type != self.device.type or self.is_seen():
             return None
-        found = self._tensors.get(number, dtype, device)
-        if not self._tensors.final and found.held is not None and not same_value(found.held, number._known):
-            # Autograd's graph of an earlier step may have the other one.
-            found = self._tensors.renew(found)
+        form, paths = form_of(number)
+        found = self._tensors.get((form.key, dtype, device))
+        if found is None and self._is_final:
+            raise CaptureError(
+                f"the captured step uses a number as a tensor at {find_source()}, which the traced steps did not; "
+                "compute it in the same way in each step, or hold it in a tensor that an owner has"
+            )
+        if found is None:
+            with torch.inference_mode(False), _disable_current_modes():
+                found = NumberTensor(torch.zeros((), dtype=dtype, device=device), form, tuple(paths))
+            self._tensors[form.key, dtype, device] = found
         is_drawn = not self.drawn.keys().isdisjoint(found.paths)
         if not self._may_fill and is_drawn:
             self.pending.append((found, number._known))
-        elif is_drawn or not self._tensors.final:
+        elif is_drawn or not self._is_final:
             try:
                 with _disable_current_modes():
                     found.hold(number._known)

@@ -24,7 +24,7 @@ from torch import Tensor
 from graphplan import CaptureMemoryError, SkipReason, UnownedTensorError, capture, compile_plan, graph_step
 from graphplan.owners.snapshot import Snapshot
 from graphplan.trace.mode import TraceMode
-from graphplan.trace.rng import GeneratorWatch
+from graphplan.trace.rng import TracedGenerators
 from tests.crossing import each
 from tests.facts import assert_same
 from tests.health import CALLS, RIGS, FailAt, Planted, carrying_rig, live_tensors, process_facts, scaled_rig
@@ -33,7 +33,7 @@ from tests.twins import Record, Rig, assert_same_runs, build, drive, keep, manag
 PHASES = {"first trace": 3, "second trace": 4, "capture": 5}
 
 
-COPYING = [TraceMode._mark_written.__code__, TraceMode._lift.__code__, GeneratorWatch.check.__code__]
+COPYING = [TraceMode._mark_written.__code__, TraceMode._lift.__code__, TracedGenerators.check.__code__]
 
 
 def within(code: CodeType) -> Callable[[Any], bool]:

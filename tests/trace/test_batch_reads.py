@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan import HostSyncError, SkipReason, graphed
 from graphplan.owners.slots import Slot
 from graphplan.trace import batch_reads, host_reads
+from graphplan.trace.operator_schemas import POSITIONS
 from tests.lightning.parts import assert_fit_equals_eager, tape, with_step
 from tests.twins import (
     Rig,
@@ -208,7 +208,7 @@ def test_equal_reads_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert counts(assert_same_as_eager(partial(rig_of, forward))) == (1, CALLS - BEFORE)
     (reads,) = set(found)
-    positions = [call for call in reads._calls if call.name == "positions"]
+    positions = [call for call in reads._calls if call.name == POSITIONS]
     assert (len(reads.reads), len(positions)) == (3, 2)
 
 
@@ -838,25 +838,6 @@ def test_operators_of_several_ways_run_once(monkeypatch: pytest.MonkeyPatch) -> 
     with Counting() as counting:
         assert [reads.find(search) for reads in set(found)] == [None] * step.stats.captured == [None] * 3
     assert len(counting.ran) == len(set(counting.ran)) == 4
-
-
-@EAGERLY
-def test_memory_under_two_names() -> None:
-    """A buffer that is read is written through another one, which shares NumPy's memory: replays compare the read."""
-
-    def make() -> Rig:
-        def forward(model: Any, x: Tensor, mask: Tensor) -> Tensor:
-            model.b.add_(x[:2, 0])
-            return model(x) * 2 if model.a.sum() > 0 else model(x)
-
-        rig = rig_of(forward)
-        array = np.zeros(2, dtype=np.float32)
-        for name in "ab":
-            rig.owners["model"].register_buffer(name, torch.from_numpy(array))
-        return rig
-
-    step = assert_same_as_eager(make, verify="off", on_failure="eager")
-    assert step.stats.replayed == 10
 
 
 def test_a_way_that_ends_before_the_read() -> None:

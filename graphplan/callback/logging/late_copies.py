@@ -19,8 +19,7 @@ from graphplan.callback.lightning_code import is_known
 from graphplan.callback.patches import Patches
 from graphplan.program.capture import is_recorded
 from graphplan.tensors.deferred import HostCopy, is_deferred
-from graphplan.trace.memory_watch import MemoryWatch
-from graphplan.trace.mode import watch_memory
+from graphplan.trace.mode import MemoryWatch, watch_memory
 
 LOSS = "loss"
 """The name of the loss among the keys of logged values, each of which has a dot in it."""
