@@ -237,7 +237,7 @@ class GraphPlanCallback(Callback):
         if reason is not None:
             seam.notes.append(f"Lightning's own loop: {reason}")
         else:
-            LoopSeam(trainer, pl_module, seam.logs, seam.recover, seam.patches, direct=direct)
+            LoopSeam(trainer, pl_module, seam.recover, seam.patches, direct=direct)
 
     def _recover(self, part: str, error: Exception) -> None:
         """Remove graphplan from the running fit after an error of its own: the caller then runs Lightning's code.

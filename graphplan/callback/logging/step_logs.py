@@ -120,7 +120,6 @@ class StepLogs:
 
     Attributes:
         totals: the sums of each group's means: an owner of the step.
-        latest: the group whose metrics were logged last.
         loop: of automatic optimization: the step's result is a dictionary, whose loss is a copy of its own.
         faults: graphplan's own errors in the middle of a step, told before the next one.
     """
@@ -130,7 +129,6 @@ class StepLogs:
         self._connector: Any = trainer._logger_connector
         self.late = LateCopies(module)
         self.totals: dict[str, Tensor] = {}
-        self.latest: Group | None = None
         self.faults = Faults()
         self.loop: Any = None
         self._is_known = is_known("logs")
@@ -292,8 +290,7 @@ class StepLogs:
     def finish(self, calls: list[LogCall], grouped: Grouped, values: list[Any]) -> None:
         """After a step: log what it noted. What may be grouped from now on is asked here, where no trace is looking."""
         for number, places, sizes in grouped.parts:
-            self.latest = self._groups[number]
-            self.latest.count(sizes, values if places is None else [values[place] for place in places])
+            self._groups[number].count(sizes, values if places is None else [values[place] for place in places])
         if grouped.are_all:
             self._connector._current_fx = self._last_hook = calls[-1].fx
             return

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from graphplan.callback.gates import END, START, STOCK_HOOKS, has_hook, keeps_stock_transfer
 from graphplan.callback.logging.connector import LazyConnector
-from graphplan.callback.logging.step_logs import StepLogs
 from graphplan.callback.patches import Patches, Recover, recovering
 from graphplan.compare.comparing import Checks, contents_of
 from graphplan.feed.call_arguments import hands_over
@@ -96,10 +95,10 @@ class LoopSeam:
     """
 
     def __init__(
-        self, trainer: Any, module: LightningModule, logs: StepLogs, recover: Recover, patches: Patches, *, direct: bool
+        self, trainer: Any, module: LightningModule, recover: Recover, patches: Patches, *, direct: bool
     ) -> None:
         self._trainer, self._module, self.recover = trainer, module, recover
-        self._direct, self._logs = direct, logs
+        self._direct = direct
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._strategy: Any = trainer.strategy
         self._connector: Any = trainer._logger_connector
@@ -261,8 +260,7 @@ class LoopSeam:
     def _end(self, results: Any) -> None:
         """``on_batch_end`` of the logger connector, which a lazy one postpones."""
         if isinstance(self._connector, LazyConnector):
-            group = self._logs.latest
-            self._connector.postpone(results, None if group is None else group.shown(results))
+            self._connector.postpone(results)
             results.batch = results.batch_size = None
         else:
             self._connector.on_batch_end()
