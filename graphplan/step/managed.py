@@ -71,6 +71,7 @@ class Managed:
         refusal: what the next call is refused with.
         changes: what was changed on optimizers to make them capturable.
         kept: what the latest call made and left behind, in words, by path.
+        has_learnt: whether anything may be new since the latest call of :meth:`discover`.
         compiled: how compiled code that ran was compiled, and its name, by identity.
     """
 
@@ -95,6 +96,7 @@ class Managed:
         self.changes: list[str] = []
         self.refusal: RefusalError | None = None
         self.kept: dict[str, str] = {}
+        self.has_learnt = False
         self.compiled: dict[int, tuple[Any, str]] = {}
         self._managed: set[int] = set()
         self._fingerprint: Fingerprint | None = None
@@ -199,13 +201,13 @@ class Managed:
             self.owners[free_name(name, self.owners)] = owner
         return bool(found)
 
-    def discover(self, call: Callable[[], Result], *, fed: Iterable[Any]) -> tuple[Result, bool]:
-        """Run ``call`` and take in the owners and names that its code uses, but for those that it is ``fed``. Beside
-        the result: whether anything may be new. Compiled code is looked at when it is traced.
+    def discover(self, call: Callable[[], Result], *, fed: Iterable[Any]) -> Result:
+        """Run ``call`` and take in the owners and names that its code uses, but for those that it is ``fed``. Compiled
+        code is looked at when it is traced.
         """
-        before = self.walk_of_call()
+        before, self.has_learnt = self.walk_of_call(), True
         if self.runs_compiled(before):
-            return call(), True
+            return call()
         profile = Profile()
         with profile, Discovery(self.manage) as discovery:
             result = call()
@@ -213,12 +215,12 @@ class Managed:
         profile.faults.check()
         is_new = bool(discovery.unknown(self._fn, before)) and self._take_owners(discovery, before, self.walk())
         self.compiled |= profile.executed.compiled
-        if self.compiled:
-            return result, True
-        profile.executed.leave_out(fed)
-        is_new |= self.take_names(profile.executed, before, seen=discovery.seen())
-        self.kept = discovery.kept(self.walk(), result) if discovery.has_made else {}
-        return result, is_new or discovery.has_made
+        if not self.compiled:
+            profile.executed.leave_out(fed)
+            is_new |= self.take_names(profile.executed, before, seen=discovery.seen())
+            self.kept = discovery.kept(self.walk(), result) if discovery.has_made else {}
+            self.has_learnt = is_new or discovery.has_made
+        return result
 
     def check_kept(self) -> None:
         """Raise HostEffectError if the code that ran last made a module or an optimizer, and left it behind."""

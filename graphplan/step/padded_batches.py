@@ -38,6 +38,7 @@ from graphplan.program.program import Program
 from graphplan.step.call_lock import running_step
 from graphplan.step.capture_sizes import ShapeStats, tolerance
 from graphplan.step.compiled import uncompiled
+from graphplan.step.memory_budget import find_room
 from graphplan.step.padding import Arguments, Kind, Padding
 from graphplan.step.runner import brought_to
 from graphplan.step.state_machine import StateMachine
@@ -49,9 +50,7 @@ from graphplan.tensors.trees import map_result
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 from graphplan.trace.records import Trace
-from graphplan.verify.compare import RESPONSES, SPREADS, Run, Sides, describe, differing_values, distances, fits
-from graphplan.verify.copy_placement import find_room
-from graphplan.verify.noise import nudged
+from graphplan.verify.compare import RESPONSES, SPREADS, Run, Sides, describe, differing_values, distances, fits, nudged
 from graphplan.verify.schedule import Timetable
 from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 

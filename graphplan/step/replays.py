@@ -16,9 +16,9 @@ from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
 from graphplan.program.program import Program, Tally
+from graphplan.step.memory_budget import find_room
 from graphplan.step.runner import Parts
 from graphplan.verify.check import Check, Verdict, detached
-from graphplan.verify.copy_placement import find_room
 from graphplan.verify.schedule import Timetable
 
 

@@ -27,8 +27,7 @@ from graphplan.tensors.copying import copy_all
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import map_result, named_leaves
-from graphplan.verify.compare import Run, describe, differing, differing_values, unexplained
-from graphplan.verify.noise import nudged
+from graphplan.verify.compare import Run, describe, differing, differing_values, nudged, unexplained
 from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 
 Result = TypeVar("Result")
