@@ -31,7 +31,7 @@ from graphplan.environment.origin import leave_out_own_frames
 from graphplan.errors import FaultError, GraphPlanError, NotCapturedError, OptionError, SkipReason
 from graphplan.plan.plan import Plan
 from graphplan.program.faults import refusal_of, refusing
-from graphplan.report.figures import CLOSED, Figures, without_programs
+from graphplan.report.figures import CLOSED, Figures
 from graphplan.report.rendering import check_format, report_of_runs
 from graphplan.report.stats import Stats
 from graphplan.specs.options import takes, with_arguments
@@ -100,11 +100,7 @@ class GraphPlanCallback(Callback):
         figures = seam.figures if seam is not None else self._figures.get(part, Figures())
         if seam is not None and describes:
             figures = replace(figures, programs=seam.describe_programs())
-        if part != _TRAINING:
-            return figures
-        updates = self._stock.updates
-        updates = figures.updates if updates is None else updates
-        return replace(figures, stats=self._stock.added_to(figures.stats), updates=updates)
+        return figures if part != _TRAINING else replace(figures, stats=self._stock.added_to(figures.stats))
 
     @property
     def stats(self) -> Stats:
@@ -348,9 +344,7 @@ class GraphPlanCallback(Callback):
         trained = _TRAINING in self._seams or self._stock.count
         self._remove()
         if trained:
-            figures = self._of(_TRAINING)
-            text = without_programs(figures.stats, self.options.backend, self.options.warmup_steps)
-            rank_zero_info(text or figures.headline())
+            rank_zero_info(self._of(_TRAINING).headline())
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
