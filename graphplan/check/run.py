@@ -126,11 +126,8 @@ def check_step(
 
 
 def check(run: Callable[[], Ran], name: str) -> Result:
-    """The result of two runs: one in which refusals are collected, and one as it would be.
-
-    Args:
-        run: trains for a few steps with ``backend="tape"`` and ``on_failure="eager"``.
-        name: what the result is headed with.
+    """The result of two runs: one in which refusals are collected, and one as it would be. ``run`` trains for a few
+    steps with ``backend="tape"`` and ``on_failure="eager"``.
     """
     # A step that is refused is let go on, for a plan of it.
     with warnings.catch_warnings(), collecting() as found, cuda_rules():

@@ -17,13 +17,8 @@ CLOSED = "no step of this fit can be captured"
 
 @dataclass
 class Figures:
-    """Counts of calls, and facts beside them.
-
-    Attributes:
-        notes: further lines of the report.
-        plan: the latest plan.
-        part: what is replayed of a step, if that is not all of it.
-        programs: descriptions of the programs, by :func:`describe_program`; in the data only.
+    """Counts of calls, and facts beside them: further ``notes``, the latest ``plan``, the ``part`` of a step that is
+    replayed if that is not all of it, and descriptions of ``programs`` for the data.
     """
 
     stats: Stats = field(default_factory=Stats)

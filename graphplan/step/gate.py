@@ -64,14 +64,10 @@ class Clock:
 
 
 class Gate:
-    """Compares one step's time with replays to its time without graphplan.
+    """Compares one step's time with replays to its time without graphplan: has it become ``least`` times as fast?
 
-    Args:
-        least: how many times as fast the step has to be.
-        clock: of the step's device.
-        period: steps after which a loop does the same again.
-        loops: whether steps are timed from end to end, or else by themselves.
-        peers: other ranks, which decide alike.
+    A loop does the same again after ``period`` steps. Steps are timed from end to end if it ``loops``, or else by
+    themselves. ``peers`` are other ranks, which decide alike.
     """
 
     def __init__(
@@ -194,13 +190,11 @@ class Gate:
 
 
 class Timing:
-    """Times a step whose replays have to pay, if its options say so: a training step with one ``gate``, which is made
-    for its first calls unless it is given, an inference step with one for each signature.
+    """Times a step whose replays have to pay: a training step with one ``gate``, which is made for its first calls
+    unless it is given, an inference step with one for each signature.
 
-    Attributes:
-        way: makes the calls in place of the state machine, if set.
-        down_because: why all calls are the function's own, and its wording; None if they are not, or are being timed.
-        leave: applied to the arguments of such calls.
+    ``way`` makes the calls in place of the state machine, if set; ``leave`` is applied to the arguments of the
+    function's own calls; ``down_because`` says why all calls are those, None if they are not, or are being timed.
     """
 
     def __init__(

@@ -62,17 +62,12 @@ def _check_made(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Managed:
-    """Owners of one step, named and discovered, and the optimizers among them. A step that does not train (``trains``)
-    owns optimizers that others step.
+    """Owners of one step, named and discovered, and the optimizers among them, with the ``changes`` that made these
+    capturable. A step that does not train (``trains``) owns optimizers that others step.
 
-    Attributes:
-        owners: by name; ``handles`` lead to them from plans.
-        names: those in the step's code, an owner too.
-        refusal: what the next call is refused with.
-        changes: what was changed on optimizers to make them capturable.
-        kept: what the latest call made and left behind, in words, by path.
-        has_learnt: whether anything may be new since the latest call of :meth:`discover`.
-        compiled: how compiled code that ran was compiled, and its name, by identity.
+    ``handles`` lead to the ``owners`` from plans, ``names`` are those in the step's code, ``refusal`` refuses the next
+    call. ``kept`` is what the latest call made and left behind, by path; ``has_learnt``: it may have led to new owners
+    or names. ``compiled`` says how compiled code that ran was compiled, with its name, by identity.
     """
 
     def __init__(

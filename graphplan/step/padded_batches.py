@@ -1,15 +1,10 @@
-"""Steps and predictions whose batches are padded to capture sizes. Rehearsals check that padding has no effect: before
-a call at times, and after a prediction by Python or by a new program, the step runs on the batch as it came and on the
-padded one, and both are undone.
+"""Steps and predictions whose batches are padded to capture sizes. Rehearsals check that padding has no effect: the
+step runs on the batch as it came and on the padded one, without dropout, and both are undone.
 
-Compared is what the step *changes*, which other kernels may round otherwise:
-
-- by a share of the change itself (:func:`graphplan.step.capture_sizes.tolerance`), which has room for sums of millions.
-- by a multiple of what a third rehearsal finds, from parameters with other last bits: where terms cancel, rounding is
-  all that is left. (Changes of six kinds of language models on a CPU differed by up to four times that in float32, and
-  by half of it in bfloat16.)
-
-Rehearsals have no dropout, which would draw other numbers for a padded batch.
+Compared is what the step *changes*, which other kernels may round otherwise: by a share of the change itself, and by a
+multiple of what a third rehearsal finds, from parameters with other last bits, where terms cancel and rounding is all
+that is left. (Changes of six kinds of language models on a CPU differed by up to four times that in float32, and by
+half of it in bfloat16.)
 """
 
 from __future__ import annotations

@@ -87,11 +87,8 @@ class Replays:
 
     def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None]:
         """A replay that is checked against eager, whose outcome stands; a plain one where there is no room for that.
-
-        Raises:
-            OutcomeError: with everything as it was, if the step branches otherwise.
-            PeerError: before anything runs, if another rank has refused.
-            CheckMemoryError: if the eager step has no room, and other ranks run it as well.
+        Raises OutcomeError and PeerError with everything as it was, CheckMemoryError where other ranks run the eager
+        step as well.
         """
         nbytes = program.count_state_bytes()
         room, reason = find_room(nbytes, program.plan.device, self._runner.backend.may_take)

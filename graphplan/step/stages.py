@@ -204,11 +204,8 @@ class Stages:
             line.plan = None
 
     def _trace(self, call: Call, undo: ExitStack, snapshot: Snapshot) -> Any:
-        """Trace a call, and keep the trace. A step that runs compiled code is undone, and run again.
-
-        Raises:
-            RefusalError: if the step cannot be replayed correctly, and refusals are raised.
-            ReadSignal: if the step reads a value that its key leaves out, or one whose read cannot wait.
+        """Trace a call, and keep the trace. A step that runs compiled code is undone, and run again. Raises
+        RefusalError, or ReadSignal if the step reads a value that its key leaves out, or one whose read cannot wait.
         """
         facts, feed = Trace(), call.feed
         rehearses = self._managed.runs_compiled(call.walk)

@@ -121,14 +121,12 @@ def unexplained(
     *,
     noisy: bool,
 ) -> dict[str, float]:
-    """Of the tensors at ``paths``, those that differ from eager's by more than replays differ from each other.
+    """Of the tensors at ``paths``, those that differ from eager's by more than replays differ from each other, and by
+    how much these do. ``one`` are copies of what the first replay left, ``again`` more replays from the same state.
 
-    Unless the step is ``noisy`` (replays differ in anything, or eager steps in the order of their additions), eager
-    must agree. Where it is, rounding is let pass too, since a few replays may agree in one place by chance, and what
-    rounding does to the step: ``nudged`` is a replay whose parameters had been off by that.
-
-    ``one`` are copies of what the first replay left, ``again`` more replays from the same state, at least one. Returns
-    how far replays lie apart, by path; 0 where there is nothing to compare.
+    Unless the step is ``noisy``, eager must agree. Where it is, rounding is let pass too, since a few replays may agree
+    in one place by chance, and what rounding does to the step: ``nudged`` is a replay whose parameters had been off by
+    that.
     """
     found = {path: max(run.far.get(path, 0.0) for run in again) for path in paths}
     alike = [path for path in found if all(path in run.far for run in (eager, *again))]

@@ -57,13 +57,9 @@ class Schedule:
 
 
 class Timetable:
-    """When replays are checked, of one program or of several that take turns: no more often than ``schedule`` says.
-
-    Args:
-        schedule: the least distances.
-        device: which is waited for before a time is taken, as what it has queued is no part of a check.
-        agree: makes of the number of the next check one for all ranks, which have to check the same steps.
-        clock: tells seconds; by default those of the process where it does all the work itself.
+    """When replays of one or several programs are checked: no more often than ``schedule`` says. ``device`` is waited
+    for before a time is taken, ``agree`` makes one number for all ranks of that of the next check. ``clock`` tells
+    seconds; by default those of the process where it does all the work itself.
     """
 
     def __init__(

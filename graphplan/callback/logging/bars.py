@@ -1,7 +1,5 @@
-"""Progress bars: drawn, and their numbers read from the device, ten times a second.
-
-To write to the terminal after every batch takes longer than a small replay, and to read numbers waits for the device.
-Numbers are exact at an epoch's end.
+"""Progress bars: drawn, and their numbers read from the device, ten times a second. Numbers are exact at an epoch's
+end.
 """
 
 from __future__ import annotations

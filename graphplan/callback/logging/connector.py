@@ -1,7 +1,5 @@
-"""Lightning's logger connector, without waiting for the device after every batch.
-
-Lightning reads each value logged with ``prog_bar=True`` at the end of every batch. Here such values stay tensors until
-``progress_bar_metrics`` is read, and the dictionaries of metrics are filled when one of them is read.
+"""Lightning's logger connector, without waiting for the device after every batch: values for the progress bar stay
+tensors until they are read, and the dictionaries of metrics are filled when one of them is read.
 """
 
 from __future__ import annotations

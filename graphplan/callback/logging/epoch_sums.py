@@ -50,16 +50,11 @@ for _name in ("value", "cumulated_batch_size", "_update_count", "_forward_cache"
 
 
 class Group:
-    """Metrics that steps log together, the means first.
+    """The ``number``-th group of metrics that steps log together, the ``means`` over the epoch first, by Lightning's
+    keys.
 
-    Attributes:
-        number: its place among all groups.
-        metrics: by Lightning's keys.
-        means: how many of them are means over the epoch.
-        totals: the sums of the means so far: an owner of the step.
-        steps: how many steps were counted.
-        sizes: the batch size of each metric in the steps that it has not caught up with.
-        values: what the latest step logged, by metric.
+    ``totals`` are the sums of the means so far, an owner of the step. ``steps`` were counted; ``sizes`` are the batch
+    sizes of those that a metric has not caught up with, ``values`` what the latest one logged.
     """
 
     def __init__(self, number: int, metrics: Mapping[str, Any], patches: Patches) -> None:

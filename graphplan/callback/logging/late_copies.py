@@ -1,7 +1,5 @@
-"""Copies of logged scalars and of the loss, made together at the step's end.
-
-Lightning copies each logged value, and the loss that it returns, at once: a launch each. A capture makes one copy of
-all at its end instead, of what the step does not change until then: traces watch the originals' memory.
+"""Copies of logged scalars and of the loss. Lightning makes each at once, with a launch; a capture makes one of all at
+its end, of what the step does not change until then: traces watch the originals' memory.
 """
 
 from __future__ import annotations

@@ -40,13 +40,10 @@ _NOWHERE = Source("", 0, "", "step")
 
 @dataclass(frozen=True)
 class LogCall:
-    """One call of the result collection's ``log`` without its value.
+    """One call of the result collection's ``log`` without its value, made at ``source`` under that default ``dtype``.
 
-    Attributes:
-        source: the line that made it.
-        dtype: torch's default there, which precision plugins set while a step runs.
-        size: the batch size that a grouped call counts with in a mean; None for a call that is made for real.
-        latest: the value of its latest step that a metric of torchmetrics had, if it has another one at the step's end.
+    ``size`` is the batch size that a grouped call counts with in a mean; None for a call that is made for real.
+    ``latest`` is the latest value that a metric of torchmetrics had, if it has another one at the step's end.
     """
 
     fx: str
@@ -116,12 +113,8 @@ class Grouped:
 
 
 class StepLogs:
-    """Notes the log calls of one step, and carries out a step's notes.
-
-    Attributes:
-        totals: the sums of each group's means: an owner of the step.
-        loop: of automatic optimization: the step's result is a dictionary, whose loss is a copy of its own.
-        faults: graphplan's own errors in the middle of a step, told before the next one.
+    """Notes the log calls of one step, and carries out a step's notes. ``totals`` are the sums of each group's means,
+    ``loop`` is that of automatic optimization, ``faults`` are graphplan's own errors in the middle of a step.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, patches: Patches, *, sums_in_step: bool) -> None:

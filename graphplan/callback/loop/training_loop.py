@@ -1,9 +1,6 @@
-"""Lightning's loop over training batches, without what a run does not use.
-
-Around each step Lightning's ``advance`` takes more time than a small replay. The *loop seam* replaces it and does what
-is needed in the same order, batch after batch. It returns to Lightning's loop when something is due that only that loop
-does (validation, the end of the epoch, a stop), or when anything has changed that decides about it.
-:func:`graphplan.callback.gates.closed_loop` says which runs need Lightning's own loop.
+"""Lightning's loop over training batches, without what a run does not use. The *loop seam* replaces ``advance``, and
+returns to it when something is due that only Lightning's loop does (validation, the end of the epoch, a stop), or when
+anything has changed that decides about it.
 """
 
 from __future__ import annotations
@@ -64,11 +61,8 @@ def _nothing() -> None:
 
 
 class Batches(Iterator[Any]):
-    """Lightning's fetcher for one call of ``advance``.
-
-    Attributes:
-        batch: a batch that was read and not begun; it is the next one.
-        has_ended: whether the latest batch was trained on, and no other was read.
+    """Lightning's fetcher for one call of ``advance``. ``batch`` was read and not begun; ``has_ended``: the latest
+    batch was trained on, and no other was read.
     """
 
     def __init__(self, fetcher: Any) -> None:
