@@ -1,11 +1,10 @@
-"""Memory during a traced step: how much is alive at once, and whether the step leaves a tensor's alone."""
+"""Memory during a traced step: how much is alive at once."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 
-from torch import Tensor, UntypedStorage
+from torch import UntypedStorage
 
 from graphplan.specs.roles import Footprint
 
@@ -30,21 +29,6 @@ class WeakStorages:
     def __del__(self) -> None:
         for held in self._held:
             self._free(held)
-
-
-class MemoryWatch:
-    """Tells whether a dense tensor's memory is as it was, and keeps it alive. ``writes`` counts writes by storage."""
-
-    def __init__(self, tensor: Tensor, writes: defaultdict[int | None, int]) -> None:
-        self._storage = tensor.untyped_storage()
-        self._writes = writes
-        self._before = writes[self._storage._cdata]
-        self.nbytes = self._storage.nbytes()
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether the memory is still there, and was not written to."""
-        return self._storage.nbytes() == self.nbytes and self._writes[self._storage._cdata] == self._before
 
 
 class Allocations:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from threading import get_ident
 from typing import Any
 
@@ -20,7 +19,6 @@ from graphplan.trace.collectives import finish
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_syncs import HostSyncs
 from graphplan.trace.host_transfers import HostRecorder
-from graphplan.trace.memory_watch import MemoryWatch
 from graphplan.trace.operands import NOWHERE, Operand, Operands
 from graphplan.trace.operator_schemas import NESTED_FIX, OF_GEOMETRY, OperatorCall, tensors_in
 from graphplan.trace.rate_reads import RateWatch
@@ -46,12 +44,6 @@ def is_traced() -> bool:
     return _current() is not None
 
 
-def watch_memory(tensor: Tensor) -> MemoryWatch | None:
-    """Watch a tensor's memory through the rest of the trace that is going on; None where none is."""
-    mode = _current()
-    return None if mode is None else MemoryWatch(tensor, mode.writes)
-
-
 class TraceMode(OperatorMode):
     """Fills a :class:`Trace`. ``before`` is the step's previous trace, ``answers`` what was read before the step."""
 
@@ -65,7 +57,6 @@ class TraceMode(OperatorMode):
         self._host = HostRecorder() if record.device is not None and record.device.type != "cpu" else None
         self.syncs = HostSyncs(record, self.operands, self._host)
         self.generators = GeneratorWatch(record.violate)
-        self.writes: defaultdict[int | None, int] = defaultdict(int)
         """How often each storage was written to."""
         self._rates = rates
         self._before = before.operators
@@ -216,7 +207,6 @@ class TraceMode(OperatorMode):
 
     def _mark_written(self, tensor: Tensor, call: OperatorCall, source: Source) -> None:
         storage, record = storage_id(tensor), self.record
-        self.writes[storage] += 1
         external = record.externals.get(storage or 0)
         if external is None:
             operand = self.operands.by_storage.get(storage, NOWHERE)
