@@ -203,7 +203,7 @@ class Timing:
         self._runner, self._managed = parts.runner, parts.managed
         self._options, self._peers = parts.options, parts.peers
         self._serve, self._stand_down = serve, stand_down
-        self.leave: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+        self.leave: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] = lambda args, kwargs: (args, kwargs)
         self._gate = gate
         if gate is not None:
             self._runner.stats.measured = gate.measured
@@ -231,9 +231,8 @@ class Timing:
         self.down_because = None if reason is None else (reason, detail)
 
     def _call_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = (args, kwargs) if self.leave is None else self.leave(args, kwargs)
         try:
-            result = self._runner.call(brought_to(self._options.feed_device, *given))
+            result = self._runner.call(brought_to(self._options.feed_device, *self.leave(args, kwargs)))
         except BaseException:
             if self._gate is not None:
                 self._gate.cancel()

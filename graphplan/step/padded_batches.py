@@ -183,7 +183,7 @@ class PaddedBatches:
         number = size.calls + 1
         padded = kind.pad(feed)
         assert self._runner.device is not None
-        timetable = size.timetable = size.timetable or Timetable(self._options.schedule, self._runner.device)
+        timetable = size.timetable = size.timetable or Timetable(self._options.check_every, self._runner.device)
         timetable.begin(number)
         try:
             with running_step(), stats.timed("verify"):

@@ -19,7 +19,7 @@ from graphplan.program.program import Program, Tally
 from graphplan.step.memory_budget import find_room
 from graphplan.step.runner import Parts
 from graphplan.verify.check import Check, Verdict, detached
-from graphplan.verify.schedule import Timetable
+from graphplan.verify.schedule import Timetable, next_check
 
 
 class _Series(Tally):
@@ -135,13 +135,13 @@ class Replays:
 
     def begin(self, program: Program) -> None:
         """Have a new program checked with others of its kind. If it communicates, all ranks check in the same steps."""
-        plan, schedule, peers = program.plan, self._options.schedule, self._peers
+        plan, every, peers = program.plan, self._options.check_every, self._peers
         agree: Callable[[int], int] = int
         if peers is not None and plan.communicates:
             agree = lambda number: peers.settle(f"after check {self._stats.calls}", number)  # noqa: E731
-        timetable = Timetable(schedule, plan.device, agree)
-        series = _Series(timetable, schedule.after(0))
-        if schedule.every is None:
+        timetable = Timetable(every, plan.device, agree)
+        series = _Series(timetable, next_check(every, 0))
+        if every is None:
             series = self._by_form.setdefault(plan.form, series)
         program.tally = series
 
