@@ -41,10 +41,8 @@ from graphplan.step.runner import Backends
 
 _TRAINING, _EVALUATION = "training", "evaluation"
 _STEP_ENDS = "on_train_batch_end"
-_RUNS = 16
-"""Earlier runs that a report tells of."""
-_LIGHTNINGS_OWN = ("log", "log_dict")
-"""Methods of the module that Lightning sets on every callback."""
+_RUNS = 16  # Earlier runs that a report tells of.
+_LIGHTNINGS_OWN = ("log", "log_dict")  # Methods of the module that Lightning sets on every callback.
 
 
 class GraphPlanCallback(Callback):
@@ -89,8 +87,7 @@ class GraphPlanCallback(Callback):
         self._figures: dict[str, Figures] = {}
         self._earlier: deque[tuple[str, Figures]] = deque(maxlen=_RUNS)
         self._backends = Backends()
-        self._kept = Patches()
-        """What is undone at the end of a fit, however its seam ends."""
+        self._kept = Patches()  # What is undone at the end of a fit, however its seam ends.
         self._stock = StockBatches()
         self._gate: Gate | None = None
 

@@ -21,8 +21,7 @@ from graphplan.callback.patches import Patches
 from graphplan.environment.devices import is_accelerator
 
 _METHOD, _NOTIFIER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
-EVERY = 8
-"""Steps between two messages; each is read when the next one is sent."""
+EVERY = 8  # Steps between two messages; each is read when the next one is sent.
 _log = logging.getLogger("graphplan")
 
 

@@ -21,8 +21,7 @@ from graphplan.trace.records import collecting
 
 _WIDTH = 100
 Facts = dict[str, Any]
-STEPS = 16
-"""Steps of each run: enough for a warm-up, traces that are made again, a capture and a few replays."""
+STEPS = 16  # Steps of each run: enough for a warm-up, traces that are made again, a capture and a few replays.
 _NO_REFUSALS = {
     SkipReason.SHAPE, SkipReason.EAGER_IF, SkipReason.UNBORN, SkipReason.MAX_GRAPHS,
 }  # fmt: skip

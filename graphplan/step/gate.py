@@ -29,10 +29,8 @@ from graphplan.step.peers import Peers
 from graphplan.step.runner import Parts, brought_to
 
 Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-SKIPPED = 2
-"""First eager calls, which are not timed: they load kernels, and optimizers make their state."""
-STEPS = 5
-"""Steps that are timed together, at least."""
+SKIPPED = 2  # First eager calls, which are not timed: they load kernels, and optimizers make their state.
+STEPS = 5  # Steps that are timed together, at least.
 _MOST_IDLE = 0.062
 """Share of a step in which the device may have nothing to do: in 1,000 steps replays have to save what the way to a
 program takes (two traces, a capture and checks took as long as 62 launches of a GPT-2 step on an H200).

@@ -238,8 +238,7 @@ class RehearsalMode(OperatorMode):
         super().__init__()
         self._copied = copied
         self._made: set[int | None] = set()
-        self.record = Trace()
-        """What no snapshot can put back, and the types of all numbers."""
+        self.record = Trace()  # What no snapshot can put back, and the types of all numbers.
         self._states = self.record.unowned_draws
         self._states += [(generator, generator.get_state()) for generator in default_generators()]
         self._host_states = HostGenerators()

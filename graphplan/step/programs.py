@@ -31,8 +31,7 @@ _PAYS = 16  # Replays after which a capture has paid: those that come to fewer c
 _WAYS = 16  # Ways through a step, by what owners' numbers come to, that are kept for one key.
 _REFUSED = 3  # Refused ways without a program for another one, after which all calls of a key are eager.
 _REASONS = 8  # Reasons of recaptures that an error lists.
-Key = tuple[Any, ...]
-"""The feed's geometry, torch's switches, the number of the fingerprint."""
+Key = tuple[Any, ...]  # The feed's geometry, torch's switches, the number of the fingerprint.
 Variant = tuple[bool, ...]
 """Which parameters have a gradient on entry: a step that accumulates has one program per answer."""
 

@@ -48,8 +48,7 @@ class Backends:
         return self._known[key]
 
 
-ADVICE = "Or pass on_failure='eager' to go on without replays"
-"""What the text of a refusal that is raised ends with."""
+ADVICE = "Or pass on_failure='eager' to go on without replays"  # What the text of a refusal that is raised ends with.
 
 
 class Refusals:

@@ -31,8 +31,7 @@ from graphplan.verify.compare import Run, describe, differing, differing_values,
 from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 
 Result = TypeVar("Result")
-_REPLAYS = 3
-"""The most replays that are made until two of them differ."""
+_REPLAYS = 3  # The most replays that are made until two of them differ.
 
 
 @dataclass(frozen=True, slots=True)

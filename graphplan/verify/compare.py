@@ -28,8 +28,7 @@ at all; with the parameters off by a 512th, 1.1 %.)
 """
 _ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 _NOTHING = StandIn("nothing")
-_ELEMENTS = 2**22
-"""Elements that a distance takes into double precision at a time."""
+_ELEMENTS = 2**22  # Elements that a distance takes into double precision at a time.
 _SUBTRACTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types that are subtracted in their own precision: near numbers lose nothing."""
 

@@ -13,12 +13,9 @@ from graphplan.environment.devices import synchronize
 from graphplan.errors import OptionError
 from graphplan.program.program import NO_CHECK
 
-EVERY = 1000
-"""The geometric schedule doubles up to here, and then goes on in steps of this size."""
-SHARE = 0.01
-"""Part of the time that checks of the geometric schedule may take, from replay ``EARLY`` on."""
-EARLY = 64
-"""The first replays, of which the last one is checked in any case."""
+EVERY = 1000  # The geometric schedule doubles up to here, and then goes on in steps of this size.
+SHARE = 0.01  # Part of the time that checks of the geometric schedule may take, from replay ``EARLY`` on.
+EARLY = 64  # The first replays, of which the last one is checked in any case.
 FREE = 0.2
 """Seconds that checks of the first replays may take: as often as the schedule says as long as one more fits in."""
 
@@ -63,10 +60,8 @@ class Timetable:
         self._agree = agree
         self._clock = clock or (process_time if device.type == "cpu" else perf_counter)
         self._begun = 0.0
-        self._spent = 0.0
-        """Seconds that checks have taken."""
-        self._latest: tuple[int, float] | None = None
-        """Number of the check before, and when it ended."""
+        self._spent = 0.0  # Seconds that checks have taken.
+        self._latest: tuple[int, float] | None = None  # Number of the check before, and when it ended.
 
     def begin(self, number: int) -> None:
         """Replay ``number`` is about to be checked."""

@@ -14,8 +14,7 @@ from graphplan.callback.lightning_code import is_known
 from graphplan.callback.patches import Patches
 from graphplan.environment.devices import is_accelerator
 
-_INTERVAL = 0.1
-"""Seconds between two drawn updates, as tqdm's own ``mininterval``."""
+_INTERVAL = 0.1  # Seconds between two drawn updates, as tqdm's own ``mininterval``.
 
 
 class ThrottledBar:

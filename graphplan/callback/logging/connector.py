@@ -17,8 +17,7 @@ from graphplan.callback.lightning_code import is_known
 from graphplan.callback.logging.late_numbers import LateRows
 from graphplan.callback.patches import Patches, Recover, recovering, settled
 
-_OWN_REFERENCES = 2
-"""Reference count of a dictionary that only the connector holds, during ``getrefcount``."""
+_OWN_REFERENCES = 2  # Reference count of a dictionary that only the connector holds, during ``getrefcount``.
 
 
 class LazyConnector(_LoggerConnector):

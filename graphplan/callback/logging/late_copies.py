@@ -20,12 +20,9 @@ from graphplan.tensors.deferred import HostCopy, is_deferred
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.mode import is_traced
 
-LOSS = "loss"
-"""The name of the loss among the keys of logged values, each of which has a dot in it."""
-_MOST_BYTES = 1 << 16
-"""Larger memory is not kept until the step's end for the sake of a number in it."""
-_TO_TENSOR = "_LightningModule__to_tensor"
-"""The method with which ``LightningModule.log`` copies values."""
+LOSS = "loss"  # The name of the loss among the keys of logged values, each of which has a dot in it.
+_MOST_BYTES = 1 << 16  # Larger memory is not kept until the step's end for the sake of a number in it.
+_TO_TENSOR = "_LightningModule__to_tensor"  # The method with which ``LightningModule.log`` copies values.
 
 
 class LateCopies:

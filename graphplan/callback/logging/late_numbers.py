@@ -19,11 +19,9 @@ from graphplan.callback.patches import Patches
 from graphplan.environment.devices import current_stream, is_accelerator, module_of
 from graphplan.feed.call_arguments import hands_over
 
-_MOST = 2
-"""Pending rows at a time."""
+_MOST = 2  # Pending rows at a time.
 
-_ROWS: WeakKeyDictionary[Any, LateRows] = WeakKeyDictionary()
-"""Pending rows by logger. A copy of a logger has none."""
+_ROWS: WeakKeyDictionary[Any, LateRows] = WeakKeyDictionary()  # Pending rows by logger. A copy of a logger has none.
 
 
 class HostCopy:

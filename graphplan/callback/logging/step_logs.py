@@ -31,10 +31,8 @@ from graphplan.observe.source import Source, find_source
 from graphplan.program.faults import refusal_of
 from graphplan.trace.mode import refuse_trace
 
-_DTYPES = (torch.float32, torch.float64)
-"""Lightning casts values of others."""
-_LATEST = "_forward_cache"
-"""Where a metric of torchmetrics has the value of its latest step."""
+_DTYPES = (torch.float32, torch.float64)  # Lightning casts values of others.
+_LATEST = "_forward_cache"  # Where a metric of torchmetrics has the value of its latest step.
 _NOWHERE = Source("", 0, "", "step")
 
 
@@ -63,8 +61,7 @@ class LogCall:
         return f"self.log({self.name!r}) in {self.fx}"
 
 
-Note = tuple[LogCall, Any]
-"""A call and its value."""
+Note = tuple[LogCall, Any]  # A call and its value.
 
 
 class _NotingResults(_ResultCollection):
@@ -129,8 +126,7 @@ class StepLogs:
         # Those of the groups come late, and are undone late, when all else that reads metrics is gone.
         self._patches = patches.enter_context(Patches())
         self._groups: list[Group] = []
-        self._grouped: dict[str, tuple[LogCall, Any]] = {}
-        """Grouped calls, and their metrics, by Lightning's keys."""
+        self._grouped: dict[str, tuple[LogCall, Any]] = {}  # Grouped calls, and their metrics, by Lightning's keys.
         self._metrics: dict[str, tuple[Any, torch.device]] = {}
         """With which options metrics of torchmetrics were logged, and where they lay, by Lightning's keys."""
         self._dtypes: dict[str, torch.dtype] = {}
