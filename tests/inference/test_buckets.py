@@ -397,7 +397,7 @@ def test_prewarming_exact_shapes() -> None:
     [
         ([0], {"example": (torch.ones(2, 8),)}, "prewarm has the size 0 in dimension 0"),
         ([-1], {"example": (torch.ones(2, 8),)}, "prewarm has the size -1"),
-        ([], {"example": (torch.ones(2, 8),)}, "prewarm has no sizes; expected at least one"),
+        ([], {"example": (torch.ones(2, 8),)}, "prewarm has no sizes; expected some"),
         (None, {"example": (torch.ones(2, 8),)}, "prewarm has no sizes; expected some"),
     ],
 )
