@@ -59,10 +59,19 @@ def _late(kind: Any) -> Any:
     return property(experiment)
 
 
-_KINDS: dict[Any, type] = {
-    kind: type(f"Late{kind.__name__}", (kind,), {"experiment": _late(kind)}) for kind in (CSVLogger, TensorBoardLogger)
-}
-"""The classes of loggers that may have pending rows, and those that they have meanwhile."""
+class LateCSVLogger(CSVLogger):
+    """The class of a ``CSVLogger`` with pending rows."""
+
+    experiment = _late(CSVLogger)
+
+
+class LateTensorBoardLogger(TensorBoardLogger):
+    """The class of a ``TensorBoardLogger`` with pending rows."""
+
+    experiment = _late(TensorBoardLogger)
+
+
+_KINDS: dict[type, type] = {CSVLogger: LateCSVLogger, TensorBoardLogger: LateTensorBoardLogger}
 
 
 class _Row(NamedTuple):
