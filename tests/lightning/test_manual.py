@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR, StepLR
 
-from graphplan import LearningRateError, OptionError, RefusalError
+from graphplan import HostEffectError, OptionError, RefusalError
 from tests.lightning.parts import FUSED_ADAMW, assert_fit_equals_eager, assert_same_fits, fit, tape
 from tests.lightning.rows_of_parts import Alternating, Manual
 from tests.twins import line_of
@@ -44,27 +45,67 @@ def test_accumulation_by_the_batch_index(tmp_path: Path) -> None:
 class Stepping(Manual):
     """A scheduler stepped inside the step."""
 
+    def __init__(self, schedule: Any = None, after: Any = None) -> None:
+        super().__init__()
+        self.schedule = schedule or partial(StepLR, step_size=4, gamma=0.5)
+        self.after = after
+
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameters())
-        return [optimizer], [StepLR(optimizer, step_size=4, gamma=0.5)]
+        return [optimizer], [self.schedule(optimizer)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         result = super().training_step(batch, batch_idx)
-        self.lr_schedulers().step()  # type: ignore[union-attr]  # culprit
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+        if self.after is not None:
+            self.after(self)
         return result
 
 
-def test_a_scheduler_stepped_in_each_step_is_refused(tmp_path: Path) -> None:
-    """Or all steps run eagerly, with eager's numbers."""
-    text = (
-        rf"computes with a learning rate at {line_of(Stepping.training_step)}.*Call scheduler.step\(\) after the step"
-    )
-    with pytest.raises(LearningRateError, match=text):
-        fit(Stepping, tmp_path / "refused", tape())
-    expected = fit(Stepping, tmp_path / "eager")
-    with pytest.warns(UserWarning, match=f"graphplan runs this step eagerly: .*{text}"):
-        found = fit(Stepping, tmp_path / "graphed", tape(on_failure="eager"))
+class _Counting:
+    """A schedule with a memory, which a checkpoint keeps."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, epoch: int) -> float:
+        self.calls += 1
+        return 1 / (1 + self.calls)
+
+
+def _in_sequence(optimizer: Any) -> Any:
+    return SequentialLR(optimizer, [LinearLR(optimizer, 0.1, 1.0, 5), ExponentialLR(optimizer, 0.9)], [5])
+
+
+SCHEDULES: dict[str, Any] = {
+    "steps": partial(StepLR, step_size=4, gamma=0.5),
+    "exponential": partial(ExponentialLR, gamma=0.9),
+    "one cycle": partial(OneCycleLR, max_lr=0.01, total_steps=40, cycle_momentum=False),
+    "a function": partial(LambdaLR, lr_lambda=lambda epoch: 1 / (1 + epoch)),
+    "an object": lambda optimizer: LambdaLR(optimizer, _Counting()),
+    "one after the other": _in_sequence,
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.crossed(2)
+def test_a_scheduler_stepped_last(name: str, tmp_path: Path) -> None:
+    """Its step on the host comes after the replay, and the next replay has the new learning rate."""
+    found = assert_fit_equals_eager(partial(Stepping, SCHEDULES[name]), tmp_path, replayed=21)
+    assert len({tuple(seen["lr"]) for seen in found.observer.batches}) >= 4
+
+
+@pytest.mark.parametrize("verify", ["off", 1])
+def test_a_scheduler_stepped_last_whatever_is_checked(verify: Any, tmp_path: Path) -> None:
+    assert_fit_equals_eager(Stepping, tmp_path, replayed=21, callback=tape(verify=verify))
+
+
+def test_a_scheduler_stepped_last_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    first = fit(Stepping, tmp_path / "first", tape(), max_epochs=1)
+    expected = fit(Stepping, tmp_path / "eager", resume=first.last, max_epochs=3)
+    found = fit(Stepping, tmp_path / "graphed", tape(), resume=first.last, max_epochs=3)
     assert_same_fits(expected, found)
+    assert found.callback.stats.replayed >= 12
 
 
 class LastOfEpoch(Stepping):
@@ -77,11 +118,70 @@ class LastOfEpoch(Stepping):
         return result
 
 
-@pytest.mark.filterwarnings("ignore:graphplan runs such calls eagerly.*Call scheduler.step")
 def test_a_scheduler_stepped_with_the_last_batch(tmp_path: Path) -> None:
-    """Steps without it have a program; those with it are eager."""
-    found = assert_fit_equals_eager(LastOfEpoch, tmp_path, replayed=40, limit_train_batches=9, max_epochs=6)
-    assert (found.callback.stats.captured, found.callback.stats.recaptured) == (1, 0)
+    """Steps with and without it have programs that take turns."""
+    found = assert_fit_equals_eager(LastOfEpoch, tmp_path, replayed=45, limit_train_batches=9, max_epochs=6)
+    assert (found.callback.stats.captured, found.callback.stats.recaptured) == (2, 0)
+
+
+def _steps_again(module: Any) -> None:
+    module.optimizers().step()  # culprit
+
+
+def _logs_rate(module: Any) -> None:
+    module.log("rate", module.optimizers().param_groups[0]["lr"])  # culprit
+
+
+def _logs_last(module: Any) -> None:
+    module.log("rate", module.lr_schedulers().get_last_lr()[0])  # culprit
+
+
+def _writes_rate(module: Any) -> None:
+    for group in module.optimizers().param_groups:
+        group["lr"] = 1e-3  # culprit
+
+
+def _copies_group(module: Any) -> None:
+    module.log("rate", dict(module.optimizers().param_groups[0])["lr"])  # culprit
+
+
+def _counts_on(module: Any) -> None:
+    module.lr_schedulers().last_epoch += 1  # culprit
+
+
+def _sets_back(module: Any) -> None:
+    module.lr_schedulers().last_epoch = 0  # culprit
+
+
+def _hands_epoch(module: Any) -> None:
+    module.lr_schedulers().step(3)  # culprit
+
+
+AFTERWARDS = {
+    _steps_again: "uses a learning rate of an optimizer whose scheduler it has stepped",
+    _logs_rate: "uses a learning rate of an optimizer whose scheduler it has stepped",
+    _writes_rate: "uses a learning rate of an optimizer whose scheduler it has stepped",
+    _copies_group: "uses a learning rate of an optimizer whose scheduler it has stepped",
+    _counts_on: "reads 'last_epoch' of a scheduler that it has stepped",
+    _sets_back: "writes 'last_epoch' of a scheduler that it has stepped",
+    _logs_last: "reads 'get_last_lr' of a scheduler that it has stepped",
+    _hands_epoch: r"hands a value to lr_schedulers\[0\]\.step\(\)",
+}
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")
+@pytest.mark.parametrize("after", AFTERWARDS, ids=lambda after: after.__name__)
+@pytest.mark.crossed(2)
+def test_what_comes_of_new_rates_is_refused(after: Any, tmp_path: Path) -> None:
+    """Or runs eagerly, with eager's numbers in every step."""
+    make = partial(Stepping, after=after)
+    text = rf"{AFTERWARDS[after]} at {line_of(after)}.*Step a scheduler last in training_step"
+    with pytest.raises(HostEffectError, match=text):
+        fit(make, tmp_path / "refused", tape())
+    expected = fit(make, tmp_path / "eager")
+    with pytest.warns(UserWarning, match=f"graphplan runs this step eagerly: .*{text}"):
+        found = fit(make, tmp_path / "graphed", tape(on_failure="eager"))
+    assert_same_fits(expected, found)
 
 
 class TensorRate(Stepping):

@@ -15,10 +15,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
+from graphplan.callback.loop.schedules import Schedules
 from graphplan.callback.loop.seam import Seam
 from graphplan.callback.trainer_state import group_numbers
 from graphplan.errors import RefusalError
 from graphplan.step.runner import ADVICE
+from graphplan.tensors.trees import Literals
 
 
 class ManualSeam(Seam):
@@ -29,6 +31,7 @@ class ManualSeam(Seam):
         self._compile()
         self._epoch_loop: Any = self._trainer.fit_loop.epoch_loop
         self._loop: Any = self._epoch_loop.manual_optimization
+        self._schedules = Schedules(self._trainer)
         self.patches.method(self._loop, "run", self._run)
         self._step = self._make(self._owners({"step": self._loop.optim_step_progress}))
 
@@ -36,11 +39,23 @@ class ManualSeam(Seam):
         """In place of ``manual_optimization.run``."""
         if self._has_other_optimizers():
             return self._stock(self._on_device(kwargs))
+        self._schedules.start()
         return self._serve(self._step, self._epoch_loop.batch_idx, kwargs)
 
     @override
     def _stock(self, kwargs: OrderedDict[str, Any]) -> Any:
         return type(self._loop).run(self._loop, kwargs)
+
+    @override
+    def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
+        with self._schedules.noting() as stepped:
+            out = super()._body(batch)
+        return {**out, "scheduler steps": Literals(stepped)}
+
+    @override
+    def _finish(self, out: dict[str, Any]) -> None:
+        super()._finish(out)
+        self._schedules.finish(out["scheduler steps"])
 
 
 class ReplayedClosure(Closure):
