@@ -31,7 +31,7 @@ from graphplan.environment.origin import leave_out_own_frames
 from graphplan.errors import FaultError, GraphPlanError, NotCapturedError, OptionError, SkipReason
 from graphplan.plan.plan import Plan
 from graphplan.program.faults import refusal_of, refusing
-from graphplan.report.figures import CLOSED, Figures, without_programs
+from graphplan.report.figures import CLOSED, Figures
 from graphplan.report.rendering import check_format, report_of_runs
 from graphplan.report.stats import Stats
 from graphplan.specs.options import takes, with_arguments
@@ -41,10 +41,8 @@ from graphplan.step.runner import Backends
 
 _TRAINING, _EVALUATION = "training", "evaluation"
 _STEP_ENDS = "on_train_batch_end"
-_RUNS = 16
-"""Earlier runs that a report tells of."""
-_LIGHTNINGS_OWN = ("log", "log_dict")
-"""Methods of the module that Lightning sets on every callback."""
+_RUNS = 16  # Earlier runs that a report tells of.
+_LIGHTNINGS_OWN = ("log", "log_dict")  # Methods of the module that Lightning sets on every callback.
 
 
 class GraphPlanCallback(Callback):
@@ -89,8 +87,7 @@ class GraphPlanCallback(Callback):
         self._figures: dict[str, Figures] = {}
         self._earlier: deque[tuple[str, Figures]] = deque(maxlen=_RUNS)
         self._backends = Backends()
-        self._kept = Patches()
-        """What is undone at the end of a fit, however its seam ends."""
+        self._kept = Patches()  # What is undone at the end of a fit, however its seam ends.
         self._stock = StockBatches()
         self._gate: Gate | None = None
 
@@ -100,11 +97,7 @@ class GraphPlanCallback(Callback):
         figures = seam.figures if seam is not None else self._figures.get(part, Figures())
         if seam is not None and describes:
             figures = replace(figures, programs=seam.describe_programs())
-        if part != _TRAINING:
-            return figures
-        updates = self._stock.updates
-        updates = figures.updates if updates is None else updates
-        return replace(figures, stats=self._stock.added_to(figures.stats), updates=updates)
+        return figures if part != _TRAINING else replace(figures, stats=self._stock.added_to(figures.stats))
 
     @property
     def stats(self) -> Stats:
@@ -237,7 +230,7 @@ class GraphPlanCallback(Callback):
         if reason is not None:
             seam.notes.append(f"Lightning's own loop: {reason}")
         else:
-            LoopSeam(trainer, pl_module, seam.logs, seam.recover, seam.patches, direct=direct)
+            LoopSeam(trainer, pl_module, seam.recover, seam.patches, direct=direct)
 
     def _recover(self, part: str, error: Exception) -> None:
         """Remove graphplan from the running fit after an error of its own: the caller then runs Lightning's code.
@@ -348,9 +341,7 @@ class GraphPlanCallback(Callback):
         trained = _TRAINING in self._seams or self._stock.count
         self._remove()
         if trained:
-            figures = self._of(_TRAINING)
-            text = without_programs(figures.stats, self.options.backend, self.options.warmup_steps)
-            rank_zero_info(text or figures.headline())
+            rank_zero_info(self._of(_TRAINING).headline())
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -23,8 +23,7 @@ _BLIND = (
     "EarlyStopping", "OnExceptionCheckpoint",
 )  # fmt: skip
 """Lightning's callbacks whose hooks do not look at the batch that they are given."""
-_PARALLEL: Any = getattr(strategies, "ModelParallelStrategy", ())
-"""Lightning has it since 2.4."""
+_PARALLEL: Any = getattr(strategies, "ModelParallelStrategy", ())  # Lightning has it since 2.4.
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 STOCK_HOOKS = frozenset((START, *_TRANSFERS))
 """Hooks of the module that Lightning's own loop calls for each batch, and the loop seam never."""

@@ -21,8 +21,7 @@ from graphplan.callback.patches import Patches
 from graphplan.environment.devices import is_accelerator
 
 _METHOD, _NOTIFIER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
-EVERY = 8
-"""Steps between two messages; each is read when the next one is sent."""
+EVERY = 8  # Steps between two messages; each is read when the next one is sent.
 _log = logging.getLogger("graphplan")
 
 
@@ -45,11 +44,9 @@ def _clip(plugin: Any, optimizer: Any, clip_val: int | float = 0.0, *args: Any, 
 
 
 class LaggingSigterm:
-    """Replaces the epoch loop's broadcast, before every step, of whether rank 0 got a SIGTERM, among several ranks.
-
-    The answer is read ``EVERY`` steps later, without waiting: all ranks end before the same step. Lightning's own
-    signal handler broadcasts from rank 0 at once, which may meet a collective of the step. While batches are trained,
-    this handler only takes a note.
+    """Replaces the epoch loop's broadcast, before every step, of whether rank 0 got a SIGTERM, among several ranks: the
+    answer is read ``EVERY`` steps later, without waiting. Lightning's signal handler broadcasts at once, which may meet
+    a collective of the step; while batches are trained, this one only takes a note.
     """
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:

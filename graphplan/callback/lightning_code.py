@@ -1,10 +1,6 @@
-"""The code of Lightning's that this package has copies of, by the digest of its text.
-
-The loop seam and the logging beside it do what parts of Lightning do, without what a run does not use. They are right
-for the code that they were written from. Installed code that has another digest is not replaced.
-
-A new release of Lightning: ``tests/lightning/test_lightning_code.py`` says which digests are new. Read what has changed
-in the functions of those parts, see that the copies are still right, and add the digests to :data:`KNOWN`.
+"""The code of Lightning's that this package has copies of, by the digest of its text. Code with another digest is not
+replaced. For a new release, read what has changed in the functions of the parts whose digests
+``tests/lightning/test_lightning_code.py`` names, and add these to :data:`KNOWN`.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def telling(tell: str, plain: Any) -> Callable[..., Any]:
     return method
 
 
-def settled(name: str, changed: Callable[[Any], None] = lambda thing: None) -> Any:
+def settled(name: str) -> Any:
     """Make a property for an attribute that ``settle`` of its object brings up to date, before it is read or set."""
 
     def read(self: Any) -> Any:
@@ -74,7 +74,6 @@ def settled(name: str, changed: Callable[[Any], None] = lambda thing: None) -> A
     def write(self: Any, value: Any) -> None:
         self.settle()
         vars(self)[name] = value
-        changed(self)
 
     return property(read, write)
 

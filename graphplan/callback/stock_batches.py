@@ -15,26 +15,11 @@ class StockBatches:
 
     def __init__(self, trainer: Any = None) -> None:
         # Not the Trainer, which a callback must not keep.
-        self._progress: Any = None
-        self._optimizers: list[Any] = []
-        if trainer is not None:
-            loop = trainer.fit_loop.epoch_loop
-            self._progress = loop.batch_progress.total
-            automatic, manual = loop.automatic_optimization.optim_progress.optimizer, loop.manual_optimization
-            self._optimizers = [automatic.step.total, manual.optim_step_progress.total]
-        self._updates_before = self._updates()
+        self._progress: Any = None if trainer is None else trainer.fit_loop.epoch_loop.batch_progress.total
         self._since: int | None = None
         self._past = Stats()
         self._detail = ""
         self.reason: SkipReason | None = None
-
-    def _updates(self) -> int:
-        return sum(progress.completed for progress in self._optimizers)
-
-    @property
-    def updates(self) -> int | None:
-        """Steps of the Trainer's optimizers since the fit began; None without a Trainer."""
-        return self._updates() - self._updates_before if self._optimizers else None
 
     def begin(self, reason: SkipReason | None, detail: str = "") -> None:
         """Count from the next batch on."""

@@ -26,8 +26,7 @@ _CALLBACKS = (
     "callbacks", "early_stopping_callback", "early_stopping_callbacks", "checkpoint_callback", "checkpoint_callbacks",
     "progress_bar_callback",
 )  # fmt: skip
-ARGUMENTS = "arguments"
-"""The owner that stands for them."""
+ARGUMENTS = "arguments"  # The owner that stands for them.
 WRAPPER, WRAPPERS_NOTE = "strategy.model", "require_forward_param_sync"
 """The module that DDP wraps around the LightningModule, and its note whether it broadcasts buffers before the next
 forward pass: not after one without gradients, or one whose gradients stayed on the rank. A step branches on the note

@@ -88,15 +88,9 @@ def _result(options: argparse.Namespace) -> Result:
 
 
 def load(target: str, *, what: str) -> Callable[[], Any]:
-    """Return a function that makes the object that ``target`` names; a class is called without arguments.
-
-    Args:
-        target: ``pkg.module:expression`` or ``path/to/file.py:expression``, the expression in the words of that
-            module: a class, a call of one, or any other object.
-        what: what the target is, for errors.
-
-    Raises:
-        OptionError: if it is not of that form, or cannot be imported or found.
+    """Return a function that makes the object that ``target`` names, ``pkg.module:expression`` or
+    ``path/to/file.py:expression``; a class is called without arguments. ``what`` is the target for the OptionError if
+    it cannot be found.
     """
     place, colon, expression = target.partition(":")
     if not colon or not expression:

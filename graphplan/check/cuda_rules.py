@@ -16,8 +16,7 @@ from graphplan.observe.source import find_source
 from graphplan.trace.mode import refuse_trace
 from graphplan.trace.operator_schemas import AS_ON_DEVICE
 
-_COPIES = ("cpu", "to")
-"""Methods of tensors that copy to the host. What reads values is refused on the CPU, too."""
+_COPIES = ("cpu", "to")  # Methods of tensors that copy to the host. What reads values is refused on the CPU, too.
 
 
 @contextmanager

@@ -21,8 +21,7 @@ from graphplan.trace.records import collecting
 
 _WIDTH = 100
 Facts = dict[str, Any]
-STEPS = 16
-"""Steps of each run: enough for a warm-up, traces that are made again, a capture and a few replays."""
+STEPS = 16  # Steps of each run: enough for a warm-up, traces that are made again, a capture and a few replays.
 _NO_REFUSALS = {
     SkipReason.SHAPE, SkipReason.EAGER_IF, SkipReason.UNBORN, SkipReason.MAX_GRAPHS,
 }  # fmt: skip
@@ -126,11 +125,8 @@ def check_step(
 
 
 def check(run: Callable[[], Ran], name: str) -> Result:
-    """The result of two runs: one in which refusals are collected, and one as it would be.
-
-    Args:
-        run: trains for a few steps with ``backend="tape"`` and ``on_failure="eager"``.
-        name: what the result is headed with.
+    """The result of two runs: one in which refusals are collected, and one as it would be. ``run`` trains for a few
+    steps with ``backend="tape"`` and ``on_failure="eager"``.
     """
     # A step that is refused is let go on, for a plan of it.
     with warnings.catch_warnings(), collecting() as found, cuda_rules():

@@ -342,19 +342,17 @@ def _zeros(example: Feed, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tu
 
 def _parse_sizes(sizes: Sequence[int | Mapping[int, int]] | None, ladders: Ladders | None) -> list[dict[int, int]]:
     """Sizes by dimension, the largest first; by default all that there are ladders for. Raises OptionError."""
-    if sizes is None:
-        if ladders is None:
-            raise OptionError("prewarm has no sizes; expected some, such as [1, 2, 4, 8], or shapes='bucket'")
+    if sizes is None and ladders is not None:
         choices = product(*(ladders.sizes(dim) for dim in ladders.dims))
         parsed = [dict(zip(ladders.dims, choice, strict=True)) for choice in choices]
     else:
-        parsed = [dict(size) if isinstance(size, Mapping) else {0: size} for size in sizes]
+        parsed = [dict(size) if isinstance(size, Mapping) else {0: size} for size in sizes or ()]
     for dims in parsed:
         for dim, size in dims.items():
             if not (is_count(size) and is_count(dim, 0)):
                 raise OptionError(f"prewarm has the size {size!r} in dimension {dim!r}; expected integers from 1 on")
     if not parsed:
-        raise OptionError("prewarm has no sizes; expected at least one, such as [1, 2, 4, 8]")
+        raise OptionError("prewarm has no sizes; expected some, such as [1, 2, 4, 8], or shapes='bucket'")
     return sorted(parsed, key=lambda dims: prod(dims.values()), reverse=True)
 
 

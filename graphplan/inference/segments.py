@@ -139,8 +139,7 @@ class Segments(Pieces):
             raise OptionError(f"piecewise was given {segments!r}; expected functions or modules, at least one")
         super().__init__(Chain(segments), scope, options)
         self._segments = tuple(segments)
-        self._trials: list[Graphed | None] = []
-        """Each segment alone; None for one that cannot be captured."""
+        self._trials: list[Graphed | None] = []  # Each segment alone; None for one that cannot be captured.
         self._each = Chain([partial(self._try, at) for at in range(len(segments))])
         self._runs: Chain | None = None
 

@@ -19,6 +19,7 @@ from graphplan.program.leases import plain
 from graphplan.step.capture_sizes import tolerance
 from graphplan.tensors.trees import flatten_result, named_leaves
 from graphplan.verify.compare import Run, distances, fits
+from graphplan.verify.schedule import next_check
 
 _LITERALS = (bool, int, float, str, type(None))
 
@@ -75,7 +76,7 @@ class SplitModel(Pieces):
         self._facts: list[Any] = []
         self._splits: dict[Hashable, fx.GraphModule] = {}
         self._calls = 0
-        self._next_check = options.step.schedule.after(0)
+        self._next_check = next_check(options.step.check_every, 0)
 
     def _call_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = _facts_of(self._model)
@@ -113,7 +114,7 @@ class SplitModel(Pieces):
 
     def _check(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare with the model itself: its code may do what torch.fx does not see."""
-        self._next_check = self._options.step.schedule.after(self._calls)
+        self._next_check = next_check(self._options.step.check_every, self._calls)
         found = flatten_result(result)[0]
         for (name, wanted), leaf in zip(named_leaves(self._model(*args, **kwargs)), found, strict=True):
             if not _is_alike(wanted, plain(leaf)):

@@ -17,21 +17,14 @@ CLOSED = "no step of this fit can be captured"
 
 @dataclass
 class Figures:
-    """Counts of calls, and facts beside them.
-
-    Attributes:
-        notes: further lines of the report.
-        plan: the latest plan.
-        part: what is replayed of a step, if that is not all of it.
-        updates: the optimizers' steps, if they were counted, as a Trainer's ``global_step`` is.
-        programs: descriptions of the programs, by :func:`describe_program`; in the data only.
+    """Counts of calls, and facts beside them: further ``notes``, the latest ``plan``, the ``part`` of a step that is
+    replayed if that is not all of it, and descriptions of ``programs`` for the data.
     """
 
     stats: Stats = field(default_factory=Stats)
     notes: list[str] = field(default_factory=list)
     plan: Plan | None = None
     part: str = ""
-    updates: int | None = None
     programs: Sequence[dict[str, Any]] = ()
 
     @property
@@ -42,13 +35,11 @@ class Figures:
     def headline(self) -> str:
         """One line: plans, steps replayed of all, why others were not, recaptures, time per step, extra memory."""
         stats = self.stats
-        is_same = self.updates in (None, stats.calls)
-        unit = "steps" if is_same else f"calls of training_step ({self.updates} optimizer steps)"
         reasons = [f"{count}: {reason.value}" for reason, count in stats.skipped.most_common(2)]
         why = f" ({'; '.join(reasons)})" if reasons else ""
         parts = [
             f"{self.plans} plan{'' if self.plans == 1 else 's'}",
-            f"{stats.replayed} of {stats.calls} {unit} replayed{self.part and f' ({self.part})'}",
+            f"{stats.replayed} of {stats.calls} steps replayed{self.part and f' ({self.part})'}",
             f"{stats.eager} eager{why}, {stats.traced} traced, {stats.captured} captured",
         ]
         if stats.recaptured:
@@ -98,7 +89,6 @@ class Figures:
         return {
             "headline": self.headline(),
             "plans": self.plans,
-            "optimizer_steps": self.updates,
             "stats": {name: getattr(stats, name) for name in ("calls", *COUNTS)},
             "skipped": {reason.name.lower(): count for reason, count in stats.skipped.items()},
             "reasons": dict(stats.reasons),
@@ -110,22 +100,6 @@ class Figures:
             "timeline": stats.timeline(),
             "programs": list(self.programs),
         }
-
-
-def without_programs(stats: Stats, backend: str, warmup_steps: int) -> str:
-    """One line on a fit in which nothing was captured; empty where something was."""
-    if backend == "eager":
-        return f"graphplan: {stats.eager} steps, all eager: backend='eager'"
-    if stats.captured:
-        return ""
-    start = f"graphplan: no step was captured in {stats.calls} steps"
-    if stats.skipped and max(stats.skipped.values()) > stats.calls // 2:
-        (reason, count), *_ = stats.skipped.most_common(1)
-        return f"{start}; {count} of them were eager: {reason.value}"
-    return (
-        f"{start}; the first capture comes with step {warmup_steps + 3} of one batch signature, or seven later where "
-        "eager ones are timed (see min_speedup)"
-    )
 
 
 def describe_program(program: Program) -> dict[str, Any]:

@@ -51,11 +51,7 @@ class Reports(ABC):
 
 
 def check_format(format: str) -> None:
-    """Check that a format is known.
-
-    Raises:
-        OptionError: naming those that there are.
-    """
+    """Raise OptionError for an unknown format, naming those that there are."""
     if format not in _FORMATS:
         raise OptionError(f"format is {format!r}; expected one of: {', '.join(_FORMATS)}")
 
@@ -76,13 +72,8 @@ def report_of_runs(runs: Sequence[tuple[str, Figures]], format: str) -> str:
 
 
 def page(sections: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """The reports of one or several steps, each with its title, as an HTML document.
-
-    Args:
-        sections: titles, and data as :func:`graphplan.report.figures.Figures.data` gives it.
-
-    Raises:
-        OptionError: if jinja2 or matplotlib is not installed.
+    """The data of one or several steps, each with its title, as an HTML document. Raises OptionError if jinja2 or
+    matplotlib is not installed.
     """
     try:
         from jinja2 import Environment

@@ -29,8 +29,7 @@ LAPS = 255
 """Latest replays in a row whose times from end to end are kept: their median is not moved by a validation or a
 checkpoint between two steps.
 """
-STRETCHES = 1000
-"""Stretches of a timeline; what comes after them is one more."""
+STRETCHES = 1000  # Stretches of a timeline; what comes after them is one more.
 
 
 class Gain(NamedTuple):

@@ -12,8 +12,7 @@ _MOST = 8
 each.
 """
 _UNPROVEN = 3  # Maximum ways as long as no batch has taken one of them again.
-MOST_GUESSES = 6
-"""Maximum of these for all keys of a step."""
+MOST_GUESSES = 6  # Maximum of these for all keys of a step.
 _MISSES = 16  # Batches in a row that take no known way, after which none is looked for.
 _LOOKS = 64  # Batches of which a third has to take a known way.
 

@@ -14,8 +14,7 @@ from graphplan.program.program import Program
 from graphplan.tensors.trees import flatten_result, names_of, rebuilder, text_of
 from graphplan.verify.schedule import Timetable
 
-Place = tuple[int, int]
-"""The index of a leaf, and one of its dimensions."""
+Place = tuple[int, int]  # The index of a leaf, and one of its dimensions.
 Candidates = list[Place | None]
 """The dimensions of the feed that a dimension of a result may follow; None: its size is always the same."""
 

@@ -1,7 +1,5 @@
-"""Steps that run code which ``torch.compile`` compiled, and ``compile=``.
-
-Under a dispatch mode it runs uncompiled, so the trace is undone and the step run again. The tape records the uncompiled
-operators, and refuses where bits differ.
+"""Steps that run code which ``torch.compile`` compiled, and ``compile=``. The tape records the uncompiled operators,
+and refuses where bits differ.
 """
 
 from __future__ import annotations
@@ -142,12 +140,9 @@ def _from_the_top() -> AbstractContextManager[Any]:
 
 
 class CompiledModules:
-    """Modules whose calls go through ``torch.compile`` until :meth:`undo`.
-
-    Args:
-        modules: each is compiled as a whole; one that is compiled already is left alone.
-        how: arguments of ``torch.compile``; True for its own defaults, which on the CPU compile nothing, since the tape
-            records what compiled code is made of; False for no compilation.
+    """Modules whose calls go through ``torch.compile``, with the arguments ``how``, until :meth:`undo`. True stands for
+    its defaults, which compile nothing on the CPU, since the tape records what compiled code is made of; False for
+    nothing.
     """
 
     def __init__(self, modules: Iterable[nn.Module], how: bool | Mapping[str, Any]) -> None:

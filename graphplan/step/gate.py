@@ -29,10 +29,8 @@ from graphplan.step.peers import Peers
 from graphplan.step.runner import Parts, brought_to
 
 Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-SKIPPED = 2
-"""First eager calls, which are not timed: they load kernels, and optimizers make their state."""
-STEPS = 5
-"""Steps that are timed together, at least."""
+SKIPPED = 2  # First eager calls, which are not timed: they load kernels, and optimizers make their state.
+STEPS = 5  # Steps that are timed together, at least.
 _MOST_IDLE = 0.062
 """Share of a step in which the device may have nothing to do: in 1,000 steps replays have to save what the way to a
 program takes (two traces, a capture and checks took as long as 62 launches of a GPT-2 step on an H200).
@@ -64,14 +62,10 @@ class Clock:
 
 
 class Gate:
-    """Compares one step's time with replays to its time without graphplan.
+    """Compares one step's time with replays to its time without graphplan: has it become ``least`` times as fast?
 
-    Args:
-        least: how many times as fast the step has to be.
-        clock: of the step's device.
-        period: steps after which a loop does the same again.
-        loops: whether steps are timed from end to end, or else by themselves.
-        peers: other ranks, which decide alike.
+    A loop does the same again after ``period`` steps. Steps are timed from end to end if it ``loops``, or else by
+    themselves. ``peers`` are other ranks, which decide alike.
     """
 
     def __init__(
@@ -194,13 +188,11 @@ class Gate:
 
 
 class Timing:
-    """Times a step whose replays have to pay, if its options say so: a training step with one ``gate``, which is made
-    for its first calls unless it is given, an inference step with one for each signature.
+    """Times a step whose replays have to pay: a training step with one ``gate``, which is made for its first calls
+    unless it is given, an inference step with one for each signature.
 
-    Attributes:
-        way: makes the calls in place of the state machine, if set.
-        down_because: why all calls are the function's own, and its wording; None if they are not, or are being timed.
-        leave: applied to the arguments of such calls.
+    ``way`` makes the calls in place of the state machine, if set; ``leave`` is applied to the arguments of the
+    function's own calls; ``down_because`` says why all calls are those, None if they are not, or are being timed.
     """
 
     def __init__(
@@ -209,7 +201,7 @@ class Timing:
         self._runner, self._managed = parts.runner, parts.managed
         self._options, self._peers = parts.options, parts.peers
         self._serve, self._stand_down = serve, stand_down
-        self.leave: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+        self.leave: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] = lambda args, kwargs: (args, kwargs)
         self._gate = gate
         if gate is not None:
             self._runner.stats.measured = gate.measured
@@ -237,9 +229,8 @@ class Timing:
         self.down_because = None if reason is None else (reason, detail)
 
     def _call_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = (args, kwargs) if self.leave is None else self.leave(args, kwargs)
         try:
-            result = self._runner.call(brought_to(self._options.feed_device, *given))
+            result = self._runner.call(brought_to(self._options.feed_device, *self.leave(args, kwargs)))
         except BaseException:
             if self._gate is not None:
                 self._gate.cancel()

@@ -62,16 +62,12 @@ def _check_made(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Managed:
-    """Owners of one step, named and discovered, and the optimizers among them. A step that does not train (``trains``)
-    owns optimizers that others step.
+    """Owners of one step, named and discovered, and the optimizers among them, with the ``changes`` that made these
+    capturable. A step that does not train (``trains``) owns optimizers that others step.
 
-    Attributes:
-        owners: by name; ``handles`` lead to them from plans.
-        names: those in the step's code, an owner too.
-        refusal: what the next call is refused with.
-        changes: what was changed on optimizers to make them capturable.
-        kept: what the latest call made and left behind, in words, by path.
-        compiled: how compiled code that ran was compiled, and its name, by identity.
+    ``handles`` lead to the ``owners`` from plans, ``names`` are those in the step's code, ``refusal`` refuses the next
+    call. ``kept`` is what the latest call made and left behind, by path; ``has_learnt``: it may have led to new owners
+    or names. ``compiled`` says how compiled code that ran was compiled, with its name, by identity.
     """
 
     def __init__(
@@ -95,6 +91,7 @@ class Managed:
         self.changes: list[str] = []
         self.refusal: RefusalError | None = None
         self.kept: dict[str, str] = {}
+        self.has_learnt = False
         self.compiled: dict[int, tuple[Any, str]] = {}
         self._managed: set[int] = set()
         self._fingerprint: Fingerprint | None = None
@@ -199,13 +196,13 @@ class Managed:
             self.owners[free_name(name, self.owners)] = owner
         return bool(found)
 
-    def discover(self, call: Callable[[], Result], *, fed: Iterable[Any]) -> tuple[Result, bool]:
-        """Run ``call`` and take in the owners and names that its code uses, but for those that it is ``fed``. Beside
-        the result: whether anything may be new. Compiled code is looked at when it is traced.
+    def discover(self, call: Callable[[], Result], *, fed: Iterable[Any]) -> Result:
+        """Run ``call`` and take in the owners and names that its code uses, but for those that it is ``fed``. Compiled
+        code is looked at when it is traced.
         """
-        before = self.walk_of_call()
+        before, self.has_learnt = self.walk_of_call(), True
         if self.runs_compiled(before):
-            return call(), True
+            return call()
         profile = Profile()
         with profile, Discovery(self.manage) as discovery:
             result = call()
@@ -213,12 +210,12 @@ class Managed:
         profile.faults.check()
         is_new = bool(discovery.unknown(self._fn, before)) and self._take_owners(discovery, before, self.walk())
         self.compiled |= profile.executed.compiled
-        if self.compiled:
-            return result, True
-        profile.executed.leave_out(fed)
-        is_new |= self.take_names(profile.executed, before, seen=discovery.seen())
-        self.kept = discovery.kept(self.walk(), result) if discovery.has_made else {}
-        return result, is_new or discovery.has_made
+        if not self.compiled:
+            profile.executed.leave_out(fed)
+            is_new |= self.take_names(profile.executed, before, seen=discovery.seen())
+            self.kept = discovery.kept(self.walk(), result) if discovery.has_made else {}
+            self.has_learnt = is_new or discovery.has_made
+        return result
 
     def check_kept(self) -> None:
         """Raise HostEffectError if the code that ran last made a module or an optimizer, and left it behind."""

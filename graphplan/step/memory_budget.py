@@ -1,7 +1,8 @@
-"""Memory for programs: whether one more fits the budget and the device, and which are evicted for it."""
+"""Memory for programs and for the copies of checks: whether they fit the budget and the device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,6 +17,8 @@ from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.programs import Entry, Programs
 
+_COPIES = 3  # Copies alive at once: from before the step, after the replay, eager's while that is repeated.
+_MARGIN = 1.2  # Room is left for fragments and temporaries.
 _GROUPS = 4  # Groups of programs that share memory, of which one can go when a budget is used up.
 
 
@@ -97,4 +100,22 @@ def _refusal(plan: Plan, what: str, bound: str) -> MemoryBudgetError:
     return MemoryBudgetError(
         f"a program of {plan.name} {what}, and {bound}; expected room for it. Make the batch smaller, or raise the "
         "bound and call invalidate(); steps like this one are eager until then"
+    )
+
+
+def find_room(
+    nbytes: int, device: torch.device, may_take: Callable[[int], bool] = lambda nbytes: True, copies: int = _COPIES
+) -> tuple[torch.device | None, str]:
+    """Where ``copies`` of ``nbytes`` of state each fit: ``device``, if they may take so much there, the host, or None
+    with the reason.
+    """
+    needed = int(nbytes * copies * _MARGIN)
+    host = torch.device("cpu")
+    for place in dict.fromkeys((device, host)):
+        free = free_bytes(place)
+        if (free is None or needed <= free) and (place == host or may_take(needed)):
+            return place, ""
+    return None, (
+        f"a check needs {needed / 2**20:.0f} MiB for copies of parameters and state, and neither {device} nor the host "
+        "has that much free"
     )

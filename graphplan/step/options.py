@@ -15,7 +15,7 @@ from graphplan.feed.call_arguments import hands_over
 from graphplan.specs.options import Checks, check_values, is_bool, is_count
 from graphplan.specs.policy import Policy, check_mode
 from graphplan.step.buckets import Buckets, Dims, Ladders, PadValue, check_shapes
-from graphplan.verify.schedule import Schedule
+from graphplan.verify.schedule import parse_verify
 
 EagerIf = Callable[..., bool] | int | None
 _FLAGS = ("prepare_optimizers", "fuse_optimizer", "debug", "prefetch")
@@ -182,8 +182,6 @@ class Options(StepOptions):
         check_values(self, _CHECKS)
         if self.fuse_optimizer and not self.prepare_optimizers:
             raise OptionError("fuse_optimizer=True prepares optimizers; expected prepare_optimizers=True with it")
-        if isinstance(self.allow, str):
-            raise OptionError(f"allow is the string {self.allow!r}; expected a sequence of paths: ({self.allow!r},)")
         self._keep_names("allow", lambda name: True, "paths, such as ('model.calls',)")
         self._keep_names("watch", str.isidentifier, "top-level names of packages, such as ('mypackage',)")
         watch(self.watch)
@@ -192,7 +190,7 @@ class Options(StepOptions):
         except (RuntimeError, TypeError) as error:
             expected = "a torch.device or its name, such as 'cuda'"
             raise OptionError(f"device is {self.device!r}; expected {expected}") from error
-        Schedule.parse(self.verify)
+        parse_verify(self.verify)
         check_shapes(self.shapes, self.buckets, self.mask)
         if self.shapes == "bucket" and self.mode != "train" and not self.autograd:
             raise OptionError("shapes='bucket' of graph_step is for training; expected mode='train', or graphed")
@@ -215,9 +213,9 @@ class Options(StepOptions):
         return self.eager_if is not None and (calls - 1) % self.eager_if == 0
 
     @property
-    def schedule(self) -> Schedule:
-        """Which replays are checked."""
-        return Schedule.parse(self.verify)
+    def check_every(self) -> int | None:
+        """Which replays are checked; see :func:`parse_verify`."""
+        return parse_verify(self.verify)
 
     def least_speedup(self, device: torch.device) -> float:
         """How often a replay has to fit into an eager step. The tape is there to be tested with, not to be fast."""

@@ -1,15 +1,10 @@
-"""Steps and predictions whose batches are padded to capture sizes. Rehearsals check that padding has no effect: before
-a call at times, and after a prediction by Python or by a new program, the step runs on the batch as it came and on the
-padded one, and both are undone.
+"""Steps and predictions whose batches are padded to capture sizes. Rehearsals check that padding has no effect: the
+step runs on the batch as it came and on the padded one, without dropout, and both are undone.
 
-Compared is what the step *changes*, which other kernels may round otherwise:
-
-- by a share of the change itself (:func:`graphplan.step.capture_sizes.tolerance`), which has room for sums of millions.
-- by a multiple of what a third rehearsal finds, from parameters with other last bits: where terms cancel, rounding is
-  all that is left. (Changes of six kinds of language models on a CPU differed by up to four times that in float32, and
-  by half of it in bfloat16.)
-
-Rehearsals have no dropout, which would draw other numbers for a padded batch.
+Compared is what the step *changes*, which other kernels may round otherwise: by a share of the change itself, and by a
+multiple of what a third rehearsal finds, from parameters with other last bits, where terms cancel and rounding is all
+that is left. (Changes of six kinds of language models on a CPU differed by up to four times that in float32, and by
+half of it in bfloat16.)
 """
 
 from __future__ import annotations
@@ -38,6 +33,7 @@ from graphplan.program.program import Program
 from graphplan.step.call_lock import running_step
 from graphplan.step.capture_sizes import ShapeStats, tolerance
 from graphplan.step.compiled import uncompiled
+from graphplan.step.memory_budget import find_room
 from graphplan.step.padding import Arguments, Kind, Padding
 from graphplan.step.runner import brought_to
 from graphplan.step.state_machine import StateMachine
@@ -49,9 +45,7 @@ from graphplan.tensors.trees import map_result
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 from graphplan.trace.records import Trace
-from graphplan.verify.compare import RESPONSES, SPREADS, Run, Sides, describe, differing_values, distances, fits
-from graphplan.verify.copy_placement import find_room
-from graphplan.verify.noise import nudged
+from graphplan.verify.compare import RESPONSES, SPREADS, Run, Sides, describe, differing_values, distances, fits, nudged
 from graphplan.verify.schedule import Timetable
 from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 
@@ -189,7 +183,7 @@ class PaddedBatches:
         number = size.calls + 1
         padded = kind.pad(feed)
         assert self._runner.device is not None
-        timetable = size.timetable = size.timetable or Timetable(self._options.schedule, self._runner.device)
+        timetable = size.timetable = size.timetable or Timetable(self._options.check_every, self._runner.device)
         timetable.begin(number)
         try:
             with running_step(), stats.timed("verify"):
@@ -244,8 +238,7 @@ class RehearsalMode(OperatorMode):
         super().__init__()
         self._copied = copied
         self._made: set[int | None] = set()
-        self.record = Trace()
-        """What no snapshot can put back, and the types of all numbers."""
+        self.record = Trace()  # What no snapshot can put back, and the types of all numbers.
         self._states = self.record.unowned_draws
         self._states += [(generator, generator.get_state()) for generator in default_generators()]
         self._host_states = HostGenerators()

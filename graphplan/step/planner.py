@@ -123,10 +123,8 @@ class Planner:
                 facts.symbolic.ask_truth(path, value)
 
     def plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
-        """The plan of the line's traces; None if others have to follow. ``at_end`` is a walk that is still valid.
-
-        Raises:
-            RefusalError: if no others would lead to a plan.
+        """The plan of the line's traces; None if others have to follow. Raises RefusalError if no others would lead to
+        one. ``at_end`` is a walk that is still valid.
         """
         plan = self._plan(call, walk, at_end)
         if plan is not None:

@@ -32,8 +32,7 @@ _PAYS = 16  # Replays after which a capture has paid: those that come to fewer c
 _WAYS = 16  # Ways through a step, by what owners' numbers come to, that are kept for one key.
 _REFUSED = 3  # Refused ways without a program for another one, after which all calls of a key are eager.
 _REASONS = 8  # Reasons of recaptures that an error lists.
-Key = tuple[Any, ...]
-"""The feed's geometry, torch's switches, the number of the fingerprint."""
+Key = tuple[Any, ...]  # The feed's geometry, torch's switches, the number of the fingerprint.
 Variant = tuple[bool, ...]
 """Which parameters have a gradient on entry: a step that accumulates has one program per answer."""
 
@@ -56,17 +55,11 @@ class Line:
 
 @dataclass(slots=True)
 class Way:
-    """One way through a step's code.
+    """One way through a step's code: the branches ``asked`` of owners' numbers, with their answers, and the ``draws``
+    on the host, whose numbers count as owners'; ``kinds`` are the classes of the numbers that code used, by path.
 
-    Attributes:
-        asked: the branches that depend on owners' numbers, with their answers.
-        draws: what it draws on the host, whose numbers count as owners'.
-        kinds: classes of the numbers that code used, by path.
-        used: numbers whose values code needs, by path: each value is a way of its own. ``where`` describes the first.
-        lines: one for each variant.
-        refusal: why its calls are eager.
-        is_met: whether a call has had these values before.
-        is_known: whether it was traced.
+    ``used`` are those whose values code needs: each value is a way of its own; ``where`` describes the first. ``lines``
+    has one for each variant. ``is_met``: a call has had these values before; ``is_known``: it was traced.
     """
 
     asked: dict[Question, bool] = field(default_factory=dict)

@@ -16,10 +16,10 @@ from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
 from graphplan.program.program import Program, Tally
+from graphplan.step.memory_budget import find_room
 from graphplan.step.runner import Parts
 from graphplan.verify.check import Check, Verdict, detached
-from graphplan.verify.copy_placement import find_room
-from graphplan.verify.schedule import Timetable
+from graphplan.verify.schedule import Timetable, next_check
 
 
 class _Series(Tally):
@@ -87,11 +87,8 @@ class Replays:
 
     def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None]:
         """A replay that is checked against eager, whose outcome stands; a plain one where there is no room for that.
-
-        Raises:
-            OutcomeError: with everything as it was, if the step branches otherwise.
-            PeerError: before anything runs, if another rank has refused.
-            CheckMemoryError: if the eager step has no room, and other ranks run it as well.
+        Raises OutcomeError and PeerError with everything as it was, CheckMemoryError where other ranks run the eager
+        step as well.
         """
         nbytes = program.count_state_bytes()
         room, reason = find_room(nbytes, program.plan.device, self._runner.backend.may_take)
@@ -138,13 +135,13 @@ class Replays:
 
     def begin(self, program: Program) -> None:
         """Have a new program checked with others of its kind. If it communicates, all ranks check in the same steps."""
-        plan, schedule, peers = program.plan, self._options.schedule, self._peers
+        plan, every, peers = program.plan, self._options.check_every, self._peers
         agree: Callable[[int], int] = int
         if peers is not None and plan.communicates:
             agree = lambda number: peers.settle(f"after check {self._stats.calls}", number)  # noqa: E731
-        timetable = Timetable(schedule, plan.device, agree)
-        series = _Series(timetable, schedule.after(0))
-        if schedule.every is None:
+        timetable = Timetable(every, plan.device, agree)
+        series = _Series(timetable, next_check(every, 0))
+        if every is None:
             series = self._by_form.setdefault(plan.form, series)
         program.tally = series
 

@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from graphplan.step.peers import Peers
 from graphplan.step.programs import Programs
 from graphplan.tensors.trees import map_result
 
-Noted = TypeVar("Noted")
 _LEADING = (nn.Module, Optimizer, Tensor)  # What leads to tensors.
 
 
@@ -49,8 +48,7 @@ class Backends:
         return self._known[key]
 
 
-ADVICE = "Or pass on_failure='eager' to go on without replays"
-"""What the text of a refusal that is raised ends with."""
+ADVICE = "Or pass on_failure='eager' to go on without replays"  # What the text of a refusal that is raised ends with.
 
 
 class Refusals:
@@ -130,17 +128,6 @@ class Runner:
             if self._backend is None:
                 return body()
             return (within or self._backend.run)(body)
-
-    def run_noting(self, body: Callable[[], tuple[Any, Noted]], *, traced: bool = False) -> tuple[Any, Noted]:
-        """:meth:`run` for a ``body`` that gives something beside its result, which is not the backend's."""
-        noted: list[Noted] = []
-
-        def run() -> Any:
-            result, found = body()
-            noted.append(found)
-            return result
-
-        return self.run(run, traced=traced), noted.pop()
 
     def eager(self, fed: CallArguments, reason: SkipReason | None, detail: str = "", *, managed: bool = False) -> Any:
         """An eager call: ``managed``, as before a trace, or with numbers for learning rates."""

@@ -96,8 +96,8 @@ class Stages:
                 result = self._runner.run(call)
             else:
                 self._planner.note_numbers(self._managed.walk_before())
-                result, is_new = self._runner.run_noting(partial(self._managed.discover, call, fed=fed.objects()))
-                if is_new or self._managed.is_outdated:
+                result = self._runner.run(partial(self._managed.discover, call, fed=fed.objects()))
+                if self._managed.has_learnt or self._managed.is_outdated:
                     self._managed.refresh()
                 self._keeping = self._keeping + 1 if self._managed.kept else 0
         if not entry.eager_calls:
@@ -206,11 +206,8 @@ class Stages:
             line.plan = None
 
     def _trace(self, call: Call, undo: ExitStack, snapshot: Snapshot) -> Any:
-        """Trace a call, and keep the trace. A step that runs compiled code is undone, and run again.
-
-        Raises:
-            RefusalError: if the step cannot be replayed correctly, and refusals are raised.
-            ReadSignal: if the step reads a value that its key leaves out, or one whose read cannot wait.
+        """Trace a call, and keep the trace. A step that runs compiled code is undone, and run again. Raises
+        RefusalError, or ReadSignal if the step reads a value that its key leaves out, or one whose read cannot wait.
         """
         facts, feed = Trace(), call.feed
         rehearses = self._managed.runs_compiled(call.walk)
@@ -262,10 +259,16 @@ class Stages:
         """Run the step under the trace. An error of the step's own leaves what it leaves in an eager step."""
         entry, line, feed = call.entry, call.line, call.feed
         device, before = self._runner.device, line.traces[-1] if line.traces else None
-        body = partial(self._managed.trace, feed, fed, facts, device, before)
+        walks: list[Walk] = []
+
+        def body() -> Any:
+            result, walk = self._managed.trace(feed, fed, facts, device, before)
+            walks.append(walk)
+            return result
+
         try:
             with uncompiled():
-                return self._runner.run_noting(body, traced=True)
+                return self._runner.run(body, traced=True), walks.pop()
         except BaseException as error:
             if isinstance(error, (GraphPlanError, ReadSignal)) or is_out_of_memory(error):
                 raise

@@ -306,8 +306,7 @@ class StateMachine:
                 # The step is stock, whatever else fails in this.
                 self.stand_down(refusal.reason, str(refusal))
             try:
-                own = (args, kwargs) if self.timing.leave is None else self.timing.leave(args, kwargs)
-                self.refused(Call(*own), refusal.reason, str(refusal))
+                self.refused(Call(*self.timing.leave(args, kwargs)), refusal.reason, str(refusal))
             except Exception:
                 if self.runner.outcome is None:
                     raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from threading import get_ident
 from typing import Any
 
@@ -44,27 +43,6 @@ def is_traced() -> bool:
     return _current() is not None
 
 
-class MemoryWatch:
-    """Tells whether a dense tensor's memory is as it was, and keeps it alive. ``writes`` counts writes by storage."""
-
-    def __init__(self, tensor: Tensor, writes: defaultdict[int | None, int]) -> None:
-        self._storage = tensor.untyped_storage()
-        self._writes = writes
-        self._before = writes[self._storage._cdata]
-        self.nbytes = self._storage.nbytes()
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether the memory is still there, and was not written to."""
-        return self._storage.nbytes() == self.nbytes and self._writes[self._storage._cdata] == self._before
-
-
-def watch_memory(tensor: Tensor) -> MemoryWatch | None:
-    """Watch a tensor's memory through the rest of the trace that is going on; None where none is."""
-    mode = _current()
-    return None if mode is None else MemoryWatch(tensor, mode.writes)
-
-
 class TraceMode(OperatorMode):
     """Fills a :class:`Trace`. ``before`` is the step's previous trace, ``answers`` what was read before the step."""
 
@@ -79,8 +57,6 @@ class TraceMode(OperatorMode):
         self.recorders = [recorder for recorder in (record.batch, self._host) if recorder is not None]
         self.syncs = HostSyncs(record, self.operands, self._host)
         self.generators = TracedGenerators(record.violate, self.recorders)
-        self.writes: defaultdict[int | None, int] = defaultdict(int)
-        """How often each storage was written to."""
         self._rates = rates
         self._before = before.operators
         self._source: Source | None = None
@@ -220,7 +196,6 @@ class TraceMode(OperatorMode):
 
     def _mark_written(self, tensor: Tensor, call: OperatorCall, source: Source) -> None:
         storage, record = storage_id(tensor), self.record
-        self.writes[storage] += 1
         external = record.externals.get(storage or 0)
         if external is None:
             operand = self.operands.by_storage.get(storage, NOWHERE)

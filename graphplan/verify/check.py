@@ -27,13 +27,11 @@ from graphplan.tensors.copying import copy_all
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import map_result, named_leaves
-from graphplan.verify.compare import Run, describe, differing, differing_values, unexplained
-from graphplan.verify.noise import nudged
+from graphplan.verify.compare import Run, describe, differing, differing_values, nudged, unexplained
 from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 
 Result = TypeVar("Result")
-_REPLAYS = 3
-"""The most replays that are made until two of them differ."""
+_REPLAYS = 3  # The most replays that are made until two of them differ.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +46,11 @@ class Verdict:
 
 
 class Check:
-    """A replay of one call, compared with the eager step.
+    """A replay of one call, compared with the eager step. ``feed`` are its leaves, paths in ``allow`` may differ,
+    ``place`` gives the device that the next copies go to.
 
-    Args:
-        program: whose guards hold.
-        feed: the call's flat arguments, on the step's device.
-        allow: paths that replays may leave out, so that they may differ.
-        place: gives the device that the next copies go to.
-        on_any: whether something is so on any rank, told whether it is on this one: where ranks communicate in the
-            step, all of them have to run it as often. A PeerError from it ends the check.
+    ``on_any`` tells whether something is so on any rank: where ranks communicate in the step, all of them have to run
+    it as often. A PeerError from it ends the check.
     """
 
     def __init__(
@@ -90,15 +84,11 @@ class Check:
         self._lent = [(lease, lease.number) for lease in program.outputs.lent]
 
     def run(self, eager: Callable[[Callable[[], Walk]], Any]) -> Verdict:
-        """Replay the program, undo that, run ``eager`` and compare. What eager leaves stays.
+        """Replay the program, undo that, run ``eager`` and compare. What eager leaves stays. It may ask for a walk over
+        what its owners hold afterwards.
 
-        Args:
-            eager: the same call of the step itself; it may ask for a walk over what its owners hold afterwards.
-
-        Raises:
-            torch.OutOfMemoryError, PeerError: with everything as it was, if there is no room for the eager step beside
-                the program, or on another rank for a copy.
-            Exception: what else ``eager`` raises, with what it has done until then; what the replay did is undone.
+        Raises OutOfMemoryError and PeerError, with everything as it was, if there is no room for the eager step beside
+        the program, or on another rank for a copy; and what else ``eager`` raises, with what the replay did undone.
         """
         # Device learning rates are among what is put back: they have to be up to date first. And the check keeps
         # gradients, which are no longer to be told from those that other code keeps.

@@ -1,9 +1,9 @@
-"""Comparing what a replay left with what the eager step left."""
+"""Comparing what a replay left with what the eager step left, and what rounding does to a step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch import Tensor
 from graphplan.owners.flags import COMPUTED
 from graphplan.owners.tensor_metadata import StandIn
 from graphplan.specs.roles import TensorSpec
+from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import bits, unequal, values_of
 from graphplan.trace.changes import same_value
 
@@ -25,9 +26,9 @@ but it is no larger: an addition out of order changes a last bit somewhere, and 
 step. (A GPT of 124M parameters in bfloat16, on an H200: gradients of runs from one state lie up to 0.4 % apart, or not
 at all; with the parameters off by a 512th, 1.1 %.)
 """
+_ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 _NOTHING = StandIn("nothing")
-_ELEMENTS = 2**22
-"""Elements that a distance takes into double precision at a time."""
+_ELEMENTS = 2**22  # Elements that a distance takes into double precision at a time.
 _SUBTRACTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types that are subtracted in their own precision: near numbers lose nothing."""
 
@@ -119,14 +120,12 @@ def unexplained(
     *,
     noisy: bool,
 ) -> dict[str, float]:
-    """Of the tensors at ``paths``, those that differ from eager's by more than replays differ from each other.
+    """Of the tensors at ``paths``, those that differ from eager's by more than replays differ from each other, and by
+    how much these do. ``one`` are copies of what the first replay left, ``again`` more replays from the same state.
 
-    Unless the step is ``noisy`` (replays differ in anything, or eager steps in the order of their additions), eager
-    must agree. Where it is, rounding is let pass too, since a few replays may agree in one place by chance, and what
-    rounding does to the step: ``nudged`` is a replay whose parameters had been off by that.
-
-    ``one`` are copies of what the first replay left, ``again`` more replays from the same state, at least one. Returns
-    how far replays lie apart, by path; 0 where there is nothing to compare.
+    Unless the step is ``noisy``, eager must agree. Where it is, rounding is let pass too, since a few replays may agree
+    in one place by chance, and what rounding does to the step: ``nudged`` is a replay whose parameters had been off by
+    that.
     """
     found = {path: max(run.far.get(path, 0.0) for run in again) for path in paths}
     alike = [path for path in found if all(path in run.far for run in (eager, *again))]
@@ -202,3 +201,39 @@ def differing_values(first: Mapping[str, Any], second: Mapping[str, Any], sides:
         if not (one is COMPUTED or two is COMPUTED or same_value(one, two)):
             found[path] = f"{one!r} after {sides.one}, {two!r} after {sides.other}"
     return found
+
+
+def _can_be_nudged(tensor: Tensor) -> bool:
+    """Return True if the elements are floating-point numbers that can be changed in place."""
+    is_dense = tensor.layout is torch.strided and 0 not in tensor.stride()
+    return is_dense and tensor.dtype in _ROUNDED and not (is_freed(tensor) or tensor.is_inference())
+
+
+def _nudge(tensor: Tensor, rounding: float) -> None:
+    """Scale the elements alternately up and down, by ``rounding`` or the epsilon of their type, whichever is larger."""
+    row, part = tensor.view(1) if not tensor.dim() else tensor, max(torch.finfo(tensor.dtype).eps, rounding)
+    row[..., ::2] *= 1 + part
+    row[..., 1::2] *= 1 - part
+
+
+def nudged(
+    replay: Callable[[], Mapping[str, Tensor]],
+    params: Mapping[str, Tensor],
+    old: Callable[[Tensor], Tensor | None],
+    rounding: float,
+) -> Mapping[str, Tensor]:
+    """What ``replay`` leaves if ``params`` have other last bits, but for these: parameters among it are changed once
+    more, since the nudge may be larger than the step's update. ``old(param)`` is what a parameter held before.
+    """
+    fit = {path: param.detach() for path, param in params.items() if _can_be_nudged(param)}
+    for param in fit.values():
+        _nudge(param, rounding)
+    left = replay()
+    for path in fit.keys() & left.keys():
+        before, after = old(params[path]), left[path].detach()
+        if before is not None and fits(before, after):
+            before = before.to(after.device)
+            off = before.clone()
+            _nudge(off, rounding)
+            after.sub_(off.sub_(before))
+    return left

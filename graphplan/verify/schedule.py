@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import ceil
 from time import perf_counter, process_time
 from typing import Any
@@ -14,96 +13,77 @@ from graphplan.environment.devices import synchronize
 from graphplan.errors import OptionError
 from graphplan.program.program import NO_CHECK
 
-EVERY = 1000
-"""The geometric schedule doubles up to here, and then goes on in steps of this size."""
-SHARE = 0.01
-"""Part of the time that checks of the geometric schedule may take, from replay ``EARLY`` on."""
-EARLY = 64
-"""The first replays, of which the last one is checked in any case."""
+EVERY = 1000  # The geometric schedule doubles up to here, and then goes on in steps of this size.
+SHARE = 0.01  # Part of the time that checks of the geometric schedule may take, from replay ``EARLY`` on.
+EARLY = 64  # The first replays, of which the last one is checked in any case.
 FREE = 0.2
 """Seconds that checks of the first replays may take: as often as the schedule says as long as one more fits in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """``every`` is None for the geometric schedule (replays 1, 2, 4, 8, … and every 1000th), 0 for no checks. A
-    :class:`Timetable` leaves some of the geometric one out where checks cost much.
+def parse_verify(value: Any) -> int | None:
+    """``verify=`` as a number: n for every n-th replay, 0 for none, None for the geometric schedule (1, 2, 4, 8, … and
+    every 1000th), of which a :class:`Timetable` leaves some out where checks cost much. Raises OptionError.
     """
+    if value == "geometric":
+        return None
+    if value in ("off", None, False):
+        return 0
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise OptionError(f"verify is {value!r}; expected 'geometric', 'off', or n >= 1 for every n-th replay")
 
-    every: int | None
 
-    @classmethod
-    def parse(cls, value: Any) -> Schedule:
-        """From ``verify=``: ``"geometric"``, n for every n-th replay, or ``"off"``, False, None or 0 for none.
-
-        Raises:
-            OptionError: for anything else.
-        """
-        if value == "geometric":
-            return cls(None)
-        if value in ("off", None, False):
-            return cls(0)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-            return cls(value)
-        raise OptionError(f"verify is {value!r}; expected 'geometric', 'off', or n >= 1 for every n-th replay")
-
-    def after(self, number: int) -> int:
-        """The next replay (counted from 1) that is checked after replay ``number``."""
-        if self.every is not None:
-            return (number // self.every + 1) * self.every if self.every else NO_CHECK
-        if number == 0:
-            return 1
-        return 2 * number if 2 * number < EVERY else (number // EVERY + 1) * EVERY
+def next_check(every: int | None, number: int) -> int:
+    """The next replay (counted from 1) that is checked after replay ``number``."""
+    if every is not None:
+        return (number // every + 1) * every if every else NO_CHECK
+    if number == 0:
+        return 1
+    return 2 * number if 2 * number < EVERY else (number // EVERY + 1) * EVERY
 
 
 class Timetable:
-    """When replays are checked, of one program or of several that take turns: no more often than ``schedule`` says.
-
-    Args:
-        schedule: the least distances.
-        device: which is waited for before a time is taken, as what it has queued is no part of a check.
-        agree: makes of the number of the next check one for all ranks, which have to check the same steps.
-        clock: tells seconds; by default those of the process where it does all the work itself.
+    """When replays of one or several programs are checked: no more often than ``every`` says. ``device`` is waited
+    for before a time is taken, ``agree`` makes one number for all ranks of that of the next check. ``clock`` tells
+    seconds; by default those of the process where it does all the work itself.
     """
 
     def __init__(
         self,
-        schedule: Schedule,
+        every: int | None,
         device: torch.device,
         agree: Callable[[int], int] = int,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self._schedule = schedule
+        self._every = every
         self._device = device
         self._agree = agree
         self._clock = clock or (process_time if device.type == "cpu" else perf_counter)
         self._begun = 0.0
-        self._spent = 0.0
-        """Seconds that checks have taken."""
-        self._latest: tuple[int, float] | None = None
-        """Number of the check before, and when it ended."""
+        self._spent = 0.0  # Seconds that checks have taken.
+        self._latest: tuple[int, float] | None = None  # Number of the check before, and when it ended.
 
     def begin(self, number: int) -> None:
         """Replay ``number`` is about to be checked."""
-        if self._schedule.every is None:
+        if self._every is None:
             self._begun = self._now()
 
     def end(self, number: int) -> int:
         """Replay ``number`` was checked; the replay to check next."""
-        following = self._schedule.after(number)
-        if self._schedule.every is not None:
-            return following
+        then = next_check(self._every, number)
+        if self._every is not None:
+            return then
         now, before = self._now(), self._latest
         seconds = now - self._begun
         self._spent += seconds
         self._latest = number, now
         if number < EARLY:
-            return self._agree(EARLY if self._spent + seconds > FREE else following)
+            return self._agree(EARLY if self._spent + seconds > FREE else then)
         if before is not None and number - before[0] > 1:
             seconds_per_step = (self._begun - before[1]) / (number - before[0] - 1)
             if seconds_per_step > 0:
-                following = max(following, number + ceil(seconds / (SHARE * seconds_per_step)))
-        return self._agree(following)
+                then = max(then, number + ceil(seconds / (SHARE * seconds_per_step)))
+        return self._agree(then)
 
     def _now(self) -> float:
         synchronize(self._device)

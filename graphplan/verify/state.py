@@ -18,8 +18,7 @@ from graphplan.tensors.attributes import has_memory, is_freed
 from graphplan.tensors.dtensors import local
 
 _GENERATOR = "torch's random generator"
-Leaves = Sequence[tuple[str, Any]]
-"""A result's leaves by name, of :func:`graphplan.tensors.trees.named_leaves`."""
+Leaves = Sequence[tuple[str, Any]]  # A result's leaves by name, of :func:`graphplan.tensors.trees.named_leaves`.
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,13 +28,17 @@ def _step(self: Any, batch: Any, batch_idx: int) -> Tensor:
 
 
 class _Breaks(Callback):
-    """Ends the run after a batch has been logged, and before Lightning looks at what was."""
+    """Ends the run after a batch has been logged: before Lightning looks at what was, or ``later``."""
 
-    def __init__(self, error: type[BaseException]) -> None:
-        self._error = error
+    def __init__(self, error: type[BaseException], *, later: bool) -> None:
+        self._error, self._later = error, later
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == (1, 5):
+        if (trainer.current_epoch, batch_idx) == (1, 5) and not self._later:
+            raise self._error
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 6):
             raise self._error
 
 
@@ -67,10 +71,10 @@ def _fit(folder: Path, callback: Any, *others: Callback, error: type[BaseExcepti
 
 @pytest.mark.parametrize("error", [ValueError, StopIteration])
 def test_a_batch_that_is_broken_off(error: type[BaseException], tmp_path: Path) -> None:
-    """The dictionaries hold what the batch before it logged."""
-    expected = _fit(tmp_path / "eager", None, _Breaks(error), error=error)
+    """The dictionaries hold what it logged, as if it had been broken off a moment later."""
+    expected = _fit(tmp_path / "eager", None, _Breaks(error, later=True), error=error)
     callback = tape(warmup_steps=1)
-    found = _fit(tmp_path / "graphed", callback, _Breaks(error), error=error)
+    found = _fit(tmp_path / "graphed", callback, _Breaks(error, later=False), error=error)
     assert callback.stats.replayed
     assert_same(expected, found)
 

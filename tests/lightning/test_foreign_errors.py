@@ -130,10 +130,9 @@ class Shown(LitDigits):
 
 IN_FIT = [
     *("loop.training_loop:LoopSeam._is_due", "loop.training_loop:LoopSeam._ready"),
-    "logging.epoch_sums:Group.shown",
     *("logging.step_logs:StepLogs.start", "logging.step_logs:StepLogs._settled"),
     *("logging.step_logs:StepLogs._in_known_dtype", "logging.step_logs:find_source"),
-    *("logging.connector:LazyConnector.postpone", "logging.connector:LazyConnector._settle"),
+    "logging.connector:LazyConnector.postpone",
     *("logging.late_numbers:LateRows.take", "logging.late_numbers:LateRows.look"),
     *("logging.late_numbers:HostCopy.__init__", "logging.late_numbers:HostCopy.has_arrived"),
     "logging.late_numbers:HostCopy.wait",

@@ -91,7 +91,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"allow is \[3\]; expected a sequence of paths, such as \('model",
     ),
-    "allow": ({"allow": "model.calls"}, ValueError, r"allow is the string 'model\.calls'; expected a sequence"),
+    "allow": ({"allow": "model.calls"}, ValueError, r"allow is 'model\.calls'; expected a sequence of paths"),
     "max_graphs": ({"max_graphs": 0}, ValueError, "max_graphs is 0; expected an int >= 1"),
 }
 

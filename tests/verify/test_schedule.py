@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from graphplan import GraphPlanError, OptionError, SkipReason, graph_step
 from graphplan.step.peers import Peers
 from graphplan.verify import schedule
-from graphplan.verify.schedule import Schedule, Timetable
+from graphplan.verify.schedule import Timetable
 from tests.models import Box, training_rig
 from tests.twins import BEFORE_REPLAY, BEFORE_TWO, build, drive, managed
 
@@ -102,14 +102,14 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_checks_of_the_first_replays_take_a_fifth_of_a_second(check: float, found: list[int]) -> None:
     """As often as one more fits in; the first replay and the 64th are checked whatever that takes."""
     clock = Clock()
-    assert clock.checks(Timetable(Schedule(None), CPU, clock=clock), 1e-3, check, 64) == found
+    assert clock.checks(Timetable(None, CPU, clock=clock), 1e-3, check, 64) == found
 
 
 @pytest.mark.usefixtures("hurried")
 def test_the_first_check_may_take_longer_than_others() -> None:
     """What it has taken beyond them is taken from what is left."""
     clock = Clock()
-    table = Timetable(Schedule(None), CPU, clock=clock)
+    table = Timetable(None, CPU, clock=clock)
     numbers, number = [1], 1
     for check in (0.09, 0.04, 0.04):
         table.begin(number)
@@ -132,27 +132,27 @@ def test_the_first_check_may_take_longer_than_others() -> None:
 def test_checks_take_one_part_in_a_hundred(step: float, check: float, following: list[int]) -> None:
     """The distance is never less than a hundred checks take in steps, and never less than the schedule's own."""
     clock = Clock()
-    table = Timetable(Schedule(None), CPU, clock=clock)
+    table = Timetable(None, CPU, clock=clock)
     assert clock.checks(table, step, check, 3200) == [*POWERS, *following]
 
 
 def test_the_latest_check_counts() -> None:
     """One that took long is followed by a long distance, and one that did not by a short one."""
     clock = Clock()
-    table = Timetable(Schedule(None), CPU, clock=clock)
+    table = Timetable(None, CPU, clock=clock)
     assert clock.checks(table, 1.0, 0.1, 127)[-1] == 64
-    for number, check, following in ((128, 40.0, 4128), (4128, 0.1, 5000)):
+    for number, check, due in ((128, 40.0, 4128), (4128, 0.1, 5000)):
         clock.now += 63.0
         table.begin(number)
         clock.now += check
-        assert table.end(number) == following if number == 128 else table.end(number) >= following
+        assert table.end(number) == due if number == 128 else table.end(number) >= due
 
 
 @pytest.mark.parametrize(("every", "found"), [(7, [7, 14, 21, 28]), (0, [])])
 def test_other_schedules_ask_no_clock(every: int, found: list[int]) -> None:
     """What a check takes changes nothing for every n-th replay."""
-    table = Timetable(Schedule(every), CPU, clock=lambda: pytest.fail("the clock was read"))
-    numbers, number = [], Schedule(every).after(0)
+    table = Timetable(every, CPU, clock=lambda: pytest.fail("the clock was read"))
+    numbers, number = [], schedule.next_check(every, 0)
     while 0 < number <= 30:
         numbers.append(number)
         table.begin(number)
@@ -177,7 +177,7 @@ def test_ranks_check_the_same_replays(first: tuple[float, float], expected: list
     peers = [Peers(store, rank, 2) for rank in range(2)]
     for one in peers[1:]:
         one._prefix = peers[0]._prefix
-    tables = [Timetable(Schedule(None), CPU, partial(agree, rank), clock=clocks[rank]) for rank in range(2)]
+    tables = [Timetable(None, CPU, partial(agree, rank), clock=clocks[rank]) for rank in range(2)]
     found = [clocks[rank].checks(tables[rank], 1.0, first[rank], expected[-1]) for rank in range(2)]
     assert found[0] == found[1] == expected
     assert asked[1] != asked[0]

@@ -1,7 +1,5 @@
-"""Progress bars: drawn, and their numbers read from the device, ten times a second.
-
-To write to the terminal after every batch takes longer than a small replay, and to read numbers waits for the device.
-Numbers are exact at an epoch's end.
+"""Progress bars: drawn, and their numbers read from the device, ten times a second. Numbers are exact at an epoch's
+end.
 """
 
 from __future__ import annotations
@@ -16,10 +14,7 @@ from graphplan.callback.lightning_code import is_known
 from graphplan.callback.patches import Patches
 from graphplan.environment.devices import is_accelerator
 
-_INTERVAL = 0.1
-"""Seconds between two drawn updates, as tqdm's own ``mininterval``."""
-_SLOW_START = 64
-"""The first updates of a bar, which are all drawn: short runs are looked at batch by batch."""
+_INTERVAL = 0.1  # Seconds between two drawn updates, as tqdm's own ``mininterval``.
 
 
 class ThrottledBar:
@@ -28,7 +23,7 @@ class ThrottledBar:
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._trainer = trainer
         self._bar: Any = trainer.progress_bar_callback
-        self._asked, self._drawn, self._read = 0, 0.0, 0.0
+        self._drawn, self._read = 0.0, 0.0
         self._metrics: dict[str, Any] = {}
         kind = type(self._bar)
         if getattr(kind, "_should_update", None) is TQDMProgressBar._should_update and is_known("bar"):
@@ -48,9 +43,8 @@ class ThrottledBar:
     def _should_update(self, current: int, total: int | None) -> bool:
         if not TQDMProgressBar._should_update(self._bar, current, total):  # type: ignore[arg-type]
             return False
-        self._asked += 1
         now = perf_counter()
-        if self._asked > _SLOW_START and current != total and now - self._drawn < _INTERVAL:
+        if current != total and now - self._drawn < _INTERVAL:
             # What draws the bar next shows where it is.
             bar = self._bar.train_progress_bar if self._trainer.training else self._bar.val_progress_bar
             bar.n = current

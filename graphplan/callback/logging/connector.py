@@ -1,14 +1,10 @@
-"""Lightning's logger connector, without waiting for the device after every batch.
-
-Lightning reads each value logged with ``prog_bar=True`` at the end of every batch. Here such values stay tensors until
-``progress_bar_metrics`` is read, and the dictionaries of metrics are filled when one of them is read.
+"""Lightning's logger connector, without waiting for the device after every batch: values for the progress bar stay
+tensors until they are read, and the dictionaries of metrics are filled when one of them is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from sys import getrefcount
-from types import SimpleNamespace
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
@@ -21,8 +17,7 @@ from graphplan.callback.lightning_code import is_known
 from graphplan.callback.logging.late_numbers import LateRows
 from graphplan.callback.patches import Patches, Recover, recovering, settled
 
-_OWN_REFERENCES = 2
-"""Reference count of a dictionary that only the connector holds, during ``getrefcount``."""
+_OWN_REFERENCES = 2  # Reference count of a dictionary that only the connector holds, during ``getrefcount``.
 
 
 class LazyConnector(_LoggerConnector):
@@ -31,16 +26,10 @@ class LazyConnector(_LoggerConnector):
     recover: Recover
     rows: LateRows
 
-    def postpone(self, results: Any, shown: Callable[[], Iterable[tuple[Any, Any]]] | None) -> None:
-        """Fill the dictionaries when one of them is read, or at once if something else holds one. ``shown`` gives all
-        metrics and their values, if they form a group.
-        """
+    def postpone(self, results: Any) -> None:
+        """Fill the dictionaries when one of them is read, or at once if something else holds one."""
         inner = vars(self)
-        if shown is None:
-            # The next batch may log other values, and then never end.
-            found = [(metric, metric._forward_cache) for _, metric in results.valid_items()]
-            shown = lambda: found  # noqa: E731
-        inner["_owed"] = results, shown
+        inner["_owed"] = results
         if (
             getrefcount(inner["_progress_bar_metrics"]) > _OWN_REFERENCES
             or getrefcount(inner["_callback_metrics"]) > _OWN_REFERENCES
@@ -57,14 +46,10 @@ class LazyConnector(_LoggerConnector):
         """Fill the dictionaries, if :meth:`postpone` has left that."""
         owed = vars(self).pop("_owed", None)
         if owed is not None:
-            self._settle(*owed)
-
-    def _settle(self, results: Any, shown: Callable[[], Iterable[tuple[Any, Any]]]) -> None:
-        metrics = (SimpleNamespace(meta=metric.meta, _forward_cache=cache) for metric, cache in shown())
-        found, inner = self._found(results, metrics, on_step=True), vars(self)
-        inner["_progress_bar_metrics"].update(found["pbar"])
-        inner["_callback_metrics"].update(found["callback"])
-        inner["_logged_metrics"].update(found["log"])
+            found, inner = self._found(owed, on_step=True), vars(self)
+            inner["_progress_bar_metrics"].update(found["pbar"])
+            inner["_callback_metrics"].update(found["callback"])
+            inner["_logged_metrics"].update(found["log"])
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Do as Lightning does, but perhaps write a step's row later."""
@@ -101,14 +86,12 @@ class LazyConnector(_LoggerConnector):
     @property
     def metrics(self) -> _METRICS:
         """As Lightning's, but values for the bar stay tensors while nothing else holds their dictionary."""
-        results: Any = self.trainer._results
-        metrics = (metric for _, metric in results.valid_items())
-        return self._found(results, metrics, on_step=self._first_loop_iter is not None)
+        return self._found(self.trainer._results, on_step=self._first_loop_iter is not None)
 
-    def _found(self, results: Any, metrics: Iterable[Any], *, on_step: bool) -> _METRICS:
+    def _found(self, results: Any, *, on_step: bool) -> _METRICS:
         """Find what Lightning's ``metrics`` finds, with tensors for the bar."""
         found: Any = _METRICS(callback={}, log={}, pbar={})
-        for metric in metrics:
+        for _, metric in results.valid_items():
             value = results._get_cache(metric, on_step)
             if not isinstance(value, Tensor):
                 continue

@@ -8,7 +8,7 @@ gets new tensors, whose values are copied into the vector before the next step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_not, itemgetter
 from typing import Any
 
@@ -43,28 +43,18 @@ class GroupedMetric(_ResultMetric):
                 if not self.meta.on_epoch:
                     inner["value"] = inner["_forward_cache"]
 
-    def note_change(self) -> None:
-        """The metric does not show what the latest step logged any more."""
-        self.group.is_whole = False
-
 
 for _name in ("value", "cumulated_batch_size", "_update_count", "_forward_cache", "_computed", "has_reset"):
     # What Lightning changes in a metric when a value is logged.
-    setattr(GroupedMetric, _name, settled(_name, GroupedMetric.note_change))
+    setattr(GroupedMetric, _name, settled(_name))
 
 
 class Group:
-    """Metrics that steps log together, the means first.
+    """The ``number``-th group of metrics that steps log together, the ``means`` over the epoch first, by Lightning's
+    keys.
 
-    Attributes:
-        number: its place among all groups.
-        metrics: by Lightning's keys.
-        means: how many of them are means over the epoch.
-        totals: the sums of the means so far: an owner of the step.
-        steps: how many steps were counted.
-        sizes: the batch size of each metric in the steps that it has not caught up with.
-        values: what the latest step logged, by metric.
-        is_whole: whether no metric was changed since that step.
+    ``totals`` are the sums of the means so far, an owner of the step. ``steps`` were counted; ``sizes`` are the batch
+    sizes of those that a metric has not caught up with, ``values`` what the latest one logged.
     """
 
     def __init__(self, number: int, metrics: Mapping[str, Any], patches: Patches) -> None:
@@ -76,7 +66,6 @@ class Group:
         self.steps = 0
         self.sizes: Sequence[int] = ()
         self.values: Sequence[Tensor] = ()
-        self.is_whole = False
         self._views = self.totals.unbind() if means else ()
         self._inner = [vars(metric) for metric in self.metrics.values()][: self.means]
         for place, metric in enumerate(self.metrics.values()):
@@ -111,17 +100,8 @@ class Group:
             self._settle()
             self.sizes = sizes
         self.steps += 1
-        self.values, self.is_whole = values, True
+        self.values = values
 
     def _settle(self) -> None:
         for metric in self.metrics.values():
             metric.settle()
-
-    def shown(self, results: Any) -> Callable[[], list[tuple[Any, Tensor]]] | None:
-        """Return a function that lists the metrics in the order of ``results``, each with its value in the latest step;
-        None if these are not all of ``results``, or were changed since.
-        """
-        if not self.is_whole or dict.__len__(results) != len(self.metrics):
-            return None
-        values = self.values
-        return lambda: [(m, values[m.number]) for m in dict.values(results) if vars(m).get("group") is self]

@@ -1,7 +1,5 @@
-"""Copies of logged scalars and of the loss, made together at the step's end.
-
-Lightning copies each logged value, and the loss that it returns, at once: a launch each. A capture makes one copy of
-all at its end instead, of what the step does not change until then: traces watch the originals' memory.
+"""Copies of logged scalars and of the loss. Lightning makes each at once, with a launch; a capture makes one of all at
+its end, of what the step does not change until then, which the originals' versions tell in traces.
 """
 
 from __future__ import annotations
@@ -19,14 +17,12 @@ from graphplan.callback.lightning_code import is_known
 from graphplan.callback.patches import Patches
 from graphplan.program.capture import is_recorded
 from graphplan.tensors.deferred import HostCopy, is_deferred
-from graphplan.trace.mode import MemoryWatch, watch_memory
+from graphplan.tensors.storages import storage_id
+from graphplan.trace.mode import is_traced
 
-LOSS = "loss"
-"""The name of the loss among the keys of logged values, each of which has a dot in it."""
-_MOST_BYTES = 1 << 16
-"""Larger memory is not kept until the step's end for the sake of a number in it."""
-_TO_TENSOR = "_LightningModule__to_tensor"
-"""The method with which ``LightningModule.log`` copies values."""
+LOSS = "loss"  # The name of the loss among the keys of logged values, each of which has a dot in it.
+_MOST_BYTES = 1 << 16  # Larger memory is not kept until the step's end for the sake of a number in it.
+_TO_TENSOR = "_LightningModule__to_tensor"  # The method with which ``LightningModule.log`` copies values.
 
 
 class LateCopies:
@@ -35,25 +31,29 @@ class LateCopies:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._may_wait: dict[str, bool] = {}
-        self._watched: list[tuple[str, list[MemoryWatch]]] = []
+        self._watched: list[tuple[str, Tensor, int]] = []
+        """In a trace, scalars' keys, their originals, and the versions of these."""
 
     def may_wait(self, key: str) -> bool:
         """Return True if the running step copies the scalar at its end."""
         return is_recorded() and self._may_wait.get(key, False)
 
     def watch(self, key: str, *tensors: Tensor) -> None:
-        """In a trace, watch whether the step changes the memory of ``tensors`` after the scalar was copied."""
-        if not all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in tensors):
-            self._may_wait[key] = False
+        """In a trace, watch whether the step changes ``tensors`` after the scalar was copied."""
+        if not is_traced():
             return
-        watches = [watch for watch in map(watch_memory, tensors) if watch is not None]
-        if watches:
-            self._watched.append((key, watches))
+        # Whoever changes a parameter or a buffer need not tell a tensor that ``.data`` gave.
+        owned = {storage_id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        for tensor in tensors:
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided or storage_id(tensor) in owned:
+                self._may_wait[key] = False
+            else:
+                self._watched.append((key, tensor, tensor._version))
 
     def settle(self) -> None:
         """The step is over."""
-        for key, watches in self._watched:
-            is_left_alone = all(watch.is_intact and watch.nbytes <= _MOST_BYTES for watch in watches)
+        for key, tensor, version in self._watched:
+            is_left_alone = tensor._version == version and 0 < tensor.untyped_storage().nbytes() <= _MOST_BYTES
             self._may_wait[key] = is_left_alone and self._may_wait.get(key, True)
         self._watched = []
 

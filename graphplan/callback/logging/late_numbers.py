@@ -1,8 +1,5 @@
-"""Copies of device tensors to the host for loggers, without waiting for the device.
-
-Every ``log_every_n_steps`` steps Lightning waits for the logged values and writes files. Here asynchronous copies are
-started, and the loggers get the numbers in one of the next steps: the same rows in the same order. Whatever else is
-logged, and each use of a logger's ``experiment``, waits for the rows under way.
+"""Copies of device tensors to the host for loggers, without waiting for the device: loggers get a step's row in one of
+the next steps. Whatever else is logged, and each use of a logger's ``experiment``, waits for the rows under way.
 """
 
 from __future__ import annotations
@@ -22,11 +19,9 @@ from graphplan.callback.patches import Patches
 from graphplan.environment.devices import current_stream, is_accelerator, module_of
 from graphplan.feed.call_arguments import hands_over
 
-_MOST = 2
-"""Pending rows at a time."""
+_MOST = 2  # Pending rows at a time.
 
-_ROWS: WeakKeyDictionary[Any, LateRows] = WeakKeyDictionary()
-"""Pending rows by logger. A copy of a logger has none."""
+_ROWS: WeakKeyDictionary[Any, LateRows] = WeakKeyDictionary()  # Pending rows by logger. A copy of a logger has none.
 
 
 class HostCopy:

@@ -31,22 +31,17 @@ from graphplan.observe.source import Source, find_source
 from graphplan.program.faults import refusal_of
 from graphplan.trace.mode import refuse_trace
 
-_DTYPES = (torch.float32, torch.float64)
-"""Lightning casts values of others."""
-_LATEST = "_forward_cache"
-"""Where a metric of torchmetrics has the value of its latest step."""
+_DTYPES = (torch.float32, torch.float64)  # Lightning casts values of others.
+_LATEST = "_forward_cache"  # Where a metric of torchmetrics has the value of its latest step.
 _NOWHERE = Source("", 0, "", "step")
 
 
 @dataclass(frozen=True)
 class LogCall:
-    """One call of the result collection's ``log`` without its value.
+    """One call of the result collection's ``log`` without its value, made at ``source`` under that default ``dtype``.
 
-    Attributes:
-        source: the line that made it.
-        dtype: torch's default there, which precision plugins set while a step runs.
-        size: the batch size that a grouped call counts with in a mean; None for a call that is made for real.
-        latest: the value of its latest step that a metric of torchmetrics had, if it has another one at the step's end.
+    ``size`` is the batch size that a grouped call counts with in a mean; None for a call that is made for real.
+    ``latest`` is the latest value that a metric of torchmetrics had, if it has another one at the step's end.
     """
 
     fx: str
@@ -66,8 +61,7 @@ class LogCall:
         return f"self.log({self.name!r}) in {self.fx}"
 
 
-Note = tuple[LogCall, Any]
-"""A call and its value."""
+Note = tuple[LogCall, Any]  # A call and its value.
 
 
 class _NotingResults(_ResultCollection):
@@ -116,13 +110,8 @@ class Grouped:
 
 
 class StepLogs:
-    """Notes the log calls of one step, and carries out a step's notes.
-
-    Attributes:
-        totals: the sums of each group's means: an owner of the step.
-        latest: the group whose metrics were logged last.
-        loop: of automatic optimization: the step's result is a dictionary, whose loss is a copy of its own.
-        faults: graphplan's own errors in the middle of a step, told before the next one.
+    """Notes the log calls of one step, and carries out a step's notes. ``totals`` are the sums of each group's means,
+    ``loop`` is that of automatic optimization, ``faults`` are graphplan's own errors in the middle of a step.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, patches: Patches, *, sums_in_step: bool) -> None:
@@ -130,7 +119,6 @@ class StepLogs:
         self._connector: Any = trainer._logger_connector
         self.late = LateCopies(module)
         self.totals: dict[str, Tensor] = {}
-        self.latest: Group | None = None
         self.faults = Faults()
         self.loop: Any = None
         self._is_known = is_known("logs")
@@ -138,8 +126,7 @@ class StepLogs:
         # Those of the groups come late, and are undone late, when all else that reads metrics is gone.
         self._patches = patches.enter_context(Patches())
         self._groups: list[Group] = []
-        self._grouped: dict[str, tuple[LogCall, Any]] = {}
-        """Grouped calls, and their metrics, by Lightning's keys."""
+        self._grouped: dict[str, tuple[LogCall, Any]] = {}  # Grouped calls, and their metrics, by Lightning's keys.
         self._metrics: dict[str, tuple[Any, torch.device]] = {}
         """With which options metrics of torchmetrics were logged, and where they lay, by Lightning's keys."""
         self._dtypes: dict[str, torch.dtype] = {}
@@ -292,8 +279,7 @@ class StepLogs:
     def finish(self, calls: list[LogCall], grouped: Grouped, values: list[Any]) -> None:
         """After a step: log what it noted. What may be grouped from now on is asked here, where no trace is looking."""
         for number, places, sizes in grouped.parts:
-            self.latest = self._groups[number]
-            self.latest.count(sizes, values if places is None else [values[place] for place in places])
+            self._groups[number].count(sizes, values if places is None else [values[place] for place in places])
         if grouped.are_all:
             self._connector._current_fx = self._last_hook = calls[-1].fx
             return

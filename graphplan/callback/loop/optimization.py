@@ -1,10 +1,6 @@
-"""Lightning's optimizations of one batch, run through a graphed step.
-
-*Manual* optimization: the whole ``training_step``, with all optimizers that it steps, is the step.
-
-*Automatic* optimization has two forms. *Whole*: ``automatic_optimization.run`` is one graphed step, optimizer included.
-*Components*, where the optimizer cannot be captured: the closure (forward, ``zero_grad``, backward) is a graphed step,
-and Lightning's own code clips and steps after it.
+"""Lightning's optimizations of one batch, run through a graphed step: the whole ``training_step`` in manual
+optimization, ``automatic_optimization.run`` in automatic one. Where the optimizer cannot be captured, the step is the
+closure (forward, ``zero_grad``, backward), and Lightning's own code clips and steps after it.
 """
 
 from __future__ import annotations

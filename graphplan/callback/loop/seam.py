@@ -55,18 +55,11 @@ _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
 
 
 class Seam(ABC):
-    """One loop's seam. ``take_off`` undoes ``install``; ``figures`` outlive it.
+    """One loop's seam. ``take_off`` undoes ``install`` and all ``patches``; ``figures`` and ``notes`` outlive it.
 
-    Args:
-        options: of the steps.
-        given: those of the callback.
-        stand_down: removes the seam; called with the reason when all further steps are eager.
-        gate: that has timed the steps of the fit so far.
-
-    Attributes:
-        part: the part of a step that is replayed, if not all of it.
-        patches: all that is undone when the seam is removed.
-        notes: for the report.
+    ``options`` are those of the steps, ``given`` those of the callback; ``stand_down`` removes the seam when all
+    further steps are eager, ``gate`` has timed the steps so far. ``part`` names what is replayed of a step, if not all
+    of it.
     """
 
     part = ""

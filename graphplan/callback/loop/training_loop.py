@@ -1,9 +1,6 @@
-"""Lightning's loop over training batches, without what a run does not use.
-
-Around each step Lightning's ``advance`` takes more time than a small replay. The *loop seam* replaces it and does what
-is needed in the same order, batch after batch. It returns to Lightning's loop when something is due that only that loop
-does (validation, the end of the epoch, a stop), or when anything has changed that decides about it.
-:func:`graphplan.callback.gates.closed_loop` says which runs need Lightning's own loop.
+"""Lightning's loop over training batches, without what a run does not use. The *loop seam* replaces ``advance``, and
+returns to it when something is due that only Lightning's loop does (validation, the end of the epoch, a stop), or when
+anything has changed that decides about it.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from torch import Tensor
 
 from graphplan.callback.gates import END, START, STOCK_HOOKS, has_hook, keeps_stock_transfer
 from graphplan.callback.logging.connector import LazyConnector
-from graphplan.callback.logging.step_logs import StepLogs
 from graphplan.callback.patches import Patches, Recover, recovering
 from graphplan.compare.comparing import Checks, contents_of
 from graphplan.feed.call_arguments import hands_over
@@ -65,11 +61,8 @@ def _nothing() -> None:
 
 
 class Batches(Iterator[Any]):
-    """Lightning's fetcher for one call of ``advance``.
-
-    Attributes:
-        batch: a batch that was read and not begun; it is the next one.
-        has_ended: whether the latest batch was trained on, and no other was read.
+    """Lightning's fetcher for one call of ``advance``. ``batch`` was read and not begun; ``has_ended``: the latest
+    batch was trained on, and no other was read.
     """
 
     def __init__(self, fetcher: Any) -> None:
@@ -96,10 +89,10 @@ class LoopSeam:
     """
 
     def __init__(
-        self, trainer: Any, module: LightningModule, logs: StepLogs, recover: Recover, patches: Patches, *, direct: bool
+        self, trainer: Any, module: LightningModule, recover: Recover, patches: Patches, *, direct: bool
     ) -> None:
         self._trainer, self._module, self.recover = trainer, module, recover
-        self._direct, self._logs = direct, logs
+        self._direct = direct
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._strategy: Any = trainer.strategy
         self._connector: Any = trainer._logger_connector
@@ -261,8 +254,7 @@ class LoopSeam:
     def _end(self, results: Any) -> None:
         """``on_batch_end`` of the logger connector, which a lazy one postpones."""
         if isinstance(self._connector, LazyConnector):
-            group = self._logs.latest
-            self._connector.postpone(results, None if group is None else group.shown(results))
+            self._connector.postpone(results)
             results.batch = results.batch_size = None
         else:
             self._connector.on_batch_end()
