@@ -53,7 +53,9 @@ def collect_values(
     values = {name: leaf for name, leaf in result if not isinstance(leaf, Tensor)}
     for path, scalar in walk.scalars.items():
         if scalar.lies_here and not allowed(path):
-            values.update((name, part) for name, part in _parts(path, scalar.get()) if not isinstance(part, Tensor))
+            values.update(
+                (name, part) for name, part in _parts(path, scalar.get()) if not issubclass(type(part), Tensor)
+            )
     flags = Flags(walk, fed).read().items()
     values.update((path, flag) for path, flag in flags if not (isinstance(flag, Tensor) or allowed(path)))
     values.update({Path.length(path): len(items) for path, items in walk.lists.items() if not allowed(path)})
@@ -73,7 +75,7 @@ def tensors_of(walk: Walk, is_left_out: Callable[[str], bool] = lambda path: Fal
             found.update((f"{path}[{number}]", tensor) for number, tensor in enumerate(leaves))
     for path, scalar in walk.scalars.items():
         if not is_left_out(path):
-            found.update((name, part) for name, part in _parts(path, scalar.get()) if isinstance(part, Tensor))
+            found.update((name, part) for name, part in _parts(path, scalar.get()) if issubclass(type(part), Tensor))
     return found
 
 
@@ -82,6 +84,7 @@ def _parts(path: str, value: Any) -> Iterable[tuple[str, Any]]:
     if type(value) is not tuple:
         return [(path, value)]
     leaves = pytree.tree_flatten_with_path(value)[0]
-    if not any(isinstance(leaf, Tensor) for _, leaf in leaves):
+    # What is no tensor may have a class that raises when it is asked.
+    if not any(issubclass(type(leaf), Tensor) for _, leaf in leaves):
         return [(path, value)]
     return [(f"{path}{pytree.keystr(keys)}", leaf) for keys, leaf in leaves]

@@ -192,12 +192,12 @@ class TensorRate(Stepping):
         return [optimizer], [StepLR(optimizer, 2, 0.9)]
 
 
-@pytest.mark.filterwarnings("ignore:graphplan")
-def test_a_learning_rate_of_the_users_own_is_no_host_work(tmp_path: Path) -> None:
+def test_a_learning_rate_of_the_users_own(tmp_path: Path) -> None:
+    """Replays fill it as the steps that they stand for do, each way of the scheduler's by a program of its own."""
     expected = fit(TensorRate, tmp_path / "eager")
-    found = fit(TensorRate, tmp_path / "graphed", tape(on_failure="eager"))
+    found = fit(TensorRate, tmp_path / "graphed", tape())
     assert_same_fits(expected, found)
-    assert found.callback.stats.replayed == 0
+    assert found.callback.stats.replayed >= 12
 
 
 class EveryOther(Manual):
