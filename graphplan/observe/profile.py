@@ -31,7 +31,7 @@ from graphplan.observe.executed_code import ExecutedCode
 from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_of_saving, name_of_start, name_of_write
 from graphplan.observe.names import Names, names_of
 from graphplan.observe.source import find_source
-from graphplan.observe.watching import Aside, Watcher, is_silent
+from graphplan.observe.watching import Aside, Watcher, is_silent, new_watcher
 from graphplan.owners.discovery import CALLS, INITIALIZERS, note_called, note_made
 from graphplan.owners.kinds import is_known
 from graphplan.owners.slots import Namespace, Scalar
@@ -163,7 +163,7 @@ class Profile:
         self._others.enter_context(no_collections())
         if self._on_read is not None:
             self._others.enter_context(Conversions(self._note_conversion))
-        self._watcher = Watcher(self._note_call, self._note_c_call, _LOOKED_AT, self._users, self.faults)
+        self._watcher = new_watcher(self._note_call, self._note_c_call, _LOOKED_AT, self._users, self.faults)
         try:
             self._watcher.start()
         except BaseException:
