@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
-from threading import Lock
+from threading import RLock
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any, ClassVar
 
@@ -21,7 +21,6 @@ import torch
 
 from graphplan.environment.origin import OURS, TORCH, pass_errors_on
 from graphplan.errors import Faults
-from graphplan.observe.replacements import held_shortly
 
 OnCall = Callable[[FrameType, CodeType], bool]
 OnCCall = Callable[[FrameType, Any], None]
@@ -47,7 +46,7 @@ _BUILT_IN = frozenset(
 """Python's own functions, and classes for their methods: what they do is in no tensor's memory."""
 _IN_PYTHON = frozenset({FunctionType, MethodType, type})
 """What is no function in C: Python code is heard of as it starts."""
-_LOCK = Lock()
+_LOCK = RLock()
 
 
 def is_kept_from_compiler(code: CodeType) -> bool:
@@ -172,7 +171,7 @@ class Monitor(Watcher):
         self.is_paused = False
 
     def _take_turns(self, last: Watcher | None, following: Watcher | None) -> None:
-        with held_shortly(_LOCK):
+        with _LOCK:
             if isinstance(last, Monitor):
                 self._watching.discard(last)
             if isinstance(following, Monitor):

@@ -182,3 +182,22 @@ def test_names_that_are_returned(tmp_path: Path) -> None:
 
     assert replayed(with_step(step, on_before_batch_transfer=named, on_train_batch_end=compare), tmp_path) >= 14
     assert len({str(names) for names in given}) > 20
+
+
+class Smooth(LitDigits):
+    """Keeps a moving average of its loss in Python, and logs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.smooth = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = F.cross_entropy(self(batch[0]), batch[1])
+        self.smooth = 0.9 * self.smooth + 0.1 * loss.item()
+        self.log("smooth", self.smooth)
+        return loss
+
+
+def test_a_moving_average_that_is_logged(tmp_path: Path) -> None:
+    """It is computed of an owner's number and of one that is read from the device, in double precision as in Python."""
+    assert replayed(Smooth, tmp_path) >= 15

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from graphplan.report.stats import OTHERS, TEXTS, Stats
 from graphplan.step.programs import Entry
 from graphplan.trace.records import Trace
 from tests.models import MODELS, Mlp, batches
-from tests.twins import BEFORE_REPLAY, FURTHER, Rig, assert_equals_eager, build, managed
+from tests.twins import BEFORE_REPLAY, FURTHER, Rig, assert_equals_eager, assert_same_runs, build, drive, managed
 
 
 def rig_of(sizes: list[int], *rest: list[Any]) -> Rig:
@@ -43,6 +44,36 @@ def test_the_program_that_was_used_least_recently_goes() -> None:
     assert step.stats.recaptured == 0
     assert step.stats.events == {"evicted: more programs than max_graphs": 2}
     assert "event 2x: evicted" in step.report()
+
+
+def test_ways_wait_for_what_they_cost() -> None:
+    """A step that branches five times by chance has 32 ways. Each takes traces and a capture, which replays pay for."""
+
+    def make() -> Rig:
+        rig = rig_of([8] * 200)
+        model = rig.owners["model"]
+        given = rig.step
+
+        def chancy(x: Tensor, y: Tensor) -> Any:
+            sign = 1
+            for _ in range(5):
+                sign = 2 * sign if random.random() < 0.5 else sign + 1
+            return given(x * sign, y)
+
+        return Rig(chancy, {"model": model, **rig.owners}, rig.calls)
+
+    random.seed(1)
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    random.seed(1)
+    rig = build(make)
+    step = managed(rig)
+    assert_same_runs(expected, drive(rig, step))
+    stats = step.stats
+    # Ways that were begun go on to their programs.
+    assert 32 < stats.traced <= 32 + stats.replayed // 16 + 16
+    assert stats.replayed >= 30
+    assert "another way through the step's code is traced once replays have saved what" in step.report()
 
 
 def entries_of() -> int:

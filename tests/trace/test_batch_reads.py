@@ -862,6 +862,24 @@ def test_a_way_that_ends_before_the_read() -> None:
     assert step.stats.replayed >= 40
 
 
+@EAGERLY
+def test_batches_of_which_few_take_a_known_way() -> None:
+    """To look for a way takes time: where two thirds of the batches take none, it ends, though some do now and then."""
+
+    def forward(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return model(x) * int((mask.sum() * 1000 + x.shape[0]) % 97)
+
+    def calls() -> list[tuple[Any, ...]]:
+        wide = [torch.zeros(ROWS, 40, dtype=torch.bool) for _ in range(160)]
+        for index, mask in enumerate(wide):
+            mask.view(-1)[: 1 if index % 5 == 0 or index < 8 else 2 + index] = True
+        return [(torch.randn(ROWS, 8), mask) for mask in wide]
+
+    step = assert_same_as_eager(partial(rig_of, forward, calls), verify="off", on_failure="eager")
+    assert step.stats.replayed >= 8
+    assert "the batches differ too much: most of them were unlike those that were traced" in step.report()
+
+
 def by_half_the_model(model: Any, x: Tensor, mask: Tensor) -> Tensor:
     out = x
     for _ in range(40):
