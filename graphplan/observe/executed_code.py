@@ -24,12 +24,14 @@ from graphplan.observe.names import Names, names_of
 from graphplan.observe.source import Source, find_source
 from graphplan.owners.kinds import SCALARS, is_user_object
 from graphplan.owners.slots import Namespace
-from graphplan.owners.views import Cell, Members
+from graphplan.owners.views import Cell, Members, attributes_of
 
 _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 """One view of each class's dictionary, so that a name is known by it."""
 _PASSING = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 """Code of functions that are gone when they have been called, so that none can be called again with other variables."""
+_MANY = 16
+"""Calls of one function with other closure variables that are told apart."""
 
 
 class ExecutedCode:
@@ -39,6 +41,8 @@ class ExecutedCode:
         self._globals: dict[CodeType, dict[str, Any]] = {}
         self._free: dict[CodeType, set[frozenset[tuple[str, int]]]] = {}
         """By code with a closure: the variables that it ran with, by name and identity, but for numbers and strings."""
+        self._ways: dict[CodeType, set[frozenset[tuple[str, int]]]] = {}
+        """The same with numbers and strings."""
         self._objects: dict[int, weakref.ref[Any]] = {}
         self._classes: dict[type, None] = {}
         self.extensions: dict[str, str] = {}
@@ -73,7 +77,10 @@ class ExecutedCode:
             held = {name: values[name] for name in code.co_freevars if name in values}
             # Numbers and strings are rebound by the step itself, perhaps.
             kept = {name: value for name, value in held.items() if not issubclass(type(value), SCALARS)}
-            self._free.setdefault(code, set()).add(_identities(kept))
+            for calls, variables in ((self._free, kept), (self._ways, held)):
+                known = calls.setdefault(code, set())
+                if len(known) <= _MANY:
+                    known.add(_identities(variables))
         if issubclass(type(owner), type):
             self._classes[owner] = None
         elif owner is not None:
@@ -98,7 +105,7 @@ class ExecutedCode:
 
     def name_all(self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]) -> bool:
         """Add the names of the step ``fn``; whether any is new. What no earlier call ``has_met`` it makes itself."""
-        new = [names.add(label, space, key) for label, space, key in self._places(fn, has_met)]
+        new = [names.add(label, space, key) for label, space, key in self._places(fn, names, has_met)]
         for code in self._globals:
             names.attributes |= names_of(code).attributes
         return any(new)
@@ -110,7 +117,9 @@ class ExecutedCode:
             if thing is not None and is_user_object(thing) and not isinstance(thing, nn.Module):
                 yield thing
 
-    def _places(self, fn: Callable[..., Any], has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
+    def _places(
+        self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]
+    ) -> Iterator[tuple[str, Any, Any]]:
         for code, space in self._globals.items():
             found = names_of(code)
             # A variable of a function around it is no global, though there may be one of that name.
@@ -123,7 +132,7 @@ class ExecutedCode:
                 yield from self._within(name, module, found)
         held = (_function_of(member) for kind in self._kinds(has_met) for member in list(vars(kind).values()))
         methods = [function for function in held if function is not None and function.__code__ in self._globals]
-        for function in self._functions([fn, *methods], has_met):
+        for function in self._functions([fn, *methods], names, has_met):
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
                 if name != "__class__":
                     yield name, Cell(cell), name
@@ -168,24 +177,47 @@ class ExecutedCode:
                 elif name in used and not hasattr(type(member), "__get__"):
                     yield f"{kind.__name__}.{name}", values, name
 
-    def _functions(self, roots: Iterable[Callable[..., Any]], has_met: Callable[[Any], bool]) -> Iterator[FunctionType]:
+    def _functions(
+        self, roots: Iterable[Callable[..., Any]], names: Namespace, has_met: Callable[[Any], bool]
+    ) -> Iterator[FunctionType]:
         """The functions with closures whose code ran: those that lead by name from ``roots``, and any other one whose
         variables are those that it ran with, unless the step makes a new one in each call.
         """
-        left = dict.fromkeys(self._free)
+        left = dict.fromkeys(code for code in self._free)
         for function in _reachable(roots):
             if function.__code__ in self._free:
                 left.pop(function.__code__, None)
                 yield function
+        # Where those that an earlier step found explain all calls, their names are known.
+        known = {code: [reference() for reference in names.functions.get(code, ())] for code in left}
+        codes = [code for code in left if not self._are_explained(code, filter(None, known[code]))]
         # To find others, the collector goes through all objects that there are.
-        found = [thing for thing in (gc.get_referrers(*left) if left else ()) if isinstance(thing, FunctionType)]
+        held = list(self._held()) if codes else []
+        unheld = [code for code in codes if not self._are_explained(code, held)]
+        found = [function for function in held if function.__code__ in codes and function.__code__ not in unheld]
+        found += [thing for thing in (gc.get_referrers(*unheld) if unheld else ()) if isinstance(thing, FunctionType)]
         alike: dict[CodeType, list[FunctionType]] = {}
         for function in filter(self._matches, found):
             alike.setdefault(function.__code__, []).append(function)
-        for functions in alike.values():
-            met = list(map(has_met, functions))
+        for code, functions in alike.items():
+            met = [has_met(function) for function in functions]
             if all(met):
+                names.functions[code] = list(map(weakref.ref, functions))
                 yield from functions
+
+    def _held(self) -> Iterator[FunctionType]:
+        """The functions that are attributes of the objects whose methods ran."""
+        for reference in self._objects.values():
+            for value in list((attributes_of(reference()) or {}).values()):
+                function = _function_of(value)
+                if function is not None:
+                    yield function
+
+    def _are_explained(self, code: CodeType, functions: Iterable[FunctionType]) -> bool:
+        """Whether those of ``functions`` that run ``code`` have all variables that it ran with."""
+        held = [_identities(_variables_of(function)) for function in functions if function.__code__ is code]
+        ways = self._ways[code]
+        return len(ways) <= _MANY and all(any(way <= one for one in held) for way in ways)
 
     def _matches(self, function: FunctionType) -> bool:
         held = _identities(_variables_of(function))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -167,6 +169,8 @@ class Namespace:
     def __init__(self) -> None:
         self.entries: dict[str, tuple[Any, Any]] = {}
         self.attributes: set[str] = set()
+        self.functions: dict[CodeType, list[weakref.ref[FunctionType]]] = {}
+        """Functions with closures that no name leads to and that were found, by their code."""
         self._known: set[tuple[int, Any]] = set()
 
     def add(self, label: str, space: Any, key: Any) -> bool:
