@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import linecache
 import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from traceback import walk_stack, walk_tb
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -24,6 +25,9 @@ _SCHEDULERS = os.path.join(_OPTIM, "lr_scheduler.py")
 _OF_STEPS = tuple(os.path.join(TORCH, *path) for path in (("nn",), ("autograd", "__init__"), ("_tensor.",)))
 """torch's code that a step calls, and no optimizer's step."""
 _CHECKPOINT = os.path.join(TORCH, "utils", "checkpoint.py")
+_DULL_MODULES = ("torch.nn.", "torch.autograd", "torch._", "graphplan.trace.mode", "graphplan.trace.composites")
+_PAUSING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Flags of code whose frame may go on for another caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +192,89 @@ _Component = tuple[str, str, bool]
 _STEP: _Component = ("step", "", False)
 
 
+@cache
+def _is_dull(module: str | None) -> bool:
+    """Return True for modules in which all code is dull. Most frames around an operator are of one, and audit hooks of
+    other packages hear of each frame whose code is asked for.
+    """
+    return module is not None and module.startswith(_DULL_MODULES)
+
+
+class Sources:
+    """Calls :func:`find_source` for each operator of one thread, from the innermost frame that it knows: to look
+    through the whole stack takes a quarter of a trace. Known frames, with their variables, are held until the next
+    operator or :meth:`forget`.
+    """
+
+    def __init__(self) -> None:
+        self._around: list[FrameType] = []
+        """Frames of the user's code that are no optimizer's, and run no step of one: outer ones first."""
+        self._places: list[_Place] = []
+        """What their code tells."""
+        self._stop: FrameType | None = None
+        """The frame of Lightning's or an optimizer's from which the whole stack was looked through last."""
+        self._beyond: dict[tuple[int | str, ...], Source] = {}
+        """What was found there, by its instruction and what has led from there to the operator: code, or its module."""
+
+    def find(self) -> Source:
+        """Where what is called by the caller's caller comes from."""
+        innermost = sys._getframe(2)
+        frame: FrameType | None = innermost
+        inner, passed = list[tuple[FrameType, _Place]](), list[int | str]()
+        while frame is not None:
+            module: Any = frame.f_globals.get("__name__")
+            if _is_dull(module):
+                passed.append(module)
+                frame = frame.f_back
+                continue
+            if frame in self._around:
+                return self._find_within(frame, inner)
+            code = frame.f_code
+            number = id(code)
+            place = _PLACES.get(number) or _place_of(code)
+            if place.is_step or place.runs_step or place.is_familiar:
+                break
+            if not place.is_library:
+                inner.append((frame, place))
+            passed.append(number)
+            frame = frame.f_back
+        # What is called by a frame that an optimizer's step has left for its closure is no optimizer's either.
+        known = [(each, place) for each, place in reversed(inner) if find_source(each).component == "step"]
+        self._around, self._places = [each for each, _ in known], [place for _, place in known]
+        if frame is None or inner or frame.f_code.co_flags & _PAUSING:
+            self._stop = None
+            return find_source(innermost)
+        # No frame beyond this one has gone on since.
+        if frame is not self._stop:
+            self._stop, self._beyond = frame, {}
+        key = (frame.f_lasti, *passed)
+        source = self._beyond.get(key)
+        if source is None:
+            source = self._beyond[key] = find_source(innermost)
+        return source
+
+    def _find_within(self, frame: FrameType, inner: list[tuple[FrameType, _Place]]) -> Source:
+        """The source of what a known frame has led to, through frames of the user's code: ``inner`` ones first."""
+        self._stop = None
+        end = self._around.index(frame) + 1
+        del self._around[end:], self._places[end:]
+        for each, place in reversed(inner):
+            self._around.append(each)
+            self._places.append(place)
+        return _source_at(self._places[-1], self._around[-1], _STEP)
+
+    def forget(self) -> None:
+        """Let go of all frames."""
+        self._around, self._places, self._stop, self._beyond = [], [], None, {}
+
+
 def _source(frame: FrameType, component: _Component, by: FrameType | None = None) -> Source:
-    """One object for each place, which most operators of a trace share with others."""
-    place = _place_of(frame.f_code)
     led_to = _source(by, component) if by is not None else None
+    return _source_at(_place_of(frame.f_code), frame, component, led_to)
+
+
+def _source_at(place: _Place, frame: FrameType, component: _Component, led_to: Source | None = None) -> Source:
+    """One object for each place, which most operators of a trace share with others."""
     key = (frame.f_lasti, component, led_to)
     source = place.sources.get(key)
     if source is None:

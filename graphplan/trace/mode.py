@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphplan.errors import CaptureError, RefusalError
 from graphplan.observe.conversions import given_to_script
-from graphplan.observe.source import Source, find_source, is_recomputed
+from graphplan.observe.source import Source, Sources, find_source, is_recomputed
 from graphplan.observe.watching import Aside
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import Answer, BatchAnswers, is_read
@@ -61,9 +61,14 @@ class TraceMode(OperatorMode):
         self._before = before.operators
         self._source: Source | None = None
         """Where the operator at hand comes from, if that was looked for."""
+        self._sources = Sources()
         self._thread = get_ident()
         for generator in before.generators:
             self._watch_generator(generator)
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._sources.forget()
 
     def operate(self, aside: Aside, call: OperatorCall) -> Any:
         """Run an operator and write it down."""
@@ -154,7 +159,10 @@ class TraceMode(OperatorMode):
         before = self._before[position] if position < len(self._before) else None
         if before is not None and before.name == name and before.operands == operands:
             return before.source
-        return self._source or find_source()
+        return self._source or self._find()
+
+    def _find(self) -> Source:
+        return self._sources.find() if get_ident() == self._thread else find_source()
 
     def _take_operands(self, tensors: list[Tensor], name: str) -> tuple[tuple[Operand, ...], tuple[int, ...]]:
         """What an operator gets, and where in what came from outside: the rest follows from the operators before."""
@@ -170,7 +178,7 @@ class TraceMode(OperatorMode):
 
     def _meet(self, tensor: Tensor, storage: int | None, name: str) -> Operand:
         """The operand of a storage that turns up for the first time."""
-        source = self._source = self._source or find_source()
+        source = self._source = self._source or self._find()
         record, known = self.record, self.operands.by_storage
         if storage is None:
             record.violate(

@@ -1,4 +1,4 @@
-"""Where operators come from."""
+"""Where operators come from, asked one after another: as if each were looked for alone."""
 
 from __future__ import annotations
 
@@ -13,9 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import graph_step
-from graphplan.observe.source import Source, find_source, runs_step
+from graphplan.observe.source import Source, Sources, find_source, runs_step
 
 Ask = Callable[[], None]
+
+
+class _Asked:
+    """Asks both ways."""
+
+    def __init__(self) -> None:
+        self.sources = Sources()
+        self.pairs: list[tuple[Source, Source]] = []
+
+    def __call__(self) -> None:
+        # Each of them looks at who calls its caller.
+        self.pairs.append((self._at_once(), find_source()))
+
+    def _at_once(self) -> Source:
+        return self.sources.find()
 
 
 class Descends(torch.optim.Optimizer):
@@ -50,12 +65,8 @@ class Layer(nn.Module):
         return x
 
 
-def test_what_an_optimizers_step_runs_is_told_from_its_closure() -> None:
-    found: list[Source] = []
-
-    def asked() -> None:
-        found.append(find_source())
-
+def test_each_is_named_as_if_it_were_alone() -> None:
+    asked = _Asked()
     model = nn.Sequential(Layer(asked), nn.Sequential(Layer(asked), Layer(asked)))
     optimizer = Descends([nn.Parameter(torch.ones(2))], asked)
 
@@ -68,12 +79,15 @@ def test_what_an_optimizers_step_runs_is_told_from_its_closure() -> None:
     def run() -> None:
         forward()
         optimizer.step(forward)
+        for each in (asked for _ in range(3)):
+            each()
+        optimizer.step(lambda: model(torch.ones(2)))
 
     run()
-    # What lies in the optimizer's own file may be its.
-    components = [source.component for source in found]
-    assert components == [*["step"] * 8, *["optimizer"] * 3, *["step"] * 6, *["optimizer"] * 3]
-    assert {source.optimizer for source in found} == {"", "Descends"}
+    assert len(asked.pairs) == 8 + 4 + 8 + 3 + 4 + 6
+    assert all(found == expected for found, expected in asked.pairs)
+    assert [expected.component for _, expected in asked.pairs][8:12] == [*["optimizer"] * 3, "step"]
+    assert {expected.optimizer for _, expected in asked.pairs} == {"", "Descends"}
 
 
 @pytest.mark.parametrize("fails", [False, True])
