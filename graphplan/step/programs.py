@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _KEYS_PER_GRAPH = 8
 _IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
 _ALLOWANCE = 50  # Eager steps that starting may take beyond what replays save: a twentieth of the first thousand.
+_TRACED = 8  # More than a line has traces.
 _TRACES = 32  # The same in traces.
 _PATIENCE = 4  # A capture is overdue after this many times the calls that it needs.
 _GEOMETRIES = 256  # Geometries of feeds whose latest program is remembered.
@@ -131,6 +132,11 @@ class Entry:
     def is_new(self) -> bool:
         """Whether no call was traced yet that took the way of now."""
         return not (self.lines or (self.captured and len(self.ways) == 1))
+
+    @property
+    def progress(self) -> int:
+        """How far the way of now is on its way to a program: its traces; a plan counts more than these."""
+        return max((_TRACED if line.plan is not None else len(line.traces) for line in self.lines.values()), default=0)
 
     @property
     def plans(self) -> list[Plan]:
@@ -386,20 +392,25 @@ class Programs:
         """Why a new signature, or another way through the step, waits: for replays to save what starting took, less an
         allowance; None if it does not.
         """
-        if not (entry.is_new and self.has_spent()):
+        is_known = entry.captured and len(entry.ways) == 1
+        if is_known or not self.has_spent() or not (self.all() or self._is_behind(entry)):
             return None
         what = "another signature" if len(entry.ways) == 1 else "another way through the step's code"
         return f"{what} is traced once replays have saved what earlier traces and captures took"
 
     def has_spent(self) -> bool:
         """Return True if starting took more than replays have saved; by counts, where eager steps are not timed."""
-        if not (self._may_wait and self._latest):
+        if not self._may_wait:
             return False
         eager = self._stats.step_us("eager")
         if eager is None:
             return self._stats.traced > _TRACES + self._stats.replayed // _PAYS
         gain = self._stats.gain()
         return self._stats.spent(eager) - (0.0 if gain is None else gain.saved) >= _ALLOWANCE * eager / 1e6
+
+    def _is_behind(self, entry: Entry) -> bool:
+        """Return True if another entry is nearer to its program."""
+        return any(other.progress > entry.progress for other in self._entries.values())
 
     @property
     def _progress(self) -> int:

@@ -115,7 +115,8 @@ class Reasons:
         base.refusal = base.batch.refusal
         if base.refusal is not None:
             self._step.refusals.refuse(base.refusal)
-        return base.refusal is None and (base.batch.is_full or self._step.programs.has_spent())
+        programs = self._step.programs
+        return base.refusal is None and (base.batch.is_full or (bool(programs.all()) and programs.has_spent()))
 
     def _is_refused(self, call: Call) -> Found:
         entry = call.entry

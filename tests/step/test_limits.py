@@ -47,16 +47,18 @@ def test_the_program_that_was_used_least_recently_goes() -> None:
 
 
 def test_ways_wait_for_what_they_cost() -> None:
-    """A step that branches five times by chance has 32 ways. Each takes traces and a capture, which replays pay for."""
+    """A step that branches four times by chance has 16 ways for each shape. Each takes traces and a capture, which replays
+    have to pay for.
+    """
 
     def make() -> Rig:
-        rig = rig_of([8] * 200)
+        rig = rig_of([8, 6] * 100)
         model = rig.owners["model"]
         given = rig.step
 
         def chancy(x: Tensor, y: Tensor) -> Any:
             sign = 1
-            for _ in range(5):
+            for _ in range(4):
                 sign = 2 * sign if random.random() < 0.5 else sign + 1
             return given(x * sign, y)
 
@@ -67,12 +69,11 @@ def test_ways_wait_for_what_they_cost() -> None:
     expected = drive(rig, rig.step)
     random.seed(1)
     rig = build(make)
-    step = managed(rig)
+    step = managed(rig, max_graphs=40)
     assert_same_runs(expected, drive(rig, step))
     stats = step.stats
-    # Ways that were begun go on to their programs.
-    assert 32 < stats.traced <= 32 + stats.replayed // 16 + 16
-    assert stats.replayed >= 30
+    assert 32 < stats.traced <= 32 + stats.replayed // 16 + 4
+    assert stats.replayed >= 20
     assert "another way through the step's code is traced once replays have saved what" in step.report()
 
 
