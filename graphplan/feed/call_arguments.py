@@ -91,23 +91,22 @@ class CallArguments:
         return f"{_CHANGES}what was {text_of(before)} is {text_of(structure)}{_ADVICE}"
 
     def changes(self) -> dict[int, tuple[Contents, list[Any]]]:
-        """Return what was put into the containers since :meth:`watch`, and the keys that are gone, by the number of the
-        container.
+        """Return what was put into the containers since :meth:`watch`, and the keys that each has now, by the number of
+        the container.
         """
         found = {}
         for number, (node, before) in enumerate(self._containers):
             now = _contents(node) or {}
             put = {key: value for key, value in now.items() if key not in before or not _is_same(before[key], value)}
-            gone = [key for key in before if key not in now]
-            if put or gone:
-                found[number] = put, gone
+            if put or list(now) != list(before):
+                found[number] = put, list(now)
         return found
 
     def take(self, changes: Mapping[int, tuple[Contents, list[Any]]]) -> None:
         """Make the changes of other containers, which held the same, in these."""
-        for number, (put, gone) in changes.items():
+        for number, (put, keys) in changes.items():
             node, before = self._containers[number]
-            _fill(node, {key: value for key, value in {**before, **put}.items() if key not in gone})
+            _fill(node, {key: put[key] if key in put else before[key] for key in keys})
 
     def objects(self) -> list[Any]:
         """The containers."""

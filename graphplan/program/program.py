@@ -92,7 +92,7 @@ class Program:
         self.outputs = outputs
         self._undo, self._host = undo, host
         self._draws_from = {draw.generator for draw in plan.drawn}
-        self.outcomes = 0
+        self.outcomes = self.outcomes_in_a_row = 0
         """Replays that ended at a value that was another one than in the traces."""
         self._flags = Flags(walk) if plan.left else None
         asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.names())}
@@ -195,7 +195,9 @@ class Program:
                 _launch(self._recording)
         except OutcomeError:
             self.outcomes += 1
+            self.outcomes_in_a_row += 1
             raise
+        self.outcomes_in_a_row = 0
 
     def wait(self, when: str) -> None:
         """Wait for the device, so that what failed there by ``when`` is told now."""

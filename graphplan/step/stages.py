@@ -29,7 +29,7 @@ from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.snapshot import Snapshot
 from graphplan.program.accumulators import renew_accumulators
 from graphplan.program.capture import capture_program, outdated
-from graphplan.program.faults import is_steps_own, refusal_of
+from graphplan.program.faults import is_raised_by_user, is_steps_own, refusal_of
 from graphplan.specs.policy import Policy
 from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants, reads_of
 from graphplan.step.compiled import Rehearsal, refuse_beside_compiled, refuse_graphs_within, uncompiled
@@ -150,9 +150,12 @@ class Stages:
             return result
         except Exception as error:
             found = error if isinstance(error, RefusalError) else refusal_of(error)
-            if found is None:
+            if found is None and not self._raises_again(call, error):
                 raise
             refusal = found
+        if refusal is None:
+            # The recorded call was undone. The error comes again, and leaves what an eager step leaves.
+            return self._runner.eager(CallArguments.of(feed), SkipReason.CONTROL_FLOW, managed=True)
         if isinstance(refusal, OutcomeError):
             # It would keep the frames of the recorded step.
             refusal.__traceback__ = None
@@ -162,6 +165,13 @@ class Stages:
             refusal = refusal.refusal
         self._refuse(entry, refusal)
         return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal))
+
+    def _raises_again(self, call: Call, error: Exception) -> bool:
+        """Return True if the user's code has raised the error in a capture, and will in an eager step."""
+        if call.line.plan is None or not is_raised_by_user(error):
+            return False
+        call.line.outcomes += 1
+        return call.line.outcomes < FICKLE_TRACES
 
     def _refuse(self, entry: Entry, error: RefusalError) -> None:
         if self._peers is None and entry.may_refuse_way():

@@ -250,12 +250,18 @@ class StateMachine:
         return result
 
     def _instead(self, call: Call, entry: Entry, program: Program, outcome: OutcomeError) -> Any:
-        """An eager step in place of a replay that branched otherwise; further calls are eager if that happens often."""
+        """An eager step in place of a replay that branched otherwise. If that happens often, further calls are eager;
+        where all of them branch so, they are captured anew.
+        """
         self.latest = None
         if "feed" not in vars(call):
             call.feed = flatten(call.args, call.kwargs, self.unread.keys)
         result = self.replays.instead(program, self.lookup.moved(call.feed), outcome)
-        if program.outcomes >= max(_FICKLE, program.replays * _SHARE):
+        if program.outcomes_in_a_row >= _FICKLE:
+            # The branch has turned: a warm-up is over.
+            self.programs.drop(entry, str(outcome))
+            self.fast_path.forget()
+        elif program.outcomes >= max(_FICKLE, program.replays * _SHARE):
             entry.refusal = outcome.refusal
             self.fast_path.forget()
             self.refusals.warn(f"graphplan runs this step eagerly: {outcome.refusal}")

@@ -47,8 +47,8 @@ def test_the_program_that_was_used_least_recently_goes() -> None:
 
 
 def test_ways_wait_for_what_they_cost() -> None:
-    """A step that branches four times by chance has 16 ways for each shape. Each takes traces and a capture, which replays
-    have to pay for.
+    """A step that branches four times by chance has 16 ways for each shape. Each takes traces and a capture, which
+    replays have to pay for.
     """
 
     def make() -> Rig:

@@ -186,6 +186,58 @@ def test_what_is_read_before_it_is_changed(backend: str) -> None:
     assert (step.stats.traced, step.stats.captured, step.stats.replayed) == (3, 1, CALLS - 7)
 
 
+def turns(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Branches on a counter that passes its bound once, as a warm-up does."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    if model.seen > 8:
+        loss = loss * 0.5
+    model.seen += 1
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def test_a_branch_that_turns_is_captured_anew(backend: str) -> None:
+    """After eight replays in a row that came to the other branch."""
+    step = both(rig_of(turns, calls=40), backend)
+    assert (step.stats.captured, step.stats.recaptured) == (2, 1)
+    assert step.stats.replayed >= 18
+
+
+def test_an_error_in_the_call_that_is_captured(backend: str) -> None:
+    """The recorded call is undone, and the step run again, so that the error leaves what it leaves in an eager step."""
+
+    def run(*, graphed: bool) -> list[Any]:
+        rig = build(on_device(rig_of(raises, calls=20)))
+        step = graph_step(rig.step, owners=rig.owners, backend=backend) if graphed else rig.step
+        found: list[Any] = []
+        for args in rig.calls:
+            try:
+                found.append(step(*args).item())
+            except ArithmeticError as error:
+                found.append(str(error))
+        return [found, state_of(rig), step.stats.replayed if graphed else None]  # type: ignore[attr-defined]
+
+    (found, left, replayed), (expected, right, _) = run(graphed=True), run(graphed=False)
+    assert found == expected
+    assert found.count("the sixth step") == 1
+    assert_same(right, left)
+    assert replayed >= 10
+
+
+def raises(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Raises an error once, after its update."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    model.seen += 1
+    if model.seen == BEFORE_REPLAY:
+        raise ArithmeticError("the sixth step")
+    return loss.detach()
+
+
 def test_what_was_changed_before_is_put_back(backend: str) -> None:
     """Statistics, counts of batches and random numbers are drawn once."""
     step = both(rig_of(skips_large, (9, 13)), backend)
