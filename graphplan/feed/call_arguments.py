@@ -25,6 +25,7 @@ BATCH_READS = "read before the step"
 _HANDS_OVER: dict[int, CodeType] = {}
 """By identity: to hash a code object takes as long as it has instructions."""
 Contents = dict[Any, Any]
+Changes = tuple[dict[int, Contents], dict[int, list[Any]]]
 _CHANGES = "the step changes a container that it is fed: "
 _ADVICE = (
     ". A replay computes with the tensors that are fed, and would leave the container as it is. Return the value "
@@ -90,23 +91,24 @@ class CallArguments:
             return None
         return f"{_CHANGES}what was {text_of(before)} is {text_of(structure)}{_ADVICE}"
 
-    def changes(self) -> dict[int, tuple[Contents, list[Any]]]:
-        """Return what was put into the containers since :meth:`watch`, and the keys that each has now, by the number of
-        the container.
+    def changes(self) -> Changes:
+        """Return what was put into the containers since :meth:`watch`, and the keys that changed ones have now, each by
+        the number of the container.
         """
-        found = {}
+        found: Changes = {}, {}
         for number, (node, before) in enumerate(self._containers):
             now = _contents(node) or {}
             put = {key: value for key, value in now.items() if key not in before or not _is_same(before[key], value)}
             if put or list(now) != list(before):
-                found[number] = put, list(now)
+                found[0][number], found[1][number] = put, list(now)
         return found
 
-    def take(self, changes: Mapping[int, tuple[Contents, list[Any]]]) -> None:
+    def take(self, changes: Changes) -> None:
         """Make the changes of other containers, which held the same, in these."""
-        for number, (put, keys) in changes.items():
+        puts, keys = changes
+        for number, put in puts.items():
             node, before = self._containers[number]
-            _fill(node, {key: put[key] if key in put else before[key] for key in keys})
+            _fill(node, {key: put[key] if key in put else before[key] for key in keys[number]})
 
     def objects(self) -> list[Any]:
         """The containers."""

@@ -186,7 +186,9 @@ class Planner:
         named = {path: path in again and pair.reads(place) for path, place in places.items()}
         new = {path for path, place in places.items() if self._may_replace(path, place, is_named=named[path])}
         self._changing_numbers |= new
-        return bool(new)
+        # Those that were seen to change before the second trace have stand-ins in that alone.
+        late = pair.second.symbolic.places.keys() - pair.first.symbolic.places.keys()
+        return bool(new) or not changed.isdisjoint(late)
 
     def _may_trace_anew(self, entry: Entry, line: Line, pair: TracePair) -> bool:
         """Whether two traces differ by what happened between them, so that further ones may be alike."""
@@ -204,7 +206,7 @@ class Planner:
                 "traced anew: autograd's engine ran the same operators in another order one step before", "traces"
             )
             return True
-        changed = changed or host_changes(pair)
+        changed = changed or host_changes(pair) or _settled(pair)
         line.straddling += changed is not None
         if changed is None or line.straddling >= _STRADDLING:
             return False
@@ -212,3 +214,10 @@ class Planner:
         line.traces = [pair.second]
         self._stats.note(f"traced anew: {changed}", "traces")
         return True
+
+
+def _settled(pair: TracePair) -> str | None:
+    """Describe a value that the step changed in the first trace, and left alone in the second: a bound was reached."""
+    settled = (path for path, old, new in pair.changed("scalars") if old is not None and new is None)
+    path = next(settled, None)
+    return None if path is None else f"the step leaves {path} alone, which it changed one step before"

@@ -141,7 +141,8 @@ def _comparing(function: Any) -> Callable[[SymbolicNumber, Any], Any]:
         if isinstance(other, Tensor):
             # Its own comparison takes this number.
             return NotImplemented
-        if type(other) is not SymbolicNumber and not _is_number(other):
+        # NumPy's numbers give truth values of NumPy's.
+        if type(other) is not SymbolicNumber and type(other) not in (bool, *NUMBERS):
             return function(value_of(self), other)
         return bool(self._computed(function, (self, other), bool))
 

@@ -201,3 +201,39 @@ class Smooth(LitDigits):
 def test_a_moving_average_that_is_logged(tmp_path: Path) -> None:
     """It is computed of an owner's number and of one that is read from the device, in double precision as in Python."""
     assert replayed(Smooth, tmp_path) >= 15
+
+
+class Curriculum(LitDigits):
+    """Raises a share in each step until it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.share = min(1.0, self.share + 0.08)
+        loss: Tensor = F.cross_entropy(self(batch[0] * self.share), batch[1])
+        return loss
+
+
+def test_a_curriculum_that_reaches_its_bound(tmp_path: Path) -> None:
+    """Before that the number is followed; the two traces of what comes after may straddle it."""
+    assert replayed(Curriculum, tmp_path) >= 15
+
+
+class Alternating(LitDigits):
+    """Counts its steps, and does something else in each fourth of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count += 1
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        return loss * 2 if self.count % 4 == 3 else loss
+
+
+@pytest.mark.parametrize("warmup_steps", [1, 2, 3])
+def test_a_counter_that_is_first_seen_to_change_between_traces(warmup_steps: int, tmp_path: Path) -> None:
+    assert replayed(Alternating, tmp_path, warmup_steps=warmup_steps) >= 12

@@ -461,6 +461,21 @@ def test_operators_get_the_number_of_each_step(operation: str, dtype: torch.dtyp
     assert step.stats.replayed >= 25, step.report()
 
 
+def test_comparisons_with_numbers_of_numpys() -> None:
+    """They give a truth value of NumPy's, whose ``~`` is another one than that of Python's: the number is used."""
+    model = Annealed()
+
+    def step(x: Tensor) -> Tensor:
+        return x * 2 if ~(model.share > np.float64(0.5)) else x
+
+    fast = graph_step(step, owners={"model": model}, on_failure="eager")
+    with pytest.warns(UserWarning, match=r"the step's code uses model\.share at test_symbolic_numbers\.py:\d+ in step"):
+        for index in range(30):
+            model.share = (0.1, 0.7, 0.3, 0.9)[index % 4]
+            assert fast(torch.ones(3)).sum() == (3.0 if model.share > 0.5 else 6.0)
+    assert fast.stats.replayed == 0
+
+
 READ = ("product", "sum", "difference", "quotient", "made", "in place")
 """Of the operations, those that do not branch."""
 

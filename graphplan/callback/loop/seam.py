@@ -47,6 +47,8 @@ from graphplan.step.peers import find_peers
 from graphplan.step.runner import Backends
 from graphplan.tensors.trees import Literals
 
+_PUT = "put into the batch"
+"""The key of what a step puts into its batch, which errors show."""
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
 _literals: Callable[[tuple[Any, ...]], Literals] = lru_cache(64)(Literals)
 """Gives the same object for the same literals: a replay need not look into it again."""
@@ -232,8 +234,8 @@ class Seam(ABC):
             out = step(batch, known, self._variant_of(batch))
         else:
             out = step(batch, known)
-        if out["batch"]:
-            CallArguments((batch,), {}).watch().take(out["batch"])
+        if out["keys"]:
+            CallArguments((batch,), {}).watch().take((out[_PUT], out["keys"]))
         self._finish(out)
         return out["result"]
 
@@ -270,4 +272,5 @@ class Seam(ABC):
             kwargs["batch_idx"] = self._arguments.batch_idx
         fed = CallArguments((own,), {}).watch()
         out = self.logs.around(lambda: self._stock(kwargs))
-        return {**out, "batch": fed.changes(), "note": getattr(self._wrapper, WRAPPERS_NOTE, None)}
+        put, keys = fed.changes()
+        return {**out, _PUT: put, "keys": keys, "note": getattr(self._wrapper, WRAPPERS_NOTE, None)}
