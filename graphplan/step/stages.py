@@ -167,8 +167,8 @@ class Stages:
         return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal))
 
     def _raises_again(self, call: Call, error: Exception) -> bool:
-        """Return True if the user's code has raised the error in a capture, and will in an eager step."""
-        if call.line.plan is None or not is_raised_by_user(error):
+        """Return True if the user's code has raised the error in a capture that executes, and will in an eager step."""
+        if call.line.plan is None or not (self._runner.backend.executes and is_raised_by_user(error)):
             return False
         call.line.outcomes += 1
         return call.line.outcomes < FICKLE_TRACES
