@@ -182,13 +182,14 @@ class Planner:
         places = {path: pair.walk.scalars[path] for path in numbers if path not in self._changing_numbers}
         # What only a library's code names may have been set once (a layer's probability), but not by the step itself.
         again = {path for path, times in self._times_changed.items() if times > 1}
-        again |= {path for path, _, new in pair.changed("scalars") if new is not None}
+        counted = {path for path, _, new in pair.changed("scalars") if new is not None}
+        again |= counted
         named = {path: path in again and pair.reads(place) for path, place in places.items()}
         new = {path for path, place in places.items() if self._may_replace(path, place, is_named=named[path])}
         self._changing_numbers |= new
         # Those that were seen to change before the second trace have stand-ins in that alone.
         late = pair.second.symbolic.places.keys() - pair.first.symbolic.places.keys()
-        return bool(new) or not changed.isdisjoint(late)
+        return bool(new) or not (changed & counted).isdisjoint(late)
 
     def _may_trace_anew(self, entry: Entry, line: Line, pair: TracePair) -> bool:
         """Whether two traces differ by what happened between them, so that further ones may be alike."""
@@ -217,7 +218,7 @@ class Planner:
 
 
 def _settled(pair: TracePair) -> str | None:
-    """Describe a value that the step changed in the first trace, and left alone in the second: a bound was reached."""
+    """Describe a number that the step changed in the first trace, and left alone in the second: a bound was reached."""
     settled = (path for path, old, new in pair.changed("scalars") if old is not None and new is None)
-    path = next(settled, None)
+    path = next((path for path in settled if path in pair.second.symbolic.places), None)
     return None if path is None else f"the step leaves {path} alone, which it changed one step before"

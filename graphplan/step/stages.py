@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from graphplan.backends.backend import is_out_of_memory, refusing_memory
 from graphplan.compare.building import build_later
@@ -29,7 +30,7 @@ from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.snapshot import Snapshot
 from graphplan.program.accumulators import renew_accumulators
 from graphplan.program.capture import capture_program, outdated
-from graphplan.program.faults import is_raised_by_user, is_steps_own, refusal_of
+from graphplan.program.faults import is_steps_own, refusal_of
 from graphplan.specs.policy import Policy
 from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants, reads_of
 from graphplan.step.compiled import Rehearsal, refuse_beside_compiled, refuse_graphs_within, uncompiled
@@ -150,12 +151,15 @@ class Stages:
             return result
         except Exception as error:
             found = error if isinstance(error, RefusalError) else refusal_of(error)
-            if found is None and not self._raises_again(call, error):
+            if found is None:
+                # A mode of the caller's around the step may raise what it likes.
+                call.line.outcomes += call.line.plan is not None and _get_current_dispatch_mode() is None
+                if call.line.outcomes > 1:
+                    # A capture is undone. Where its state leads to the error each time, an eager step gets beyond that.
+                    call.line.plan = None
+                    entry.warm = min(entry.warm, self._options.warmup_steps - 1)
                 raise
             refusal = found
-        if refusal is None:
-            # The recorded call was undone. The error comes again, and leaves what an eager step leaves.
-            return self._runner.eager(CallArguments.of(feed), SkipReason.CONTROL_FLOW, managed=True)
         if isinstance(refusal, OutcomeError):
             # It would keep the frames of the recorded step.
             refusal.__traceback__ = None
@@ -165,13 +169,6 @@ class Stages:
             refusal = refusal.refusal
         self._refuse(entry, refusal)
         return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal))
-
-    def _raises_again(self, call: Call, error: Exception) -> bool:
-        """Return True if the user's code has raised the error in a capture that executes, and will in an eager step."""
-        if call.line.plan is None or not (self._runner.backend.executes and is_raised_by_user(error)):
-            return False
-        call.line.outcomes += 1
-        return call.line.outcomes < FICKLE_TRACES
 
     def _refuse(self, entry: Entry, error: RefusalError) -> None:
         if self._peers is None and entry.may_refuse_way():
