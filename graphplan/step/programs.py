@@ -27,6 +27,7 @@ _IDLE = 16  # Lookups per known key after which a program that none of them foun
 _ALLOWANCE = 50  # Eager steps that starting may take beyond what replays save: a twentieth of the first thousand.
 _TRACED = 8  # More than a line has traces.
 _TRACES = 32  # The same in traces.
+_LONGEST = 64  # Waits in a row, of which a call has up to two.
 _PATIENCE = 4  # A capture is overdue after this many times the calls that it needs.
 _GEOMETRIES = 256  # Geometries of feeds whose latest program is remembered.
 _PAYS = 16  # Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``.
@@ -253,6 +254,7 @@ class Programs:
         self._unpaid = 0
         self.attempts = 0  # Calls on the way to a program that have returned.
         self._misses = self._paid = 0
+        self._waits = self._waits_at = 0
         self._said = False
 
     def get(self, key: Key) -> Entry | None:
@@ -390,10 +392,14 @@ class Programs:
 
     def waits(self, entry: Entry) -> str | None:
         """Why a new signature, or another way through the step, waits: for replays to save what starting took, less an
-        allowance; None if it does not.
+        allowance; None if it does not, or if nothing was replayed or captured for a while, so that nothing is saved.
         """
         is_known = entry.captured and len(entry.ways) == 1
         if is_known or not self.has_spent() or not (self.all() or self._is_behind(entry)):
+            return None
+        self._waits = self._waits + 1 if self._waits_at == self._progress else 1
+        self._waits_at = self._progress
+        if self._waits > _LONGEST:
             return None
         what = "another signature" if len(entry.ways) == 1 else "another way through the step's code"
         return f"{what} is traced once replays have saved what earlier traces and captures took"

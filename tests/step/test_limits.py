@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from graphplan import SkipReason
+from graphplan import SkipReason, graph_step
 from graphplan.report.stats import OTHERS, TEXTS, Stats
-from graphplan.step.programs import Entry
+from graphplan.step.programs import Entry, Programs
 from graphplan.trace.records import Trace
 from tests.models import MODELS, Mlp, batches
 from tests.twins import BEFORE_REPLAY, FURTHER, Rig, assert_equals_eager, assert_same_runs, build, drive, managed
@@ -75,6 +75,33 @@ def test_ways_wait_for_what_they_cost() -> None:
     assert 32 < stats.traced <= 32 + stats.replayed // 16 + 4
     assert stats.replayed >= 20
     assert "another way through the step's code is traced once replays have saved what" in step.report()
+
+
+def test_a_shape_that_does_not_come_again_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was traced once, and is nearer to a program than the other, which waits for it only for a while."""
+    monkeypatch.setattr(Programs, "has_spent", lambda self: True)
+    rig = build(lambda: rig_of([8] * (BEFORE_REPLAY - 2) + [6] * 80))
+    step = managed(rig)
+    for args in rig.calls:
+        step(*args)
+    assert step.stats.captured == 1
+    assert step.stats.replayed >= 30
+
+
+@pytest.mark.parametrize("turns", ["shape", "way"])
+def test_what_comes_for_good_waits_for_a_while_alone(turns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program before is not replayed any more, and cannot save what it took."""
+    monkeypatch.setattr(Programs, "has_spent", lambda self: True)
+    before, after = [8] * (BEFORE_REPLAY + 5), [6 if turns == "shape" else 8] * 90
+    rig = build(lambda: rig_of([*before, *after]))
+    given, model = rig.step, rig.owners["model"]
+    model.late = False
+    step = graph_step(lambda x, y: given(x * 2 if model.late else x, y), owners=rig.owners, backend="tape")
+    for number, args in enumerate(rig.calls):
+        model.late = turns == "way" and number >= len(before)
+        step(*args)
+    assert step.stats.captured == 2
+    assert step.stats.replayed >= 40
 
 
 def entries_of() -> int:
