@@ -93,7 +93,8 @@ class Program:
         self._undo, self._host = undo, host
         self._draws_from = {draw.generator for draw in plan.drawn}
         self.outcomes = self.outcomes_in_a_row = 0
-        """Replays that ended at a value that was another one than in the traces."""
+        """Replays that ended at a value that was another one than in the traces; the latest ones, with none between."""
+        self._replays_before_outcome = 0
         self._flags = Flags(walk) if plan.left else None
         asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.names())}
         self._asking = [(asking[path], value) for path, value in plan.left.items() if path in asking]
@@ -195,9 +196,10 @@ class Program:
                 _launch(self._recording)
         except OutcomeError:
             self.outcomes += 1
-            self.outcomes_in_a_row += 1
+            is_next = self.replays == self._replays_before_outcome
+            self.outcomes_in_a_row = self.outcomes_in_a_row + 1 if is_next else 1
+            self._replays_before_outcome = self.replays
             raise
-        self.outcomes_in_a_row = 0
 
     def wait(self, when: str) -> None:
         """Wait for the device, so that what failed there by ``when`` is told now."""

@@ -16,7 +16,8 @@ Operand = tuple[str, int]
 """``("external" | "internal", number)``: memory from outside and the step's own are numbered separately."""
 NOWHERE: Operand = ("internal", -1)
 _STRIDE = 1.1
-"""What is gone is looked for when more may be alive than ever before by this factor; the peak may be as much too large.
+"""Freed memory is subtracted once the count exceeds the largest one so far by this factor. The peak that is reported
+may be too large by the same factor.
 """
 _UNIFORM = ("aten.rand.default", "aten.rand.generator")
 _SPLITTING = ("aten.lt.Scalar", "aten.ge.Scalar")

@@ -28,6 +28,7 @@ from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result, names_of
 from graphplan.trace.batch_reads import answers_in
+from graphplan.trace.batch_recorder import BatchRecorder
 from graphplan.trace.changes import Changes, Recorder
 from graphplan.trace.mode import TraceMode
 from graphplan.trace.rate_reads import RateWatch
@@ -69,14 +70,7 @@ def trace(
     mode = TraceMode(record, watch, before, answers_in(fed.kwargs))
     result = _run(fn, feed, fed, mode, record, sharding)
     if record.batch is not None:
-        changed = {storage for storage, outer in record.externals.items() if outer.mutated}
-        for read in record.batch.impossible(changed):
-            if read.may_be_expected and read.place not in record.batch.expected:
-                record.batch.expected.add(read.place)
-                record.is_to_be_repeated = True
-            else:
-                assert read.error is not None
-                record.refuse(read.error)
+        _check_reads(record, record.batch)
     leaves, record.output_structure = flatten_result(result)
     named = list(zip(names_of(record.output_structure, "result"), leaves, strict=True))
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
@@ -104,6 +98,18 @@ def trace(
         # This one may have met containers with deferred numbers in them, which others have replaced.
         after = walk_owners(owners) if has_put else after
     return result, after
+
+
+def _check_reads(record: Trace, batch: BatchRecorder) -> None:
+    """Leave reads that cannot be made before the step to replays, in the traces that follow, or refuse them."""
+    changed = {storage for storage, outer in record.externals.items() if outer.mutated}
+    for read in batch.impossible(changed):
+        if read.may_be_expected and read.place not in batch.expected:
+            batch.expected.add(read.place)
+            record.is_to_be_repeated = True
+        else:
+            assert read.error is not None
+            record.refuse(read.error)
 
 
 def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Sharding) -> None:

@@ -42,7 +42,7 @@ class LateCopies:
         """In a trace, watch whether the step changes ``tensors`` after the scalar was copied."""
         if not is_traced():
             return
-        # Whoever changes a parameter or a buffer need not tell a tensor that ``.data`` gave.
+        # A change of a parameter or a buffer does not count up the version of a tensor that ``.data`` has returned.
         owned = {storage_id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
         for tensor in tensors:
             if type(tensor) is not Tensor or tensor.layout is not torch.strided or storage_id(tensor) in owned:
