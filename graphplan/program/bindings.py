@@ -7,7 +7,7 @@ tensor that the step gives other memory (``q.data = ...``) is carried too, and g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from operator import add, attrgetter, is_, is_not, setitem, sub
@@ -66,8 +66,13 @@ class _Severed(torch.autograd.Function):
         )
 
 
-def _renew(value: Any, path: str) -> Any:
-    """:func:`settled` for what the step binds or appends: what asked for gradients goes on asking."""
+def _renewing(value: Any, path: str) -> Callable[[], Any]:
+    """Return what makes copies of a value that the step binds or appends: what asked for gradients goes on asking."""
+    asks = any(tensor.requires_grad for tensor in tensor_leaves(value))
+    return partial(_sever, value, path) if asks else partial(settled, value, Tensor.clone)
+
+
+def _sever(value: Any, path: str) -> Any:
     with torch.enable_grad():
         return settled(value, lambda tensor: _Severed.apply(tensor, path) if tensor.requires_grad else tensor.clone())
 
@@ -86,9 +91,10 @@ class Bindings:
         self.homes = {path: old for path, old in self._old.items() if path not in stand_ins}
         """What is bound in carried slots between steps."""
         self.targets = {storage_id(tensor) for into in self._into.values() for tensor in into}
-        self._fresh: dict[str, Any] = {}
+        self._fresh: dict[str, Callable[[], Any] | None] = {}
+        """By path, what makes the value that the step leaves; None if it leaves nothing."""
         self._places: dict[str, Slot | None] = {}
-        self._appended: dict[str, list[Any]] = {}
+        self._appended: dict[str, list[Callable[[], Any]]] = {}
         lent = {path: place.get() for path in plan.symbolic if (place := before.scalars.get(path)) is not None}
         self.numbers = StaticNumbers(lent, plan.filled, plan.drawn)
         """What the step reads for numbers that it binds or returns."""
@@ -108,10 +114,11 @@ class Bindings:
         for path in self._plan.rebindings.fresh:
             if not names(path, Of.GRADIENT):
                 slot = after.slots.get(path)
-                self._fresh[path] = _own(slot.get(), outside) if slot else None
+                value = _own(slot.get(), outside) if slot else None
+                self._fresh[path] = None if value is None else _renewing(value, path)
         for path, count in self._plan.appends.items():
             items = list(after.lists[path])[-count:]
-            self._appended[path] = [_own(self.numbers.take(item), outside) for item in items]
+            self._appended[path] = [_renewing(_own(self.numbers.take(item), outside), path) for item in items]
         for path, own in self._before.items():
             scalar = after.scalars[path]
             # Another small integer may be the same object.
@@ -250,7 +257,7 @@ class Bindings:
                 if (to := walk.place(path))
             ),
             self._set_fresh,
-            *(partial(_append, walk.lists[path], items, path) for path, items in self._appended.items()),
+            *(partial(_append, walk.lists[path], makes) for path, makes in self._appended.items()),
             *self._set_numbers,
         ]
 
@@ -281,22 +288,22 @@ class Bindings:
     def replace_recorded(self) -> None:
         """After the recorded pass has run: give owners copies of what a replay will overwrite."""
         self.numbers.fetch()
-        for path, items in self._appended.items():
-            for number, item in enumerate(items, -len(items)):
-                self._walk.lists[path][number] = _renew(item, path)
+        for path, makes in self._appended.items():
+            for number, make in enumerate(makes, -len(makes)):
+                self._walk.lists[path][number] = make()
         for set_number in self._set_numbers:
             set_number()
         self._set_fresh()
 
     def _set_fresh(self) -> None:
-        for path, value in self._fresh.items():
+        for path, make in self._fresh.items():
             slot = self._places.get(path)
             if slot is not None:
-                slot.set(_renew(value, path))
+                slot.set(None if make is None else make())
 
     def keep_places(self, walk: Walk) -> bool:
         """Whether ``walk``, made before :meth:`repeat`, leads to everything after it."""
-        stay = (path in walk.slots and value is not None for path, value in self._fresh.items())
+        stay = (path in walk.slots and make is not None for path, make in self._fresh.items())
         return not self._appended and all(stay)
 
     def repeat(self) -> None:
@@ -313,8 +320,8 @@ def _count(container: Any, key: Any, delta: float) -> None:
     container[key] += delta
 
 
-def _append(to: Items, items: list[Any], path: str) -> None:
-    to.extend(_renew(item, path) for item in items)
+def _append(to: Items, makes: Sequence[Callable[[], Any]]) -> None:
+    to.extend([make() for make in makes])
 
 
 def _set_number(scalar: Scalar, number: StaticNumber) -> None:
