@@ -185,7 +185,9 @@ def assert_equals_eager(
 
 def by_chance(tensor: Tensor) -> Tensor:
     """The same values, which operators make with random numbers: no read that is made before a step can have them."""
-    return torch.where(torch.rand(tensor.shape, device=tensor.device) < 0.5, tensor, tensor)
+    # What is drawn on the host can be drawn ahead, but for what names its generator.
+    generator = torch.default_generator if tensor.device.type == "cpu" else None
+    return torch.where(torch.rand(tensor.shape, device=tensor.device, generator=generator) < 0.5, tensor, tensor)
 
 
 def line_of(function: Callable[..., Any], marker: str = "culprit") -> str:

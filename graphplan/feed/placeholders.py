@@ -9,11 +9,11 @@ from __future__ import annotations
 import dis
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from itertools import pairwise
 from types import CodeType
 from typing import Any
 
 from graphplan.environment.origin import is_users_file
+from graphplan.tensors.deferred import HostCopy, is_deferred
 
 
 class ReadSignal(BaseException):
@@ -66,14 +66,31 @@ def is_placeholder(value: Any) -> bool:
     return type(value) is Placeholder
 
 
+def is_stand_in(value: Any) -> bool:
+    """Return True for a placeholder, a deferred number, and a deferred copy, without a use of it."""
+    return is_placeholder(value) or is_deferred(value) or type(value) is HostCopy
+
+
 @lru_cache(4096)
-def compares_classes(code: CodeType) -> bool:
-    """Return True if the user's ``code`` calls ``type`` on anything but ``self``, which no placeholder notices."""
+def asked_classes(code: CodeType) -> frozenset[str] | None:
+    """The arguments of which the user's ``code`` takes the class by ``type(argument)``, which no stand-in notices; None
+    if it calls ``type`` on anything else.
+    """
     if "type" not in code.co_names or not is_users_file(code.co_filename):
-        return False
+        return frozenset()
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]
-    for step, argument in pairwise(steps):
-        loaded = step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type"
-        if loaded and not (argument.opname.startswith("LOAD_FAST") and argument.argval == "self"):
-            return True
-    return False
+    bound = [step.argval for step in steps if "STORE_FAST" in step.opname or "DELETE_FAST" in step.opname]
+    arguments = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]).difference(*map(_each, bound))
+    found = set()
+    for step, argument, call in zip(steps, steps[1:], steps[2:], strict=False):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type":
+            is_argument = argument.opname.startswith("LOAD_FAST") and argument.argval in arguments
+            if not (is_argument and call.opname.startswith("CALL") and call.arg == 1):
+                return None
+            found.add(argument.argval)
+    return frozenset(found)
+
+
+def _each(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    # One instruction may name two variables.
+    return (names,) if isinstance(names, str) else names

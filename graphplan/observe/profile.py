@@ -26,6 +26,7 @@ from graphplan.environment.collector import no_collections
 from graphplan.environment.origin import file_of, is_library, is_librarys, is_users, is_users_file
 from graphplan.environment.switches import USED
 from graphplan.errors import Faults
+from graphplan.feed.placeholders import asked_classes, is_stand_in
 from graphplan.observe.conversions import READERS, Conversions
 from graphplan.observe.executed_code import ExecutedCode
 from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_of_saving, name_of_start, name_of_write
@@ -58,6 +59,7 @@ class Reads:
         stored: attributes of modules that were, each with the module's identity.
         codes: the user's code and that of installed packages, each with the id of the object whose method it is, or 0.
         dynamic: whether some attributes have names that the user's code computes.
+        ask_classes: whether the user's code may have called ``type`` on a stand-in.
     """
 
     anywhere: set[str] = field(default_factory=set)
@@ -69,6 +71,7 @@ class Reads:
     stored: set[tuple[int, str]] = field(default_factory=set)
     codes: list[tuple[CodeType, int]] = field(default_factory=list)
     dynamic: bool = False
+    ask_classes: bool = False
 
     def may_cover(self, scalar: Scalar) -> bool:
         """Whether the user's code that takes attributes by computed names may have come to ``scalar``."""
@@ -152,6 +155,9 @@ class Profile:
         self._stored: set[tuple[int, str]] = set()
         self._users: set[int] = set()
         """Identities of the user's code that ran."""
+        self._asked: dict[int, frozenset[str]] = {}
+        """Arguments that code asks for their classes, by its identity."""
+        self._ask_classes = False
         self._others = ExitStack()
         self._importing: FrameType | None = None
         self._setattr = Module.__setattr__.__code__
@@ -202,8 +208,11 @@ class Profile:
         # By identity: to hash a code object takes as long as it has instructions.
         key = (number, 0 if owner is None else id(owner))
         known = key in self._codes
+        asked = self._asked.get(number)
+        if asked is not None:
+            self._ask_classes |= any(is_stand_in(frame.f_locals.get(argument)) for argument in asked)
         if known and not is_closure:
-            return name is None
+            return name is None and asked is None
         if self._importing is not None:
             return False
         self._codes[key] = code
@@ -212,10 +221,19 @@ class Profile:
                 self.executed.note_write(name_of_saving(frame, code.co_name, owner))
             return name is None
         if is_users_file(file_of(code, frame.f_globals)):
-            self._users.add(number)
+            if number not in self._users:
+                self._note_asked(frame, code)
             self.executed.note(frame, owner)
             return False
         return name is None
+
+    def _note_asked(self, frame: FrameType, code: CodeType) -> None:
+        """Note the user's ``code``, and what it asks for its class."""
+        self._users.add(id(code))
+        asked = asked_classes(code)
+        if asked:
+            self._asked[id(code)] = asked
+        self._ask_classes |= asked is None or any(is_stand_in(frame.f_locals.get(argument)) for argument in asked)
 
     def _meet(self, frame: FrameType, code: CodeType, number: int) -> tuple[str | None, bool]:
         """The variable that has the object or class whose method runs, if any, and whether the code is a closure's.
@@ -272,7 +290,7 @@ class Profile:
 
     def reads(self) -> Reads:
         """What the code that ran may have read."""
-        found = Reads(stored=self._stored)
+        found = Reads(stored=self._stored, ask_classes=self._ask_classes)
         for (_, owner), code in self._codes.items():
             if owner:
                 found.methods_on.setdefault(owner, []).append(code)

@@ -23,7 +23,7 @@ from graphplan.errors import (
 )
 from graphplan.feed.buffers import Buffers
 from graphplan.feed.call_arguments import CallArguments
-from graphplan.feed.placeholders import ReadSignal, compares_classes
+from graphplan.feed.placeholders import ReadSignal
 from graphplan.feed.signature import Feed, asks_for_gradients
 from graphplan.feed.unread import Placeholders, UnreadValues
 from graphplan.owners.slots import Walk, is_optimizer_state
@@ -220,7 +220,7 @@ class Stages:
         rehearses = self._managed.runs_compiled(call.walk)
         facts.expects = not rehearses and self._peers is None
         if facts.expects:
-            facts.batch = recorder_of(feed, self._runner.device, self._expected)
+            facts.batch = recorder_of(feed, self._expected)
         symbolic = self._planner.make_symbolic(call.walk, self._runner.device, arguments_alone=rehearses)
         facts.deferred = DeferredReads(defers=self._defers and not rehearses, symbolic=symbolic)
         placeholders = Placeholders(feed, feed.unread)
@@ -230,7 +230,7 @@ class Stages:
         with placeholders, self._stats.timed("trace"):
             result, walk = self._run_traced(call, fed, facts, undo, rehearses=rehearses)
             result = placeholders.settled(result)
-            if feed.unread and any(compares_classes(code) for code, _ in facts.reads.codes):
+            if feed.unread and facts.reads.ask_classes:
                 raise ReadSignal(feed.unread)
             rehearsal = None
             if rehearses or facts.executed.compiled:

@@ -12,7 +12,7 @@ are answered as they were found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import count, takewhile
@@ -134,11 +134,11 @@ class Search:
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self.leaves = leaves
-        self._ran: dict[tuple[int, ...], list[_Ran]] = {}
+        self._ran: dict[tuple[tuple[int, int], ...], list[_Ran]] = {}
 
-    def ran(self, tensors: Iterable[Any]) -> list[_Ran]:
-        """The operators of the latest way that begins with these tensors."""
-        return self._ran.setdefault(tuple(map(id, tensors)), [])
+    def ran(self, tensors: Mapping[int, Any]) -> list[_Ran]:
+        """The operators of the latest way that begins with these tensors, by number."""
+        return self._ran.setdefault(tuple((number, id(tensor)) for number, tensor in tensors.items()), [])
 
 
 class BatchReads:
@@ -199,7 +199,7 @@ class BatchReads:
             if not isinstance(known[number], Tensor):
                 return None
         found: list[Tensor] = []
-        ran = search.ran(known.values()) if self._is_pure else []
+        ran = search.ran(known) if self._is_pure else []
         del ran[sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], zip(ran, self._forms, strict=False))) :]
         drawn = [state for _, _, _, state in ran if state is not None]
         if drawn:
@@ -235,13 +235,12 @@ class BatchReads:
         """Return True if the reads are those that ``other`` begins with, by the same operators: a way through the step
         that ends early makes no more of them.
         """
-        pairs = (
-            (self._forms, other._forms),
-            (list(map(_named, self._sources.values())), list(map(_named, other._sources.values()))),
-        )
-        if any(own != others[: len(own)] for own, others in pairs) or len(self.reads) > len(other.reads):
+        others = other._sources
+        if self._forms != other._forms[: len(self._forms)] or len(self.reads) > len(other.reads):
             return False
-        return self._beside == other._beside and all(map(_is_same, self.reads, other.reads))
+        if any(at not in others or _named(others[at]) != _named(source) for at, source in self._sources.items()):
+            return False
+        return {*self._beside} <= {*other._beside} and all(map(_is_same, self.reads, other.reads))
 
 
 def _named(source: BatchSource) -> str | int:

@@ -44,17 +44,19 @@ class _Leaf(NamedTuple):
 
 
 class BatchRecorder(CallRecorder):
-    """Follows, in one trace, what is computed from the batch alone; where the step computes on a device (``draws``),
-    from what torch draws on the host as well.
+    """Follows, in one trace, what is computed from the batch alone, and from what torch draws on the host before
+    anything that cannot be drawn again.
     """
 
-    def __init__(self, leaves: Sequence[tuple[int, Tensor]], expected: set[Place], *, draws: bool = False) -> None:
+    def __init__(self, leaves: Sequence[tuple[int, Tensor]], expected: set[Place]) -> None:
         super().__init__()
-        self._draws = draws
+        self._draws = True
         self.expected = expected
         """Where traces have read what cannot be read before the step, and replays compare it."""
         self.is_outdated = False
         """What was read before the step is not what is read in it."""
+        self._beyond: set[Place] = set()
+        """Where the step has read what needs more than the batch."""
         self._operators = 0
         self._places: list[_Leaf] = []
         self._sources: dict[int, BatchSource] = {}
@@ -94,7 +96,7 @@ class BatchRecorder(CallRecorder):
 
     def impossible(self, changed: Collection[int | None]) -> list[Read]:
         """The reads that cannot be made before the step: they take long, or need what it has ``changed`` itself, given
-        by storages, or what may be other memory in the next call.
+        by storages, or what may be other memory in the next call. Nor those beside others that cannot, at one place.
         """
         reads = [call.read for call in self._calls if call.read is not None and call.read.error is not None]
         limit = max(_FEW, self._operators // _SHARE)
@@ -103,7 +105,8 @@ class BatchRecorder(CallRecorder):
             leading = self._leading_to(lambda call, read=read: call.read is read)  # type: ignore[misc]
             needed = frozenset[int | None]().union(*(call.given | call.changed for call in leading))
             owned = needed & self._owned
-            if len(leading) > limit or not owned.isdisjoint(changed) or not needed.isdisjoint(self._ambiguous):
+            are_others = not owned.isdisjoint(changed) or not needed.isdisjoint(self._ambiguous)
+            if len(leading) > limit or are_others or read.place in self._beyond:
                 found.append(read)
         return found
 
@@ -130,7 +133,22 @@ class BatchRecorder(CallRecorder):
         """Take in a read; False if it needs more than the batch. ``error`` makes what refuses it; for
         ``may_be_expected`` see :class:`Read`.
         """
-        schema, place, contents = call.schema, find_place(), contents_of(call)
+        place = find_place()
+        is_of_batch = self._take(call, out, place, error, may_be_expected=may_be_expected)
+        if not is_of_batch:
+            self._beyond.add(place)
+        return is_of_batch
+
+    def _take(
+        self,
+        call: OperatorCall,
+        out: Any,
+        place: Place,
+        error: Callable[[], HostSyncError] | None,
+        *,
+        may_be_expected: bool,
+    ) -> bool:
+        schema, contents = call.schema, contents_of(call)
         given = contents or call.tensors()
         if not given or not all(map(self.has, given)) or not (contents or schema.is_certain):
             return False
@@ -167,11 +185,13 @@ class BatchRecorder(CallRecorder):
 
 
 def _made_once(calls: Sequence[Call], sources: Mapping[int, BatchSource], places: Sequence[_Leaf]) -> BatchReads:
-    """Run equal operators once, with tensors numbered by first appearance: a mask that is used twice is read once."""
+    """Run equal operators once: a mask that is used twice is read once. What they make is numbered by first appearance,
+    and what they begin with below 0, as the step came to it: a way that makes more reads has the same numbers.
+    """
     given = {slot.number for call in calls for slot in call.slots()}
-    used = {number: source for number, source in sources.items() if number in given}
+    used = {-1 - at: number for at, number in enumerate(sources) if number in given}
     made = {number for call in calls for number in call.made}
-    numbers: dict[int, int] = {number: at for at, number in enumerate(used)}
+    numbers = {number: own for own, number in used.items()}
     merges = not any(call.writes or call.has_effect for call in calls)
     kept: list[Call] = []
     by_form: dict[str, int] = {}
@@ -182,12 +202,12 @@ def _made_once(calls: Sequence[Call], sources: Mapping[int, BatchSource], places
         if position is None:
             position = by_form[new.form] = len(kept)
             for number in call.made:
-                numbers.setdefault(number, max(numbers.values(), default=-1) + 1)
+                numbers.setdefault(number, max((-1, *numbers.values())) + 1)
             kept.append(call.renumbered(numbers))
         numbers.update(zip(call.made, kept[position].made, strict=True))
         if call.read is not None:
             reads.append(call.read._replace(call=position))
-    return BatchReads(kept, reads, dict(enumerate(used.values())), _beside(places, given, made))
+    return BatchReads(kept, reads, {own: sources[number] for own, number in used.items()}, _beside(places, given, made))
 
 
 def _beside(places: Sequence[_Leaf], given: set[int], made: set[int]) -> list[tuple[int, int, int]]:
@@ -212,11 +232,11 @@ def _draws_on_host(call: OperatorCall, made: Sequence[Tensor]) -> bool:
     return call.schema.is_random and not is_given and all(tensor.device.type == "cpu" for tensor in made)
 
 
-def recorder_of(feed: Feed, device: torch.device | None, expected: set[Place]) -> BatchRecorder:
-    """A recorder for a step that is fed so, and computes on ``device``. What was read before it is no part of the
-    batch. ``expected`` grows with the step's traces.
+def recorder_of(feed: Feed, expected: set[Place]) -> BatchRecorder:
+    """A recorder for a step that is fed so. What was read before it is no part of the batch. ``expected`` grows with
+    the step's traces.
     """
     found = reads_in(feed.given[1]) if feed.given is not None else None
     size = len(feed.leaves) - (0 if found is None else 1 + len(found[1]))
     leaves = [(index, leaf) for index, leaf in feed.tensors() if index < size]
-    return BatchRecorder(leaves, expected, draws=device is not None and device.type != "cpu")
+    return BatchRecorder(leaves, expected)

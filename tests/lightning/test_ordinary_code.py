@@ -203,6 +203,55 @@ def test_a_moving_average_that_is_logged(tmp_path: Path) -> None:
     assert replayed(Smooth, tmp_path) >= 15
 
 
+class Asking(LitDigits):
+    """Tells containers apart by their class, as much code does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if type(batch) not in (list, tuple):
+            raise TypeError(type(batch))
+        loss: Tensor = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("step", self.global_step)
+        return loss
+
+
+class AskingNumbers(LitDigits):
+    """Takes other ways for what is not quite a number."""
+
+    asks: Callable[[Any, Any], bool] = lambda module, batch_idx: type(batch_idx) is int
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = F.cross_entropy(self(batch[0]), batch[1])
+        return loss * (2 if self.asks(batch_idx) else 3)
+
+
+def test_code_that_asks_for_classes(tmp_path: Path) -> None:
+    """Of what is no stand-in: the others are followed as without."""
+    assert replayed(Asking, tmp_path) >= 15
+
+
+ASKING: dict[str, Callable[..., bool]] = {
+    "an argument": lambda module, batch_idx: type(batch_idx) is int,
+    "an attribute": lambda module, batch_idx: type(module.global_step) is int,
+    "an argument of another name": lambda module, batch_idx: is_integer(batch_idx),
+    "a variable": lambda module, batch_idx: [type(each) for each in (module, batch_idx)][1] is int,
+    "by another function": lambda module, batch_idx: list(map(type, (module, batch_idx)))[1] is int,
+}
+
+
+def is_integer(value: Any, /) -> bool:
+    return type(value) is int
+
+
+@pytest.mark.filterwarnings("ignore:graphplan runs this step eagerly")
+@pytest.mark.parametrize("name", ASKING)
+def test_code_that_asks_for_the_class_of_a_stand_in(name: str, tmp_path: Path) -> None:
+    """It gets that of a number, though no replay is for the numbers of all steps then, and hears how to ask."""
+    callback = tape(on_failure="eager", verify="off")
+    make = with_step(AskingNumbers.training_step, asks=ASKING[name])
+    assert_same_fits(fit(make, tmp_path / "eager"), fit(make, tmp_path / "graphed", callback))
+    assert "use isinstance()" in str(list(callback.stats.reasons))
+
+
 class Curriculum(LitDigits):
     """Raises a share in each step until it is one."""
 

@@ -444,8 +444,8 @@ def branches_on_trained(model: Any, x: Tensor, mask: Tensor) -> Tensor:
     return model(x) * 2 if model.layer.weight.detach().sum() > 0 else model(x)  # culprit
 
 
-def reads_random(model: Any, x: Tensor, mask: Tensor) -> Tensor:
-    return model(x)[torch.rand(ROWS) < 0.5]  # culprit
+def draws_after_dropout(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return F.dropout(model(x))[torch.rand(ROWS) < 0.5]  # culprit
 
 
 def reads_what_is_drawn_too(model: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -473,7 +473,7 @@ def reads_trained_beside_the_batch(model: Any, x: Tensor, mask: Tensor) -> Tenso
     return out * 2 if out.sum() > 0 else out  # culprit
 
 
-REFUSED = [reads_trained, reads_random, reads_what_is_drawn_too, reads_before_it_is_written, writes_its_batch]
+REFUSED = [reads_trained, draws_after_dropout, reads_what_is_drawn_too, reads_before_it_is_written, writes_its_batch]
 BRANCHES = [branches_on_trained, reads_trained_beside_the_batch, reads_a_written_buffer]
 
 
@@ -750,6 +750,23 @@ def test_what_one_way_wrote_is_not_found_by_another() -> None:
     assert [reads.find(search) for reads in (more, *ways, more, *reversed(ways))] == [None, [], [], None, [], []]
 
 
+def selects_by_chance(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return F.dropout(model(x)[(torch.rand(ROWS) < 0.5) & mask])
+
+
+def adds_noise_first(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    noisy = x + torch.randn_like(x)
+    return model(noisy[mask] if torch.rand([]) < 0.4 else noisy * torch.rand(8))
+
+
+@pytest.mark.parametrize("forward", [selects_by_chance, adds_noise_first])
+def test_what_the_host_draws_before_anything_else(forward: Forward) -> None:
+    """It is drawn ahead to choose the program, and again in that: the generator moves as in eager steps."""
+    step = assert_same_as_eager(partial(rig_of, forward, partial(batches, calls=60)))
+    assert step.stats.captured >= 2
+    assert step.stats.replayed >= 30, step.report()
+
+
 def writes_to_what_it_found(model: Any, x: Tensor, mask: Tensor) -> Tensor:
     rows = mask.nonzero().view(-1)
     rows.sub_(rows.min())
@@ -859,6 +876,28 @@ def test_a_way_that_ends_before_the_read() -> None:
 
     step = assert_same_as_eager(make, verify="off")
     assert step.stats.captured == 3
+    assert step.stats.replayed >= 40
+
+
+@pytest.mark.parametrize(
+    "second", [lambda x, mask, model: mask[1], lambda x, mask, model: x, lambda x, mask, model: model.held]
+)
+def test_a_way_that_ends_before_another_tensor_is_read(second: Callable[..., Tensor]) -> None:
+    def forward(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        model.calls += 1
+        out = model(x) if mask[0].sum() > 1000 else model(x) * 2
+        if model.calls % 2:
+            return out
+        return out if second(x, mask, model).float().abs().sum() > 1000 else out * 2
+
+    def make() -> Rig:
+        rig = rig_of(forward, partial(batches, lambda index: 5, calls=60))
+        rig.owners["model"].calls = 0
+        rig.owners["model"].register_buffer("held", torch.ones(3))
+        return rig
+
+    step = assert_same_as_eager(make, verify="off")
+    assert step.stats.captured == 2
     assert step.stats.replayed >= 40
 
 
