@@ -39,9 +39,11 @@ def lay(tensors: Iterable[Tensor], memories: Iterable[Tensor]) -> None:
 
 
 def with_leaves(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """``value``, a tensor or a tuple, with ``tensors`` in place of its own."""
+    """``value``, a tensor or a tuple, with ``tensors`` in place of its own; what lies in lists within stays."""
     following = iter(tensors)
-    return pytree.tree_map_only(Tensor, lambda _: next(following), value)
+    return pytree.tree_map_only(
+        Tensor, lambda _: next(following), value, is_leaf=lambda part: not isinstance(part, tuple)
+    )
 
 
 def storage_id(tensor: Tensor) -> int | None:

@@ -423,3 +423,22 @@ def test_what_was_put_in_a_place_before_is_not_looked_at_any_more() -> None:
         return Rig(step, {"model": model}, [(x[:4],) for x, _ in float_batches(CALLS)], after)
 
     assert_same_as_eager(make, verify="off")
+
+
+def test_a_tuple_with_a_list_in_it() -> None:
+    """The tensors of the tuple are one state, and those of the list another; a new list is another one to guards."""
+
+    def make() -> Rig:
+        model = Recurrent()
+        model.state = (torch.zeros(()), [torch.zeros(())])
+
+        def step(x: Tensor) -> Tensor:
+            count, (total,) = model.state
+            with torch.no_grad():
+                model.state = (count + 1, [total + x.mean()])
+                return model(x) * total
+
+        return Rig(step, {"model": model}, [(x[:4],) for x, _ in float_batches(CALLS)])
+
+    step = assert_same_as_eager(make, verify="off", on_failure="eager")
+    assert step.stats.replayed > 0
