@@ -65,10 +65,7 @@ class Check:
         self._program = program
         self._on_any = on_any
         self._feed = feed
-        # Asked for each of hundreds of paths.
-        self._is_allowed: Callable[[str], bool] = (
-            partial(is_allowed, allow=tuple(allow)) if allow else lambda path: False
-        )
+        self._is_allowed: Callable[[str], bool] = partial(is_allowed, allow=tuple(allow))
         self._place = place
         plan = program.plan
         self._walk = plan.handles.walk

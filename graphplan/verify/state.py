@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.environment.devices import default_generators
 from graphplan.owners.flags import Flags
+from graphplan.owners.kinds import PLAIN
 from graphplan.owners.slots import Walk
 from graphplan.specs.paths import Path
 from graphplan.tensors.attributes import has_memory, is_freed
@@ -81,7 +82,7 @@ def tensors_of(walk: Walk, is_left_out: Callable[[str], bool] = lambda path: Fal
 
 def _parts(path: str, value: Any) -> Iterable[tuple[str, Any]]:
     """A value in a scalar's place, or what is in a tuple that holds containers of tensors."""
-    if type(value) is not tuple:
+    if type(value) is not tuple or all(type(item) in PLAIN for item in value):
         return [(path, value)]
     leaves = pytree.tree_flatten_with_path(value)[0]
     # What is no tensor may have a class that raises when it is asked.
