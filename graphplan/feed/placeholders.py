@@ -15,6 +15,8 @@ from typing import Any
 from graphplan.environment.origin import is_users_file
 from graphplan.tensors.deferred import HostCopy, is_deferred
 
+_RAISE = "RAISE_VARARGS"
+
 
 class ReadSignal(BaseException):
     """Leaves at ``indices`` or ``symbolic`` numbers were read. No ``Exception``: the step's handlers let it pass."""
@@ -82,13 +84,23 @@ def asked_classes(code: CodeType) -> frozenset[str] | None:
     bound = [step.argval for step in steps if "STORE_FAST" in step.opname or "DELETE_FAST" in step.opname]
     arguments = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]).difference(*map(_each, bound))
     found = set()
-    for step, argument, call in zip(steps, steps[1:], steps[2:], strict=False):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type":
+    for at, (step, argument, call) in enumerate(zip(steps, steps[1:], steps[2:], strict=False)):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type" and not _ends_in_raise(steps[at:]):
             is_argument = argument.opname.startswith("LOAD_FAST") and argument.argval in arguments
             if not (is_argument and call.opname.startswith("CALL") and call.arg == 1):
                 return None
             found.add(argument.argval)
     return frozenset(found)
+
+
+def _ends_in_raise(steps: Iterable[dis.Instruction]) -> bool:
+    # Code that goes on has not been there: ``raise TypeError(f"expected a tensor, got {type(x)}")``.
+    ends = (
+        step.opname
+        for step in steps
+        if step.opname.startswith("RETURN") or "JUMP" in step.opname or step.opname == _RAISE
+    )
+    return next(ends, None) == _RAISE
 
 
 def _each(names: str | tuple[str, ...]) -> tuple[str, ...]:

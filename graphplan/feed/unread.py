@@ -25,7 +25,7 @@ from graphplan.tensors.trees import Literals, flatten_result, rebuild
 
 _SHAPES = 256  # Structures of calls whose units are remembered.
 _FEW = (bool, int, float, complex, Enum, type(None), torch.dtype, torch.device, torch.memory_format)
-"""Values that mostly steer the code, and of which there may be so many before they are left out:"""
+"""Values that mostly steer the code. There may be so many at one place, or in one list, before they are left out:"""
 _VALUES = 8
 _NUMBERED = re.compile(r"\[\d+\]$")
 
@@ -41,6 +41,12 @@ class _Shape:
         pairs = zip(names, parents, strict=True)
         self.units = [name if parent in mixed or parent == "args" else parent for name, parent in pairs]
         self.seen: list[set[Hashable]] = [set() for _ in names]
+        members: dict[str, list[int]] = {}
+        for index, unit in enumerate(self.units):
+            members.setdefault(unit, []).append(index)
+        self.lists = {unit: indices for unit, indices in members.items() if len(indices) > 1}
+        """The leaves of each unit that has several, and what these have been together."""
+        self.contents: dict[str, set[Hashable]] = {unit: set() for unit in self.lists}
         devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
         self.home = next((d for d in devices if d.type != "cpu"), None) if len(set(devices)) > 1 else None
         """Where the step computes, if only some of the tensors are fed from there. The others are host values."""
@@ -53,6 +59,7 @@ class UnreadValues:
     def __init__(self) -> None:
         self._shapes: dict[Hashable, _Shape] = {}
         self._free: set[str] = set()
+        self._varied: set[str] = set()
         self._read: set[str] = set()
 
     def keys(self, structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
@@ -60,6 +67,7 @@ class UnreadValues:
         known = self._shape(structure, leaves)
         if known.is_plain and all(isinstance(leaf, Tensor) for leaf in leaves):
             return list(map(leaf_key, leaves)), frozenset()
+        self._note_lists(known, leaves)
         keys: list[Hashable] = []
         unread: list[int] = []
         for index, leaf in enumerate(leaves):
@@ -89,12 +97,21 @@ class UnreadValues:
             known = self._shapes[structure] = _Shape(structure, leaves)
         return known
 
+    def _note_lists(self, shape: _Shape, leaves: Sequence[Any]) -> None:
+        """Note what is in lists of numbers, such as the labels of a batch."""
+        for unit, indices in shape.lists.items():
+            if unit not in self._varied and all(isinstance(leaves[index], _FEW) for index in indices):
+                seen = shape.contents[unit]
+                seen.add(tuple(leaf_key(leaves[index]) for index in indices))
+                if len(seen) > _VALUES:
+                    self._varied.add(unit)
+
     def _key(self, shape: _Shape, index: int, leaf: Any) -> Hashable:
         """The key of a value; None if it is left out."""
         unit = shape.units[index]
         if unit in self._read:
             return named_key(shape.structure, index, leaf)
-        if unit in self._free and (type(leaf) is str or not isinstance(leaf, _FEW)):
+        if unit in self._varied or (unit in self._free and (type(leaf) is str or not isinstance(leaf, _FEW))):
             return None
         try:
             key = leaf_key(leaf)

@@ -188,6 +188,8 @@ def find_source(innermost: FrameType | None = None) -> Source:
     return _source(found or frame, component or _STEP, familiar if found is not None else None)
 
 
+_ENGINE = "torch.autograd.graph"
+"""The module in which Python waits for autograd's engine."""
 _Component = tuple[str, str, bool]
 _STEP: _Component = ("step", "", False)
 
@@ -203,7 +205,7 @@ def _is_dull(module: str | None) -> bool:
 class Sources:
     """Calls :func:`find_source` for each operator of one thread, from the innermost frame that it knows: to look
     through the whole stack takes a quarter of a trace. Known frames, with their variables, are held until the next
-    operator or :meth:`forget`.
+    operator or :meth:`forget`, but for those that autograd calls: it copies a gradient that someone holds.
     """
 
     def __init__(self) -> None:
@@ -221,14 +223,17 @@ class Sources:
         innermost = sys._getframe(2)
         frame: FrameType | None = innermost
         inner, passed = list[tuple[FrameType, _Place]](), list[int | str]()
+        called_back = 0
         while frame is not None:
             module: Any = frame.f_globals.get("__name__")
             if _is_dull(module):
                 passed.append(module)
+                if module == _ENGINE:
+                    called_back = len(inner)
                 frame = frame.f_back
                 continue
             if frame in self._around:
-                return self._find_within(frame, inner)
+                return self._find_within(frame, inner, called_back)
             code = frame.f_code
             number = id(code)
             place = _PLACES.get(number) or _place_of(code)
@@ -239,7 +244,9 @@ class Sources:
             passed.append(number)
             frame = frame.f_back
         # What is called by a frame that an optimizer's step has left for its closure is no optimizer's either.
-        known = [(each, place) for each, place in reversed(inner) if find_source(each).component == "step"]
+        known = [
+            (each, place) for each, place in reversed(inner[called_back:]) if find_source(each).component == "step"
+        ]
         self._around, self._places = [each for each, _ in known], [place for _, place in known]
         if frame is None or inner or frame.f_code.co_flags & _PAUSING:
             self._stop = None
@@ -253,15 +260,18 @@ class Sources:
             source = self._beyond[key] = find_source(innermost)
         return source
 
-    def _find_within(self, frame: FrameType, inner: list[tuple[FrameType, _Place]]) -> Source:
-        """The source of what a known frame has led to, through frames of the user's code: ``inner`` ones first."""
+    def _find_within(self, frame: FrameType, inner: list[tuple[FrameType, _Place]], called_back: int) -> Source:
+        """The source of what a known frame has led to, through frames of the user's code: ``inner`` ones first, of
+        which autograd has called as many as ``called_back``.
+        """
         self._stop = None
         end = self._around.index(frame) + 1
         del self._around[end:], self._places[end:]
-        for each, place in reversed(inner):
+        for each, place in reversed(inner[called_back:]):
             self._around.append(each)
             self._places.append(place)
-        return _source_at(self._places[-1], self._around[-1], _STEP)
+        innermost, place = inner[0] if inner else (frame, self._places[-1])
+        return _source_at(place, innermost, _STEP)
 
     def forget(self) -> None:
         """Let go of all frames."""

@@ -184,7 +184,8 @@ class Planner:
         again = {path for path, times in self._times_changed.items() if times > 1}
         counted = {path for path, _, new in pair.changed("scalars") if new is not None}
         again |= counted
-        named = {path: path in again and pair.reads(place) for path, place in places.items()}
+        shown = counted if any(trace.symbolic.is_behind for trace in pair.both) else set()
+        named = {path: path in again and (path in shown or pair.reads(place)) for path, place in places.items()}
         new = {path for path, place in places.items() if self._may_replace(path, place, is_named=named[path])}
         self._changing_numbers |= new
         # Those that were seen to change before the second trace have stand-ins in that alone.

@@ -27,6 +27,7 @@ _IDLE = 16  # Lookups per known key after which a program that none of them foun
 _ALLOWANCE = 50  # Eager steps that starting may take beyond what replays save: a twentieth of the first thousand.
 _TRACED = 8  # More than a line has traces.
 _TRACES = 32  # Traces that starting may take beyond one for each ``_PAYS`` replays, where eager steps are not timed.
+_UNPAID = 3  # Captures in a row that did not pay, after which further ones wait.
 _LONGEST = 64  # Waits in a row, of which a call has up to two.
 _PATIENCE = 4  # A capture is overdue after this many times the calls that it needs.
 _GEOMETRIES = 256  # Geometries of feeds whose latest program is remembered.
@@ -391,17 +392,20 @@ class Programs:
         return f"all {self._options.max_graphs} programs (max_graphs) are in use"
 
     def waits(self, entry: Entry) -> str | None:
-        """Why a new signature, or another way through the step, waits: for replays to save what starting took, less an
-        allowance; None if it does not, or if nothing was replayed or captured for a while, so that nothing is saved.
+        """Why a new signature, another way through the step, or one more capture after some that did not pay, waits: for
+        replays to save what starting took, less an allowance; None if it does not, or if nothing was replayed or
+        captured for a while, so that nothing is saved.
         """
         is_known = entry.captured and len(entry.ways) == 1
-        if is_known or not self.has_spent() or not (self.all() or self._is_behind(entry)):
+        is_first = is_known or not (self.all() or self._is_behind(entry))
+        if (is_first and self._unpaid < _UNPAID) or not self.has_spent():
             return None
         self._waits = self._waits + 1 if self._waits_at == self._progress else 1
         self._waits_at = self._progress
         if self._waits > _LONGEST:
             return None
-        what = "another signature" if len(entry.ways) == 1 else "another way through the step's code"
+        further = "what was captured before" if is_first else "another signature"
+        what = further if len(entry.ways) == 1 else "another way through the step's code"
         return f"{what} is traced once replays have saved what earlier traces and captures took"
 
     def has_spent(self) -> bool:

@@ -104,7 +104,11 @@ class SymbolicNumber(DeferredNumber):
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Functions of NumPy are functions of numbers."""
         if method == "__call__" and not kwargs and ufunc.nout == 1:
-            return self.apply(ufunc, inputs)
+            # NumPy makes arrays of its numbers to compare them.
+            are_numpys = (hasattr(type(each), "__array_interface__") and not each.ndim for each in inputs)
+            return self.apply(
+                ufunc, [each[()] if is_numpys else each for each, is_numpys in zip(inputs, are_numpys, strict=True)]
+            )
         return getattr(ufunc, method)(*map(value_of, inputs), **kwargs)
 
     def __round__(self, digits: int | None = None) -> Any:

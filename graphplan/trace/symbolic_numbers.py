@@ -81,6 +81,7 @@ class SymbolicNumbers:
         draws: what the step has drawn, in order, and ``drawn`` the numbers, by path.
         deciding: the paths of numbers that are arguments of draws.
         refusal: why the step is not replayed, with what it draws.
+        is_behind: whether the step itself has changed what a property computes its number of.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class SymbolicNumbers:
         self.deciding: set[str] = set()
         self.pending: list[tuple[NumberTensor, Any]] = []
         self.refusal: HostScalarError | None = None
+        self.is_behind = False
         self._expected, self._follows, self._may_fill, self._is_shared = expected, follows, may_fill, is_shared
         self._made: list[weakref.ref[Any]] = []
         self._is_over = False
@@ -121,8 +123,10 @@ class SymbolicNumbers:
         self._modes, self._functions = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
         shown: dict[int, tuple[Any, dict[str, SymbolicNumber]]] = {}
         with ExitStack() as undo:
+            # Before what a property computes one of has a stand-in.
+            known = {path: place.get() for path, place in self.places.items()}
             for path, place in self.places.items():
-                number = SymbolicNumber(self, place.get(), path)
+                number = SymbolicNumber(self, known[path], path)
                 self._made.append(weakref.ref(number))
                 self.kinds[path] = number._kind
                 container = _container_of(place)
@@ -130,7 +134,7 @@ class SymbolicNumbers:
                     thing = place.container.thing
                     shown.setdefault(id(thing), (thing, {}))[1][place.key] = number
                 else:
-                    undo.callback(_take_back, container, place.key, number, place.get())
+                    undo.callback(_take_back, container, place.key, number, known[path])
                     container[place.key] = number
             for thing, numbers in shown.values():
                 undo.callback(setattr, thing, "__class__", type(thing))
@@ -174,7 +178,7 @@ class SymbolicNumbers:
                 return now
             if same_value(now, known):
                 return number
-            # The step itself has changed what it is computed of.
+            self.is_behind = True
             self._note_use(path)
             return now
 

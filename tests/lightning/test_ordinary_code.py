@@ -214,6 +214,17 @@ class Asking(LitDigits):
         return loss
 
 
+class Telling(LitDigits):
+    """Says in an error what it got."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if not torch.is_tensor(x):
+            raise TypeError(f"expected a tensor, got {type(x)}")
+        loss: Tensor = F.cross_entropy(self(x), y)
+        return loss
+
+
 class AskingNumbers(LitDigits):
     """Takes other ways for what is not quite a number."""
 
@@ -224,9 +235,10 @@ class AskingNumbers(LitDigits):
         return loss * (2 if self.asks(batch_idx) else 3)
 
 
-def test_code_that_asks_for_classes(tmp_path: Path) -> None:
-    """Of what is no stand-in: the others are followed as without."""
-    assert replayed(Asking, tmp_path) >= 15
+@pytest.mark.parametrize("kind", [Asking, Telling])
+def test_code_that_asks_for_classes(kind: type[LitDigits], tmp_path: Path) -> None:
+    """Of what is no stand-in, or only to say it in an error: stand-ins are followed as without."""
+    assert replayed(kind, tmp_path) >= 15
 
 
 ASKING: dict[str, Callable[..., bool]] = {
@@ -250,6 +262,68 @@ def test_code_that_asks_for_the_class_of_a_stand_in(name: str, tmp_path: Path) -
     make = with_step(AskingNumbers.training_step, asks=ASKING[name])
     assert_same_fits(fit(make, tmp_path / "eager"), fit(make, tmp_path / "graphed", callback))
     assert "use isinstance()" in str(list(callback.stats.reasons))
+
+
+class Checkpointing(torch.autograd.Function):
+    """Recomputes its part in the backward pass, as people did before torch could."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *params: Tensor) -> Tensor:
+        ctx.run, ctx.x, ctx.params = run, x, params
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            made = ctx.run(x.view_as(x))
+        found = torch.autograd.grad(made, [x, *ctx.params], grads, allow_unused=True)
+        return (None, *found)
+
+
+class Checkpointed(LitDigits):
+    """Has the gradients of parameters as results of a function of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, *others = self.net
+        logits = Checkpointing.apply(torch.nn.Sequential(*others), first(batch[0]), *others[-1].parameters())
+        loss: Tensor = F.cross_entropy(logits, batch[1])
+        return loss
+
+
+def test_gradients_that_a_function_of_the_users_returns(tmp_path: Path) -> None:
+    """Autograd takes one that nobody else holds as it is, and copies others: a trace holds none."""
+    assert replayed(Checkpointed, tmp_path) >= 15
+
+
+class Players(LitDigits):
+    """Steps two optimizers itself, and then asks how many steps there were."""
+
+    def __init__(self, rate: int) -> None:
+        super().__init__(schedule=None)
+        self.automatic_optimization = False
+        self.rate = rate
+        self.register_buffer("slow", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            loss = F.cross_entropy(self(batch[0]), batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        if self.global_step % self.rate == 0:
+            self.slow += loss.detach()
+        self.log("steps", self.global_step)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), 0.1, fused=True) for layer in (self.net[0], self.net[-1])]
+
+
+@pytest.mark.parametrize(("rate", "least"), [(1, 12), (4, 8)])
+def test_steps_counted_within_the_step(rate: int, least: int, tmp_path: Path) -> None:
+    """Lightning's count has gone on by then: it follows from what it was before the step."""
+    assert replayed(lambda: Players(rate), tmp_path) >= least
 
 
 class Curriculum(LitDigits):

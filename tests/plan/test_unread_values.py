@@ -94,6 +94,11 @@ UNREAD: dict[str, tuple[Callable[[int, Tensor], Any], Callable[[Any], Tensor], i
     "an object": (lambda i, x: {"x": x, "meta": Meta(i)}, lambda b: b["x"], BEFORE_REPLAY),
     "a set": (lambda i, x: {"x": x, "ids": {i}}, lambda b: b["x"], BEFORE_REPLAY),
     "a tuple of its own": (lambda i, x: {"x": x, "ids": Ids((i,))}, lambda b: b["x"], BEFORE_REPLAY),
+    "a list of numbers": (
+        lambda i, x: {"x": x, "labels": [(i >> bit) % 2 for bit in range(6)]},
+        lambda b: b["x"],
+        VARIES + 7,
+    ),
     "a number": (lambda i, x: {"x": x, "index": i}, lambda b: b["x"], BEFORE_REPLAY + 8),
 }
 

@@ -333,6 +333,10 @@ COMPUTED: dict[str, tuple[Callable[[Any], Any], int]] = {
     "floor": (lambda model: 0.5 ** math.floor((1 + model.step) / 10), 1),
     "rounded": (lambda model: round(model.share, 1) + round(model.share), 1),
     "NumPy's": (lambda model: np.cos(np.pi * model.step / 40) * 2 - np.minimum(model.share, 0.5), 1),
+    "beside one of NumPy's": (
+        lambda model: min(model.share, np.log(1.5)) * (2 if np.float64(0.2) > model.share else 1),
+        3,
+    ),
     "asked": (lambda model: 2.0 if math.isnan(model.share) or np.isinf(model.share) else model.share, 1),
     "of another class": (lambda model: 2 ** (model.step - 20), 2),
     "undefined at first": (lambda model: math.log(model.step - 3) if model.step > 3 else 0.0, 1),

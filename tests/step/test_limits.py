@@ -88,6 +88,21 @@ def test_a_shape_that_does_not_come_again_holds_up_no_other(monkeypatch: pytest.
     assert step.stats.replayed >= 30
 
 
+def test_captures_that_do_not_pay_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that the step looks at grows now and then, as that of a player's rewards after each game."""
+    monkeypatch.setattr(Programs, "has_spent", lambda self: True)
+    rig = build(lambda: rig_of([8] * 120))
+    given, model = rig.step, rig.owners["model"]
+    model.rewards = [1.0]
+    step = graph_step(lambda x, y: given(x * len(model.rewards[-99:]), y), owners=rig.owners, backend="tape")
+    for number, args in enumerate(rig.calls):
+        if number % 8 == 7:
+            model.rewards.append(1.0)
+        step(*args)
+    assert 3 <= step.stats.captured <= 6
+    assert "what was captured before is traced once replays have saved what earlier traces and" in step.report()
+
+
 @pytest.mark.parametrize("turns", ["shape", "way"])
 def test_what_comes_for_good_waits_for_a_while_alone(turns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program before is not replayed any more, and cannot save what it took."""
