@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -19,6 +20,7 @@ from graphplan.plan.plan import Plan
 from graphplan.program.guards import Guards
 from graphplan.specs.paths import Path
 from graphplan.specs.roles import TensorSpec
+from graphplan.tensors.attributes import has_memory
 from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.tensors.storages import lay, memory_uses, places, storage_id, with_leaves
 from graphplan.trace.changes import same_value
@@ -88,6 +90,12 @@ class AdoptedTensors:
         self._held = {slot.path: self._entry_grads.get(slot.path, slot.get()) for slot in slots}
         self._aliases = {path: [tensor.detach() for tensor in tensor_leaves(held)] for path, held in self._held.items()}
         self._geometries = {path: _geometries(held) for path, held in self._held.items()}
+        self._plain = [
+            (held, self._aliases[path][0], geometry(held))
+            for path, held in self._held.items()
+            if isinstance(held, Tensor) and not is_sharded(held) and has_memory(held)
+            if self._slots[path].param is None and path not in self._replaced
+        ]
         changed = {e.path for e in self._plan.externals if e.mutated}
         self.written = {storage_id(t) for path in self._held.keys() & changed for t in self._aliases[path]}
         self.written |= {storage_id(tensor) for tensor in self._plan.changed_tensors(walk)}
@@ -157,19 +165,42 @@ class AdoptedTensors:
             return True
         return any(alias.data_ptr() != tensor.data_ptr() for alias, tensor in pairs)
 
-    def _left(self, path: str) -> list[Any]:
-        """What programs have found in a slot, and what still lies where this one reads ``path``."""
-        held = {id(held): held for adopted in _LIVE for held in adopted._held.values()}
-        return [one for one in held.values() if places(tensor_leaves(one)) == self._places[path]]
+    def _left(self, paths: Iterable[str]) -> dict[str, list[Any]]:
+        """What programs have found in slots, and what still lies where this one reads ``paths``."""
+        by_places: dict[tuple[int, ...], list[Any]] = {}
+        needed = {path: tuple(self._places[path]) for path in paths}
+        held = {id(held): held for adopted in _LIVE for held in adopted._held.values()} if needed else {}
+        for one in held.values():
+            by_places.setdefault(tuple(places(tensor_leaves(one))), []).append(one)
+        return {path: by_places.get(where, []) for path, where in needed.items()}
 
     def follow_tensors(self) -> bool:
         """:meth:`follow` without a walk, if nothing but tensors has moved; whether that was possible."""
-        if not self.guards.structure_holds() or self.follow(self.walk) is not None:
+        if not self.guards.structure_holds():
+            return False
+        if self._follow_data():
+            return True
+        if self.follow(self.walk) is not None:
             return False
         # What was given other memory (``tensor.data = ...``) lies where it did.
         if not self.guards.hold():
             self.take(self.walk)
         return True
+
+    def _follow_data(self) -> bool:
+        """:meth:`follow` where tensors were given other memory (``tensor.data = ...``) that nothing else has, nor what
+        they had before; whether that was all.
+        """
+        moved = [each for each in self._plain if each[0].data_ptr() != each[1].data_ptr()]
+        if not moved or any(geometry(t) != known or t.device != alias.device for t, alias, known in moved):
+            return False
+        new, old = [tensor for tensor, *_ in moved], [alias for _, alias, _ in moved]
+        if any(count > 1 for count in memory_uses(new).values()) or any(others_uses(old).values()):
+            return False
+        with torch.no_grad():
+            torch._foreach_copy_(old, [tensor.detach() for tensor in new])
+        lay(new, old)
+        return self.guards.hold()
 
     def follow(self, walk: Walk) -> str | None:
         """Copy tensors that moved to where the program reads them, and bind that back. ``walk`` is of now. None if that
@@ -264,14 +295,14 @@ class AdoptedTensors:
         """Describe who else uses the old tensors or their memory, so that nothing can be copied there."""
         # Gradients that are kept elsewhere get memory of their own before a replay; what steps replace is overwritten.
         slots = {path: slot for path, slot in moved if slot.param is None and not self._is_replaced(path, slot)}
-        left = {path: self._held[path] for path, slot in slots.items() if slot.get() is not self._held[path]}
+        left = self._left(path for path, slot in slots.items() if slot.get() is not self._held[path])
         staying = {id(held): path for path, held in self._held.items() if path not in slots}
-        known = [leaf for path in left for held in self._left(path) for leaf in tensor_leaves(held)]
+        known = [leaf for held in chain.from_iterable(left.values()) for leaf in tensor_leaves(held)]
         known += [leaf for slot in slots.values() for leaf in slot.tensors()]
         own = Counter(storage_id(leaf) for leaf in {id(leaf): leaf for leaf in known}.values())
         for path in slots:
-            still = next((staying[id(held)] for held in self._left(path) if id(held) in staying), None)
-            if path in left and still is not None:
+            still = next((staying[id(held)] for held in left.get(path, ()) if id(held) in staying), None)
+            if still is not None:
                 return f"{path} was replaced, and {still}, which lay there too, is still what it was"
             if any(count > own[storage] for storage, count in others_uses(self._aliases[path]).items()):
                 return f"{path} lies elsewhere, and something else has the memory where it was"
@@ -299,6 +330,7 @@ class AdoptedTensors:
                 for static, value in zip(self._aliases[path], value_of, strict=True):
                     static.copy_(value)
         fresh = {id(leaf) for _, slot in moved for leaf in slot.tensors()}
+        left = self._left(path for path, slot in moved if slot.param is None and slot.get() is not self._held[path])
         for (path, slot), old in zip(moved, olds, strict=True):
             held, now, aliases = self._held[path], slot.get(), self._aliases[path]
             is_replaced = self._is_replaced(path, slot)
@@ -308,8 +340,8 @@ class AdoptedTensors:
             if slot.param is not None or (not is_replaced and any(t.is_inference() for t in slot.tensors())):
                 slot.set(held)
                 continue
-            for leaves in map(tensor_leaves, self._left(path)):
-                if fresh.isdisjoint(map(id, leaves)):
+            for leaves in map(tensor_leaves, left[path]):
+                if fresh.isdisjoint(map(id, leaves)) and places(leaves) == self._places[path]:
                     lay(leaves, old)
             if not is_replaced:
                 lay(slot.tensors(), aliases)

@@ -392,7 +392,7 @@ class Programs:
         return f"all {self._options.max_graphs} programs (max_graphs) are in use"
 
     def waits(self, entry: Entry) -> str | None:
-        """Why a new signature, another way through the step, or one more capture after some that did not pay, waits: for
+        """Why a new signature, another way through the step, or a capture after some that did not pay, waits: for
         replays to save what starting took, less an allowance; None if it does not, or if nothing was replayed or
         captured for a while, so that nothing is saved.
         """

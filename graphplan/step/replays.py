@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,9 +21,13 @@ from graphplan.step.runner import Parts
 from graphplan.verify.check import Check, Verdict, detached
 from graphplan.verify.schedule import Timetable, next_check
 
+_FORMS = 64  # Kinds of programs that are checked together, of which the latest are remembered.
+
 
 class _Series(Tally):
-    """Programs for several shapes, which are checked as often as a single one, and each at its ``first`` replay."""
+    """Programs for several shapes, or captured one after another: checked as often as a single one, and each at its
+    ``first`` replay.
+    """
 
     def __init__(self, timetable: Timetable, first: int) -> None:
         super().__init__(first)
@@ -54,7 +58,7 @@ class Replays:
         self._runner, self._options, self._peers = parts.runner, parts.options, parts.peers
         self._stats = parts.runner.stats
         self._asked = 0
-        self._by_form: WeakValueDictionary[int, _Series] = WeakValueDictionary()
+        self._by_form: dict[int, _Series] = {}
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
         """Replay once. Raises OutcomeError, with everything as it was, if the step branches otherwise."""
@@ -143,6 +147,8 @@ class Replays:
         series = _Series(timetable, next_check(every, 0))
         if every is None:
             series = self._by_form.setdefault(plan.form, series)
+            if len(self._by_form) > _FORMS:
+                del self._by_form[next(iter(self._by_form))]
         program.tally = series
 
     def _ask_peers(self, reason: str) -> str:

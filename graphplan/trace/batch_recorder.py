@@ -105,7 +105,10 @@ class BatchRecorder(CallRecorder):
             leading = self._leading_to(lambda call, read=read: call.read is read)  # type: ignore[misc]
             needed = frozenset[int | None]().union(*(call.given | call.changed for call in leading))
             owned = needed & self._owned
-            are_others = not owned.isdisjoint(changed) or not needed.isdisjoint(self._ambiguous)
+            # What has been written by then is not known any more.
+            are_others = (read.may_be_expected and not owned.isdisjoint(changed)) or not needed.isdisjoint(
+                self._ambiguous
+            )
             if len(leading) > limit or are_others or read.place in self._beyond:
                 found.append(read)
         return found

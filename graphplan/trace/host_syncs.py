@@ -38,6 +38,10 @@ _FIX = (
     "(a number of .item(), not float(), or a copy of .cpu() that is only logged, appended or returned is read then); "
     "where only some calls do it, eager_if= names those"
 )
+_SHAPE_FIX = (
+    "Where a tensor of fixed shape does as well (a mask, torch.where, indices of a fixed number), take that; an "
+    "operator that itself reads lengths or sizes on the host, as some losses do, keeps the step eager"
+)
 _METRIC_FIX = (
     "Update the metric after the step, with what the step returns for it (in a Trainer: return a dictionary with the "
     "loss, and update in on_train_batch_end)"
@@ -77,7 +81,8 @@ class HostSyncs:
                 self._trace.host_reads.append(HostRead(find_place(), made, asserted=True, waits=_waits(given)))
             else:
                 what = "a mask" if name == POSITIONS else name
-                self._refuse(f"{what} makes a tensor whose shape depends on values", source, (call, out))
+                fix = _FIX if name == POSITIONS else _SHAPE_FIX
+                self._refuse(f"{what} makes a tensor whose shape depends on values", source, (call, out), fix=fix)
         if name in TRANSFERS:
             self._check_copy(call, out, source)
         for tensor in call.host_operands():

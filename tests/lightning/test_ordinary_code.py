@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -360,3 +361,22 @@ class Alternating(LitDigits):
 @pytest.mark.parametrize("warmup_steps", [1, 2, 3])
 def test_a_counter_that_is_first_seen_to_change_between_traces(warmup_steps: int, tmp_path: Path) -> None:
     assert replayed(Alternating, tmp_path, warmup_steps=warmup_steps) >= 12
+
+
+class Playing(LitDigits):
+    """Returns a reward that an installed package keeps: alike in the traced steps, and another one later."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": F.cross_entropy(self(batch[0]), batch[1]), "reward": torchmetrics.reward}
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        torchmetrics.reward = float(self.global_step > 8)
+
+
+def test_a_replay_that_differs_is_told_of_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eager step's outcome stands, so that the fit is the one without the callback."""
+    monkeypatch.setattr(torchmetrics, "reward", 0.0, raising=False)
+    with pytest.warns(UserWarning, match=r"replay \d+ of the training step is not what the eager step does: .*reward"):
+        found = fit(Playing, tmp_path / "graphed", tape(on_failure="eager", verify=1))
+    torchmetrics.reward = 0.0
+    assert_same_fits(fit(Playing, tmp_path / "eager"), found)

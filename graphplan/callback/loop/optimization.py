@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from graphplan.callback.loop.schedules import Schedules
-from graphplan.callback.loop.seam import Seam
+from graphplan.callback.loop.seam import NAME, Seam
 from graphplan.callback.trainer_state import group_numbers
 from graphplan.errors import RefusalError
 from graphplan.step.runner import ADVICE
@@ -51,6 +51,8 @@ class ManualSeam(Seam):
         with self._schedules.noting() as stepped:
             out = super()._body(batch)
         return {**out, "scheduler steps": Literals(stepped)}
+
+    _body.__qualname__ = NAME
 
     @override
     def _finish(self, out: dict[str, Any]) -> None:

@@ -48,6 +48,7 @@ from graphplan.step.runner import Backends
 from graphplan.tensors.trees import Literals
 
 _PUT = "put into the batch"
+NAME = "the training step"  # What messages call it.
 """The key of what a step puts into its batch, which errors show."""
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
 _literals: Callable[[tuple[Any, ...]], Literals] = lru_cache(64)(Literals)
@@ -274,3 +275,5 @@ class Seam(ABC):
         out = self.logs.around(lambda: self._stock(kwargs))
         put, keys = fed.changes()
         return {**out, _PUT: put, "keys": keys, "note": getattr(self._wrapper, WRAPPERS_NOTE, None)}
+
+    _body.__qualname__ = NAME
