@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -21,7 +22,7 @@ from graphplan.step.runner import Parts
 from graphplan.verify.check import Check, Verdict, detached
 from graphplan.verify.schedule import Timetable, next_check
 
-_FORMS = 64  # Kinds of programs that are checked together, of which the latest are remembered.
+_LATEST = 2  # Captures whose checks go on where the program is captured again.
 
 
 class _Series(Tally):
@@ -58,7 +59,8 @@ class Replays:
         self._runner, self._options, self._peers = parts.runner, parts.options, parts.peers
         self._stats = parts.runner.stats
         self._asked = 0
-        self._by_form: dict[int, _Series] = {}
+        self._by_form: WeakValueDictionary[int, _Series] = WeakValueDictionary()
+        self._latest: deque[_Series] = deque(maxlen=_LATEST)
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
         """Replay once. Raises OutcomeError, with everything as it was, if the step branches otherwise."""
@@ -147,8 +149,7 @@ class Replays:
         series = _Series(timetable, next_check(every, 0))
         if every is None:
             series = self._by_form.setdefault(plan.form, series)
-            if len(self._by_form) > _FORMS:
-                del self._by_form[next(iter(self._by_form))]
+            self._latest.append(series)
         program.tally = series
 
     def _ask_peers(self, reason: str) -> str:

@@ -18,14 +18,14 @@ from recipes.zoo import sweep
 def test_each_outcome_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Replayed and equal, refused with the line, and skipped where there is no eager step."""
     file = tmp_path / "rows.json"
-    sweep.main(["--only", "masked/mpnet", "sequence/ibert", "s2s/bigbird_pegasus", "s2s/t5", "--json", str(file)])
+    sweep.main(["--only", "masked/mpnet", "causal/jetmoe", "s2s/bigbird_pegasus", "s2s/t5", "--json", str(file)])
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
     assert (rows["masked/mpnet"]["is"], rows["masked/mpnet"]["replayed"]) == ("bitwise", sweep.STEPS - 6)
-    assert rows["sequence/ibert"]["is"] == "refused"
-    assert re.search(r"quant_modules\.py:\d+", rows["sequence/ibert"]["why"])
+    assert rows["causal/jetmoe"]["is"] == "refused"
+    assert re.search(r"modeling_jetmoe\.py:\d+", rows["causal/jetmoe"]["why"])
     assert rows["s2s/t5"]["is"] == "skipped"
     printed = capsys.readouterr().out
-    assert "sequence/ibert" in printed
+    assert "causal/jetmoe" in printed
     assert "s2s/t5" not in printed
 
 
