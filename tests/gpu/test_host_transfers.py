@@ -207,3 +207,46 @@ def test_two_players_in_a_trainer() -> None:
     for one, other in zip(*states, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert torch.equal(states[0][0], states[1][0])
+
+
+class Queue(nn.Module):
+    """Keeps the latest keys, as momentum contrast does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 4)
+        self.register_buffer("keys", torch.zeros(12, 4))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.encoder(x)
+        scores = found @ self.keys.clone().T
+        at = int(self.at)
+        with torch.no_grad():
+            self.keys[at : at + len(x)] = found
+            self.at[0] = (at + len(x)) % len(self.keys)
+        return scores.logsumexp(1) + found.square().sum(1)
+
+
+def test_a_pointer_of_the_devices_that_goes_round() -> None:
+    """It is read before the step, in which it changes afterwards; each of its values has a program."""
+    runs = []
+    for replays in (False, True):
+        torch.manual_seed(0)
+        model = Queue().to(DEVICE)
+        optimizer = SGD(model.parameters(), lr=0.05, fused=True)
+
+        def step(x: Tensor, model: Queue = model, optimizer: SGD = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        owners = {"model": model, "optimizer": optimizer}
+        fast: Callable[[Tensor], Tensor] = graph_step(step, owners=owners, backend=BACKEND) if replays else step
+        losses = [fast(torch.randn(4, 8).to(DEVICE)).clone() for _ in range(40)]
+        runs.append([*losses, *model.state_dict().values()])
+    assert [torch.equal(one, other) for one, other in zip(*runs, strict=True)] == [True] * len(runs[0])
+    assert fast.stats.captured == 3  # type: ignore[attr-defined]
+    assert fast.stats.replayed >= 20  # type: ignore[attr-defined]
