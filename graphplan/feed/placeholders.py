@@ -84,7 +84,7 @@ def asked_classes(code: CodeType) -> frozenset[str] | None:
     bound = [step.argval for step in steps if "STORE_FAST" in step.opname or "DELETE_FAST" in step.opname]
     arguments = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]).difference(*map(_each, bound))
     found = set()
-    for at, (step, argument, call) in enumerate(zip(steps, steps[1:], steps[2:], strict=False)):
+    for at, (step, argument, call) in enumerate(zip(steps, steps[1:], [*steps[2:], steps[-1]], strict=False)):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type" and not _ends_in_raise(steps[at:]):
             is_argument = argument.opname.startswith("LOAD_FAST") and argument.argval in arguments
             if not (is_argument and call.opname.startswith("CALL") and call.arg == 1):

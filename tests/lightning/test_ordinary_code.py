@@ -247,8 +247,13 @@ ASKING: dict[str, Callable[..., bool]] = {
     "an attribute": lambda module, batch_idx: type(module.global_step) is int,
     "an argument of another name": lambda module, batch_idx: is_integer(batch_idx),
     "a variable": lambda module, batch_idx: [type(each) for each in (module, batch_idx)][1] is int,
+    "by what another gives": lambda module, batch_idx: its_class()(batch_idx) is int,
     "by another function": lambda module, batch_idx: list(map(type, (module, batch_idx)))[1] is int,
 }
+
+
+def its_class() -> Any:
+    return type
 
 
 def is_integer(value: Any, /) -> bool:
