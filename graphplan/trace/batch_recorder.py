@@ -231,8 +231,9 @@ def _beside(places: Sequence[_Leaf], given: set[int], made: set[int]) -> list[tu
 
 def _draws_on_host(call: OperatorCall, made: Sequence[Tensor]) -> bool:
     """Return True if an operator draws from torch's default generator of the host."""
-    is_given = any(isinstance(given, torch.Generator) for given in (*call.args, *call.kwargs.values()))
-    return call.schema.is_random and not is_given and all(tensor.device.type == "cpu" for tensor in made)
+    if not call.schema.is_random or any(tensor.device.type != "cpu" for tensor in made):
+        return False
+    return not any(isinstance(given, torch.Generator) for given in (*call.args, *call.kwargs.values()))
 
 
 def recorder_of(feed: Feed, expected: set[Place]) -> BatchRecorder:
