@@ -15,7 +15,7 @@ from graphplan.effects.allowed import allowing
 from graphplan.effects.appended_lists import AppendedLists
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
-from graphplan.feed.placeholders import asked_classes
+from graphplan.feed.placeholders import asks_classes
 from graphplan.observe.source import find_load
 from graphplan.owners.contents import is_proxy, unseen
 from graphplan.owners.slots import Scalar, Walk
@@ -151,7 +151,7 @@ def _refuse_stale(stale: Mapping[str, Scalar], pair: TracePair) -> NoReturn:
             "Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, variant= "
             "for a program of its own for each of a few answers, or, "
         )
-    asking = [code for code, _ in pair.second.reads.codes if asked_classes(code) != frozenset()]
+    asking = [code for code, _ in pair.second.reads.codes if asks_classes(code)]
     if asking:
         instead = f"If only type() at {find_load(asking, 'type')} needs it, use isinstance(). {instead}"
     raise HostScalarError(

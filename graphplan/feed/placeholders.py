@@ -9,8 +9,9 @@ from __future__ import annotations
 import dis
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from itertools import pairwise
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphplan.environment.origin import is_users_file
 from graphplan.tensors.deferred import HostCopy, is_deferred
@@ -73,32 +74,56 @@ def is_stand_in(value: Any) -> bool:
     return is_placeholder(value) or is_deferred(value) or type(value) is HostCopy
 
 
-@lru_cache(4096)
-def asked_classes(code: CodeType) -> frozenset[str] | None:
-    """The arguments of which the user's ``code`` takes the class by ``type(argument)``, which no stand-in notices; None
-    if it calls ``type`` on anything else.
+class Asked(NamedTuple):
+    """What code calls ``type`` on, which no stand-in notices: ``arguments`` of its own, and whether on anything else;
+    ``in_errors``: only where it raises one then (``raise TypeError(f"expected a tensor, got {type(x)}")``).
     """
+
+    arguments: frozenset[str] = frozenset()
+    others: bool = False
+    in_errors: bool = False
+
+
+_NOTHING = Asked()
+
+
+@lru_cache(4096)
+def asked_classes(code: CodeType) -> Asked:
+    """What the user's ``code`` calls ``type`` on."""
     if "type" not in code.co_names or not is_users_file(code.co_filename):
-        return frozenset()
+        return _NOTHING
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]
     bound = [step.argval for step in steps if "STORE_FAST" in step.opname or "DELETE_FAST" in step.opname]
-    arguments = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]).difference(*map(_each, bound))
-    found = set()
+    own = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]).difference(*map(_each, bound))
+    arguments, elsewhere = set(), set()
     for at, (step, argument, call) in enumerate(zip(steps, steps[1:], [*steps[2:], steps[-1]], strict=False)):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type" and not _ends_in_raise(steps[at:]):
-            is_argument = argument.opname.startswith("LOAD_FAST") and argument.argval in arguments
-            if not (is_argument and call.opname.startswith("CALL") and call.arg == 1):
-                return None
-            found.add(argument.argval)
-    return frozenset(found)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type":
+            is_argument = argument.opname.startswith("LOAD_FAST") and argument.argval in own
+            if is_argument and call.opname.startswith("CALL") and call.arg == 1:
+                arguments.add(argument.argval)
+            else:
+                elsewhere.add(_ends_in_raise(steps[at:]))
+    return Asked(frozenset(arguments), False in elsewhere, True in elsewhere)
+
+
+def asks_classes(code: CodeType) -> bool:
+    """Return True if the user's ``code`` calls ``type`` on anything."""
+    return asked_classes(code) != _NOTHING
+
+
+@lru_cache(4096)
+def handles_errors(code: CodeType) -> bool:
+    """Return True if ``code`` may go on after an error: what it has raised, or a function that it calls."""
+    names = [step.opname for step in dis.get_instructions(code)]
+    handlers = (pair for pair in pairwise(names) if pair[0] == "PUSH_EXC_INFO" and pair[1] != "WITH_EXCEPT_START")
+    return "SETUP_FINALLY" in names or "suppress" in code.co_names or any(handlers)
 
 
 def _ends_in_raise(steps: Iterable[dis.Instruction]) -> bool:
-    # Code that goes on has not been there: ``raise TypeError(f"expected a tensor, got {type(x)}")``.
     ends = (
-        step.opname
-        for step in steps
-        if step.opname.startswith("RETURN") or "JUMP" in step.opname or step.opname == _RAISE
+        name
+        for name in (step.opname for step in steps)
+        if name.startswith("RETURN") or "JUMP" in name or name == _RAISE
     )
     return next(ends, None) == _RAISE
 

@@ -26,7 +26,7 @@ from graphplan.environment.collector import no_collections
 from graphplan.environment.origin import file_of, is_library, is_librarys, is_users, is_users_file
 from graphplan.environment.switches import USED
 from graphplan.errors import Faults
-from graphplan.feed.placeholders import asked_classes, is_stand_in
+from graphplan.feed.placeholders import asked_classes, handles_errors, is_stand_in
 from graphplan.observe.conversions import READERS, Conversions
 from graphplan.observe.executed_code import ExecutedCode
 from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_of_saving, name_of_start, name_of_write
@@ -157,7 +157,7 @@ class Profile:
         """Identities of the user's code that ran."""
         self._asked: dict[int, frozenset[str]] = {}
         """Arguments that code asks for their classes, by its identity."""
-        self._ask_classes = False
+        self._ask_classes = self._ask_in_errors = self._handle_errors = False
         self._others = ExitStack()
         self._importing: FrameType | None = None
         self._setattr = Module.__setattr__.__code__
@@ -231,9 +231,12 @@ class Profile:
         """Note the user's ``code``, and what it asks for its class."""
         self._users.add(id(code))
         asked = asked_classes(code)
-        if asked:
-            self._asked[id(code)] = asked
-        self._ask_classes |= asked is None or any(is_stand_in(frame.f_locals.get(argument)) for argument in asked)
+        if asked.arguments:
+            self._asked[id(code)] = asked.arguments
+        are_asked = any(is_stand_in(frame.f_locals.get(argument)) for argument in asked.arguments)
+        self._ask_classes |= asked.others or are_asked
+        self._ask_in_errors |= asked.in_errors
+        self._handle_errors |= handles_errors(code)
 
     def _meet(self, frame: FrameType, code: CodeType, number: int) -> tuple[str | None, bool]:
         """The variable that has the object or class whose method runs, if any, and whether the code is a closure's.
@@ -290,7 +293,9 @@ class Profile:
 
     def reads(self) -> Reads:
         """What the code that ran may have read."""
-        found = Reads(stored=self._stored, ask_classes=self._ask_classes)
+        # Code that goes on has raised no error, unless it handles some.
+        may_ask = self._ask_classes or (self._ask_in_errors and self._handle_errors)
+        found = Reads(stored=self._stored, ask_classes=may_ask)
         for (_, owner), code in self._codes.items():
             if owner:
                 found.methods_on.setdefault(owner, []).append(code)

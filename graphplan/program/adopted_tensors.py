@@ -91,7 +91,7 @@ class AdoptedTensors:
         self._aliases = {path: [tensor.detach() for tensor in tensor_leaves(held)] for path, held in self._held.items()}
         self._geometries = {path: _geometries(held) for path, held in self._held.items()}
         self._plain = [
-            (held, self._aliases[path][0], geometry(held))
+            (held, self._aliases[path][0], geometry(held), self._aliases[path][0].data_ptr())
             for path, held in self._held.items()
             if isinstance(held, Tensor) and not is_sharded(held) and has_memory(held)
             if self._slots[path].param is None and path not in self._replaced
@@ -191,10 +191,13 @@ class AdoptedTensors:
         """:meth:`follow` where tensors were given other memory (``tensor.data = ...``) that nothing else has, nor what
         they had before; whether that was all.
         """
-        moved = [each for each in self._plain if each[0].data_ptr() != each[1].data_ptr()]
-        if not moved or any(geometry(t) != known or t.device != alias.device for t, alias, known in moved):
+        moved = [each for each in self._plain if each[0].data_ptr() != each[-1]]
+        # The memory itself may be gone (``untyped_storage().resize_``).
+        if not moved or any(alias.data_ptr() != place for _, alias, _, place in moved):
             return False
-        new, old = [tensor for tensor, *_ in moved], [alias for _, alias, _ in moved]
+        if any(geometry(t) != known or t.device != alias.device for t, alias, known, _ in moved):
+            return False
+        new, old = [tensor for tensor, *_ in moved], [alias for _, alias, *_ in moved]
         if any(count > 1 for count in memory_uses(new).values()) or any(others_uses(old).values()):
             return False
         with torch.no_grad():

@@ -16,7 +16,7 @@ from graphplan.backends.backend import first_line, is_out_of_memory
 from graphplan.environment.origin import OURS, is_users_file
 from graphplan.errors import EffectError, FaultError, GraphPlanError
 from graphplan.feed.call_arguments import is_callers
-from graphplan.feed.placeholders import asked_classes
+from graphplan.feed.placeholders import asks_classes
 
 _NAMES = ("path", "label", "place")
 """What its own functions call the path of what they look at."""
@@ -79,7 +79,7 @@ def is_raised_by_user(error: BaseException) -> bool:
     while where is not None and where.tb_next is not None:
         where = where.tb_next
     code = None if where is None else where.tb_frame.f_code
-    if where is None or code is None or not is_users_file(code.co_filename) or asked_classes(code) != frozenset():
+    if where is None or code is None or not is_users_file(code.co_filename) or asks_classes(code):
         return False
     return opname[code.co_code[where.tb_lasti]] == "RAISE_VARARGS"
 

@@ -82,7 +82,7 @@ class Lookup:
         entry = Entry(wants_grad=any(leaf.requires_grad for _, leaf in feed.tensors()))
         if base is not None:
             # It has warmed up for all ways that its batches may take.
-            entry.warm, entry.gate, entry.is_decided = base.warm, base.gate, base.is_decided
+            entry.base, entry.warm, entry.gate, entry.is_decided = base, base.warm, base.gate, base.is_decided
         return self._programs.add(key, entry)
 
     def _key(self, feed: Feed, fingerprint: int) -> Key:

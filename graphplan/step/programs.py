@@ -97,9 +97,9 @@ class Entry:
 
     ``since``, ``used`` and ``called`` number the lookup that made it, the latest one, and its latest call on the way to
     a program. ``captured``: it has or had one. ``gate`` times its replays until ``is_decided``. ``outside``: gradients
-    flow through its results, so calls are eager. ``batch``: reads of the batch choose another entry. The last of
-    ``ways`` is that of the latest call; the numbers at ``places`` decide. ``untried`` ways were traced since the latest
-    capture, until they are ``too_many``.
+    flow through its results, so calls are eager. ``batch``: reads of the batch choose another entry, whose ``base`` is
+    this one. The last of ``ways`` is that of the latest call; the numbers at ``places`` decide. ``untried`` ways were
+    traced since the latest capture, until they are ``too_many``.
     """
 
     key: Key = ()
@@ -113,6 +113,7 @@ class Entry:
     wants_grad: bool = False
     outside: bool = False
     batch: BatchVariants | None = None
+    base: Entry | None = None
     ways: list[Way] = field(default_factory=lambda: [Way()])
     places: dict[str, Scalar] = field(default_factory=dict)
     untried: int = 0
@@ -322,6 +323,12 @@ class Programs:
         """Close an entry's programs."""
         entry.drop()
         self._let_go()
+
+    def close_ways(self, base: Entry) -> None:
+        """Close the programs for what is read of the batches of an entry."""
+        for entry in self._entries.values():
+            if entry.base is base:
+                self.close(entry)
 
     def _let_go(self) -> None:
         """Replace closed programs by the number of their replays."""

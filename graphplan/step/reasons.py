@@ -115,6 +115,9 @@ class Reasons:
         base.refusal = base.batch.refusal
         if base.refusal is not None:
             self._step.refusals.refuse(base.refusal)
+            # To look for a known way takes its operators.
+            self._step.programs.close_ways(base)
+            self._step.fast_path.forget()
         programs = self._step.programs
         return base.refusal is None and (base.batch.is_full or (bool(programs.all()) and programs.has_spent()))
 

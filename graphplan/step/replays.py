@@ -60,6 +60,7 @@ class Replays:
         self._stats = parts.runner.stats
         self._asked = 0
         self._by_form: WeakValueDictionary[int, _Series] = WeakValueDictionary()
+        # They live as long as their programs, or here.
         self._latest: deque[_Series] = deque(maxlen=_LATEST)
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:

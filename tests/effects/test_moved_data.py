@@ -310,3 +310,24 @@ def test_a_program_by_itself(policy: Policy) -> None:
     plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
     program = capture(plan, feed=rig.calls[0], policy=policy, backend="tape")
     assert_same(expected.state, drive(rig, lambda *args: program.replay(args), 6).state)
+
+
+def test_memory_that_was_given_back() -> None:
+    """As some do who bring weights to another device and back: the recording's place is gone."""
+
+    def make() -> Rig:
+        model = nn.Linear(8, 4)
+
+        def after(index: int) -> None:
+            if index % 8 == 7:
+                new = model.weight.data.clone()
+                model.weight.untyped_storage().resize_(0)
+                model.weight.data = new
+
+        return Rig(
+            lambda x: model(x).detach().square().sum(), {"model": model}, [(x,) for x, _ in float_batches(30)], after
+        )
+
+    step = assert_same_as_eager(make, verify="off")
+    assert step.stats.replayed > 10
+    assert "the memory of model.weight was given back" in step.report()

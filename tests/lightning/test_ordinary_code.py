@@ -247,9 +247,18 @@ ASKING: dict[str, Callable[..., bool]] = {
     "an attribute": lambda module, batch_idx: type(module.global_step) is int,
     "an argument of another name": lambda module, batch_idx: is_integer(batch_idx),
     "a variable": lambda module, batch_idx: [type(each) for each in (module, batch_idx)][1] is int,
+    "in an error that is handled": lambda module, batch_idx: told_by_an_error(batch_idx) == "int",
     "by what another gives": lambda module, batch_idx: its_class()(batch_idx) is int,
     "by another function": lambda module, batch_idx: list(map(type, (module, batch_idx)))[1] is int,
 }
+
+
+def told_by_an_error(value: Any) -> str:
+    (held,) = (value,)
+    try:
+        raise ValueError(type(held).__name__)
+    except ValueError as error:
+        return str(error)
 
 
 def its_class() -> Any:

@@ -887,6 +887,19 @@ def test_operators_of_several_ways_run_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(counting.ran) == len(set(counting.ran)) == 4
 
 
+@EAGERLY
+def test_a_step_whose_ways_differ_too_much_stands_down() -> None:
+    """Programs of the ways that were known are closed, and nothing is looked for any more."""
+
+    def forward(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return model(x) * int(torch.randint(0, 40, ()).square().clamp(min=100))
+
+    step = assert_same_as_eager(partial(rig_of, forward, partial(batches, calls=300)), on_failure="eager", verify="off")
+    assert step.stats.captured > 0
+    assert not step.machine.programs.all()
+    assert step.machine.timing.down_because is not None
+
+
 def test_a_way_that_ends_before_the_read() -> None:
     """An owner's number decides whether the step comes to the reads of its batch at all, or to the second one."""
 

@@ -47,8 +47,8 @@ from graphplan.step.peers import find_peers
 from graphplan.step.runner import Backends
 from graphplan.tensors.trees import Literals
 
-_PUT = "put into the batch"
 NAME = "the training step"  # What messages call it.
+_PUT = "put into the batch"
 """The key of what a step puts into its batch, which errors show."""
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
 _literals: Callable[[tuple[Any, ...]], Literals] = lru_cache(64)(Literals)
