@@ -6,9 +6,13 @@ for another number. Where code needs the value itself (an index, a text), a repl
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from dis import opname
 from functools import cached_property
+from types import FrameType
 from typing import Any
 
 import torch
@@ -105,10 +109,11 @@ class SymbolicNumber(DeferredNumber):
         """Functions of NumPy are functions of numbers."""
         if method == "__call__" and not kwargs and ufunc.nout == 1:
             # NumPy makes arrays of its numbers to compare them.
-            are_numpys = (hasattr(type(each), "__array_interface__") and not each.ndim for each in inputs)
-            return self.apply(
-                ufunc, [each[()] if is_numpys else each for each, is_numpys in zip(inputs, are_numpys, strict=True)]
-            )
+            are_numpys = [hasattr(type(each), "__array_interface__") and not each.ndim for each in inputs]
+            numbers = [each[()] if is_numpys else each for each, is_numpys in zip(inputs, are_numpys, strict=True)]
+            # Its scalars' ``**`` rounds otherwise than the function that it calls for other operands.
+            is_power = ufunc.__name__ == "power" and any(are_numpys) and _is_operator(sys._getframe(1))
+            return self.apply(operator.pow if is_power else ufunc, numbers)
         return getattr(ufunc, method)(*map(value_of, inputs), **kwargs)
 
     def __round__(self, digits: int | None = None) -> Any:
@@ -128,6 +133,11 @@ class SymbolicNumber(DeferredNumber):
     def __bool__(self) -> bool:
         self._reader.ask(Question(form_of(self)[0]), bool(self._known))
         return bool(self._known)
+
+
+def _is_operator(frame: FrameType) -> bool:
+    """Whether what runs in ``frame`` is an operator, not a call."""
+    return opname[frame.f_code.co_code[frame.f_lasti]].startswith(("BINARY", "INPLACE"))
 
 
 def _is_number(value: Any) -> bool:

@@ -337,6 +337,7 @@ COMPUTED: dict[str, tuple[Callable[[Any], Any], int]] = {
         lambda model: min(model.share, np.log(1.5)) * (2 if np.float64(0.2) > model.share else 1),
         3,
     ),
+    "powers of NumPy's": (lambda model: np.float64(0.991) ** model.step + np.power(np.float64(0.971), model.step), 1),
     "asked": (lambda model: 2.0 if math.isnan(model.share) or np.isinf(model.share) else model.share, 1),
     "of another class": (lambda model: 2 ** (model.step - 20), 2),
     "undefined at first": (lambda model: math.log(model.step - 3) if model.step > 3 else 0.0, 1),
