@@ -344,6 +344,11 @@ def tables(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.split("|")] for row in rows]
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "recipes/results").glob("*.json")), ids=lambda file: file.stem)
+def test_results_name_no_folder_of_a_machine(file: Path) -> None:
+    assert not re.search(r"(?<![\w.<])/(?:home|root|opt|tmp|usr|work|mnt|Users)/", file.read_text())
+
+
 def results(name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((ROOT / "recipes/results" / name).read_text())["rows"]
     return rows

@@ -21,6 +21,8 @@ from recipes.zoo.training import Prepared, Run, State, answering_captured, fit, 
 Row = dict[str, Any]
 Oracle = tuple[str, Callable[[], State]]
 Stage = Callable[[Run, Row], None]
+_FRAMES = 16
+"""Calls of a traceback that are kept."""
 _WARM_EAGER = 10
 _TURNS = 4
 _COUNTED = 15
@@ -226,5 +228,7 @@ def _caught(stage: Stage, run: Run) -> Row:
 
 
 def _described(error: BaseException) -> Row:
-    frames = traceback.format_exception(error)
-    return {"error": f"{type(error).__name__}: {error}"[:1500], "traceback": "".join(frames)[-3000:]}
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+    # A table goes into the repository: no folders of this machine.
+    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in frames]
+    return {"error": f"{type(error).__name__}: {error}"[:1500], "traceback": lines}
