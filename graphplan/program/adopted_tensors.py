@@ -314,11 +314,10 @@ class AdoptedTensors:
     def _shared(self, moved: list[tuple[str, Slot]]) -> str | None:
         """Describe a new tensor whose memory something else has, too: it cannot lie where the program reads."""
         slots = [(path, slot) for path, slot in moved if slot.param is None and not self._is_replaced(path, slot)]
-        slots = [(path, slot) for path, slot in slots if slot.get() is not self._held[path]]
         new = Counter(storage_id(leaf) for leaf in {id(t): t for _, slot in slots for t in slot.tensors()}.values())
         for path, slot in slots:
             if any(count > new[storage] for storage, count in others_uses(slot.tensors()).items()):
-                return f"{path} was replaced by a tensor whose memory something else has, too"
+                return f"{path} was given memory that something else has, too"
         return None
 
     def _copy_in(self, moved: list[tuple[str, Slot]]) -> None:

@@ -331,3 +331,38 @@ def test_memory_that_was_given_back() -> None:
     step = assert_same_as_eager(make, verify="off")
     assert step.stats.replayed > 10
     assert "the memory of model.weight was given back" in step.report()
+
+
+def flattened(model: nn.Linear) -> Tensor:
+    """One memory for all weights, as some do to average them fast."""
+    whole = torch.cat([p.data.flatten() for p in model.parameters()])
+    for p, part in zip(model.parameters(), whole.split([p.numel() for p in model.parameters()]), strict=True):
+        p.data = part.view(p.shape)
+    return whole
+
+
+def doubled(model: nn.Linear) -> Tensor:
+    whole = model.bias.data * 2
+    model.bias.data = whole
+    return whole
+
+
+@pytest.mark.parametrize("move", [flattened, doubled])
+def test_memory_that_other_code_keeps_and_writes_to_later(move: Callable[[nn.Linear], Tensor]) -> None:
+    """The weights have to go on lying there, so that the step is captured anew."""
+
+    def make() -> Rig:
+        model, kept = nn.Linear(8, 4), list[Tensor]()
+
+        def after(index: int) -> None:
+            if index == 10:
+                kept.append(move(model))
+            for whole in kept:
+                whole.mul_(0.99)
+
+        calls = [(x,) for x, _ in float_batches(30)]
+        return Rig(lambda x: model(x).detach().square().sum(), {"model": model}, calls, after=after)
+
+    step = assert_same_as_eager(make, verify="off")
+    assert step.stats.captured == 2
+    assert step.stats.replayed > 15
