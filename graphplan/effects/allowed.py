@@ -21,9 +21,11 @@ def is_allowed(path: str, allow: Iterable[str]) -> bool:
 @lru_cache(256)
 def _allows(allow: tuple[str, ...]) -> Callable[[str], bool]:
     # Asked for each of hundreds of paths.
+    if not allow:
+        return lambda path: False
     within = tuple(name + end for name in allow for end in ".[")
     is_named = re.compile("|".join(map(translate, allow))).match
-    return lambda path: path in allow or path.startswith(within) or (bool(allow) and is_named(path) is not None)
+    return lambda path: path in allow or path.startswith(within) or is_named(path) is not None
 
 
 def allowing(*paths: str) -> str:

@@ -100,7 +100,8 @@ class UnreadValues:
     def _note_lists(self, shape: _Shape, leaves: Sequence[Any]) -> None:
         """Note what is in lists of numbers, such as the labels of a batch."""
         for unit, indices in shape.lists.items():
-            if unit not in self._varied and all(isinstance(leaves[index], _FEW) for index in indices):
+            is_open = unit not in self._varied and unit not in self._read
+            if is_open and all(isinstance(leaves[index], _FEW) for index in indices):
                 seen = shape.contents[unit]
                 seen.add(tuple(leaf_key(leaves[index]) for index in indices))
                 if len(seen) > _VALUES:

@@ -183,7 +183,7 @@ class ExecutedCode:
         """The functions with closures whose code ran: those that lead by name from ``roots``, and any other one whose
         variables are those that it ran with, unless the step makes a new one in each call.
         """
-        left = dict.fromkeys(code for code in self._free)
+        left = dict.fromkeys(self._free)
         for function in _reachable(roots):
             if function.__code__ in self._free:
                 left.pop(function.__code__, None)
@@ -200,7 +200,7 @@ class ExecutedCode:
         for function in filter(self._matches, found):
             alike.setdefault(function.__code__, []).append(function)
         for code, functions in alike.items():
-            met = [has_met(function) for function in functions]
+            met = list(map(has_met, functions))
             if all(met):
                 names.functions[code] = list(map(weakref.ref, functions))
                 yield from functions

@@ -403,16 +403,16 @@ class Programs:
         replays to save what starting took, less an allowance; None if it does not, or if nothing was replayed or
         captured for a while, so that nothing is saved.
         """
-        is_known = entry.captured and len(entry.ways) == 1
-        is_first = is_known or not (self.all() or self._is_behind(entry))
-        if (is_first and self._unpaid < _UNPAID) or not self.has_spent():
+        has_ways = len(entry.ways) > 1
+        is_further = (has_ways or not entry.captured) and (bool(self.all()) or self._is_behind(entry))
+        if not (is_further or self._unpaid >= _UNPAID) or not self.has_spent():
             return None
         self._waits = self._waits + 1 if self._waits_at == self._progress else 1
         self._waits_at = self._progress
         if self._waits > _LONGEST:
             return None
-        further = "what was captured before" if is_first else "another signature"
-        what = further if len(entry.ways) == 1 else "another way through the step's code"
+        signature = "another signature" if is_further else "what was captured before"
+        what = "another way through the step's code" if has_ways else signature
         return f"{what} is traced once replays have saved what earlier traces and captures took"
 
     def has_spent(self) -> bool:
