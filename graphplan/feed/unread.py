@@ -27,6 +27,8 @@ _SHAPES = 256  # Structures of calls whose units are remembered.
 _FEW = (bool, int, float, complex, Enum, type(None), torch.dtype, torch.device, torch.memory_format)
 """Values that mostly steer the code. There may be so many at one place, or in one list, before they are left out:"""
 _VALUES = 8
+_Group = tuple[str, bool]
+"""The values of a unit that are such, or those that are not."""
 _NUMBERED = re.compile(r"\[\d+\]$")
 
 
@@ -40,13 +42,7 @@ class _Shape:
         mixed = {parent for parent, leaf in zip(parents, leaves, strict=True) if isinstance(leaf, Tensor)}
         pairs = zip(names, parents, strict=True)
         self.units = [name if parent in mixed or parent == "args" else parent for name, parent in pairs]
-        self.seen: list[set[Hashable]] = [set() for _ in names]
-        members: dict[str, list[int]] = {}
-        for index, unit in enumerate(self.units):
-            members.setdefault(unit, []).append(index)
-        self.lists = {unit: indices for unit, indices in members.items() if len(indices) > 1}
-        """The leaves of each unit that has several, and what these have been together."""
-        self.contents: dict[str, set[Hashable]] = {unit: set() for unit in self.lists}
+        self.seen: dict[_Group, set[Hashable]] = {}
         devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
         self.home = next((d for d in devices if d.type != "cpu"), None) if len(set(devices)) > 1 else None
         """Where the step computes, if only some of the tensors are fed from there. The others are host values."""
@@ -59,7 +55,6 @@ class UnreadValues:
     def __init__(self) -> None:
         self._shapes: dict[Hashable, _Shape] = {}
         self._free: set[str] = set()
-        self._varied: set[str] = set()
         self._read: set[str] = set()
 
     def keys(self, structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
@@ -67,27 +62,24 @@ class UnreadValues:
         known = self._shape(structure, leaves)
         if known.is_plain and all(isinstance(leaf, Tensor) for leaf in leaves):
             return list(map(leaf_key, leaves)), frozenset()
-        self._note_lists(known, leaves)
-        keys: list[Hashable] = []
-        unread: list[int] = []
+        keys: list[Hashable] = [None] * len(leaves)
+        groups: dict[_Group, list[int]] = {}
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
-                key = self._key(known, index, leaf)
+                groups.setdefault((known.units[index], isinstance(leaf, _FEW)), []).append(index)
             elif known.home is None or leaf.device.type != "cpu":
-                key = leaf_key(leaf)
-            elif known.units[index] not in self._read:
-                key = None
-            else:
+                keys[index] = leaf_key(leaf)
+            elif known.units[index] in self._read:
                 raise FeedError(
                     f"{names_in(structure)[index]} is on {leaf.device} and the step reads it, beside tensors on "
                     f"{known.home}; a replay would keep its values. Move it first, feed it as Python numbers, each of "
                     "which is a program of its own, or leave it out of what is fed"
                 )
-            if key is None:
-                unread.append(index)
-                key = (Unread, type(leaf))
-            keys.append(key)
-        return keys, frozenset(unread)
+        for group, indices in groups.items():
+            for index, key in zip(indices, self._keys(known, group, indices, leaves), strict=True):
+                keys[index] = key
+        unread = frozenset(index for index, key in enumerate(keys) if key is None)
+        return [(Unread, type(leaf)) if key is None else key for key, leaf in zip(keys, leaves, strict=True)], unread
 
     def _shape(self, structure: Any, leaves: Sequence[Any]) -> _Shape:
         known = self._shapes.get(structure)
@@ -97,36 +89,27 @@ class UnreadValues:
             known = self._shapes[structure] = _Shape(structure, leaves)
         return known
 
-    def _note_lists(self, shape: _Shape, leaves: Sequence[Any]) -> None:
-        """Note what is in lists of numbers, such as the labels of a batch."""
-        for unit, indices in shape.lists.items():
-            is_open = unit not in self._varied and unit not in self._read
-            if is_open and all(isinstance(leaves[index], _FEW) for index in indices):
-                seen = shape.contents[unit]
-                seen.add(tuple(leaf_key(leaves[index]) for index in indices))
-                if len(seen) > _VALUES:
-                    self._varied.add(unit)
-
-    def _key(self, shape: _Shape, index: int, leaf: Any) -> Hashable:
-        """The key of a value; None if it is left out."""
-        unit = shape.units[index]
+    def _keys(self, shape: _Shape, group: _Group, indices: Sequence[int], leaves: Sequence[Any]) -> Sequence[Hashable]:
+        """The keys of a group's values; None for those that are left out."""
+        unit, is_few = group
         if unit in self._read:
-            return named_key(shape.structure, index, leaf)
-        if unit in self._varied or (unit in self._free and (type(leaf) is str or not isinstance(leaf, _FEW))):
-            return None
+            return [named_key(shape.structure, index, leaves[index]) for index in indices]
+        literals = [leaf_key(leaves[index]) if isinstance(leaves[index], Literals) else None for index in indices]
+        if not is_few and unit in self._free:
+            return literals
         try:
-            key = leaf_key(leaf)
+            content = tuple(leaf_key(leaves[index]) for index in indices)
         except FeedError:
             self._free.add(unit)
-            return None
-        seen, is_few = shape.seen[index], isinstance(leaf, _FEW)
+            return literals
+        seen = shape.seen.setdefault(group, set())
         if len(seen) < (_VALUES if is_few else 1):
-            seen.add(key)
-        if key in seen or isinstance(leaf, Literals):
-            return key
+            seen.add(content)
+        if content in seen:
+            return content
         if not is_few:
             self._free.add(unit)
-        return None
+        return literals
 
     def mark(self, feed: Feed, indices: Iterable[int]) -> None:
         """From now on, the values at ``indices`` of ``feed`` are read."""

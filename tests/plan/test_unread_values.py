@@ -124,8 +124,7 @@ READ: dict[str, tuple[Callable[[int, Tensor], Any], Callable[[Any], Tensor]]] = 
 def test_what_is_read_is_part_of_the_key(name: str) -> None:
     """The trace that reads it is undone; from then on each value has its program."""
     make, read = READ[name]
-    # In a list each value has a trace that reads it.
-    before = READ_LATE + 2 * BEFORE_REPLAY + (name == "in a list")
+    before = READ_LATE + 2 * BEFORE_REPLAY
     assert_equals_eager(partial(rig_of, read, make, 40), captured=2, replayed=40 - before)
 
 
