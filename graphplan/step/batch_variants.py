@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from graphplan.errors import HostSyncError
 from graphplan.feed.call_arguments import BATCH_READS
 from graphplan.feed.signature import Feed, flatten, leaf_key
@@ -65,18 +69,34 @@ class BatchVariants:
         for reads in self._known:
             tensors = None if reads.is_outdated else reads.find(search)
             if tensors is not None:
-                break
-        else:
-            self._misses += 1
+                self._found += 1
+                self._known.remove(reads)
+                self._known.insert(0, reads)
+                return _extended(feed, reads, tensors)
+        self._misses += 1
+        return None
+
+    def guess(self, feed: Feed) -> Feed | None:
+        """The same for a batch that takes no known way, if it may make the reads of the latest one, and find something
+        else. It needs no trace of its own to find them. None after a way that was not as expected.
+        """
+        search = Search(feed.leaves)
+        reads = None if any(known.is_outdated for known in self._known) else self._known[0].of(search)
+        tensors = None if reads is None else reads.find(search)
+        if reads is None or tensors is None:
             return None
-        self._found += 1
-        self._known.remove(reads)
-        self._known.insert(0, reads)
-        assert feed.given is not None
-        args, kwargs = feed.rebuild(feed.leaves) if feed.is_moved else feed.given
-        read = (reads.number, *tensors)
-        keys = [*feed.key[1:], *map(leaf_key, read)]
-        return flatten(args, {**kwargs, BATCH_READS: read}, lambda structure, leaves: (keys, feed.unread))
+        reads.taken = 0
+        self.add(reads)
+        return _extended(feed, reads, tensors)
+
+
+def _extended(feed: Feed, reads: BatchReads, tensors: Sequence[Tensor]) -> Feed:
+    """``feed`` with the ``tensors`` that the ``reads`` have found."""
+    assert feed.given is not None
+    args, kwargs = feed.rebuild(feed.leaves) if feed.is_moved else feed.given
+    read = (reads.number, *tensors)
+    keys = [*feed.key[1:], *map(leaf_key, read)]
+    return flatten(args, {**kwargs, BATCH_READS: read}, lambda structure, leaves: (keys, feed.unread))
 
 
 def reads_of(feed: Feed) -> BatchReads | None:

@@ -12,6 +12,7 @@ from graphplan.feed.signature import Feed, asks_for_gradients, flatten
 from graphplan.owners.slots import Walk
 from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.program.program import Program
+from graphplan.step.batch_variants import MOST_GUESSES
 from graphplan.step.gate import Gate
 from graphplan.step.programs import Entry, Line
 from graphplan.step.runner import ADVICE
@@ -106,20 +107,24 @@ class Reasons:
         call.entry = base
         if base.batch is None or base.refusal is not None:
             return None
-        feed = base.batch.extend(lookup.moved(call.feed))
+        programs, moved = self._step.programs, lookup.moved(call.feed)
+        feed = base.batch.extend(moved)
+        if feed is None:
+            base.refusal = base.batch.refusal
+            if base.refusal is not None:
+                self._step.refusals.refuse(base.refusal)
+                # To look for a known way takes its operators.
+                programs.close_ways(base)
+                self._step.fast_path.forget()
+                return False
+            if base.batch.is_full or (bool(programs.all()) and programs.has_spent()):
+                return True
+            feed = base.batch.guess(moved) if programs.guesses < MOST_GUESSES else None
         if feed is not None:
             entry, program = lookup.find(feed, base)
             if base.batch is not None:
                 call.feed, call.entry, call.program = feed, entry, program
-            return None
-        base.refusal = base.batch.refusal
-        if base.refusal is not None:
-            self._step.refusals.refuse(base.refusal)
-            # To look for a known way takes its operators.
-            self._step.programs.close_ways(base)
-            self._step.fast_path.forget()
-        programs = self._step.programs
-        return base.refusal is None and (base.batch.is_full or (bool(programs.all()) and programs.has_spent()))
+        return None
 
     def _is_refused(self, call: Call) -> Found:
         entry = call.entry

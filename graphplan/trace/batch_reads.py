@@ -76,6 +76,12 @@ class Read(NamedTuple):
             return same_bits(made[0].cpu(), self.found)
         return [tuple(tensor.shape) for tensor in made] == self.found
 
+    def content(self, out: Any, made: Sequence[Tensor]) -> Any:
+        """What is ``found`` where an operator gives ``out``, or the tensors ``made``."""
+        if self.kind is Kind.VALUE:
+            return out
+        return made[0].cpu().clone() if self.kind is Kind.CONTENT else [tuple(tensor.shape) for tensor in made]
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -177,19 +183,36 @@ class BatchReads:
 
     def find(self, search: Search) -> list[Tensor] | None:
         """The tensors that a step reads of a batch; None if it reads other values or shapes than the traced one."""
+        found = self._run(search, Read.finds)
+        self.taken += found is not None
+        return found
+
+    def of(self, search: Search) -> BatchReads | None:
+        """What the same reads find in another batch; None if code may branch otherwise there, and make other reads."""
+        contents: dict[int, Any] = {}
+
+        def take(read: Read, out: Any, made: Sequence[Tensor]) -> bool:
+            contents[read.call] = read.content(out, made)
+            return type(out) is not bool or out is read.found
+
+        if self._run(search, take) is None:
+            return None
+        reads = [read._replace(found=contents[read.call]) for read in self.reads]
+        return BatchReads(self._calls, reads, self._sources, self._beside)
+
+    def _run(self, search: Search, takes: Callable[[Read, Any, Sequence[Tensor]], bool]) -> list[Tensor] | None:
+        """Run what leads to the reads, and return the tensors read; None if this does not take what one gives."""
         state = torch.default_generator.get_state() if self._draws else None
         try:
-            found = self._find(search)
+            return self._run_calls(search, takes)
         except Exception:  # noqa: BLE001 - such a batch does not come here in the step, or the step raises
             return None
         finally:
             if state is not None:
                 # The step draws the same numbers.
                 torch.default_generator.set_state(state)
-        self.taken += found is not None
-        return found
 
-    def _find(self, search: Search) -> list[Tensor] | None:
+    def _run_calls(self, search: Search, takes: Callable[[Read, Any, Sequence[Tensor]], bool]) -> list[Tensor] | None:
         leaves = search.leaves
         if any(leaves[other].data_ptr() - leaves[one].data_ptr() != distance for one, other, distance in self._beside):
             return None
@@ -212,7 +235,7 @@ class BatchReads:
                     ran.append((self._forms[position], out, tensors_in(out), state))
                 _, out, made, _ = ran[position]
                 read = self._of_call.get(position)
-                if read is not None and not read.finds(out, made):
+                if read is not None and not takes(read, out, made):
                     return None
                 if read is not None and read.kind is Kind.SHAPE:
                     # What operators write to it later does not change what was found.
