@@ -118,13 +118,17 @@ def _shapes(specs: list[tuple[Any, Any]]) -> str:
 
 def _check_apart(rebindings: Mapping[str, Rebinding], carries: Collection[str], fresh: Collection[str]) -> None:
     """Refuse a carried slot that overlaps in memory with another rebound slot after the step: replays give each memory
-    of its own, so that what is written to the other in place would not be in what the next step reads.
+    of its own, so that what is written to the other in place would not be in what the next step reads. Two that always
+    hold one tensor go on doing so.
     """
     places = [(path, place) for path in (*carries, *fresh) for place in rebindings[path].after or ()]
     for number, (path, place) in enumerate(places):
         is_carried = path in carries and not rebindings[path].moved
         for other, further in places[number + 1 :] if is_carried else ():
-            if other != path and not rebindings[other].moved and _overlap(place, further):
+            if other == path or rebindings[other].moved or not _overlap(place, further):
+                continue
+            one, two = rebindings[path], rebindings[other]
+            if other not in carries or (one.before, one.after) != (two.before, two.after):
                 raise HostEffectError(
                     f"the step binds {path} and {other} to one memory, and reads {path} when it is called again; a "
                     f"replay leaves two tensors, so that what is written to {other} would not be in {path}. Bind a "

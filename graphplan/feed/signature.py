@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphplan.errors import DeviceError, FeedError, RefusalError
 from graphplan.feed.placeholders import is_placeholder
@@ -25,6 +26,9 @@ from graphplan.tensors.trees import Literals, flatten_arguments, names_of, rebui
 Key = tuple[Hashable, ...]
 WIDEST_LOAD = 64
 """Bytes of the widest vector that any kernel loads."""
+_STRIDE = 16
+"""Bytes of the vectors by which CUDA's kernels load, and all that most libraries ask of an address (NumPy's arrays)."""
+_PRODUCT = 100  # Rows and columns of the matrices that are multiplied to see by what a CPU's kernels load.
 
 _METHODS = (MethodType, BuiltinMethodType)  # Bound methods: each look at one makes another, and they are equal.
 _LONGEST = 120  # Characters that a message has of a value, a geometry or a structure that changes.
@@ -39,8 +43,27 @@ class Unread:
 
 
 def alignment_unit(tensor: Tensor) -> int:
-    """Bytes of the widest vector that kernels of the tensor's device load."""
-    return 16 if tensor.is_cuda else WIDEST_LOAD
+    """Bytes such that addresses that differ by a multiple of them give the same bits on the tensor's device."""
+    return _STRIDE if tensor.is_cuda or _are_alike() else WIDEST_LOAD
+
+
+@lru_cache
+def _are_alike() -> bool:
+    """Whether matrix products on the CPU come to the same bits for all addresses that are multiples of ``_STRIDE``;
+    of the kernels that were tried, they alone depend on addresses.
+    """
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        for dtype in (torch.float32, torch.float64):
+            memory = torch.empty(_PRODUCT**2 + WIDEST_LOAD, dtype=dtype, device="cpu")
+            step, start = _STRIDE // memory.element_size(), -memory.data_ptr() % WIDEST_LOAD // memory.element_size()
+            values = torch.arange(_PRODUCT**2, dtype=dtype, device="cpu").sin()
+            found = []
+            for at in range(start, start + WIDEST_LOAD // memory.element_size(), step):
+                rows = memory[at : at + _PRODUCT**2].copy_(values).view(_PRODUCT, _PRODUCT)
+                found.append((rows @ rows.T, rows[:, 1:] @ rows[0, 1:], rows[:7] @ rows.T, rows.ravel() @ rows.ravel()))
+            if not all(torch.equal(*pair) for others in found[1:] for pair in zip(found[0], others, strict=True)):
+                return False
+    return True
 
 
 def alignment(tensor: Tensor) -> int:

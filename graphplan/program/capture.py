@@ -37,6 +37,7 @@ from graphplan.tensors.attributes import dressed
 from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
 from graphplan.tensors.symbolic import NUMBERS
 from graphplan.trace.batch_reads import answers_in
+from graphplan.trace.changes import Place, place_of
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.symbolic_numbers import NumberTensor, SymbolicNumbers
 
@@ -188,10 +189,15 @@ def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> No
     """
     sharing = walk.by_storage()
     taken = {storage_id(leaf) for _, leaf in feed.tensors()} | sharing.keys()
+    moved: dict[Place, Tensor] = {}
     for path in filter(homes.__contains__, plan.rebindings.carries):
         slot, home = walk.slots[path], homes[path]
         now = slot.get()
         if type(home) is not Tensor or type(now) is not Tensor or now is home:
+            continue
+        if moved.get(place_of(now)) is home:
+            # Of two slots that hold one tensor.
+            slot.set(home)
             continue
         alike = (*geometry(home), home.device) == (*geometry(now), now.device)
         alone = path in plan.rebindings.replaced or sharing.get(storage_id(now) or 0) == [slot]
@@ -201,6 +207,7 @@ def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> No
             home.copy_(now)
             slot.set(home)
             taken.add(storage_id(home))
+            moved[place_of(now)] = home
 
 
 def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bound: Collection[str]) -> None:
@@ -209,6 +216,7 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
     """
     _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in bound})
     sharing, own = walk.by_storage(), own_tensors() | set(map(id, homes.values()))
+    copies: dict[Place, Tensor] = {}
     for path in plan.rebindings.carries:
         slot = walk.slots[path]
         others = {other.path for tensor in slot.tensors() for other in sharing.get(storage_id(tensor) or 0, ())}
@@ -217,7 +225,10 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
             continue
         if path in plan.rebindings.replaced and holds_plain(slot.get()):
             with torch.inference_mode(False):
-                slot.set(with_leaves(slot.get(), [tensor.clone() for tensor in slot.tensors()]))
+                # Slots that hold one tensor go on doing so.
+                found = {place_of(tensor): tensor for tensor in slot.tensors()}
+                copies.update((place, tensor.clone()) for place, tensor in found.items() if place not in copies)
+                slot.set(with_leaves(slot.get(), [copies[place_of(tensor)] for tensor in slot.tensors()]))
         elif others:
             raise HostEffectError(
                 f"the step binds another tensor to {path}, which begins as {min(others)}: a replay would write the new "

@@ -108,9 +108,13 @@ class Lookup:
             reason = reason or "what the step reads on the host may lie in other containers"
         if reason is None:
             return True
-        self._programs.drop(entry, reason)
+        if entry.may_pause(program, reason):
+            self._stats.note(f"eager for one step: {reason}", "guards")
+            return False
         # A replaced parameter may have no optimizer state yet, which only an eager step can make.
-        entry.warm = min(entry.warm, self._warmup_steps - 1)
+        has_paused = 0 < entry.paused_at == program.replays
+        entry.warm -= entry.warm >= self._warmup_steps and not has_paused
+        self._programs.drop(entry, reason)
         return False
 
     def keep(self, feed: Feed, entry: Entry) -> None:

@@ -99,7 +99,8 @@ class Entry:
     a program. ``captured``: it has or had one. ``gate`` times its replays until ``is_decided``. ``outside``: gradients
     flow through its results, so calls are eager. ``batch``: reads of the batch choose another entry, whose ``base`` is
     this one. The last of ``ways`` is that of the latest call; the numbers at ``places`` decide. ``untried`` ways were
-    traced since the latest capture, until they are ``too_many``.
+    traced since the latest capture, until they are ``too_many``. ``pause`` says why this call is eager, in place of one
+    of the programs, which had made ``paused_at`` replays at the latest pause.
     """
 
     key: Key = ()
@@ -120,6 +121,8 @@ class Entry:
     too_many: HostScalarError | None = None
     gate: Gate | None = None
     is_decided: bool = False
+    pause: str | None = None
+    paused_at: int = 0
 
     @property
     def way(self) -> Way:
@@ -203,6 +206,20 @@ class Entry:
         self.ways = [*(way for way in self.ways if way is not known), known]
         if len(self.ways) > _WAYS:
             self.forget_oldest()
+
+    def may_pause(self, program: Program, reason: str) -> bool:
+        """Return True if an eager step takes the place of a program that does not fit, for a ``reason`` that is perhaps
+        gone after it (metrics were reset, a smaller batch ended an epoch): the program has paid since the last one.
+        """
+        if program.replays - self.paused_at < _PAYS:
+            return False
+        self.pause, self.paused_at = reason, program.replays
+        return True
+
+    def take_pause(self) -> str | None:
+        """Why this call is eager, once."""
+        reason, self.pause = self.pause, None
+        return reason
 
     def may_refuse_way(self) -> bool:
         """Return True if a refusal is for the calls that take this way alone: others are served, or may be."""

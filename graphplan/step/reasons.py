@@ -69,6 +69,7 @@ class Reasons:
             (on.FEED, self._misfit, step.as_traced),
             (None, lambda call: call.program is not None, step.replay),
             # Calls without a program.
+            (on.GUARD, lambda call: call.entry.take_pause(), step.as_traced),
             (on.SHAPE, self._is_overdue, step.plainly),
             (on.MAX_GRAPHS, lambda call: programs.turns_away(call.entry), step.plainly),
             (on.SHAPE, lambda call: programs.waits(call.entry), step.plainly),

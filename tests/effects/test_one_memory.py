@@ -1,4 +1,6 @@
-"""One memory in several slots: refused where the next step reads one, since replays give each a memory of its own."""
+"""One memory in several slots: carried where the slots always share it, and refused where they do not, and the next
+step reads one, since replays give each a memory of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphplan import HostEffectError, compile_plan, graph_step
+from graphplan import HostEffectError, SkipReason, compile_plan, graph_step
+from tests.twins import BEFORE_REPLAY
 
 
 def two_names(state: Any, x: Tensor) -> None:
@@ -37,8 +40,12 @@ def read_by_both_names(state: Any, x: Tensor) -> None:
     state.a = state.b = state.a * 0.5 + state.b * 0.25 + x
 
 
-def run(update: Callable[[Any, Tensor], None], *, replays: bool, **options: Any) -> tuple[list[list[float]], Any]:
-    """The state after each step, which the host writes to now and then."""
+def run(
+    update: Callable[[Any, Tensor], None], *, replays: bool, apart: bool = False, **options: Any
+) -> tuple[list[list[float]], Any]:
+    """The state after each step, which the host writes to now and then; or after each step it sets tensors ``apart``
+    that the step has bound to one memory.
+    """
     state = SimpleNamespace(a=torch.zeros(4), b=torch.zeros(4), kept={"a": torch.zeros(4)})
 
     def step(x: Tensor) -> Tensor:
@@ -53,19 +60,33 @@ def run(update: Callable[[Any, Tensor], None], *, replays: bool, **options: Any)
         if index % 6 == 5:
             state.b.zero_()
             state.kept["a"].zero_()
+        if apart:
+            state.b, state.kept["a"] = torch.zeros(4), torch.zeros(4)
     return found, call
 
 
-@pytest.mark.parametrize("update", [two_names, detached, in_a_dictionary, part, read_by_both_names])
-def test_a_state_that_shares_memory_with_another_is_refused(update: Callable[[Any, Tensor], None]) -> None:
+@pytest.mark.parametrize("update", [two_names, detached, in_a_dictionary, read_by_both_names])
+def test_states_that_share_memory_from_step_to_step(update: Callable[[Any, Tensor], None]) -> None:
+    """What the host writes to one of them shows in the other, too."""
+    found, call = run(update, replays=True, verify=4)
+    assert found == run(update, replays=False)[0]
+    assert (call.stats.captured, call.stats.replayed) == (1, 20 - BEFORE_REPLAY)
+
+
+@pytest.mark.parametrize(
+    ("update", "apart"), [(two_names, True), (detached, True), (in_a_dictionary, True), (part, False)]
+)
+def test_a_state_that_shares_memory_otherwise_is_refused(
+    update: Callable[[Any, Tensor], None], apart: bool
+) -> None:
     text = (
         r"the step binds state\.a and state\.(b|kept\.a) to one memory, and reads state\.a .* Bind a copy: state\.\S+ ="
     )
     with pytest.raises(HostEffectError, match=text):
-        run(update, replays=True)
+        run(update, replays=True, apart=apart)
     with pytest.warns(UserWarning, match=text):
-        found, call = run(update, replays=True, on_failure="eager")
-    assert found == run(update, replays=False)[0]
+        found, call = run(update, replays=True, apart=apart, on_failure="eager")
+    assert found == run(update, replays=False, apart=apart)[0]
     assert call.stats.captured == 0
 
 
@@ -95,3 +116,25 @@ def test_the_plan_of_a_step_with_a_copy() -> None:
         return x.sum()
 
     assert compile_plan(step, torch.ones(4), owners={"state": state}).rebindings.paths == ("state.a", "state.b")
+
+
+@pytest.mark.parametrize("update", [two_names, in_a_dictionary, read_by_both_names])
+def test_states_that_come_apart_for_one_step(update: Callable[[Any, Tensor], None]) -> None:
+    """That step is eager, and binds them to one memory again, for which the program is still there."""
+    found: list[list[Tensor]] = []
+    for replays in (False, True):
+        state = SimpleNamespace(a=torch.zeros(4), b=torch.zeros(4), kept={"a": torch.zeros(4)})
+
+        def step(x: Tensor, state: Any = state) -> Tensor:
+            update(state, x)
+            return x.sum()
+
+        call: Any = graph_step(step, owners={"state": state}, backend="tape", verify=4) if replays else step
+        for index in range(100):
+            call(torch.full((4,), float(index)))
+            found.append([state.a.clone(), state.b.clone(), state.kept["a"].clone()])
+            if index in (30, 60, 61):
+                state.b, state.kept["a"] = torch.full((4,), 7.0), torch.full((4,), 3.0)
+    assert all(torch.equal(*pair) for plain, own in zip(found[:100], found[100:]) for pair in zip(plain, own))
+    assert call.stats.skipped[SkipReason.GUARD] == 2
+    assert call.stats.recaptured == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,14 +15,15 @@ from torch.optim import SGD
 
 from graphplan import SkipReason, graph_step
 from graphplan.feed import signature
+from graphplan.feed.signature import alignment, alignment_unit
 from tests.facts import assert_same, flatten
 from tests.models import CALLS, Mlp, float_batches
 from tests.twins import BEFORE_REPLAY, CAPTURED, TRACED, WARMUP, Rig, assert_equals_eager, build, managed
 
 
-def rig_of(forward: Callable[..., Tensor], calls: list[tuple[Any, ...]]) -> Rig:
+def rig_of(forward: Callable[..., Tensor], calls: list[tuple[Any, ...]], width: int = 8) -> Rig:
     """A training step on ``forward(model, *args)`` with a frozen-size linear model."""
-    model = nn.Linear(8, 4)
+    model = nn.Linear(width, 4)
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.5, fused=True)
 
     def train_step(*args: Any) -> Tensor:
@@ -169,7 +170,7 @@ LAYOUTS: dict[str, Callable[[int], Tensor]] = {
 def test_feeds_that_are_not_contiguous(layout: str) -> None:
     """A program is captured for each geometry, alignment included, and gives the bits that eager has there."""
     calls = [(LAYOUTS[layout](index), torch.randint(4, (6,))) for index in range(CALLS)]
-    shapes = len({(x.stride(), x.data_ptr() % 64) for x, _ in calls})
+    shapes = len({(x.stride(), alignment(x)) for x, _ in calls})
     make = partial(rig_of, _plain, calls)
     # They warm up together.
     assert_equals_eager(make, captured=shapes, replayed=CALLS - WARMUP - shapes * (TRACED + CAPTURED))
@@ -177,10 +178,44 @@ def test_feeds_that_are_not_contiguous(layout: str) -> None:
 
 def test_rows_sliced_from_one_tensor() -> None:
     """Slices begin anywhere, and a matrix product of a misaligned batch has other last bits than that of a copy."""
+    make, places = sliced_rig()
+    assert places == 2
+    assert_equals_eager(make, captured=2, replayed=60 - 4 * 2, verify="off")
+
+
+def test_where_other_addresses_give_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU whose kernels load by 64 bytes, rows begin at eight kinds of addresses."""
+    monkeypatch.setattr(torch, "equal", lambda one, other: False)
+    signature._are_alike.cache_clear()
+    monkeypatch.setattr(signature, "_are_alike", lru_cache(signature._are_alike.__wrapped__))
+    assert alignment_unit(torch.empty(1)) == 64
+    monkeypatch.undo()
+    monkeypatch.setattr(signature, "_are_alike", lambda: False)
+    make, places = sliced_rig()
+    assert places == 8
+    assert_equals_eager(make, captured=8, replayed=60 - 4 * 8, verify="off")
+
+
+def test_arrays_of_numpy_begin_at_multiples_of_16_bytes() -> None:
+    """One program serves all of them."""
+    memory = torch.randn(64 + 60 * 20)
+    start = next(at for at in range(16) if memory[at].data_ptr() % 64 == 0)
+    calls = [
+        (memory[start + 4 * index :][:60].view(6, 10), torch.randint(4, (6,))) for index in (0, 1, 2, 3, 5, 8, 10, 15) * 3
+    ]
+
+    def make() -> Rig:
+        return rig_of(_plain, list(calls), width=10)
+
+    assert len({x.data_ptr() % 64 for x, _ in calls}) == 4
+    assert_equals_eager(make, captured=1, replayed=24 - BEFORE_REPLAY)
+
+
+def sliced_rig() -> tuple[Callable[[], Rig], int]:
+    """A step on rows that are sliced from one tensor, and at how many kinds of addresses they begin."""
     rows = torch.randn(5 * 60, 10)
     start = [5 * index for index in range(60)]
     calls = [(rows[i : i + 5], torch.randint(4, (5,))) for i in start]
-    places = {(x.data_ptr() % 64, y.data_ptr() % 64) for x, y in calls}
 
     def make() -> Rig:
         model = nn.Linear(10, 4)
@@ -195,8 +230,7 @@ def test_rows_sliced_from_one_tensor() -> None:
 
         return Rig(train_step, {"model": model, "optimizer": optimizer}, list(calls))
 
-    assert len(places) == 8
-    assert_equals_eager(make, captured=len(places), replayed=60 - 4 * len(places), verify="off")
+    return make, len({(alignment(x), alignment(y)) for x, y in calls})
 
 
 def test_a_mutated_input_is_written_back() -> None:
