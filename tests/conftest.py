@@ -17,6 +17,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
+from graphplan.step import programs
 from graphplan.step.options import Options
 from graphplan.verify import schedule
 from tests import devices
@@ -43,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Make the mark known, and CUDA's kernels repeatable."""
     config.addinivalue_line("markers", "gated: replays have to be faster than eager steps, or the step stands down")
+    config.addinivalue_line("markers", "frugal: further programs wait until replays have saved what others took")
     config.addinivalue_line("markers", "soak: left to make soak; docs/tests.md has what holds the same promise")
     config.addinivalue_line("markers", "crossed(every, start=0): the cases but each of these are left to make soak")
     # cuBLAS reads it when its first handle is made; without it two runs of one matrix product may differ.
@@ -176,6 +178,13 @@ def ungated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """
     if request.node.get_closest_marker("gated") is None:
         monkeypatch.setattr(Options, "least_speedup", lambda options, device: options.min_speedup or 0.0)
+
+
+@pytest.fixture(autouse=True)
+def undelayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a test says otherwise, no program waits for what others save: tests have few replays."""
+    if request.node.get_closest_marker("frugal") is None:
+        monkeypatch.setattr(programs, "_ALLOWANCE", math.inf)
 
 
 @pytest.fixture

@@ -20,13 +20,14 @@ class Rebindings:
     """The slots that every step binds to other tensors, by path: ``carries``, whose old value the step reads, so that
     replays copy the new value into the old storage, and ``fresh`` ones. Of the former, ``replaced`` are those whose old
     tensors the step only reads, so that other holders find them unchanged, and ``moved`` those whose tensors stay, and
-    get other memory.
+    get other memory. ``partners`` leads from a carried slot to another one that always holds the same tensor.
     """
 
     carries: tuple[str, ...]
     replaced: frozenset[str]
     moved: frozenset[str]
     fresh: tuple[str, ...]
+    partners: Mapping[str, str]
 
     @classmethod
     def find(cls, pair: TracePair) -> Rebindings:
@@ -59,13 +60,14 @@ class Rebindings:
                 carries.append(path)
             elif two.after is not None or two.before is not None:
                 fresh.append(path)
-        _check_apart(second.changes.rebindings, carries, fresh)
+        partners = _partners(second.changes.rebindings, carries, fresh)
         written = {storage for storage, external in second.externals.items() if external.mutated}
         return cls(
             tuple(carries),
             frozenset(path for path in carries if _is_replaced(second.changes.rebindings[path], written)),
             frozenset(path for path, rebinding in second.changes.rebindings.items() if rebinding.moved),
             tuple(fresh),
+            partners,
         )
 
     @property
@@ -116,11 +118,14 @@ def _shapes(specs: list[tuple[Any, Any]]) -> str:
     return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in specs) or "no tensor"
 
 
-def _check_apart(rebindings: Mapping[str, Rebinding], carries: Collection[str], fresh: Collection[str]) -> None:
-    """Refuse a carried slot that overlaps in memory with another rebound slot after the step: replays give each memory
-    of its own, so that what is written to the other in place would not be in what the next step reads. Two that always
-    hold one tensor go on doing so.
+def _partners(
+    rebindings: Mapping[str, Rebinding], carries: Collection[str], fresh: Collection[str]
+) -> Mapping[str, str]:
+    """Carried slots that hold one tensor before the step, and one after it. Refuse one that overlaps otherwise with
+    another rebound slot after the step: replays give each memory of its own, so that what is written to the other in
+    place would not be in what the next step reads.
     """
+    partners: dict[str, str] = {}
     places = [(path, place) for path in (*carries, *fresh) for place in rebindings[path].after or ()]
     for number, (path, place) in enumerate(places):
         is_carried = path in carries and not rebindings[path].moved
@@ -128,13 +133,16 @@ def _check_apart(rebindings: Mapping[str, Rebinding], carries: Collection[str], 
             if other == path or rebindings[other].moved or not _overlap(place, further):
                 continue
             one, two = rebindings[path], rebindings[other]
-            if other not in carries or (one.before, one.after) != (two.before, two.after):
-                raise HostEffectError(
-                    f"the step binds {path} and {other} to one memory, and reads {path} when it is called again; a "
-                    f"replay leaves two tensors, so that what is written to {other} would not be in {path}. Bind a "
-                    f"copy: {other} = {path}.clone()",
-                    component="optimizer" if is_optimizer_state(path) else "step",
-                )
+            if other in carries and (one.before, one.after) == (two.before, two.after):
+                partners.setdefault(other, path)
+                continue
+            raise HostEffectError(
+                f"the step binds {path} and {other} to one memory, and reads {path} when it is called again; a "
+                f"replay leaves two tensors, so that what is written to {other} would not be in {path}. Bind a "
+                f"copy: {other} = {path}.clone()",
+                component="optimizer" if is_optimizer_state(path) else "step",
+            )
+    return partners
 
 
 def _overlap(one: Place, other: Place) -> bool:

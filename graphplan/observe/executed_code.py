@@ -55,6 +55,8 @@ class ExecutedCode:
         """Functions in C that read or set those of torch's switches that only some steps have to do with."""
         self.compiled: dict[int, tuple[Any, str]] = {}
         """What ``torch.compile`` compiled code with, by identity, and the name of that code."""
+        self.mentioned: set[str] = set()
+        """All names and strings in any code that ran."""
 
     @property
     def codes(self) -> Collection[CodeType]:
@@ -108,6 +110,8 @@ class ExecutedCode:
         new = [names.add(label, space, key) for label, space, key in self._places(fn, names, has_met)]
         for code in self._globals:
             names.attributes |= names_of(code).attributes
+            names.computes |= names_of(code).dynamic
+        names.mentioned |= self.mentioned
         return any(new)
 
     def objects(self) -> Iterator[Any]:

@@ -182,6 +182,8 @@ class Profile:
             self._watcher.stop()
         finally:
             self._others.close()
+            for code in self._codes.values():
+                self.executed.mentioned.update(code.co_names, filter(_is_text, code.co_consts))
             # What ran is to be let go when this object is, not left to the collector by a cycle, nor held by a frame.
             del self._watcher
             self._importing = None
@@ -312,6 +314,10 @@ class Profile:
             found.variables.update(names.read)
             found.dynamic |= names.dynamic
         return found
+
+
+def _is_text(constant: Any) -> bool:
+    return type(constant) is str
 
 
 def _owner_name(code: CodeType) -> str | None:

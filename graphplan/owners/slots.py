@@ -163,12 +163,15 @@ class Reached:
 
 class Namespace:
     """Names that a step's code uses: globals, closure variables, functions of modules and classes. ``entries`` has the
-    space and the key for each label, ``attributes`` the names that the code loads of any object.
+    space and the key for each label, ``attributes`` the names that the code loads of any object. ``mentioned`` are all
+    names and strings in any code that ran, ``computes`` says whether the user's code computes further ones.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, tuple[Any, Any]] = {}
         self.attributes: set[str] = set()
+        self.mentioned: set[str] = set()
+        self.computes = False
         self.functions: dict[CodeType, list[weakref.ref[FunctionType]]] = {}
         """Functions with closures that no name leads to and that were found, by their code."""
         self._known: set[tuple[int, Any]] = set()
@@ -186,7 +189,7 @@ class Namespace:
     def plain(self) -> Namespace:
         """The names that lead to nothing but a number, a string or nothing: holding on to them keeps nothing alive."""
         plain = Namespace()
-        plain.attributes = self.attributes
+        plain.attributes, plain.mentioned, plain.computes = self.attributes, self.mentioned, self.computes
         for label, space, key, value in self.there():
             if isinstance(value, SCALARS):
                 plain.add(label, space, key)
@@ -207,7 +210,8 @@ class Walk:
     elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are tensors that are
     only known by a name in the step's code, ``reached`` the paths of those that a library's object leads to.
     ``attributes`` are modules and objects, with their dictionaries. ``empty`` are the containers and keys of parameters
-    and buffers that are None, ``parts`` modules and optimizers that lie in other owners, both by path.
+    and buffers that are None, ``parts`` modules and optimizers that lie in other owners, both by path. ``passed`` are
+    names of attributes that were passed over.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -222,6 +226,7 @@ class Walk:
     attributes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     parts: dict[str, Any] = field(default_factory=dict)
+    passed: set[str] = field(default_factory=set)
     empty: dict[str, tuple[Any, str]] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     parameters: dict[int, tuple[str, Tensor]] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from graphplan.environment.origin import is_users, is_users_module
 from graphplan.owners.contents import has_contents, is_proxy
@@ -54,17 +55,21 @@ from graphplan.tensors.records import slots_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
+_MANY_IN: tuple[Any, ...] = (Dataset, dict, list, deque, set)
+_MUCH = 64  # Items of a container that is not worth a look unless code mentions it.
 
 Source = tuple[Any, str]
 """The object and attribute that lead to a place."""
 
 
 class ValueWalker:
-    """Fills ``walk`` with what values hold. ``used`` are the names that the step's code loads of any object."""
+    """Fills ``walk`` with what values hold. ``used`` are the names that the step's code loads of any object,
+    ``mentioned`` all that code may have come to; None if that is not known.
+    """
 
-    def __init__(self, used: set[str]) -> None:
+    def __init__(self, used: set[str], mentioned: set[str] | None) -> None:
         self.walk = Walk()
-        self._used = used
+        self._used, self._mentioned = used, mentioned
         self._seen: set[int] = set()
         self._named: list[tuple[str, torch.optim.Optimizer]] = []
         """Optimizers that something else than an owner's name leads to, by path."""
@@ -227,8 +232,20 @@ class ValueWalker:
             self.walk.containers.append(inner)
             self.walk.attributes.append((thing, inner))
             for name, value in list(inner.items()):
-                if name not in without:
+                if name not in without and not self._passes_over(name, value):
                     self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
+
+    def _passes_over(self, name: str, value: Any) -> bool:
+        """Whether an attribute holds much that no step is to be compared with: a data set, or a large container, which
+        no code that ran mentions.
+        """
+        if self._mentioned is None or name in self._mentioned:
+            return False
+        base = next((base for base in _MANY_IN if issubclass(type(value), base)), None)
+        passes = base is Dataset or (base is not None and base.__len__(value) > _MUCH)
+        if passes:
+            self.walk.passed.add(name)
+        return passes
 
     def _class_values(self, thing: Any, path: str, depth: int = 0) -> None:
         """What the user's classes hold for ``thing``, unless it has its own."""
@@ -270,7 +287,7 @@ class ValueWalker:
                 if isinstance(hook, partial) or is_user_object(hook):
                     self._value(hook, f"{path}.{kind}[{number}]", hooks, number, depth + 1, (hooks, "hook"))
         for name, value in list(inner.items()):
-            if name not in _MODULE_INTERNALS:
+            if name not in _MODULE_INTERNALS and not self._passes_over(name, value):
                 self._value(value, f"{path}.{name}", inner, name, depth + 1, (module, name))
         self._class_values(module, path)
         for name, child in module._modules.items():

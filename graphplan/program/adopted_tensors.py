@@ -158,12 +158,9 @@ class AdoptedTensors:
         tensors = [tensor for _, tensor in self._unowned]
         return list(zip(places(tensors), map(geometry, tensors), strict=True))
 
-    def _has_moved(self, path: str, held: Any, slot: Slot) -> bool:
-        now = slot.get()
-        pairs = zip(self._aliases[path], tensor_leaves(now), strict=False)
-        if now is not held or _geometries(now) != self._geometries[path]:
-            return True
-        return any(alias.data_ptr() != tensor.data_ptr() for alias, tensor in pairs)
+    def _lies_where_it_did(self, path: str, slot: Slot) -> bool:
+        pairs = zip(self._aliases[path], slot.tensors(), strict=False)
+        return all(alias.data_ptr() == tensor.data_ptr() for alias, tensor in pairs)
 
     def _left(self, paths: Iterable[str]) -> dict[str, list[Any]]:
         """What programs have found in slots, and what still lies where this one reads ``paths``."""
@@ -221,11 +218,17 @@ class AdoptedTensors:
             slot = walk.slots.get(path)
             if slot is None:
                 return f"{path} held a tensor at capture, and does not now"
-            if self._has_moved(path, held, slot):
-                reason = self._misfit(path, held, slot) or self._joined(path, slot, sharing)
-                if reason is not None:
-                    return reason
-                moved.append((path, slot))
+            now, lies_there = slot.get(), self._lies_where_it_did(path, slot)
+            if now is held and lies_there and _geometries(now) == self._geometries[path]:
+                continue
+            reason = self._misfit(path, held, slot)
+            if lies_there and reason is None and slot.param is None and not self._is_replaced(path, slot):
+                # Another view of the same memory.
+                continue
+            reason = reason or self._joined(path, slot, sharing)
+            if reason is not None:
+                return reason
+            moved.append((path, slot))
         reason = self._parted(walk) or self._shared(moved)
         if reason is not None:
             return reason

@@ -37,7 +37,7 @@ from graphplan.tensors.attributes import dressed
 from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
 from graphplan.tensors.symbolic import NUMBERS
 from graphplan.trace.batch_reads import answers_in
-from graphplan.trace.changes import Place, place_of
+from graphplan.trace.changes import place_of
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.symbolic_numbers import NumberTensor, SymbolicNumbers
 
@@ -167,6 +167,10 @@ def outdated(plan: Plan, walk: Walk) -> str | None:
     for path in plan.rebindings.replaced & walk.slots.keys():
         if not holds_plain(walk.slots[path].get()):
             return f"{path} holds a tensor that asks for gradients, or has attributes, and did not in the traces"
+    for path, partner in plan.rebindings.partners.items():
+        slots = [walk.slots[each] for each in (path, partner) if each in walk.slots]
+        if len({tuple(map(place_of, slot.tensors())) for slot in slots}) > 1:
+            return f"{path} and {partner} were one tensor when the step was traced, and are not now"
     return _joined(plan, walk)
 
 
@@ -187,16 +191,14 @@ def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> No
     """Bind carried slots to the storage of other programs, where that does not show: programs that take turns would
     otherwise copy them in each turn.
     """
-    sharing = walk.by_storage()
+    sharing, partners = walk.by_storage(), plan.rebindings.partners
     taken = {storage_id(leaf) for _, leaf in feed.tensors()} | sharing.keys()
-    moved: dict[Place, Tensor] = {}
     for path in filter(homes.__contains__, plan.rebindings.carries):
         slot, home = walk.slots[path], homes[path]
         now = slot.get()
         if type(home) is not Tensor or type(now) is not Tensor or now is home:
             continue
-        if moved.get(place_of(now)) is home:
-            # Of two slots that hold one tensor.
+        if path in partners and walk.slots[partners[path]].get() is home:
             slot.set(home)
             continue
         alike = (*geometry(home), home.device) == (*geometry(now), now.device)
@@ -207,7 +209,6 @@ def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> No
             home.copy_(now)
             slot.set(home)
             taken.add(storage_id(home))
-            moved[place_of(now)] = home
 
 
 def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bound: Collection[str]) -> None:
@@ -216,19 +217,18 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
     """
     _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in bound})
     sharing, own = walk.by_storage(), own_tensors() | set(map(id, homes.values()))
-    copies: dict[Place, Tensor] = {}
+    partners = plan.rebindings.partners
     for path in plan.rebindings.carries:
         slot = walk.slots[path]
         others = {other.path for tensor in slot.tensors() for other in sharing.get(storage_id(tensor) or 0, ())}
-        others.discard(path)
+        others = {other for other in others if partners.get(other, other) != partners.get(path, path)}
         if path in bound or path in plan.rebindings.moved or (id(slot.get()) in own and not others):
             continue
         if path in plan.rebindings.replaced and holds_plain(slot.get()):
             with torch.inference_mode(False):
-                # Slots that hold one tensor go on doing so.
-                found = {place_of(tensor): tensor for tensor in slot.tensors()}
-                copies.update((place, tensor.clone()) for place, tensor in found.items() if place not in copies)
-                slot.set(with_leaves(slot.get(), [copies[place_of(tensor)] for tensor in slot.tensors()]))
+                is_first = path not in partners
+                copies = [t.clone() for t in slot.tensors()] if is_first else walk.slots[partners[path]].tensors()
+                slot.set(with_leaves(slot.get(), copies))
         elif others:
             raise HostEffectError(
                 f"the step binds another tensor to {path}, which begins as {min(others)}: a replay would write the new "

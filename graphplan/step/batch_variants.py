@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from graphplan.errors import HostSyncError
 from graphplan.feed.call_arguments import BATCH_READS
 from graphplan.feed.signature import Feed, flatten, leaf_key
+from graphplan.owners.slots import Slot
 from graphplan.trace.batch_reads import BatchReads, Search, reads_in
 
 _MOST = 8
@@ -33,6 +34,10 @@ class BatchVariants:
     def add(self, reads: BatchReads) -> None:
         """Add a way."""
         self._known.insert(0, reads)
+
+    def is_in(self, slots: Mapping[str, Slot]) -> bool:
+        """Return True if all owners' tensors that are read are those in ``slots``, by path."""
+        return all(reads.is_in(slots) for reads in self._known)
 
     @property
     def guesses(self) -> int:

@@ -103,9 +103,9 @@ class Lookup:
         """Re-synchronise the program with rebound tensors; drop it if that is impossible."""
         reason = program.resync()
         self._managed.refresh()
-        if base is not None:
+        if base is not None and base.batch is not None and not base.batch.is_in(self._managed.walk().slots):
             base.batch = None
-            reason = reason or "what the step reads on the host may lie in other containers"
+            reason = reason or "what the step reads on the host lies in other containers"
         if reason is None:
             return True
         if entry.may_pause(program, reason):

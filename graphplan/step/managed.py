@@ -252,6 +252,7 @@ class Managed:
 
         reached = self._count_reached()
         grown = self.modes.watch(executed.switches) | self._take_states(own_states)
+        grown |= not walk.passed.isdisjoint(executed.mentioned)
         grown |= executed.name_all(self._fn, self.names, has_met)
         grown |= self._count_reached() > reached
         # Its defaults, and what a partial function holds for it.

@@ -26,9 +26,13 @@ _KEYS_PER_GRAPH = 8
 _IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
 _ALLOWANCE = 50  # Eager steps that starting may take beyond what replays save: a twentieth of the first thousand.
 _TRACED = 8  # More than a line has traces.
-_TRACES = 32  # Traces that starting may take beyond one for each ``_PAYS`` replays, where eager steps are not timed.
-_UNPAID = 4  # Captures in a row that did not pay, after which further ones wait.
-_LONGEST = 64  # Waits in a row, of which a call has up to two.
+_TRACE, _CAPTURE, _CHECK, _SAVES = 10, 8, 5, 0.5
+"""Eager steps that a trace, a capture and a check take on a CPU, and that a replay saves: about the median of recipes.zoo's
+models, for where eager steps are not timed.
+"""
+_UNPAID = 2  # Captures in a row that did not pay, after which further ones wait.
+_LONGEST = 128  # Waits in a row, of which a call has up to two, and how many times as many after each that was in vain.
+_LONGER = 4
 _PATIENCE = 4  # A capture is overdue after this many times the calls that it needs.
 _GEOMETRIES = 256  # Geometries of feeds whose latest program is remembered.
 _PAYS = 16  # Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``.
@@ -274,6 +278,7 @@ class Programs:
         self.attempts = 0  # Calls on the way to a program that have returned.
         self._misses = self._paid = 0
         self._waits = self._waits_at = 0
+        self._longest = _LONGEST
         self._said = False
 
     def get(self, key: Key) -> Entry | None:
@@ -422,11 +427,17 @@ class Programs:
         """
         has_ways = len(entry.ways) > 1
         is_further = (has_ways or not entry.captured) and (bool(self.all()) or self._is_behind(entry))
-        if not (is_further or self._unpaid >= _UNPAID) or not self.has_spent():
+        if not (is_further or self._unpaid >= _UNPAID):
             return None
-        self._waits = self._waits + 1 if self._waits_at == self._progress else 1
-        self._waits_at = self._progress
-        if self._waits > _LONGEST:
+        if not self.has_spent():
+            self._longest = _LONGEST
+            return None
+        if self._waits_at != self._progress:
+            # What was captured after the longest wait has not paid.
+            self._longest *= _LONGER if self._waits > self._longest else 1
+            self._waits, self._waits_at = 0, self._progress
+        self._waits += 1
+        if self._waits > self._longest:
             return None
         signature = "another signature" if is_further else "what was captured before"
         what = "another way through the step's code" if has_ways else signature
@@ -436,11 +447,13 @@ class Programs:
         """Return True if starting took more than replays have saved; by counts, where eager steps are not timed."""
         if not self._may_wait:
             return False
-        eager = self._stats.step_us("eager")
+        stats = self._stats
+        eager = stats.step_us("eager")
         if eager is None:
-            return self._stats.traced > _TRACES + self._stats.replayed // _PAYS
-        gain = self._stats.gain()
-        return self._stats.spent(eager) - (0.0 if gain is None else gain.saved) >= _ALLOWANCE * eager / 1e6
+            spent = _TRACE * stats.traced + _CAPTURE * stats.captured + _CHECK * stats.verified
+            return spent - _SAVES * stats.replayed >= _ALLOWANCE
+        gain = stats.gain()
+        return stats.spent(eager) - (0.0 if gain is None else gain.saved) >= _ALLOWANCE * eager / 1e6
 
     def _is_behind(self, entry: Entry) -> bool:
         """Return True if another entry is nearer to its program."""

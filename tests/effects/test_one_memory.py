@@ -138,3 +138,46 @@ def test_states_that_come_apart_for_one_step(update: Callable[[Any, Tensor], Non
     assert all(torch.equal(*pair) for plain, own in zip(found[:100], found[100:]) for pair in zip(plain, own))
     assert call.stats.skipped[SkipReason.GUARD] == 2
     assert call.stats.recaptured == 1
+
+
+def test_programs_in_turns_share_what_their_states_share() -> None:
+    """Two shapes, and an eager step between them now and then."""
+    found: list[list[Tensor]] = []
+    for replays in (False, True):
+        state = SimpleNamespace(a=torch.zeros(4), b=torch.zeros(4), kept={"a": torch.zeros(4)})
+
+        def step(x: Tensor, state: Any = state) -> Tensor:
+            read_by_both_names(state, x.mean(0))
+            state.kept["a"] = state.b
+            return x.sum()
+
+        options: dict[str, Any] = {"eager_if": lambda x: float(x[0, 0]) % 7 == 3, "verify": 4, "backend": "tape"}
+        call: Any = graph_step(step, owners={"state": state}, **options) if replays else step
+        for index in range(60):
+            call(torch.full((1 + index % 2, 4), float(index)))
+            found.append([state.a.clone(), state.b.clone(), state.kept["a"].clone()])
+            if index % 10 == 9:
+                state.b.zero_()
+    assert all(torch.equal(*pair) for plain, own in zip(found[:60], found[60:]) for pair in zip(plain, own))
+    assert (call.stats.captured, call.stats.replayed > 30) == (2, True)
+
+
+def test_states_that_come_apart_before_the_capture() -> None:
+    """They were one tensor in both traces."""
+    state = SimpleNamespace(a=torch.zeros(4), b=torch.zeros(4))
+    twin = SimpleNamespace(a=torch.zeros(4), b=torch.zeros(4))
+
+    def update(state: Any, x: Tensor) -> Tensor:
+        read_by_both_names(state, x)
+        return x.sum()
+
+    step = graph_step(lambda x: update(state, x), owners={"state": state}, backend="tape", verify="off")
+    for index in range(30):
+        for own, run in ((state, step), (twin, lambda x: update(twin, x))):
+            run(torch.full((4,), float(index)))
+            if index == BEFORE_REPLAY - 2:
+                own.b = torch.full((4,), 3.0)
+        assert torch.equal(state.a, twin.a)
+        assert torch.equal(state.b, twin.b)
+    assert "state.b and state.a were one tensor when the step was traced, and are not now" in step.report()
+    assert step.stats.replayed > 15

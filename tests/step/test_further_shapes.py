@@ -100,6 +100,7 @@ def test_one_shape_after_the_other() -> None:
     assert len(MORE) - 1 == FURTHER
 
 
+@pytest.mark.frugal
 def test_a_further_shape_waits_until_replays_have_paid_for_the_first_one() -> None:
     """Where steps are timed, starting takes a bounded time longer than training without graphplan."""
     rig = build(partial(rig_of, plain, [8] * 8 + [5] * 14))

@@ -46,6 +46,7 @@ def test_the_program_that_was_used_least_recently_goes() -> None:
     assert "event 2x: evicted" in step.report()
 
 
+@pytest.mark.frugal
 def test_ways_wait_for_what_they_cost() -> None:
     """A step that branches four times by chance has 16 ways for each shape. Each takes traces and a capture, which
     replays have to pay for.
@@ -80,7 +81,7 @@ def test_ways_wait_for_what_they_cost() -> None:
 def test_a_shape_that_does_not_come_again_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was traced once, and is nearer to a program than the other, which waits for it only for a while."""
     monkeypatch.setattr(Programs, "has_spent", lambda self: True)
-    rig = build(lambda: rig_of([8] * (BEFORE_REPLAY - 2) + [6] * 80))
+    rig = build(lambda: rig_of([8] * (BEFORE_REPLAY - 2) + [6] * 120))
     step = managed(rig)
     for args in rig.calls:
         step(*args)
@@ -107,7 +108,7 @@ def test_captures_that_do_not_pay_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_comes_for_good_waits_for_a_while_alone(turns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program before is not replayed any more, and cannot save what it took."""
     monkeypatch.setattr(Programs, "has_spent", lambda self: True)
-    before, after = [8] * (BEFORE_REPLAY + 5), [6 if turns == "shape" else 8] * 90
+    before, after = [8] * (BEFORE_REPLAY + 5), [6 if turns == "shape" else 8] * 120
     rig = build(lambda: rig_of([*before, *after]))
     given, model = rig.step, rig.owners["model"]
     model.late = False
