@@ -73,9 +73,22 @@ def test_ways_wait_for_what_they_cost() -> None:
     step = managed(rig, max_graphs=40)
     assert_same_runs(expected, drive(rig, step))
     stats = step.stats
-    assert 32 < stats.traced <= 32 + stats.replayed // 16 + 4
-    assert stats.replayed >= 20
+    assert (stats.captured, stats.traced <= 20) == (1, True)
     assert "another way through the step's code is traced once replays have saved what" in step.report()
+
+
+@pytest.mark.frugal
+def test_shapes_in_turns_come_one_after_the_other() -> None:
+    """Once the replays of some have saved what these took."""
+    rig = build(lambda: rig_of([8, 6, 5] * 300))
+    expected = drive(rig, rig.step)
+    rig = build(lambda: rig_of([8, 6, 5] * 300))
+    step = managed(rig)
+    assert_same_runs(expected, drive(rig, step))
+    stats = step.stats
+    assert (stats.captured, stats.traced) == (3, 6)
+    assert stats.replayed > 450
+    assert "another signature is traced once replays have saved what" in step.report()
 
 
 def test_a_shape_that_does_not_come_again_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
