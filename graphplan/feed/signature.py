@@ -5,7 +5,9 @@ A key holds the structure, the geometry of each tensor, and type and value of an
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphplan.environment.origin import is_users
 from graphplan.errors import DeviceError, FeedError, RefusalError
 from graphplan.feed.placeholders import is_placeholder
 from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_own_operators, is_freed
@@ -30,6 +33,7 @@ _STRIDE = 16
 """Bytes of the vectors by which CUDA's kernels load, and all that most libraries ask of an address (NumPy's arrays)."""
 _PRODUCT = 100  # Rows and columns of the matrices that are multiplied to see by what a CPU's kernels load.
 
+_SMALL = 4096  # Bytes of a pickled object whose content is a part of a key.
 _METHODS = (MethodType, BuiltinMethodType)  # Bound methods: each look at one makes another, and they are equal.
 _LONGEST = 120  # Characters that a message has of a value, a geometry or a structure that changes.
 
@@ -148,7 +152,10 @@ def leaf_key(leaf: Any) -> Hashable:
     if _is_function(leaf):
         return (kind, leaf)
     if not isinstance(leaf, _LITERALS):
-        raise _without_key(leaf)
+        content = _pickled(leaf)
+        if content is None:
+            raise _without_key(leaf)
+        return (kind, content)
     if not isinstance(leaf, Enum) and getattr(leaf, "__dict__", None):
         raise _with_attributes(leaf)
     # 0.0 equals -0.0 and NaN equals nothing, but a step may tell them apart.
@@ -163,6 +170,21 @@ def _is_function(leaf: Any) -> bool:
     """Return True for what is called and compared by identity; code of foreign classes does not compare keys."""
     kind: Any = type(leaf)
     return callable(leaf) and not isinstance(leaf, Enum) and (kind.__eq__ is object.__eq__ or kind in _METHODS)
+
+
+def _pickled(leaf: Any) -> bytes | None:
+    """What tells a small object of an installed package's class from others (an index of columns, a date); None for
+    arrays, whose values belong in tensors, and for what is large, is the user's, or cannot be pickled.
+    """
+    with suppress(Exception):
+        memoryview(leaf)
+        return None
+    if is_users(type(leaf)):
+        return None
+    with suppress(Exception):
+        content = pickle.dumps(leaf)
+        return content if len(content) <= _SMALL else None
+    return None
 
 
 def _without_key(leaf: Any) -> FeedError:

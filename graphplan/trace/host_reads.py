@@ -34,12 +34,15 @@ _SUMS_DIFFER = sys.version_info >= (3, 12)
 
 
 class Place(NamedTuple):
-    """An expression in a file. One is several instructions: which of them calls differs while a profile is on."""
+    """An expression in a file. One is several instructions: which of them calls differs while a profile is on. For one
+    in torch's own code, which many calls come to, ``caller`` is the expression that calls torch.
+    """
 
     filename: str
     line: int
     function: str
     where: tuple[int | None, ...]
+    caller: Place | None = None
 
     def __str__(self) -> str:
         if not self.filename:
@@ -108,10 +111,18 @@ def find_place() -> Place:
     frame = _asking(sys._getframe(1))
     if frame is None:
         return ENGINE
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_filename.startswith(TORCH):
+        outer = outer.f_back
+    caller = None if outer is frame or outer is None or is_ours(outer.f_code.co_filename) else _place_of(outer)
+    return _place_of(frame, caller)
+
+
+def _place_of(frame: FrameType, caller: Place | None = None) -> Place:
     code = frame.f_code
     positions: Any = getattr(code, "co_positions", None)
     where = next(islice(positions(), frame.f_lasti // 2, None)) if positions is not None else (frame.f_lasti,)
-    return Place(code.co_filename, frame.f_lineno, code.co_name, where)
+    return Place(code.co_filename, frame.f_lineno, code.co_name, where, caller)
 
 
 def is_asserted() -> bool:

@@ -76,9 +76,7 @@ def test_states_that_share_memory_from_step_to_step(update: Callable[[Any, Tenso
 @pytest.mark.parametrize(
     ("update", "apart"), [(two_names, True), (detached, True), (in_a_dictionary, True), (part, False)]
 )
-def test_a_state_that_shares_memory_otherwise_is_refused(
-    update: Callable[[Any, Tensor], None], apart: bool
-) -> None:
+def test_a_state_that_shares_memory_otherwise_is_refused(update: Callable[[Any, Tensor], None], apart: bool) -> None:
     text = (
         r"the step binds state\.a and state\.(b|kept\.a) to one memory, and reads state\.a .* Bind a copy: state\.\S+ ="
     )
