@@ -28,7 +28,7 @@ def find_counters(pair: TracePair) -> dict[str, int | float]:
     """Numbers that every step raises by the same amount, and that no code reads, by path. Other changes are refused."""
     counters: dict[str, int | float] = {}
     for path, old, new in pair.changed("scalars"):
-        if is_read_number(old) or is_read_number(new):
+        if is_read_number(old) or is_read_number(new) or pair.remakes(path):
             continue
         if any(isinstance(value, OptState) for value in (*(old or ()), *(new or ()))):
             raise HostEffectError(
@@ -104,7 +104,8 @@ def _uses_item(code: CodeType, key: str) -> bool:
 
 
 def find_assignments(pair: TracePair, changed: Collection[str]) -> dict[str, Any]:
-    """Values that methods of an object may have assigned without a change, by path (a metric's ``_computed = None``).
+    """Values that methods of an object may have assigned without a change, by path (a metric's ``_computed = None``),
+    or that lie in what each step makes anew.
 
     The next eager step resets such a value if it was changed between two steps, so a replay resets it too.
     """
@@ -113,7 +114,7 @@ def find_assignments(pair: TracePair, changed: Collection[str]) -> dict[str, Any
         is_read_only = not scalar.lies_here or isinstance(scalar.container, (Told, tuple))
         if path in changed or pair.allows(path) or is_read_only:
             continue
-        if all(trace.reads.may_store(scalar) for trace in pair.both):
+        if pair.remakes(path) or all(trace.reads.may_store(scalar) for trace in pair.both):
             found[path] = scalar.get()
     return found
 

@@ -57,7 +57,7 @@ class Reads:
                 continue
             if appended.hides(path, scalar) or not all(path in trace.entry_scalars for trace in pair.both):
                 continue
-            if pair.tracks(path):
+            if pair.tracks(path) or pair.remakes(path):
                 continue
             sure = pair.reads(scalar) or pair.uses(path, scalar)
             # What is assigned to what it was is as good as read: after other calls, it may be something else.

@@ -10,6 +10,7 @@ from graphplan.effects.allowed import is_allowed
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.tensor_metadata import GONE
 from graphplan.owners.views import Given
+from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace
 
 
@@ -54,6 +55,13 @@ class TracePair:
     def tracks(self, path: str) -> bool:
         """Whether all is known of what both traces have done with the number at ``path``."""
         return all(trace.symbolic.tracks(path) for trace in self.both)
+
+    def remakes(self, path: str) -> bool:
+        """Whether both steps make anew, and alike, what has the value at ``path``, and do not read the one before."""
+        if not all(path in trace.changes.renewed and path not in trace.read_before for trace in self.both):
+            return False
+        left = (trace.changes.scalars.get(path, (None, trace.entry_scalars.get(path)))[1] for trace in self.both)
+        return same_value(*left)
 
     def at_entry(self, path: str) -> tuple[Any, Any]:
         """What lay at ``path`` when each trace began: a tensor's metadata, or a Python value."""

@@ -152,10 +152,7 @@ def leaf_key(leaf: Any) -> Hashable:
     if _is_function(leaf):
         return (kind, leaf)
     if not isinstance(leaf, _LITERALS):
-        content = _pickled(leaf)
-        if content is None:
-            raise _without_key(leaf)
-        return (kind, content)
+        raise _without_key(leaf)
     if not isinstance(leaf, Enum) and getattr(leaf, "__dict__", None):
         raise _with_attributes(leaf)
     # 0.0 equals -0.0 and NaN equals nothing, but a step may tell them apart.
@@ -238,7 +235,10 @@ def named_key(structure: Any, index: int, leaf: Any) -> Hashable:
     try:
         return leaf_key(leaf)
     except FeedError as error:
-        raise FeedError(f"{names_in(structure)[index]}: {error}") from None
+        content = _pickled(leaf)
+        if content is None:
+            raise FeedError(f"{names_in(structure)[index]}: {error}") from None
+        return (type(leaf), content)
 
 
 def all_keys(structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
 
 from graphplan.environment.origin import is_users, is_users_module
 from graphplan.owners.contents import has_contents, is_proxy
@@ -55,7 +54,7 @@ from graphplan.tensors.records import slots_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
-_MANY_IN: tuple[Any, ...] = (Dataset, dict, list, deque, set)
+_CONTAINERS: tuple[Any, ...] = (dict, list, deque, set)
 _MUCH = 64  # Items of a container that is not worth a look unless code mentions it.
 
 Source = tuple[Any, str]
@@ -236,13 +235,13 @@ class ValueWalker:
                     self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
 
     def _passes_over(self, name: str, value: Any) -> bool:
-        """Whether an attribute holds much that no step is to be compared with: a data set, or a large container, which
-        no code that ran mentions.
+        """Whether an attribute is left alone that no code that ran mentions: a large container, or an object other than
+        a module, which may lead to a data set.
         """
-        if self._mentioned is None or name in self._mentioned:
+        if self._mentioned is None or name in self._mentioned or type(value) in PLAIN:
             return False
-        base = next((base for base in _MANY_IN if issubclass(type(value), base)), None)
-        passes = base is Dataset or (base is not None and base.__len__(value) > _MUCH)
+        base = next((base for base in _CONTAINERS if issubclass(type(value), base)), None)
+        passes = base.__len__(value) > _MUCH if base is not None else is_user_object(value)
         if passes:
             self.walk.passed.add(name)
         return passes

@@ -27,8 +27,8 @@ _IDLE = 16  # Lookups per known key after which a program that none of them foun
 _ALLOWANCE = 50  # Eager steps that starting may take beyond what replays save: a twentieth of the first thousand.
 _TRACED = 8  # More than a line has traces.
 _TRACE, _CAPTURE, _CHECK, _SAVES = 10, 8, 5, 0.5
-"""Eager steps that a trace, a capture and a check take on a CPU, and that a replay saves, for where none are timed: about
-the median of recipes.zoo's models.
+"""Eager steps that a trace, a capture and a check take on a CPU, and that a replay saves, for where none are timed:
+about the median of recipes.zoo's models.
 """
 _UNPAID = 2  # Captures in a row that did not pay, after which further ones wait.
 _LONGEST = 128  # Waits in a row, of which a call has up to two, and how many times as many after each that was in vain.

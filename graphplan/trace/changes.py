@@ -63,6 +63,7 @@ class Rebinding:
 class Changes:
     """Differences between an owner walk before a step and one after. ``moved`` are lists and deques with fewer items,
     or with more that are not all at the end: how many before and after. ``flags`` are those that a program is keyed by.
+    ``renewed`` are values in objects and containers in whose places others lay before.
     """
 
     rebindings: dict[str, Rebinding] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class Changes:
     appended: dict[str, list[Any]] = field(default_factory=dict)
     moved: dict[str, tuple[int, int]] = field(default_factory=dict)
     flags: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    renewed: set[str] = field(default_factory=set)
 
 
 class Recorder:
@@ -133,6 +135,10 @@ class Recorder:
         for path, scalar in now.scalars.items():
             if not scalar.lies_here:
                 continue
+            before = self.walk.scalars.get(path)
+            is_kept = before is None or before.container is scalar.container
+            if not is_kept and isinstance(scalar.container, (dict, list)):
+                found.renewed.add(path)
             value = scalar.get()
             old = self.scalars.get(path, ABSENT)
             if not same_value(old, value) and not path.startswith(grown):

@@ -137,6 +137,8 @@ class Trace:
     entry_paths: frozenset[str] = frozenset()
     entry_scalars: dict[str, Any] = field(default_factory=dict)
     entry_metadata: dict[str, Any] = field(default_factory=dict)
+    read_before: set[str] = field(default_factory=set)
+    """Of the values that lie in what the step makes anew, those that code may have read before it did."""
     reads: Reads = field(default_factory=Reads)
     unowned_gradients: list[str] = field(default_factory=list)
     host_reads: list[HostRead] = field(default_factory=list)

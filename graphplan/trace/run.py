@@ -19,7 +19,7 @@ from graphplan.observe.profile import Profile
 from graphplan.observe.source import find_source, runs_step
 from graphplan.owners.generators import HostGenerators
 from graphplan.owners.sharding import Sharding, come_to_rest
-from graphplan.owners.slots import Walk
+from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.walk import walk_owners
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_memory, is_freed
@@ -76,6 +76,8 @@ def trace(
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     changes, after = recorder.changes(record.externals.keys() | record.output_storages)
     record.changes = changes
+    before = (recorder.walk.scalars[path] for path in changes.renewed)
+    record.read_before = {path for path, place in zip(changes.renewed, before, strict=True) if _may_read(record, place)}
     paths = _lasting_paths(after, changes)
     fed_ids = {id(leaf) for _, leaf in feed.tensors()}
     left = _left(after, changes) | {name: [leaf] for name, leaf in named if id(leaf) not in paths}
@@ -98,6 +100,10 @@ def trace(
         # This one may have met containers with deferred numbers in them, which others have replaced.
         after = walk_owners(owners) if has_put else after
     return result, after
+
+
+def _may_read(record: Trace, scalar: Scalar) -> bool:
+    return record.reads.covers(scalar) or record.reads.may_cover(scalar) or record.reads.may_assign(scalar)
 
 
 def _check_reads(record: Trace, batch: BatchRecorder) -> None:

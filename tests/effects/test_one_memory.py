@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributions import Normal
 
 from graphplan import HostEffectError, SkipReason, compile_plan, graph_step
+from tests.facts import assert_same, flatten
+from tests.models import descent
 from tests.twins import BEFORE_REPLAY
 
 
@@ -133,7 +136,7 @@ def test_states_that_come_apart_for_one_step(update: Callable[[Any, Tensor], Non
             found.append([state.a.clone(), state.b.clone(), state.kept["a"].clone()])
             if index in (30, 60, 61):
                 state.b, state.kept["a"] = torch.full((4,), 7.0), torch.full((4,), 3.0)
-    assert all(torch.equal(*pair) for plain, own in zip(found[:100], found[100:]) for pair in zip(plain, own))
+    assert_same(flatten(states=found[:100]), flatten(states=found[100:]))
     assert call.stats.skipped[SkipReason.GUARD] == 2
     assert call.stats.recaptured == 1
 
@@ -156,7 +159,7 @@ def test_programs_in_turns_share_what_their_states_share() -> None:
             found.append([state.a.clone(), state.b.clone(), state.kept["a"].clone()])
             if index % 10 == 9:
                 state.b.zero_()
-    assert all(torch.equal(*pair) for plain, own in zip(found[:60], found[60:]) for pair in zip(plain, own))
+    assert_same(flatten(states=found[:60]), flatten(states=found[60:]))
     assert (call.stats.captured, call.stats.replayed > 30) == (2, True)
 
 
@@ -179,3 +182,31 @@ def test_states_that_come_apart_before_the_capture() -> None:
         assert torch.equal(state.b, twin.b)
     assert "state.b and state.a were one tensor when the step was traced, and are not now" in step.report()
     assert step.stats.replayed > 15
+
+
+@pytest.mark.parametrize("reads_batch", [False, True])
+def test_what_each_step_makes_anew(reads_batch: bool) -> None:
+    """A distribution, of the batch's shape. Shapes take turns, and each replay leaves what an eager step would."""
+    found: list[Any] = []
+    for replays in (False, True):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+        model.kept = None
+
+        def loss(x: Tensor, model: Any = model) -> Tensor:
+            model.kept = Normal(model(x), torch.ones_like(x))
+            rows = x[x[:, 0] > 0] if reads_batch else x
+            return model.kept.log_prob(rows.sum(0)).mean()
+
+        step: Any = descent(model, optimizer, loss)
+        owners = {"model": model, "optimizer": optimizer}
+        step = graph_step(step, owners=owners, backend="tape", verify=3) if replays else step
+        for index in range(80):
+            x = torch.ones(3 if index % 20 == 19 else 5, 4)
+            x[index % 3] = -1.0
+            out = step(x).detach().clone()
+            found.append((out, model.weight.detach().clone(), model.kept.loc.detach().clone(), model.kept.batch_shape))
+    assert_same(flatten(found=found[:80]), flatten(found=found[80:]))
+    assert step.stats.recaptured == 0, step.report()
+    assert step.stats.replayed > 60, step.report()

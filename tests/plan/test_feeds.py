@@ -199,10 +199,8 @@ def test_arrays_of_numpy_begin_at_multiples_of_16_bytes() -> None:
     """One program serves all of them."""
     memory = torch.randn(64 + 60 * 20)
     start = next(at for at in range(16) if memory[at].data_ptr() % 64 == 0)
-    calls = [
-        (memory[start + 4 * index :][:60].view(6, 10), torch.randint(4, (6,)))
-        for index in (0, 1, 2, 3, 5, 8, 10, 15) * 3
-    ]
+    rows = (memory[start + 4 * index :][:60].view(6, 10) for index in (0, 1, 2, 3, 5, 8, 10, 15) * 3)
+    calls = [(x, torch.randint(4, (6,))) for x in rows]
 
     def make() -> Rig:
         return rig_of(_plain, list(calls), width=10)

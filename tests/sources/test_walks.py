@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
+from torch.utils.data import Dataset
 
 from graphplan import graph_step
 from graphplan.owners import walk as walks
+from tests.facts import assert_same, flatten
 from tests.models import descent
 
 
 def _step() -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    optimizer = AdamW(model.parameters(), lr=0.01)
+    optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
     step = descent(model, optimizer, lambda x: model(x).square().mean())
     return {"model": model, "optimizer": optimizer}, step
 
@@ -38,3 +40,67 @@ def test_walks_up_to_the_first_replay(is_named: bool, monkeypatch: pytest.Monkey
     assert (step.stats.eager, step.stats.traced, step.stats.captured, step.stats.verified) == (3, 2, 1, 1)
     # A step whose owners are not named is first walked without any; both once more with what the first call has used.
     assert counts == [2 if is_named else 3, 1, 1, 3, 3, 3, 2]
+
+
+class Rows(Dataset[Tensor]):
+    """As many rows, and their number."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = [torch.full((4,), float(index)) for index in range(count)]
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+
+def _holder() -> Any:
+    owners, _ = _step()
+    model: Any = owners["model"]
+    model.kept_set, model.kept_items = Rows(5), [torch.ones(4) * index for index in range(100)]
+    model.kept_few, model.kept_table = [torch.ones(4)], {index: f"{index}" for index in range(100)}
+    return owners
+
+
+def test_what_no_code_mentions_is_passed_over() -> None:
+    """A data set, and what has many items; code may come to anything where the user's computes names."""
+    found = []
+    for name in ("weight", None):
+        owners = _holder()
+        model, optimizer = owners.values()
+        read = (lambda: model[0].weight) if name else (lambda: getattr(model[0], str("weight")))
+
+        def loss(x: Tensor, model: Any = model, read: Any = read) -> Tensor:
+            return (model(x) * read().mean()).square().mean()
+
+        step = graph_step(descent(model, optimizer, loss), owners=owners, backend="tape")
+        for _ in range(8):
+            step(torch.ones(3, 4))
+        assert step.stats.replayed == 2
+        walk = step.plan.handles.walk()
+        found.append({path.split("[")[0] for path in (*walk.slots, *walk.scalars) if path.startswith("model.")})
+    assert not found[0] & {"model.kept_set.rows", "model.kept_items", "model.kept_table"}
+    assert "model.kept_few" in found[0]
+    assert {"model.kept_set.rows", "model.kept_items", "model.kept_table"} <= found[1]
+
+
+def test_what_code_comes_to_mention_is_walked() -> None:
+    """Another shape leads to code that reads one of many items, which the host replaces now and then."""
+    outputs = []
+    for replays in (False, True):
+        torch.manual_seed(0)
+        owners = _holder()
+        model, optimizer = owners.values()
+
+        def of_kept(model: Any = model) -> Tensor:
+            return model.kept_items[7]
+
+        def loss(x: Tensor, model: Any = model, of_kept: Any = of_kept) -> Tensor:
+            return model(x * of_kept() if len(x) == 2 else x).square().mean()
+
+        step: Any = descent(model, optimizer, loss)
+        step = graph_step(step, owners=owners, backend="tape") if replays else step
+        for index in range(60):
+            if index in (15, 35, 36):
+                model.kept_items[7] = torch.full((4,), 1 / index)
+            outputs.append(step(torch.ones(2 + (index < 10 or index > 50), 4)).clone())
+    assert_same(flatten(outputs=outputs[:60]), flatten(outputs=outputs[60:]))
+    assert (step.stats.captured, step.stats.replayed > 45) == (2, True), step.report()

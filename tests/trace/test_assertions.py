@@ -609,6 +609,16 @@ def validated_in_contexts(x: Tensor) -> Tensor:
         return Normal(x.mean(), x.std(), validate_args=True).log_prob(x)
 
 
+def validated_and_caught(x: Tensor) -> Tensor:
+    """What is computed is asserted, and what is fed is tried, at one place in torch's code."""
+    y = Normal(x * 2, x.std(), validate_args=True).log_prob(x.cumsum(0)).exp()
+    try:
+        Normal(0.0, 1.0, validate_args=True).log_prob(x)
+    except ValueError:
+        return y * 0
+    return y
+
+
 def recomputed(x: Tensor) -> Tensor:
     def block(y: Tensor) -> Tensor:
         assert y.isfinite().all(), y.max().item()
@@ -619,7 +629,7 @@ def recomputed(x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("assertion", [validated, validated_in_contexts, recomputed])
+@pytest.mark.parametrize("assertion", [validated, validated_in_contexts, validated_and_caught, recomputed])
 def test_libraries_that_assert(assertion: Callable[[Tensor], Tensor]) -> None:
     """torch's distributions validate what they are given; activation checkpointing asserts a second time."""
     step, _ = training(assertion)
