@@ -238,7 +238,7 @@ class ValueWalker:
         """Whether an attribute is left alone that no code that ran mentions: a large container, or an object other than
         a module, which may lead to a data set.
         """
-        if self._mentioned is None or name in self._mentioned or type(value) in PLAIN:
+        if self._mentioned is None or name in self._mentioned or issubclass(type(value), (*SCALARS, Tensor, nn.Module)):
             return False
         base = next((base for base in _CONTAINERS if issubclass(type(value), base)), None)
         passes = base.__len__(value) > _MUCH if base is not None else is_user_object(value)

@@ -111,9 +111,9 @@ class Lookup:
         if entry.may_pause(program, reason):
             self._stats.note(f"eager for one step: {reason}", "guards")
             return False
-        # A replaced parameter may have no optimizer state yet, which only an eager step can make.
-        has_paused = 0 < entry.paused_at == program.replays
-        entry.warm -= entry.warm >= self._warmup_steps and not has_paused
+        if not 0 < entry.paused_at == program.replays:
+            # A replaced parameter may have no optimizer state yet, which only an eager step can make.
+            entry.warm = min(entry.warm, self._warmup_steps - 1)
         self._programs.drop(entry, reason)
         return False
 

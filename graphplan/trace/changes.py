@@ -135,8 +135,8 @@ class Recorder:
         for path, scalar in now.scalars.items():
             if not scalar.lies_here:
                 continue
-            before = self.walk.scalars.get(path)
-            is_kept = before is None or before.container is scalar.container
+            known = self.walk.scalars.get(path)
+            is_kept = known is None or known.container is scalar.container
             if not is_kept and isinstance(scalar.container, (dict, list)):
                 found.renewed.add(path)
             value = scalar.get()

@@ -76,8 +76,7 @@ def trace(
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     changes, after = recorder.changes(record.externals.keys() | record.output_storages)
     record.changes = changes
-    before = (recorder.walk.scalars[path] for path in changes.renewed)
-    record.read_before = {path for path, place in zip(changes.renewed, before, strict=True) if _may_read(record, place)}
+    record.read_before = {path for path in changes.renewed if _may_read(record, recorder.walk.scalars[path])}
     paths = _lasting_paths(after, changes)
     fed_ids = {id(leaf) for _, leaf in feed.tensors()}
     left = _left(after, changes) | {name: [leaf] for name, leaf in named if id(leaf) not in paths}
