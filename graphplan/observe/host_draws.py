@@ -6,8 +6,9 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import lru_cache, wraps
 from threading import get_ident
+from types import ModuleType
 from typing import Any
 
 from graphplan.observe.replacements import Replacements
@@ -23,6 +24,7 @@ _OF_NUMPY = (
     "beta", "binomial", "exponential", "gamma", "geometric", "laplace", "logistic", "lognormal", "normal", "poisson",
     "rand", "randint", "randn", "random", "random_sample", "standard_normal", "triangular", "uniform", "weibull",
 )  # fmt: skip
+_NAMES = frozenset(_OF_PYTHON + _OF_NUMPY)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,20 @@ def _find_functions() -> Iterator[tuple[Any, str, Any]]:
             function = getattr(module, name, None)
             # Another one may be the user's.
             if callable(function) and getattr(function, "__self__", None) is not None:
-                yield module, name, _drawing(generator, function)
+                drawing = _drawing(generator, function)
+                holders = _holders(len(sys.modules)).get(name, ())
+                # Code may have imported it by its name.
+                yield from ((holder, name, drawing) for holder in holders if vars(holder).get(name) is function)
+
+
+@lru_cache(maxsize=1)
+def _holders(count: int) -> Mapping[str, list[ModuleType]]:
+    """Modules with something of such a name, by that, among ``count`` modules that are imported now."""
+    found: dict[str, list[ModuleType]] = {}
+    for module in list(sys.modules.values()):
+        for name in vars(module).keys() & _NAMES if type(module) is ModuleType else ():
+            found.setdefault(name, []).append(module)
+    return found
 
 
 _FUNCTIONS = Replacements(_find_functions)

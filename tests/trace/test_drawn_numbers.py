@@ -7,12 +7,14 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from random import betavariate
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.random import standard_normal
 from torch import Tensor, nn
 
 from graphplan import GraphPlanError, HostScalarError, graph_step
@@ -57,6 +59,7 @@ USES: dict[str, Callable[[Mixed, Tensor], Tensor]] = {
     "appended and summed": _keeps,
     "several": lambda model, x: x * random.random() + np.random.rand() - random.betavariate(2, 3) * np.random.normal(),
     "beside torch's": lambda model, x: x * random.random() * torch.rand(8, device=x.device),
+    "by their own names": lambda model, x: x * betavariate(2, 3) + standard_normal(),
     "unused": lambda model, x: [random.random(), np.random.poisson(3.0), x][-1],
     "computed with": lambda model, x: x * np.sqrt(1 - np.random.uniform(low=0.2, high=0.8)),
     "mixed with an owner's": lambda model, x: x * (random.random() * len(model.kept) + 0.5),
@@ -97,11 +100,11 @@ def test_replays_draw_again(name: str, verify: Any, device: torch.device) -> Non
 
 
 def test_nothing_stays_in_the_modules() -> None:
-    before = random.random, random.uniform, np.random.beta
+    before = random.random, random.uniform, np.random.beta, betavariate, standard_normal
     step = graph_step(lambda x: x * random.random())
     for _ in range(8):
         step(torch.ones(2))
-    assert (random.random, random.uniform, np.random.beta) == before
+    assert (random.random, random.uniform, np.random.beta, betavariate, standard_normal) == before
     assert not host_draws._FUNCTIONS.entered
 
 
