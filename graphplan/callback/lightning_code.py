@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from functools import cache
 from hashlib import sha256
-from inspect import getsource
+from inspect import getblock
+from linecache import getlines
 from textwrap import dedent
+from types import CodeType
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -65,11 +67,18 @@ def _inner(function: Any) -> Any:
     return function
 
 
+def _source_of(code: CodeType) -> str:
+    """What ``inspect.getsource`` gives, which asks each imported module for its file before."""
+    return dedent("".join(getblock(getlines(code.co_filename)[code.co_firstlineno - 1 :])))
+
+
 @cache
 def _digest_of(functions: tuple[Any, ...]) -> str:
     try:
-        sources = [dedent(getsource(function.__code__)) for function in functions]
-    except (AttributeError, OSError):
+        sources = [_source_of(function.__code__) for function in functions]
+    except AttributeError:
+        return ""
+    if not all(sources):
         return ""
     return sha256("\n".join(sources).encode()).hexdigest()[:16]
 
