@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphplan.environment.origin import is_users
+from graphplan.environment.origin import is_librarys, is_users
 from graphplan.errors import DeviceError, FeedError, RefusalError
 from graphplan.feed.placeholders import is_placeholder
 from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_own_operators, is_freed
@@ -170,13 +170,13 @@ def _is_function(leaf: Any) -> bool:
 
 
 def _pickled(leaf: Any) -> bytes | None:
-    """What tells a small object of an installed package's class from others (an index of columns, a date); None for
-    arrays, whose values belong in tensors, and for what is large, is the user's, or cannot be pickled.
+    """What tells a small object of an installed package's class from others, such as an index of columns; None for
+    arrays, whose values belong in tensors, for the user's, torch's and Python's own, and for what cannot be pickled.
     """
+    if is_users(type(leaf)) or is_librarys(type(leaf)):
+        return None
     with suppress(Exception):
         memoryview(leaf)
-        return None
-    if is_users(type(leaf)):
         return None
     with suppress(Exception):
         content = pickle.dumps(leaf)

@@ -8,7 +8,6 @@ import random
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,8 +117,7 @@ READ: dict[str, tuple[Callable[[int, Tensor], Any], Callable[[Any], Tensor]]] = 
     "its exact class": (lambda i, x: (x, "ab"[i % 2]), lambda b: b[0] * (2 if type(b[1]) is str else 1)),
     "by C code": (lambda i, x: (x, "ab"[i % 2]), lambda b: b[0] * (2 if "abc".startswith(b[1]) else 1)),
     "in a list": (lambda i, x: {"x": x, "t": ["c", "ab"[i % 2]]}, lambda b: b["x"] * ord(b["t"][1])),
-    "a path": (lambda i, x: (x, Path("ab"[i % 2])), lambda b: b[0] * (2 if b[1].name == "a" else 1)),
-    "a date": (lambda i, x: (x, date(2026, 1 + i % 2, 1)), lambda b: b[0] * b[1].month),
+    "of a package": (lambda i, x: (x, np.dtype(f"float{32 << i % 2}")), lambda b: b[0] * b[1].itemsize),
 }
 
 

@@ -47,7 +47,13 @@ KEYS = 8 * RUN.max_graphs
 LIMITS = {"Programs._entries": KEYS, "Managed._seen": 256, "Stats.events": TEXTS + 1, "Stats.reasons": TEXTS + 1}
 LIMITS |= {f"Library.{name}": 256 for name in ("entries", "_known", "settled", "codes")}
 LIMITS |= {"Stats.laps": LAPS, "Stats.changes": STRETCHES}
-LIMITS |= {"Namespace.attributes": 128, "Hooks._places": 256, "Hooks._empty": 256, "Reads.values": 256}
+LIMITS |= {
+    "Namespace.attributes": 128,
+    "Namespace.mentioned": 2048,
+    "Hooks._places": 256,
+    "Hooks._empty": 256,
+    "Reads.values": 256,
+}
 """Tables that may go on filling up to here."""
 NAMES = 8
 """Code objects that nobody had asked about by then."""
