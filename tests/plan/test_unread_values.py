@@ -117,7 +117,7 @@ READ: dict[str, tuple[Callable[[int, Tensor], Any], Callable[[Any], Tensor]]] = 
     "its exact class": (lambda i, x: (x, "ab"[i % 2]), lambda b: b[0] * (2 if type(b[1]) is str else 1)),
     "by C code": (lambda i, x: (x, "ab"[i % 2]), lambda b: b[0] * (2 if "abc".startswith(b[1]) else 1)),
     "in a list": (lambda i, x: {"x": x, "t": ["c", "ab"[i % 2]]}, lambda b: b["x"] * ord(b["t"][1])),
-    "of a package": (lambda i, x: (x, np.dtype(f"float{32 << i % 2}")), lambda b: b[0] * b[1].itemsize),
+    "of a package": (lambda i, x: (x, np.dtype([("a", f"f{4 << i % 2}")])), lambda b: b[0] * b[1].itemsize),
 }
 
 
