@@ -36,6 +36,7 @@ _LONGER = 4
 _PATIENCE = 4  # A capture is overdue after this many times the calls that it needs.
 _GEOMETRIES = 256  # Geometries of feeds whose latest program is remembered.
 _PAYS = 16  # Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``.
+_MOSTLY = 4  # Replays between two eager steps that take the place of a program which does not fit.
 _WAYS = 16  # Ways through a step, by what owners' numbers come to, that are kept for one key.
 _REFUSED = 3  # Refused ways without a program for another one, after which all calls of a key are eager.
 _REASONS = 8  # Reasons of recaptures that an error lists.
@@ -213,9 +214,9 @@ class Entry:
 
     def may_pause(self, program: Program, reason: str) -> bool:
         """Return True if an eager step takes the place of a program that does not fit, for a ``reason`` that is perhaps
-        gone after it (metrics were reset, a smaller batch ended an epoch): the program has paid since the last one.
+        gone after it (metrics were reset, a smaller batch ended an epoch): most calls since the last one were replayed.
         """
-        if program.replays - self.paused_at < _PAYS:
+        if program.replays - self.paused_at < _MOSTLY:
             return False
         self.pause, self.paused_at = reason, program.replays
         return True
