@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from graphplan import HostEffectError
+from graphplan import HostEffectError, SkipReason
 from graphplan.program.program import Program
 from tests.crossing import each
 from tests.models import CALLS, float_batches
@@ -133,8 +133,10 @@ def reset_rig(reset: Callable[[Any], None], first: int, every: int) -> Rig:
 def test_what_a_state_is_reset_to_stays_what_it_is(reset: Callable[[Any], None], first: int) -> None:
     """Before the captured call, and before replays."""
     step = assert_same_as_eager(lambda: reset_rig(reset, first, every=5), verify="off")
-    # What else has the memory of, or is the same tensor as, cannot lie where the program reads: it is captured anew.
-    assert (step.stats.captured == 1) is (reset not in (best, best_part))
+    # What else has the memory of, or is the same tensor as, cannot lie where the program reads: a step that is eager
+    # makes another, or the step is captured anew.
+    follows = (step.stats.captured, step.stats.skipped[SkipReason.GUARD]) == (1, 0)
+    assert follows is (reset not in (best, best_part))
 
 
 @pytest.mark.parametrize("reset", [both, both_new, pair, one_from_the_other])
@@ -144,11 +146,13 @@ def test_a_reset_between_traces(reset: Callable[[Any], None]) -> None:
     assert_equals_eager(make, replayed=CALLS - BEFORE_REPLAY - 2, verify="off")
 
 
-@pytest.mark.parametrize(("first", "replayed"), [(BEFORE_REPLAY - 2, 10), (BEFORE_REPLAY + 1, 8)])
-def test_rows_that_are_one_memory(first: int, replayed: int) -> None:
-    """A capture begins with rows of their own; kernels are chosen by strides, so that replays are not for others."""
+@pytest.mark.parametrize(("first", "captured", "replayed"), [(BEFORE_REPLAY - 2, 1, 13), (BEFORE_REPLAY + 1, 2, 9)])
+def test_rows_that_are_one_memory(first: int, captured: int, replayed: int) -> None:
+    """A capture begins with rows of their own; kernels are chosen by strides, so that replays are not for others: after
+    a few replays an eager step takes their place, else the step is captured anew.
+    """
     make = lambda: reset_rig(one_row, first, every=10)  # noqa: E731
-    assert_equals_eager(make, captured=2, replayed=replayed, verify="off")
+    assert_equals_eager(make, captured=captured, replayed=replayed, verify="off")
 
 
 def meter_rig() -> Rig:
