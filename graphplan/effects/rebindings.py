@@ -70,6 +70,14 @@ class Rebindings:
             partners,
         )
 
+    def parted(self, walk: Walk) -> str | None:
+        """Describe two slots that always held one tensor, and do not now."""
+        for path, partner in self.partners.items():
+            one, other = (walk.slots.get(each) for each in (path, partner))
+            if one is not None and other is not None and one.get() is not other.get():
+                return f"{path} and {partner} were one tensor when the step was traced, and are not now"
+        return None
+
     @property
     def paths(self) -> tuple[str, ...]:
         """All of them."""
@@ -132,8 +140,7 @@ def _partners(
         for other, further in places[number + 1 :] if is_carried else ():
             if other == path or rebindings[other].moved or not _overlap(place, further):
                 continue
-            one, two = rebindings[path], rebindings[other]
-            if other in carries and (one.before, one.after) == (two.before, two.after):
+            if other in carries and rebindings[path].objects == rebindings[other].objects:
                 partners.setdefault(other, path)
                 continue
             raise HostEffectError(

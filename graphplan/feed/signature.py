@@ -169,7 +169,18 @@ def _is_function(leaf: Any) -> bool:
     return callable(leaf) and not isinstance(leaf, Enum) and (kind.__eq__ is object.__eq__ or kind in _METHODS)
 
 
-def _pickled(leaf: Any) -> bytes | None:
+class Pickled(bytes):
+    """The key of an object, by its content."""
+
+
+def changed_object(feed: Feed) -> str | None:
+    """The path of a fed object that is keyed by its content, and has another one now."""
+    keys = enumerate(feed.key[1:])
+    held = ((index, key[1]) for index, key in keys if isinstance(key, tuple) and isinstance(key[-1], Pickled))
+    return next((feed.names()[index] for index, content in held if _pickled(feed.leaves[index]) != content), None)
+
+
+def _pickled(leaf: Any) -> Pickled | None:
     """What tells a small object of an installed package's class from others, such as an index of columns; None for
     arrays, whose values belong in tensors, for the user's, torch's and Python's own, and for what cannot be pickled.
     """
@@ -179,7 +190,7 @@ def _pickled(leaf: Any) -> bytes | None:
         memoryview(leaf)
         return None
     with suppress(Exception):
-        content = pickle.dumps(leaf)
+        content = Pickled(pickle.dumps(leaf))
         return content if len(content) <= _SMALL else None
     return None
 

@@ -29,6 +29,7 @@ _FEW = (bool, int, float, complex, Enum, type(None), torch.dtype, torch.device, 
 _VALUES = 8
 _Group = tuple[str, bool]
 """The values of a unit that are such, or those that are not."""
+_IN_C = torch.Generator.__module__
 _NUMBERED = re.compile(r"\[\d+\]$")
 
 
@@ -65,7 +66,10 @@ class UnreadValues:
         keys: list[Hashable] = [None] * len(leaves)
         groups: dict[_Group, list[int]] = {}
         for index, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
+            if type(leaf).__module__ == _IN_C:
+                # Code in C would take a placeholder for what it says that it is.
+                keys[index] = named_key(structure, index, leaf)
+            elif not isinstance(leaf, Tensor):
                 groups.setdefault((known.units[index], isinstance(leaf, _FEW)), []).append(index)
             elif known.home is None or leaf.device.type != "cpu":
                 keys[index] = leaf_key(leaf)

@@ -56,7 +56,7 @@ class ExecutedCode:
         self.compiled: dict[int, tuple[Any, str]] = {}
         """What ``torch.compile`` compiled code with, by identity, and the name of that code."""
         self.mentioned: set[str] = set()
-        """All names and strings in any code that ran."""
+        """Names and strings in the code that this thread ran, in Python."""
 
     @property
     def codes(self) -> Collection[CodeType]:

@@ -163,8 +163,8 @@ class Reached:
 
 class Namespace:
     """Names that a step's code uses: globals, closure variables, functions of modules and classes. ``entries`` has the
-    space and the key for each label, ``attributes`` the names that the code loads of any object. ``mentioned`` are all
-    names and strings in any code that ran, ``computes`` says whether the user's code computes further ones.
+    space and the key for each label, ``attributes`` the names that the code loads of any object. ``mentioned`` are
+    names and strings in all code that ran, ``computes`` says whether the user's code computes further ones.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class Walk:
     only known by a name in the step's code, ``reached`` the paths of those that a library's object leads to.
     ``attributes`` are modules and objects, with their dictionaries. ``empty`` are the containers and keys of parameters
     and buffers that are None, ``parts`` modules and optimizers that lie in other owners, both by path. ``passed`` are
-    names of attributes that were passed over.
+    names of attributes with data sets that were passed over.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from graphplan.environment.origin import is_users, is_users_module
 from graphplan.owners.contents import has_contents, is_proxy
@@ -54,8 +55,6 @@ from graphplan.tensors.records import slots_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
-_CONTAINERS: tuple[Any, ...] = (dict, list, deque, set)
-_MUCH = 64  # Items of a container that is not worth a look unless code mentions it.
 
 Source = tuple[Any, str]
 """The object and attribute that lead to a place."""
@@ -63,7 +62,7 @@ Source = tuple[Any, str]
 
 class ValueWalker:
     """Fills ``walk`` with what values hold. ``used`` are the names that the step's code loads of any object,
-    ``mentioned`` all that code may have come to; None if that is not known.
+    ``mentioned`` all that occur in code that ran; None if that is not known.
     """
 
     def __init__(self, used: set[str], mentioned: set[str] | None) -> None:
@@ -231,20 +230,15 @@ class ValueWalker:
             self.walk.containers.append(inner)
             self.walk.attributes.append((thing, inner))
             for name, value in list(inner.items()):
-                if name not in without and not self._passes_over(name, value):
-                    self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
+                if name not in without:
+                    self._attribute(value, f"{path}.{name}", inner, name, depth, thing)
 
-    def _passes_over(self, name: str, value: Any) -> bool:
-        """Whether an attribute is left alone that no code that ran mentions: a large container, or an object other than
-        a module, which may lead to a data set.
-        """
-        if self._mentioned is None or name in self._mentioned or issubclass(type(value), (*SCALARS, Tensor, nn.Module)):
-            return False
-        base = next((base for base in _CONTAINERS if issubclass(type(value), base)), None)
-        passes = base.__len__(value) > _MUCH if base is not None else is_user_object(value)
-        if passes:
+    def _attribute(self, value: Any, path: str, inner: Any, name: str, depth: int, thing: Any) -> None:
+        """Walk an attribute; not a data set that no code that ran mentions."""
+        if self._mentioned is None or name in self._mentioned or not issubclass(type(value), Dataset):
+            self._value(value, path, inner, name, depth + 1, (thing, name))
+        else:
             self.walk.passed.add(name)
-        return passes
 
     def _class_values(self, thing: Any, path: str, depth: int = 0) -> None:
         """What the user's classes hold for ``thing``, unless it has its own."""
@@ -286,8 +280,8 @@ class ValueWalker:
                 if isinstance(hook, partial) or is_user_object(hook):
                     self._value(hook, f"{path}.{kind}[{number}]", hooks, number, depth + 1, (hooks, "hook"))
         for name, value in list(inner.items()):
-            if name not in _MODULE_INTERNALS and not self._passes_over(name, value):
-                self._value(value, f"{path}.{name}", inner, name, depth + 1, (module, name))
+            if name not in _MODULE_INTERNALS:
+                self._attribute(value, f"{path}.{name}", inner, name, depth, module)
         self._class_values(module, path)
         for name, child in module._modules.items():
             if child is not None:

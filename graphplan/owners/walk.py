@@ -29,10 +29,8 @@ _OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults", "step", "
 
 class _Walker(ValueWalker):
     def __init__(self, owners: Mapping[str, Any]) -> None:
-        names = [owner for owner in owners.values() if isinstance(owner, Namespace)]
-        is_known = bool(names) and not any(owner.computes for owner in names)
-        mentioned = {name for owner in names for name in owner.mentioned} if is_known else None
-        super().__init__({name for owner in names for name in owner.attributes}, mentioned)
+        names = next((owner for owner in owners.values() if isinstance(owner, Namespace)), Namespace())
+        super().__init__(names.attributes, names.mentioned if names.mentioned and not names.computes else None)
         self._roots = {
             name: owner.thing if isinstance(owner, (Numbers, Via, Reached)) else owner
             for name, owner in owners.items()

@@ -23,7 +23,7 @@ from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.attributes import has_memory
 from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.tensors.storages import lay, memory_uses, places, storage_id, with_leaves
-from graphplan.trace.changes import same_value
+from graphplan.trace.changes import place_of, same_value
 
 Gradients = tuple[list[Tensor], list[Tensor], list[Tensor], Any]
 """Parameters, the gradients that a recording reads, those as plain tensors, and what they are like."""
@@ -158,9 +158,12 @@ class AdoptedTensors:
         tensors = [tensor for _, tensor in self._unowned]
         return list(zip(places(tensors), map(geometry, tensors), strict=True))
 
-    def _lies_where_it_did(self, path: str, slot: Slot) -> bool:
-        pairs = zip(self._aliases[path], slot.tensors(), strict=False)
-        return all(alias.data_ptr() == tensor.data_ptr() for alias, tensor in pairs)
+    def _lies_where_it_did(self, path: str, held: Any, slot: Slot) -> bool:
+        """Whether a slot's tensors are the same memory, seen alike by the same kinds of tensors."""
+        kinds = list(map(type, tensor_leaves(held)))
+        known = list(map(place_of, self._aliases[path])), kinds, self._geometries[path]
+        now = slot.tensors()
+        return (list(map(place_of, now)), list(map(type, now)), _geometries(slot.get())) == known
 
     def _left(self, paths: Iterable[str]) -> dict[str, list[Any]]:
         """What programs have found in slots, and what still lies where this one reads ``paths``."""
@@ -218,18 +221,17 @@ class AdoptedTensors:
             slot = walk.slots.get(path)
             if slot is None:
                 return f"{path} held a tensor at capture, and does not now"
-            now, lies_there = slot.get(), self._lies_where_it_did(path, slot)
-            if now is held and lies_there and _geometries(now) == self._geometries[path]:
+            lies_there = self._lies_where_it_did(path, held, slot)
+            if lies_there and slot.get() is held:
                 continue
             reason = self._misfit(path, held, slot)
-            if lies_there and reason is None and slot.param is None and not self._is_replaced(path, slot):
-                # Another view of the same memory.
-                continue
-            reason = reason or self._joined(path, slot, sharing)
+            is_view = lies_there and slot.param is None and not self._is_replaced(path, slot)
+            reason = reason or (None if is_view else self._joined(path, slot, sharing))
             if reason is not None:
                 return reason
-            moved.append((path, slot))
-        reason = self._parted(walk) or self._shared(moved)
+            if not is_view:
+                moved.append((path, slot))
+        reason = self._plan.rebindings.parted(walk) or self._parted(walk) or self._shared(moved)
         if reason is not None:
             return reason
         for path, parameter in walk.parameters.values():
@@ -352,6 +354,10 @@ class AdoptedTensors:
                 lay(slot.tensors(), aliases)
             elif places(slot.tensors()) != self._places[path]:
                 slot.set(with_leaves(now, [alias.detach() for alias in aliases]))
+        slots = dict(moved)
+        for path, partner in self._plan.rebindings.partners.items():
+            if path in slots and partner in slots:
+                slots[path].set(slots[partner].get())
 
 
 def others_uses(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -37,7 +37,6 @@ from graphplan.tensors.attributes import dressed
 from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
 from graphplan.tensors.symbolic import NUMBERS
 from graphplan.trace.batch_reads import answers_in
-from graphplan.trace.changes import place_of
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.symbolic_numbers import NumberTensor, SymbolicNumbers
 
@@ -167,11 +166,7 @@ def outdated(plan: Plan, walk: Walk) -> str | None:
     for path in plan.rebindings.replaced & walk.slots.keys():
         if not holds_plain(walk.slots[path].get()):
             return f"{path} holds a tensor that asks for gradients, or has attributes, and did not in the traces"
-    for path, partner in plan.rebindings.partners.items():
-        slots = [walk.slots[each] for each in (path, partner) if each in walk.slots]
-        if len({tuple(map(place_of, slot.tensors())) for slot in slots}) > 1:
-            return f"{path} and {partner} were one tensor when the step was traced, and are not now"
-    return _joined(plan, walk)
+    return plan.rebindings.parted(walk) or _joined(plan, walk)
 
 
 def _joined(plan: Plan, walk: Walk) -> str | None:
@@ -226,9 +221,8 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
             continue
         if path in plan.rebindings.replaced and holds_plain(slot.get()):
             with torch.inference_mode(False):
-                is_first = path not in partners
-                copies = [t.clone() for t in slot.tensors()] if is_first else walk.slots[partners[path]].tensors()
-                slot.set(with_leaves(slot.get(), copies))
+                copy = with_leaves(slot.get(), [tensor.clone() for tensor in slot.tensors()])
+                slot.set(walk.slots[partners[path]].get() if path in partners else copy)
         elif others:
             raise HostEffectError(
                 f"the step binds another tensor to {path}, which begins as {min(others)}: a replay would write the new "

@@ -111,7 +111,7 @@ class Lookup:
         if entry.may_pause(program, reason):
             self._stats.note(f"eager for one step: {reason}", "guards")
             return False
-        if not 0 < entry.paused_at == program.replays:
+        if not entry.has_paused(program):
             # A replaced parameter may have no optimizer state yet, which only an eager step can make.
             entry.warm = min(entry.warm, self._warmup_steps - 1)
         self._programs.drop(entry, reason)

@@ -26,9 +26,9 @@ _KEYS_PER_GRAPH = 8
 _IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
 _ALLOWANCE = 50  # Eager steps that starting may take beyond what replays save: a twentieth of the first thousand.
 _TRACED = 8  # More than a line has traces.
-_TRACE, _CAPTURE, _CHECK, _SAVES = 10, 8, 5, 0.5
-"""Eager steps that a trace, a capture and a check take on a CPU, and that a replay saves, for where none are timed:
-about the median of recipes.zoo's models.
+_TRACE, _CAPTURE, _CHECK, _SAVES = 12, 5, 3, 0.6
+"""Eager steps that a trace, a capture and a check take on a CPU, and that a replay saves, for where none are timed: the
+median of 21 models of recipes.zoo.
 """
 _UNPAID = 2  # Captures in a row that did not pay, after which further ones wait.
 _LONGEST = 128  # Waits in a row, of which a call has up to two, and how many times as many after each that was in vain.
@@ -104,8 +104,8 @@ class Entry:
     a program. ``captured``: it has or had one. ``gate`` times its replays until ``is_decided``. ``outside``: gradients
     flow through its results, so calls are eager. ``batch``: reads of the batch choose another entry, whose ``base`` is
     this one. The last of ``ways`` is that of the latest call; the numbers at ``places`` decide. ``untried`` ways were
-    traced since the latest capture, until they are ``too_many``. ``pause`` says why this call is eager, in place of one
-    of the programs, which had made ``paused_at`` replays at the latest pause.
+    traced since the latest capture, until they are ``too_many``. ``pause`` says why this call is eager, in place of a
+    replay of ``paused``, which had made ``paused_at`` of them.
     """
 
     key: Key = ()
@@ -127,6 +127,7 @@ class Entry:
     gate: Gate | None = None
     is_decided: bool = False
     pause: str | None = None
+    paused: Program | None = None
     paused_at: int = 0
 
     @property
@@ -216,10 +217,15 @@ class Entry:
         """Return True if an eager step takes the place of a program that does not fit, for a ``reason`` that is perhaps
         gone after it (metrics were reset, a smaller batch ended an epoch): most calls since the last one were replayed.
         """
-        if program.replays - self.paused_at < _MOSTLY:
+        before = self.paused_at if program is self.paused else 0
+        if program.replays - before < _MOSTLY:
             return False
-        self.pause, self.paused_at = reason, program.replays
+        self.pause, self.paused, self.paused_at = reason, program, program.replays
         return True
+
+    def has_paused(self, program: Program) -> bool:
+        """Return True if the latest call was eager in place of the program."""
+        return program is self.paused and program.replays == self.paused_at
 
     def take_pause(self) -> str | None:
         """Why this call is eager, once."""
@@ -247,6 +253,7 @@ class Entry:
         for program in self.programs():
             program.close()
         self.ways, self.untried = [Way()], 0
+        self.pause = self.paused = None
 
     def relocate(self, places: Mapping[str, Scalar]) -> bool:
         """Look for the numbers at ``places`` from now on. Return True if that leads to another way."""

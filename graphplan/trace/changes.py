@@ -48,7 +48,8 @@ class Rebinding:
 
     ``plain``: others were as good as the tensors that it held (:func:`holds_plain`). ``moved``: it holds the same
     tensors, which the step gave other memory (``tensor.data = ...``); ``joined`` is the path of a tensor that shares
-    memory with them before or after the step, in a way that no replay repeats.
+    memory with them before or after the step, in a way that no replay repeats. ``objects`` are the identities of what
+    the slot held before and after, which mean something beside those of other slots in the same step.
     """
 
     path: str
@@ -57,13 +58,14 @@ class Rebinding:
     moved: bool = False
     joined: str | None = None
     plain: bool = False
+    objects: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True)
 class Changes:
     """Differences between an owner walk before a step and one after. ``moved`` are lists and deques with fewer items,
     or with more that are not all at the end: how many before and after. ``flags`` are those that a program is keyed by.
-    ``renewed`` are values in objects and containers in whose places others lay before.
+    ``renewed`` are values in objects and containers that are new, in the places of others.
     """
 
     rebindings: dict[str, Rebinding] = field(default_factory=dict)
@@ -87,9 +89,11 @@ class Recorder:
         self.metadata: dict[str, Any] = {}
         self._held: dict[str, list[weakref.ref[Tensor]]] = {}
         self._plain: set[str] = set()
+        self._objects: dict[str, int] = {}
         for path, slot in walk.slots.items():
             value = slot.get()
             tensors = tensor_leaves(value)
+            self._objects[path] = id(value)
             self.places[path] = tuple(map(place_of, tensors))
             for tensor, place in zip(tensors, self.places[path], strict=True):
                 if place[0] is not None:
@@ -102,6 +106,7 @@ class Recorder:
                     self._plain.add(path)
         self.scalars = {path: scalar.get() for path, scalar in self.walk.scalars.items()}
         self.objects = {path: scalar.get() for path, scalar in self.walk.objects.items()}
+        self._containers = {id(scalar.container) for scalar in self.walk.scalars.values()}
         self.items = {path: (items, tuple(items)) for path, items in self.walk.lists.items()}
         self._flags = Flags(walk, fed)
         self._found = self._flags.read()
@@ -127,7 +132,10 @@ class Recorder:
         for path in {**self.places, **places}:
             before, after = self.places.get(path), places.get(path)
             if before != after and (before or after) and not path.startswith(grown):
-                found.rebindings[path] = Rebinding(path, before or None, after or None, plain=path in self._plain)
+                objects = self._objects.get(path, 0), id(now.slots[path].get()) if path in now.slots else 0
+                found.rebindings[path] = Rebinding(
+                    path, before or None, after or None, plain=path in self._plain, objects=objects
+                )
                 if self._is_held(path, now):
                     moved.append(path)
         if moved:
@@ -135,9 +143,8 @@ class Recorder:
         for path, scalar in now.scalars.items():
             if not scalar.lies_here:
                 continue
-            known = self.walk.scalars.get(path)
-            is_kept = known is None or known.container is scalar.container
-            if not is_kept and isinstance(scalar.container, (dict, list)):
+            is_new = isinstance(scalar.container, (dict, list)) and id(scalar.container) not in self._containers
+            if is_new and path in self.walk.scalars:
                 found.renewed.add(path)
             value = scalar.get()
             old = self.scalars.get(path, ABSENT)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from graphplan.errors import HostEffectError
 from graphplan.feed.call_arguments import CallArguments, call_step
 from graphplan.feed.placeholders import index_of, is_placeholder
-from graphplan.feed.signature import Feed, is_dense, is_literal
+from graphplan.feed.signature import Feed, changed_object, is_dense, is_literal
 from graphplan.observe.capture_state import presenting_capture
 from graphplan.observe.profile import Profile
 from graphplan.observe.source import find_source, runs_step
@@ -144,6 +144,8 @@ def _run(
     mode.faults.check()
     profile.faults.check()
     change = fed.change()
+    if change is None and (changed := changed_object(feed)) is not None:
+        change = f"the step changes {changed}, an object that it is fed, as no replay does. Keep such state on an owner"
     if change is not None:
         record.refuse(HostEffectError(change))
     if held or sharding.holds_gradients():

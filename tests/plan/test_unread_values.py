@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from graphplan import FeedError, SkipReason, graph_step
+from graphplan import FeedError, HostEffectError, SkipReason, graph_step
 from graphplan.feed.placeholders import Placeholder, ReadSignal
 from graphplan.feed.signature import flatten
 from graphplan.feed.unread import UnreadValues
@@ -127,6 +127,22 @@ def test_what_is_read_is_part_of_the_key(name: str) -> None:
     make, read = READ[name]
     before = READ_LATE + 2 * BEFORE_REPLAY
     assert_equals_eager(partial(rig_of, read, make, 40), captured=2, replayed=40 - before)
+
+
+def test_an_object_of_a_package_that_the_step_changes_is_refused() -> None:
+    """What is keyed by its content may have none that each step changes."""
+    step = graph_step(lambda x, source: x * source.random(), backend="tape")
+    with pytest.raises(HostEffectError, match=r"the step changes args\[1\], an object that it is fed.*on an owner"):
+        for _ in range(8):
+            step(torch.ones(2), np.random.default_rng(1))
+
+
+def test_a_generator_that_is_fed_is_refused() -> None:
+    """Code in C would take a placeholder for a generator of torch's."""
+    step = graph_step(lambda x, source: x + torch.rand(2, generator=source), backend="tape")
+    with pytest.raises(FeedError, match=r"args\[1\]: a Generator is fed"):
+        for _ in range(8):
+            step(torch.ones(2), torch.Generator())
 
 
 def test_a_trace_that_reads_is_undone() -> None:
