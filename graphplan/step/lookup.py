@@ -36,6 +36,7 @@ class Lookup:
         self._runner, self._managed, self._programs = parts.runner, parts.managed, parts.programs
         self._modes, self._stats = parts.managed.modes, parts.runner.stats
         self._warmup_steps, self._feed_device = parts.options.warmup_steps, parts.options.feed_device
+        self._trains = parts.options.mode == "train"
         self._moves = self._feed_device is not None and self._feed_device.type != "cpu"
 
     def find(self, feed: Feed, base: Entry | None = None) -> tuple[Entry, Program | None]:
@@ -108,7 +109,7 @@ class Lookup:
             reason = reason or "what the step reads on the host lies in other containers"
         if reason is None:
             return True
-        if entry.may_pause(program, reason):
+        if self._trains and entry.may_pause(program, reason):
             self._stats.note(f"eager for one step: {reason}", "guards")
             return False
         if not entry.has_paused(program):

@@ -76,7 +76,7 @@ def test_the_smaller_last_batch_gets_its_plan_once_the_value_stays(tmp_path: Pat
     found = assert_fit_equals_eager(until(3), tmp_path, replayed=1, sizes=sizes, max_epochs=9)
     stats = found.callback.stats
     assert stats.captured == 4 + 1, found.callback.report()
-    assert stats.skipped.keys() == {SkipReason.SHAPE}
+    assert stats.skipped.keys() == {SkipReason.SHAPE, SkipReason.GUARD}
     # One eager step, four traces and the capture: three replays are left to the last batches.
     assert stats.replayed == 9 * 9 - 6 - 3 * 4 - 6, found.callback.report()
 

@@ -40,7 +40,7 @@ def _other_decay(model: Any, optimizer: Any) -> None:
 EVENTS: dict[str, tuple[Callable[[Any, Any], None], str]] = {
     "add_param_group": (_add_group, "another program: optimizer.param_groups[1].params[0] is new; optimizer"),
     "freezing": (_freeze, "another program: model.0.weight.requires_grad: True then False"),
-    "no bias": (_drop_bias, "recapture: model.0.bias held a tensor at capture, and does not now"),
+    "no bias": (_drop_bias, "eager for one step: model.0.bias held a tensor at capture, and does not now"),
     "no bias, new key": (
         _drop_bias,
         "another program: model.0.bias is gone; optimizer.param_groups[0].params[1] is new",
