@@ -31,6 +31,7 @@ from graphplan.tensors.records import has_attributes
 from graphplan.tensors.trees import text_of
 from graphplan.trace.changes import place_of, same_value
 from graphplan.trace.collectives import is_collective
+from graphplan.trace.operator_schemas import UNORDERED
 from graphplan.trace.records import OutputTensor, Trace
 
 _LAST = 8
@@ -96,7 +97,7 @@ def build_plan(
         host_facts=tuple(_host_facts(second)),
         communicates=any(is_collective(op.name) for op in second.operators),
         rounding=second.rounding,
-        may_reorder=first.graph_elsewhere or second.graph_elsewhere,
+        may_reorder=first.graph_elsewhere or second.graph_elsewhere or _adds_in_any_order(second),
         undone=frozenset(slot.path for storage in second.undone for slot in second.entry_slots.get(storage, ())),
         defers=bool(second.deferred),
         symbolic=MappingProxyType(second.symbolic.kinds),
@@ -195,6 +196,12 @@ def _twins(trace: Trace, externals: Sequence[External], shadows: Collection[int]
     known = {external.path for external in externals}
     used = (slot for storage in trace.externals.keys() - shadows for slot in trace.entry_slots.get(storage, ()))
     return frozenset(slot.path for slot in used if slot.path not in known and slot.param is None)
+
+
+def _adds_in_any_order(trace: Trace) -> bool:
+    """Whether a device may add otherwise in two runs of the same operators, which need not show in a few replays."""
+    is_fixed = torch.are_deterministic_algorithms_enabled() or trace.device is None or trace.device.type == "cpu"
+    return not is_fixed and any(operator.name.startswith(UNORDERED) for operator in trace.operators)
 
 
 def _host_facts(trace: Trace) -> list[str]:

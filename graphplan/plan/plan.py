@@ -101,7 +101,7 @@ class Plan:
         communicates: whether collectives are among the step's operators.
         rounding: relative error of rounding to the coarsest floating-point type that the step computes in.
         may_reorder: whether autograd's engine may run the step's operators in another order on another step, as told
-            apart in :func:`graphplan.plan.difference.is_reordered`.
+            apart in :func:`graphplan.plan.difference.is_reordered`, or the device may add in another one.
         undone: paths of what the step has changed when it comes to the last value on which it branches: a replay that
             ends there puts it back.
         defers: whether numbers or copies that the step reads from the device were deferred in its traces.

@@ -101,6 +101,17 @@ _SELECT = "aten.masked_select.default"
 _FROM_OUTSIDE = ("aten.from_file.default",)
 """What gives other values than those of its arguments."""
 _DERIVED_OTHERWISE = ("aten.prod.", "aten.cumprod.")
+UNORDERED = tuple(
+    f"aten.{name}" for name in (
+        "scatter_add", "scatter_reduce", "index_add", "index_put", "index_reduce", "_index_put_impl_", "put",
+        "_unsafe_index_put", "embedding_dense_backward", "_embedding_bag", "histc", "bincount", "cumsum",
+        "grid_sampler_2d_backward", "grid_sampler_3d_backward", "upsample_", "_upsample_", "_adaptive_avg_pool",
+        "adaptive_max_pool", "avg_pool3d_backward", "max_pool3d_with_indices_backward", "fractional_max_pool",
+        "reflection_pad", "replication_pad", "_ctc_loss_backward", "nll_loss2d_forward", "segment_reduce",
+        "_segment_reduce_backward",
+    )
+)  # fmt: skip
+"""How names of operators begin that add in any order on a device: the list of ``torch.use_deterministic_algorithms``."""
 TRANSFERS = (TO_COPY, "aten.copy_.default")
 """Operators that may copy from one device to another."""
 OF_GEOMETRY = frozenset(

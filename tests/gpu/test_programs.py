@@ -37,6 +37,23 @@ def test_compile_and_capture_leave_state_alone_and_replays_train() -> None:
     assert plan.device == DEVICE and plan.launches > 10
 
 
+@pytest.mark.parametrize(("fixed", "adds"), [(False, True), (True, True), (False, False)])
+def test_a_device_may_add_in_another_order(fixed: bool, adds: bool) -> None:
+    """What an eager step and a replay may differ by, though replays do not, unless algorithms are deterministic."""
+    total, index = torch.zeros(4, device=DEVICE), torch.randint(4, (4096,), device=DEVICE)
+
+    def step(x: Tensor) -> Tensor:
+        return total.index_add(0, index, x) if adds else total + x[:4]
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(fixed)
+    try:
+        plan = compile_plan(step, torch.randn(4096, device=DEVICE), owners={"total": total, "index": index})
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert plan.may_reorder == (adds and not fixed and DEVICE.type == "cuda")
+
+
 def test_a_program_refuses_what_it_was_not_captured_for() -> None:
     """Another shape, dtype or device: nothing is broadcast, cast or moved; a closed program says that it is closed."""
     rig = build(make_rig)
