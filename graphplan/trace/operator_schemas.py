@@ -111,7 +111,7 @@ UNORDERED = tuple(
         "_segment_reduce_backward",
     )
 )  # fmt: skip
-"""How names of operators begin that add in any order on a device: the list of ``torch.use_deterministic_algorithms``."""
+"""How names of operators begin that add in any order on a device, by the list of torch.use_deterministic_algorithms."""
 TRANSFERS = (TO_COPY, "aten.copy_.default")
 """Operators that may copy from one device to another."""
 OF_GEOMETRY = frozenset(
