@@ -26,6 +26,7 @@ _KEYS_PER_GRAPH = 8
 _IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
 _ALLOWANCE = 50  # Eager steps that starting may take beyond what replays save: a twentieth of the first thousand.
 _TRACED = 8  # More than a line has traces.
+_TRACES = 32  # Traces that may be made for what comes again beyond one for each ``_PAYS`` replays, likewise.
 _TRACE, _CAPTURE, _CHECK, _SAVES = 12, 5, 3, 0.6
 """Eager steps that a trace, a capture and a check take on a CPU, and that a replay saves, for where none are timed: the
 median of 21 models of recipes.zoo.
@@ -67,7 +68,8 @@ class Way:
     on the host, whose numbers count as owners'; ``kinds`` are the classes of the numbers that code used, by path.
 
     ``used`` are those whose values code needs: each value is a way of its own; ``where`` describes the first. ``lines``
-    has one for each variant. ``is_met``: a call has had these values before; ``is_known``: it was traced.
+    has one for each variant. ``is_met``: a call has had these values before; ``is_known``: it was traced; ``recurs``:
+    it was taken again after another one.
     """
 
     asked: dict[Question, bool] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class Way:
     refusal: RefusalError | None = None
     is_met: bool = True
     is_known: bool = False
+    recurs: bool = False
 
     def is_taken(self, numbers: Mapping[str, Any], *, values: bool = True) -> bool:
         """Return True if a step takes it with ``numbers`` by path; without ``values``, with other ``used`` ones."""
@@ -104,7 +107,8 @@ class Entry:
     a program. ``captured``: it has or had one. ``gate`` times its replays until ``is_decided``. ``outside``: gradients
     flow through its results, so calls are eager. ``batch``: reads of the batch choose another entry, whose ``base`` is
     this one. The last of ``ways`` is that of the latest call; the numbers at ``places`` decide. ``untried`` ways were
-    traced since the latest capture, until they are ``too_many``. ``pause`` says why this call is eager, in place of a
+    traced since the latest capture, until they are ``too_many``. ``recurs``: it was used again after another one.
+    ``pause`` says why this call is eager, in place of a
     replay of ``paused``, which had made ``paused_at`` of them.
     """
 
@@ -126,6 +130,7 @@ class Entry:
     too_many: HostScalarError | None = None
     gate: Gate | None = None
     is_decided: bool = False
+    recurs: bool = False
     pause: str | None = None
     paused: Program | None = None
     paused_at: int = 0
@@ -207,6 +212,8 @@ class Entry:
             known.refusal = self.too_many
         elif known is self.way:
             return
+        else:
+            known.recurs = True
         if not self.way.lines and (self.way.refusal in (None, self.too_many)):
             self.ways.pop()
         self.ways = [*(way for way in self.ways if way is not known), known]
@@ -298,6 +305,7 @@ class Programs:
 
     def touch(self, entry: Entry) -> None:
         """Count ``entry`` as the one used last."""
+        entry.recurs |= 0 < entry.used < self._lookups
         self._lookups += 1
         entry.used = self._lookups
 
@@ -435,9 +443,10 @@ class Programs:
         """
         has_ways = len(entry.ways) > 1
         is_further = (has_ways or not entry.captured) and (bool(self.all()) or self._is_behind(entry))
-        if not (is_further or self._unpaid >= _UNPAID):
+        # What has begun is brought to its end.
+        if entry.progress or not (is_further or self._unpaid >= _UNPAID):
             return None
-        if not self.has_spent():
+        if not self.has_spent(recurs=is_further and (entry.way.recurs if has_ways else entry.recurs)):
             self._longest = _LONGEST
             return None
         if self._waits_at != self._progress:
@@ -451,17 +460,23 @@ class Programs:
         what = "another way through the step's code" if has_ways else signature
         return f"{what} is traced once replays have saved what earlier traces and captures took"
 
-    def has_spent(self) -> bool:
-        """Return True if starting took more than replays have saved; by counts, where eager steps are not timed."""
+    def has_spent(self, *, recurs: bool = False) -> bool:
+        """Return True if starting, with one more program like those so far, takes more than replays have saved. Where
+        eager steps are not timed, counts decide, and what ``recurs`` may take more: it will come again.
+        """
         if not self._may_wait:
             return False
         stats = self._stats
-        eager = stats.step_us("eager")
+        eager, gain = stats.step_us("eager"), stats.gain()
+        if eager is None and recurs:
+            return stats.traced > _TRACES + stats.replayed // _PAYS
         if eager is None:
-            spent = _TRACE * stats.traced + _CAPTURE * stats.captured + _CHECK * stats.verified
-            return spent - _SAVES * stats.replayed >= _ALLOWANCE
-        gain = stats.gain()
-        return stats.spent(eager) - (0.0 if gain is None else gain.saved) >= _ALLOWANCE * eager / 1e6
+            spent = float(_TRACE * stats.traced + _CAPTURE * stats.captured + _CHECK * stats.verified)
+            saved, allowance = _SAVES * stats.replayed, float(_ALLOWANCE)
+        else:
+            spent, saved = stats.spent(eager), 0.0 if gain is None else gain.saved
+            allowance = _ALLOWANCE * eager / 1e6
+        return spent + spent / max(1, stats.captured) - saved >= allowance
 
     def _is_behind(self, entry: Entry) -> bool:
         """Return True if another entry is nearer to its program."""
