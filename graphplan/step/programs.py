@@ -26,7 +26,7 @@ _KEYS_PER_GRAPH = 8
 _IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
 _ALLOWANCE = 50  # Eager steps that starting may take beyond what replays save: a twentieth of the first thousand.
 _TRACED = 8  # More than a line has traces.
-_TRACES = 32  # Traces that may be made for what comes again beyond one for each ``_PAYS`` replays, likewise.
+_TRACES = 32  # Traces, beyond one for each ``_PAYS`` replays, for what comes again, where eager steps are not timed.
 _TRACE, _CAPTURE, _CHECK, _SAVES = 12, 5, 3, 0.6
 """Eager steps that a trace, a capture and a check take on a CPU, and that a replay saves, for where none are timed: the
 median of 21 models of recipes.zoo.
