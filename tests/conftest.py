@@ -185,7 +185,6 @@ def undelayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Unless a test says otherwise, no program waits for what others save: tests have few replays."""
     if request.node.get_closest_marker("frugal") is None:
         monkeypatch.setattr(programs, "_ALLOWANCE", math.inf)
-        monkeypatch.setattr(programs, "_TRACES", math.inf)
 
 
 @pytest.fixture

@@ -184,15 +184,17 @@ def _pickled(leaf: Any) -> Pickled | None:
     """What tells a small object of an installed package's class from others, such as an index of columns; None for
     arrays, whose values belong in tensors, for the user's, torch's and Python's own, and for what cannot be pickled.
     """
-    if is_users(type(leaf)) or is_librarys(type(leaf)):
-        return None
-    with suppress(Exception):
-        memoryview(leaf)
+    if not _is_told_by_content(type(leaf)):
         return None
     with suppress(Exception):
         content = Pickled(pickle.dumps(leaf))
         return content if len(content) <= _SMALL else None
     return None
+
+
+@lru_cache(256)
+def _is_told_by_content(kind: Any) -> bool:
+    return not (is_users(kind) or is_librarys(kind) or hasattr(kind, "__array_interface__"))
 
 
 def _without_key(leaf: Any) -> FeedError:
@@ -243,13 +245,12 @@ KeysOf = Callable[[Any, Sequence[Any]], tuple[list[Hashable], frozenset[int]]]
 
 def named_key(structure: Any, index: int, leaf: Any) -> Hashable:
     """The key of a leaf that is read. Raises FeedError with the leaf's path."""
+    # A call that is replayed has no use for the error first.
+    content = None if isinstance(leaf, (Tensor, *_LITERALS)) else _pickled(leaf)
     try:
-        return leaf_key(leaf)
+        return leaf_key(leaf) if content is None else (type(leaf), content)
     except FeedError as error:
-        content = _pickled(leaf)
-        if content is None:
-            raise FeedError(f"{names_in(structure)[index]}: {error}") from None
-        return (type(leaf), content)
+        raise FeedError(f"{names_in(structure)[index]}: {error}") from None
 
 
 def all_keys(structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:

@@ -221,8 +221,9 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
             continue
         if path in plan.rebindings.replaced and holds_plain(slot.get()):
             with torch.inference_mode(False):
-                copy = with_leaves(slot.get(), [tensor.clone() for tensor in slot.tensors()])
-                slot.set(walk.slots[partners[path]].get() if path in partners else copy)
+                is_first = path not in partners
+                tensors = [t.clone() for t in slot.tensors()] if is_first else walk.slots[partners[path]].tensors()
+                slot.set(with_leaves(slot.get(), tensors))
         elif others:
             raise HostEffectError(
                 f"the step binds another tensor to {path}, which begins as {min(others)}: a replay would write the new "

@@ -26,11 +26,11 @@ _KEYS_PER_GRAPH = 8
 _IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
 _ALLOWANCE = 50  # Eager steps that starting may take beyond what replays save: a twentieth of the first thousand.
 _TRACED = 8  # More than a line has traces.
-_TRACES = 32  # Traces, beyond one for each ``_PAYS`` replays, for what comes again, where eager steps are not timed.
 _TRACE, _CAPTURE, _CHECK, _SAVES = 12, 5, 3, 0.6
 """Eager steps that a trace, a capture and a check take on a CPU, and that a replay saves, for where none are timed: the
 median of 21 models of recipes.zoo.
 """
+_AGAIN = 8  # Times the allowance for what comes again, where none are timed.
 _UNPAID = 2  # Captures in a row that did not pay, after which further ones wait.
 _LONGEST = 128  # Waits in a row, of which a call has up to two, and how many times as many after each that was in vain.
 _LONGER = 4
@@ -468,11 +468,9 @@ class Programs:
             return False
         stats = self._stats
         eager, gain = stats.step_us("eager"), stats.gain()
-        if eager is None and recurs:
-            return stats.traced > _TRACES + stats.replayed // _PAYS
         if eager is None:
             spent = float(_TRACE * stats.traced + _CAPTURE * stats.captured + _CHECK * stats.verified)
-            saved, allowance = _SAVES * stats.replayed, float(_ALLOWANCE)
+            saved, allowance = _SAVES * stats.replayed, float(_ALLOWANCE * (_AGAIN if recurs else 1))
         else:
             spent, saved = stats.spent(eager), 0.0 if gain is None else gain.saved
             allowance = _ALLOWANCE * eager / 1e6
