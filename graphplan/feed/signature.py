@@ -184,7 +184,8 @@ def _pickled(leaf: Any) -> Pickled | None:
     """What tells a small object of an installed package's class from others, such as an index of columns; None for
     arrays, whose values belong in tensors, for the user's, torch's and Python's own, and for what cannot be pickled.
     """
-    if not _is_told_by_content(type(leaf)):
+    kind: Any = type(leaf)
+    if not _is_told_by_content(kind):
         return None
     with suppress(Exception):
         content = Pickled(pickle.dumps(leaf))

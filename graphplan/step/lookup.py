@@ -14,8 +14,8 @@ from graphplan.environment.collector import no_collections
 from graphplan.feed.signature import Feed, alignment_unit, check_feed, leaf_key
 from graphplan.program.program import Program
 from graphplan.step.batch_variants import reads_of
+from graphplan.step.entries import Entry, Key, Variant
 from graphplan.step.managed import Managed
-from graphplan.step.programs import Entry, Key, Variant
 from graphplan.step.runner import Parts
 from graphplan.tensors.attributes import attributes_on
 from graphplan.tensors.trees import PLAIN_LEAVES, flatten_arguments, take_leaves

@@ -13,9 +13,10 @@ from graphplan.errors import MemoryBudgetError
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
+from graphplan.step.entries import Entry
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
-from graphplan.step.programs import Entry, Programs
+from graphplan.step.programs import Programs
 
 _COPIES = 3  # Copies alive at once: from before the step, after the replay, eager's while that is repeated.
 _MARGIN = 1.2  # Room is left for fragments and temporaries.

@@ -19,7 +19,7 @@ from graphplan.owners.views import Given, Numbers
 from graphplan.plan.build import build_plan
 from graphplan.plan.difference import is_reordered
 from graphplan.plan.plan import Plan
-from graphplan.step.programs import Entry, Line, value_at
+from graphplan.step.entries import Entry, Line, value_at
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
 from graphplan.tensors.symbolic import NUMBERS

@@ -13,8 +13,8 @@ from graphplan.owners.slots import Walk
 from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.program.program import Program
 from graphplan.step.batch_variants import MOST_GUESSES
+from graphplan.step.entries import Entry, Line
 from graphplan.step.gate import Gate
-from graphplan.step.programs import Entry, Line
 from graphplan.step.runner import ADVICE
 
 if TYPE_CHECKING:

@@ -34,9 +34,9 @@ from graphplan.program.faults import is_steps_own, refusal_of
 from graphplan.specs.policy import Policy
 from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants, reads_of
 from graphplan.step.compiled import Rehearsal, refuse_beside_compiled, refuse_graphs_within, uncompiled
+from graphplan.step.entries import Entry
 from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.planner import FICKLE_TRACES, Planner
-from graphplan.step.programs import Entry
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
 from graphplan.tensors.trees import flatten_result

@@ -33,13 +33,14 @@ from graphplan.program.faults import refusal_of
 from graphplan.program.program import Program
 from graphplan.step.call_lock import running_step, runs_within_step
 from graphplan.step.compiled import CompiledModules
+from graphplan.step.entries import Entry
 from graphplan.step.gate import Gate, Serve, Timing
 from graphplan.step.lookup import FastPath, Lookup
 from graphplan.step.managed import Managed
 from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
-from graphplan.step.programs import Entry, Programs
+from graphplan.step.programs import Programs
 from graphplan.step.reasons import Call, Reasons
 from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to

@@ -19,9 +19,10 @@ from graphplan.backends.tape import TapeBackend
 from graphplan.environment.devices import free_bytes
 from graphplan.report.stats import Stats
 from graphplan.specs.roles import Footprint
+from graphplan.step.entries import Entry
 from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.options import Options
-from graphplan.step.programs import Entry, Programs
+from graphplan.step.programs import Programs
 from tests.models import training_rig
 from tests.twins import BEFORE_REPLAY, assert_same_runs, build, drive, managed, prepare_steps
 

@@ -13,7 +13,8 @@ from torch.optim import SGD
 
 from graphplan import SkipReason, graph_step
 from graphplan.report.stats import OTHERS, TEXTS, Stats
-from graphplan.step.programs import Entry, Programs
+from graphplan.step.entries import Entry
+from graphplan.step.programs import Programs
 from graphplan.trace.records import Trace
 from tests.models import MODELS, Mlp, batches
 from tests.twins import BEFORE_REPLAY, FURTHER, Rig, assert_equals_eager, assert_same_runs, build, drive, managed

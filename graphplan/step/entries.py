@@ -1,0 +1,260 @@
+"""What is known of the calls of one key: the ways through the step's code that they take, and how far each has come on
+its way to a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from graphplan.errors import HostScalarError, RefusalError
+from graphplan.observe.host_draws import Draw, peek
+from graphplan.owners.slots import Scalar, lasting
+from graphplan.plan.plan import Plan
+from graphplan.program.program import Program
+from graphplan.step.batch_variants import BatchVariants
+from graphplan.tensors.symbolic import Question, come_out
+from graphplan.trace.changes import same_value
+from graphplan.trace.records import Trace
+
+if TYPE_CHECKING:
+    from graphplan.step.gate import Gate
+
+_TRACED = 8  # More than a line has traces.
+_MOSTLY = 4  # Replays between two eager steps that take the place of a program which does not fit.
+_WAYS = 16  # Ways through a step, by what owners' numbers come to, that are kept for one key.
+_REFUSED = 3  # Refused ways without a program for another one, after which all calls of a key are eager.
+Key = tuple[Any, ...]  # The feed's geometry, torch's switches, the number of the fingerprint.
+Variant = tuple[bool, ...]
+"""Which parameters have a gradient on entry: a step that accumulates has one program per answer."""
+
+
+@dataclass(slots=True)
+class Line:
+    """One variant on its way to a program: traces, then a plan, then the program. ``state`` are the paths of optimizer
+    state in the latest trace. The numbers count pairs of traces that were dropped, because autograd ``reordered`` them
+    or the host changed something between them, and traces that branched otherwise than one before.
+    """
+
+    traces: list[Trace] = field(default_factory=list)
+    state: list[str] = field(default_factory=list)
+    reordered: int = 0
+    straddling: int = 0
+    outcomes: int = 0
+    plan: Plan | None = None
+    program: Program | None = None
+
+
+@dataclass(slots=True)
+class Way:
+    """One way through a step's code: the branches ``asked`` of owners' numbers, with their answers, and the ``draws``
+    on the host, whose numbers count as owners'; ``kinds`` are the classes of the numbers that code used, by path.
+
+    ``used`` are those whose values code needs: each value is a way of its own; ``where`` describes the first. ``lines``
+    has one for each variant. ``is_met``: a call has had these values before; ``is_known``: it was traced; ``recurs``:
+    it was taken again after another one.
+    """
+
+    asked: dict[Question, bool] = field(default_factory=dict)
+    draws: tuple[Draw, ...] = ()
+    kinds: dict[str, type] = field(default_factory=dict)
+    used: dict[str, Any] = field(default_factory=dict)
+    where: str = ""
+    lines: dict[Variant, Line] = field(default_factory=dict)
+    refusal: RefusalError | None = None
+    is_met: bool = True
+    is_known: bool = False
+    recurs: bool = False
+
+    def is_taken(self, numbers: Mapping[str, Any], *, values: bool = True) -> bool:
+        """Return True if a step takes it with ``numbers`` by path; without ``values``, with other ``used`` ones."""
+        if any(type(numbers.get(path)) is not kind for path, kind in self.kinds.items()):
+            return False
+        try:
+            are_alike = not values or all(same_value(numbers[path], value) for path, value in self.used.items())
+            return are_alike and come_out(self.asked, {**numbers, **peek(self.draws)})
+        except Exception:  # noqa: BLE001 - the step raises it, too, or guards find that the number is gone
+            return False
+
+    @property
+    def programs(self) -> list[Program]:
+        """Programs that are ready."""
+        return [line.program for line in self.lines.values() if line.program is not None]
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is known of the calls of one ``key``.
+
+    ``since``, ``used`` and ``called`` number the lookup that made it, the latest one, and its latest call on the way to
+    a program. ``captured``: it has or had one. ``gate`` times its replays until ``is_decided``. ``outside``: gradients
+    flow through its results, so calls are eager. ``batch``: reads of the batch choose another entry, whose ``base`` is
+    this one. The last of ``ways`` is that of the latest call; the numbers at ``places`` decide. ``untried`` ways were
+    traced since the latest capture, until they are ``too_many``. ``recurs``: it was used again after another one.
+    ``pause`` says why this call is eager, in place of a replay of ``paused``, which had made ``paused_at`` of them.
+    """
+
+    key: Key = ()
+    warm: int = 0
+    since: int = 0
+    used: int = 0
+    eager_calls: int = 0
+    called: int = 0
+    refusal: RefusalError | None = None
+    captured: bool = False
+    wants_grad: bool = False
+    outside: bool = False
+    batch: BatchVariants | None = None
+    base: Entry | None = None
+    ways: list[Way] = field(default_factory=lambda: [Way()])
+    places: dict[str, Scalar] = field(default_factory=dict)
+    untried: int = 0
+    too_many: HostScalarError | None = None
+    gate: Gate | None = None
+    is_decided: bool = False
+    recurs: bool = False
+    pause: str | None = None
+    paused: Program | None = None
+    paused_at: int = 0
+
+    @property
+    def way(self) -> Way:
+        """The way that calls take now."""
+        return self.ways[-1]
+
+    @property
+    def lines(self) -> dict[Variant, Line]:
+        """The lines of the way that calls take now."""
+        return self.way.lines
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no call was traced yet that took the way of now."""
+        return not (self.lines or (self.captured and len(self.ways) == 1))
+
+    @property
+    def progress(self) -> int:
+        """How far the way of now is on its way to a program: its traces; a plan counts more than these."""
+        return max((_TRACED if line.plan is not None else len(line.traces) for line in self.lines.values()), default=0)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans of its variants."""
+        return [line.plan for line in self.lines.values() if line.plan is not None]
+
+    def select(self, variant: Callable[[], Variant]) -> Program | None:
+        """The program for the gradients and the owners' numbers that there are now, if it is ready."""
+        if self.places or any(way.draws for way in self.ways):
+            self._turn()
+        ready = self.way.programs
+        # Of a step that drops gradients unread, one serves whatever there are.
+        for_any = next((program for program in ready if not program.plan.tells_gradients), None)
+        if for_any is not None or not ready:
+            return for_any
+        line = self.lines.get(variant())
+        if line is not None and line.program is not None:
+            return line.program
+        # Gradients that the step drops unread may differ from those of the traced calls (validation clears them).
+        return next((program for program in ready if program.adopted.guards.gradients_fit()), None)
+
+    def learn(self, facts: Trace, places: Mapping[str, Scalar]) -> None:
+        """Take in what a trace of the latest call has asked of owners' numbers, which lie at ``places``."""
+        asked, way = facts.symbolic.asked, self.way
+        paths = {path for question in asked for path in question.paths} | facts.symbolic.deciding
+        self.places.update({path: lasting(places[path]) for path in facts.symbolic.kinds if path in places})
+        way.asked.update(asked)
+        way.draws = tuple(facts.symbolic.draws)
+        way.kinds.update({path: type(facts.entry_scalars.get(path)) for path in self.places})
+        way.kinds.update(facts.symbolic.kinds)
+        self.untried += not way.is_known
+        way.is_known = True
+        if self.untried > _WAYS and self.too_many is None:
+            self.too_many = HostScalarError(
+                f"the step takes another way through its code in each call, by what {' and '.join(sorted(paths))} come "
+                f"to: {_WAYS} in a row came once, and a replay is good for one way. Feed what decides, or decide "
+                "outside the step"
+            )
+        # What each step raises does not come again.
+        used = paths & facts.symbolic.used.keys() - facts.symbolic.counted
+        way.used = {path: facts.entry_scalars[path] for path in used}
+        way.where = next((f"{path} at {facts.symbolic.used[path]}" for path in way.used), "")
+
+    def _turn(self) -> None:
+        """Turn to the way that the numbers of now lead to."""
+        numbers = {path: value for path, place in self.places.items() if (value := value_at(place)) is not None}
+        known = next((way for way in self.ways if way.is_known and way.is_taken(numbers)), None)
+        if known is None:
+            if not self.way.is_known:
+                # Nothing is known of it yet.
+                return
+            alike = next((way for way in self.ways if way.used and way.is_taken(numbers, values=False)), Way())
+            used = {path: numbers[path] for path in alike.used}
+            known = Way(dict(alike.asked), alike.draws, dict(alike.kinds), used, alike.where)
+            known.is_met, known.is_known = not used, bool(used)
+            known.refusal = self.too_many
+        elif known is self.way:
+            return
+        else:
+            known.recurs = True
+        if not self.way.lines and (self.way.refusal in (None, self.too_many)):
+            self.ways.pop()
+        self.ways = [*(way for way in self.ways if way is not known), known]
+        if len(self.ways) > _WAYS:
+            self.forget_oldest()
+
+    def may_pause(self, program: Program, reason: str) -> bool:
+        """Return True if an eager step takes the place of a program that does not fit, for a ``reason`` that is perhaps
+        gone after it (metrics were reset, a smaller batch ended an epoch): most calls since the last one were replayed.
+        """
+        before = self.paused_at if program is self.paused else 0
+        if program.replays - before < _MOSTLY:
+            return False
+        self.pause, self.paused, self.paused_at = reason, program, program.replays
+        return True
+
+    def has_paused(self, program: Program) -> bool:
+        """Return True if the latest call was eager in place of the program."""
+        return program is self.paused and program.replays == self.paused_at
+
+    def take_pause(self) -> str | None:
+        """Why this call is eager, once."""
+        reason, self.pause = self.pause, None
+        return reason
+
+    def may_refuse_way(self) -> bool:
+        """Return True if a refusal is for the calls that take this way alone: others are served, or may be."""
+        others = self.ways[:-1]
+        if any(way.programs for way in others):
+            return True
+        return bool(self.way.asked) and sum(way.refusal is not None for way in others) + 1 < _REFUSED
+
+    def forget_oldest(self) -> None:
+        """Close the programs of the way that was taken longest ago."""
+        for program in self.ways.pop(0).programs:
+            program.close()
+
+    def programs(self) -> list[Program]:
+        """Programs that are ready, those of the way of now last."""
+        return [program for way in self.ways for program in way.programs]
+
+    def drop(self) -> None:
+        """Close the programs and start again from one warm step."""
+        for program in self.programs():
+            program.close()
+        self.ways, self.untried = [Way()], 0
+        self.pause = self.paused = None
+
+    def relocate(self, places: Mapping[str, Scalar]) -> bool:
+        """Look for the numbers at ``places`` from now on. Return True if that leads to another way."""
+        way, self.places = self.way, {path: lasting(places[path]) for path in self.places if path in places}
+        self._turn()
+        return self.way is not way
+
+
+def value_at(place: Scalar) -> Any:
+    """The value at ``place``; None if it is gone."""
+    try:
+        return place.get()
+    except (LookupError, AttributeError):
+        return None
