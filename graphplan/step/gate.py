@@ -37,6 +37,7 @@ program takes (two traces, a capture and checks took as long as 62 launches of a
 """
 _WINDOWS = 3  # Times that replays are measured before they are found slower; the best counts.
 _CLEAR = 2.0  # Slower by this factor in one window is enough.
+_SINGLE = 64  # Other steps whose end is waited for, to time a replay after them.
 _UNEVEN = 0.5  # A step that takes more than this share of a window is none of the loop's: a validation, a checkpoint.
 _PATIENCE = 1.0  # Seconds that a rank waits for the votes of the others.
 
@@ -80,6 +81,9 @@ class Gate:
         self._retries = 0
         self._watch: Callable[[], float] | None = None
         self._windows: list[float] = []
+        self._single: list[float] = []  # Seconds of replays between other steps.
+        self._waits = _SINGLE
+        self._other_end: float | None = None
         self.eager: float | None = None  # Seconds per step without graphplan, once they are known.
         self.idle = 1.0  # The share of that time in which the device had nothing to do.
 
@@ -92,7 +96,7 @@ class Gate:
     def again(self) -> Gate:
         """Make a gate for another form of the step."""
         gate = copy(self)
-        gate._number, gate._times, gate._windows = next(self._numbers), [], []
+        gate._number, gate._times, gate._windows, gate._single = next(self._numbers), [], [], []
         return gate
 
     @property
@@ -127,7 +131,7 @@ class Gate:
         """End a step of a loop. Steps in a row are timed again if one took longer than all others together."""
         if not self._times:
             self._times = [self._clock.rest()]
-            return None
+            return self._end_single(self._times[0])
         self._times.append(self._clock.now())
         steps = ceil(STEPS / self._period) * self._period
         if len(self._times) <= steps:
@@ -140,6 +144,26 @@ class Gate:
             return None
         self._retries = 0
         return (self._clock.rest() - ends[0]) / steps
+
+    def _end_single(self, now: float) -> float | None:
+        """End the first replay after another step. Return the seconds of one, once there were enough."""
+        if self._other_end is None:
+            return None
+        self._single.append(now - self._other_end)
+        self._other_end = None
+        if len(self._single) < STEPS:
+            return None
+        times, self._single = self._single, []
+        return median(times)
+
+    def end_other(self) -> None:
+        """End a step that is no replay, while replays are timed: where shapes take turns, no two replays may follow
+        each other, and each is timed from the end of the step before.
+        """
+        self.cancel()
+        if self._loops and self._period == 1 and self._peers is None and self._waits:
+            self._waits -= 1
+            self._other_end = self._clock.rest()
 
     def end_eager(self, start: float = 0.0) -> bool:
         """End a step without graphplan. Return True once its time is known."""
@@ -171,7 +195,7 @@ class Gate:
     def cancel(self) -> None:
         """Do not count this call, since something else has run. A loop is measured anew."""
         if self._loops:
-            self._times = []
+            self._times, self._other_end = [], None
         if self._watch is not None:
             self._watch()
             self._watch = None
@@ -295,6 +319,8 @@ class Timing:
             pays = None
             if self._runner.stats.last_kind == "replayed":
                 pays = gate.end_replay(start)
+            elif self._runner.stats.captured:
+                gate.end_other()
             else:
                 gate.cancel()
             if pays is not None:

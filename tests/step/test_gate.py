@@ -126,6 +126,37 @@ def test_a_loop_that_accumulates_is_timed_for_whole_periods() -> None:
     assert gate.eager == 7 / 4
 
 
+@pytest.mark.parametrize(("replay", "pays"), [(0.5, True), (2.5, False)])
+def test_replays_between_other_steps_are_timed_one_by_one(replay: float, pays: bool) -> None:
+    """Where shapes take turns, of which one has a program."""
+    clock, found = Clock(), []
+    gate = gate_of(clock)
+    for _ in range(STEPS):
+        clock.time += 1.0
+        gate.end_other()
+        clock.time += replay
+        found.append(gate.end_replay())
+    assert found == [None] * (STEPS - 1) + [pays]
+    assert gate.measured["replayed"] == replay
+    assert clock.rests == 2 * STEPS
+
+
+def test_other_steps_are_not_waited_for_without_end() -> None:
+    clock = Clock()
+    gate = gate_of(clock)
+    for _ in range(1000):
+        gate.end_other()
+    assert clock.rests == 64
+
+
+@pytest.mark.parametrize("options", [{"period": 2}, {"peers": object()}, {"loops": False}], ids=["period", "peers", "calls"])
+def test_gates_that_time_no_single_replays(options: dict[str, Any]) -> None:
+    """Of steps that differ by turns, and where all ranks have to measure the same steps."""
+    clock = Clock()
+    gate_of(clock, **options).end_other()
+    assert clock.rests == 0
+
+
 @pytest.mark.parametrize(("other", "keeps"), [(True, False), (False, True), (None, True)])
 def test_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch, other: bool | None, keeps: bool) -> None:
     """After as many windows on each; where another rank does not ask, programs are kept."""
@@ -346,6 +377,26 @@ def test_new_signatures_are_eager_in_the_end_and_known_ones_are_replayed(monkeyp
     assert (stats.captured, stats.replayed) == (1, 4)
     rig.drive(rig.step, 10)
     assert rig.step.stats.replayed == 14
+
+
+def test_a_shape_that_waits_is_served_once_replays_of_another_have_paid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though no replay follows another one: what replays save is known from those between eager steps."""
+    rig = Rig(monkeypatch)
+    stats = rig.step.stats
+    monkeypatch.setattr("graphplan.step.programs._ALLOWANCE", 50)
+    monkeypatch.setattr(type(stats), "spent", lambda stats, eager: 40.0 * stats.traced)
+
+    def call(x: Tensor) -> Any:
+        # The rig lets each step take as long as a replay once there is a program.
+        rig.clock.time += 0.9 if stats.captured == 1 and len(x) == 6 else 0.0
+        return rig.step(x)
+
+    rig.drive(call, 200, rows=lambda index: 5 + index % 2)
+    assert stats.captured == 1
+    assert stats.measured["replayed"] == pytest.approx(0.1)
+    assert "is traced once replays have saved what earlier traces and captures took" in rig.step.report()
+    rig.drive(call, 200, rows=lambda index: 5 + index % 2)
+    assert stats.captured == 2
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, replay: float, **options: Any) -> tuple[Any, Clock, nn.Module]:
