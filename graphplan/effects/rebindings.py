@@ -20,7 +20,8 @@ class Rebindings:
     """The slots that every step binds to other tensors, by path: ``carries``, whose old value the step reads, so that
     replays copy the new value into the old storage, and ``fresh`` ones. Of the former, ``replaced`` are those whose old
     tensors the step only reads, so that other holders find them unchanged, and ``moved`` those whose tensors stay, and
-    get other memory. ``partners`` leads from a carried slot to another one that always holds the same tensor.
+    get other memory. ``partners`` leads from a carried slot to another one that always holds the same tensor,
+    ``followers`` from a slot that gets a new tensor to one whose tensor is given the memory of that one.
     """
 
     carries: tuple[str, ...]
@@ -28,22 +29,27 @@ class Rebindings:
     moved: frozenset[str]
     fresh: tuple[str, ...]
     partners: Mapping[str, str]
+    followers: Mapping[str, str]
 
     @classmethod
     def find(cls, pair: TracePair) -> Rebindings:
         """Slots that both traces rebind alike. What replays could not repeat is refused."""
-        carries, fresh = [], []
+        carries, fresh, followers = [], [], {}
         second = pair.second
         used = _used(second)
         for path, one, two in pair.changed("rebindings"):
             # A number in the place of a tensor, as of a device learning rate, is a flag that the step leaves.
             if path in second.changes.flags:
                 continue
-            if two is None or (one is None and not names(path, Of.GRADIENT)):
+            follows = [each.follows for each in (one, two) if each is not None]
+            if two is None or (one is None and not names(path, Of.GRADIENT)) or len(set(follows)) > 1:
                 raise HostEffectError(
                     f"the step rebinds {path} on one call and not on the next, which a replay cannot repeat: rebind it "
                     "on every call, or update it in place"
                 )
+            if two.follows is not None:
+                followers[path] = two.follows
+                continue
             if one is not None and one.before is None and two.before is None and two.after is not None:
                 _check_made(path, pair.walk)
             dropped = names(path, Of.GRADIENT) and two.after is None
@@ -68,6 +74,7 @@ class Rebindings:
             frozenset(path for path, rebinding in second.changes.rebindings.items() if rebinding.moved),
             tuple(fresh),
             partners,
+            followers,
         )
 
     def parted(self, walk: Walk) -> str | None:
@@ -81,7 +88,7 @@ class Rebindings:
     @property
     def paths(self) -> tuple[str, ...]:
         """All of them."""
-        return (*self.carries, *self.fresh)
+        return (*self.carries, *self.fresh, *self.followers)
 
 
 def _check_made(path: str, walk: Walk) -> None:

@@ -164,7 +164,8 @@ class Reached:
 class Namespace:
     """Names that a step's code uses: globals, closure variables, functions of modules and classes. ``entries`` has the
     space and the key for each label, ``attributes`` the names that the code loads of any object. ``mentioned`` are
-    names and strings in all code that ran, ``computes`` says whether the user's code computes further ones.
+    names and strings in all code that ran, ``computes`` says whether the user's code computes further ones. ``leaves``
+    are paths of tensors that are no parameters and get gradients as these do.
     """
 
     def __init__(self) -> None:
@@ -172,6 +173,7 @@ class Namespace:
         self.attributes: set[str] = set()
         self.mentioned: set[str] = set()
         self.computes = False
+        self.leaves: set[str] = set()
         self.functions: dict[CodeType, list[weakref.ref[FunctionType]]] = {}
         """Functions with closures that no name leads to and that were found, by their code."""
         self._known: set[tuple[int, Any]] = set()
@@ -190,6 +192,7 @@ class Namespace:
         """The names that lead to nothing but a number, a string or nothing: holding on to them keeps nothing alive."""
         plain = Namespace()
         plain.attributes, plain.mentioned, plain.computes = self.attributes, self.mentioned, self.computes
+        plain.leaves = self.leaves
         for label, space, key, value in self.there():
             if isinstance(value, SCALARS):
                 plain.add(label, space, key)

@@ -65,9 +65,9 @@ class ValueWalker:
     ``mentioned`` all that occur in code that ran; None if that is not known.
     """
 
-    def __init__(self, used: set[str], mentioned: set[str] | None) -> None:
+    def __init__(self, used: set[str], mentioned: set[str] | None, leaves: set[str]) -> None:
         self.walk = Walk()
-        self._used, self._mentioned = used, mentioned
+        self._used, self._mentioned, self._leaves = used, mentioned, leaves
         self._seen: set[int] = set()
         self._named: list[tuple[str, torch.optim.Optimizer]] = []
         """Optimizers that something else than an owner's name leads to, by path."""
@@ -89,8 +89,11 @@ class ValueWalker:
             if depth <= MAX_DEPTH:
                 self.walk.scalars[path] = Scalar(container, key, *source)
         elif kind is Tensor:
-            self._slot(path, container, key, source)
-            self._marks(value, path)
+            if path in self._leaves and has_own_gradient(value):
+                self._parameter(value, path, container, key, source)
+            else:
+                self._slot(path, container, key, source)
+                self._marks(value, path)
         elif kind in CODE and depth <= MAX_DEPTH:
             self.walk.scalars[path] = Scalar(container, key, *source)
             self._behind(value, path, depth, source)
@@ -159,10 +162,13 @@ class ValueWalker:
         elif not isinstance(container, tuple):
             self._slot(path, container, key, source)
         for number, item in enumerate(value):
+            place = f"{path}[{number}]"
             if issubclass(type(item), Tensor):
-                self._marks(item, f"{path}[{number}]")
+                if place in self._leaves and has_own_gradient(item):
+                    self._parameter(item, place, value, number, source)
+                self._marks(item, place)
             elif not issubclass(type(item), SCALARS):
-                self._value(item, f"{path}[{number}]", value, number, depth + 1, source)
+                self._value(item, place, value, number, depth + 1, source)
 
     def _items(self, items: MutableMapping[Any, Any] | Items, path: str, depth: int, source: Source) -> None:
         if not self._first_visit(items):

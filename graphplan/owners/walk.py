@@ -30,7 +30,8 @@ _OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults", "step", "
 class _Walker(ValueWalker):
     def __init__(self, owners: Mapping[str, Any]) -> None:
         names = next((owner for owner in owners.values() if isinstance(owner, Namespace)), Namespace())
-        super().__init__(names.attributes, names.mentioned if names.mentioned and not names.computes else None)
+        mentioned = names.mentioned if names.mentioned and not names.computes else None
+        super().__init__(names.attributes, mentioned, names.leaves)
         self._roots = {
             name: owner.thing if isinstance(owner, (Numbers, Via, Reached)) else owner
             for name, owner in owners.items()
@@ -127,6 +128,11 @@ class _Walker(ValueWalker):
             if not own and (isinstance(value, (Tensor, list, dict, *SCALARS)) or not is_of_library(type(optimizer))):
                 self._value(value, f"{path}.{name}", inner, name, 1, (optimizer, name))
 
+    def leave_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave the optimizer's groups to it, whatever other names lead to them: a step has other flags in them."""
+        groups = vars(optimizer).get("param_groups", [])
+        self._seen.update(map(id, (groups, *groups)))
+
     def _group(self, group: dict[str, Any], path: str, groups: list[Any], index: int) -> None:
         params = group["params"]
         self.walk.links += [(groups, index, group), (group, "params", params)]
@@ -169,10 +175,11 @@ class _Walker(ValueWalker):
                     table[path] = replace(place, name=name)
 
     def take_rest(self) -> None:
-        """Hyper-parameters of optimizers that are no owners."""
+        """Hyper-parameters of optimizers that are no owners. Those around another one share its groups."""
+        owned = {id(group) for optimizer in self.walk.optimizers.values() for group in optimizer.param_groups}
         for path, optimizer in self._named:
-            for index, group in enumerate([] if optimizer in self.walk.optimizers.values() else optimizer.param_groups):
-                for key in group.keys() - {"params"}:
+            for index, group in enumerate(optimizer.param_groups):
+                for key in group.keys() - {"params"} if id(group) not in owned else ():
                     place = f"{path}.param_groups[{index}].{key}"
                     self.walk.scalars[place] = Scalar(group, key, optimizer, "param_groups")
 
@@ -180,6 +187,9 @@ class _Walker(ValueWalker):
 def walk_owners(owners: Mapping[str, Any]) -> Walk:
     """Walk ``owners``: modules first, so that optimizers can name their state after the modules' parameters."""
     walker = _Walker(owners)
+    for owner in owners.values():
+        if isinstance(owner, torch.optim.Optimizer):
+            walker.leave_groups(owner)
     ranked = sorted(owners.items(), key=lambda item: _rank(item[1]))
     for name, owner in ranked:
         if isinstance(owner, Tensor):

@@ -89,6 +89,8 @@ class AdoptedTensors:
         # After the step, a gradient need not be what it was before it.
         self._held = {slot.path: self._entry_grads.get(slot.path, slot.get()) for slot in slots}
         self._aliases = {path: [tensor.detach() for tensor in tensor_leaves(held)] for path, held in self._held.items()}
+        held_alone = (path for path, slot in self._slots.items() if not (slot.is_parameter or slot.param is not None))
+        self._by_storage = {storage_id(alias): path for path in held_alone for alias in self._aliases[path]}
         self._geometries = {path: _geometries(held) for path, held in self._held.items()}
         self._plain = [
             (held, self._aliases[path][0], geometry(held), self._aliases[path][0].data_ptr())
@@ -296,13 +298,33 @@ class AdoptedTensors:
         return None
 
     def _is_replaced(self, path: str, slot: Slot) -> bool:
-        """Whether the step only reads the slot's tensors and replaces them, so that others are as good."""
-        return path in self._replaced and holds_plain(slot.get())
+        """Whether the step only reads the slot's tensors, and it or another step replaces them, so that others are as
+        good.
+        """
+        return holds_plain(slot.get()) and self._has_replaced(path)
+
+    def _has_replaced(self, path: str) -> bool:
+        """Whether this program's memory for ``path`` is written to instead of being replaced: by its own replays, or
+        where it follows another program, whose step replaces what this one only reads.
+        """
+        if path in self._replaced:
+            return True
+        if not self.written.isdisjoint(map(storage_id, self._aliases[path])):
+            return False
+        place = _place(self._slots[path])
+        return any(place == _place(one._slots[other]) for one in _LIVE for other in one._replaced if other in one._slots)
+
+    def has_replaced(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in such memory."""
+        path = self._by_storage.get(storage_id(tensor))
+        return path is not None and self._has_replaced(path)
 
     def _kept(self, moved: list[tuple[str, Slot]]) -> str | None:
         """Describe who else uses the old tensors or their memory, so that nothing can be copied there."""
-        # Gradients that are kept elsewhere get memory of their own before a replay; what steps replace is overwritten.
-        slots = {path: slot for path, slot in moved if slot.param is None and not self._is_replaced(path, slot)}
+        # Gradients that are kept elsewhere get memory of their own before a replay; what the step replaces lies in the
+        # program's own.
+        replaced = {path for path, slot in moved if path in self._replaced and holds_plain(slot.get())}
+        slots = {path: slot for path, slot in moved if slot.param is None and path not in replaced}
         left = self._left(path for path, slot in slots.items() if slot.get() is not self._held[path])
         staying = {id(held): path for path, held in self._held.items() if path not in slots}
         known = [leaf for held in chain.from_iterable(left.values()) for leaf in tensor_leaves(held)]
@@ -363,6 +385,20 @@ class AdoptedTensors:
 def others_uses(tensors: Iterable[Tensor]) -> dict[int, int]:
     """How many tensors that are not the programs' have the memory behind each of ``tensors``, by storage."""
     return {s: count - sum(one.uses.get(s, 0) for one in _LIVE) for s, count in memory_uses(tensors).items()}
+
+
+def _place(slot: Slot) -> tuple[int, Any]:
+    return id(slot.container), slot.key
+
+
+def is_overwritten(tensor: Tensor) -> bool:
+    """Whether programs write to ``tensor`` where their steps bind new tensors."""
+    return any(one.has_replaced(tensor) for one in _LIVE)
+
+
+def may_overwrite() -> bool:
+    """Whether any program does so."""
+    return any(one._replaced for one in _LIVE)
 
 
 def own_tensors() -> set[int]:

@@ -143,6 +143,8 @@ class Bindings:
             for tensor, memory in zip(self._into[path], self._memory_of[path], strict=True):
                 if place_of(tensor) != place_of(memory):
                     tensor.data = memory
+        for path, other in self._plan.rebindings.followers.items():
+            after.slots[path].set(after.slots[other].get().detach())
         # Who else has them is counted.
         self._old, self._into = {}, {}
         touched = {

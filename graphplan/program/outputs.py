@@ -13,12 +13,13 @@ from graphplan.compare.moving import hand_out
 from graphplan.errors import CaptureError
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
+from graphplan.program.adopted_tensors import is_overwritten, may_overwrite
 from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.static_numbers import StaticNumbers
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
-from graphplan.tensors.trees import flatten_result, rebuilder
+from graphplan.tensors.trees import flatten_result, map_result, rebuilder
 from graphplan.trace.changes import place_of
 
 
@@ -117,8 +118,19 @@ class Outputs:
         for number, index in self._fed:
             built[number] = leaves[index]
         for number, path in self._owned:
-            built[number] = walk.slots[path].get()
+            built[number] = _lasting(walk.slots[path].get())
         return self._rebuild(built)
+
+
+def lasting(result: Any) -> Any:
+    """What an eager call returned, with copies of tensors that replays overwrite: the step binds new ones there."""
+    leaves = flatten_result(result)[0] if may_overwrite() else []
+    is_any = any(isinstance(leaf, Tensor) and is_overwritten(leaf) for leaf in leaves)
+    return map_result(_lasting, result) if is_any else result
+
+
+def _lasting(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad) if is_overwritten(tensor) else tensor
 
 
 def _runs(scalars: Mapping[int, Tensor]) -> list[list[int]]:

@@ -258,6 +258,7 @@ class Managed:
         # Its defaults, and what a partial function holds for it.
         is_new = self.names.add("the step", self._root, "step")
         self.owners.setdefault(_NAMES, self.names)
+        grown |= self._take_wrappers(walk)
         things = list(executed.objects())
         walk = self.walk() if things and (grown or is_new or seen is not None) else walk
         known = {id(container) for container in walk.containers} if things else ()
@@ -267,6 +268,27 @@ class Managed:
                 self.owners[free_name(type(thing).__name__.lower(), self.owners)] = thing
                 grown = True
         return grown
+
+    def take_leaves(self, paths: Collection[str]) -> bool:
+        """Own the gradients of tensors that get them as parameters do. Return True if any is new."""
+        if self.names.leaves.issuperset(paths):
+            return False
+        self.names.leaves.update(paths)
+        self.owners.setdefault(_NAMES, self.names)
+        return True
+
+    def _take_wrappers(self, walk: Walk) -> bool:
+        """Own optimizers that code has names for and that share groups with owned ones: a step may use their state
+        without their ``step``. Return True if any is new.
+        """
+        owned = {id(optimizer) for optimizer in walk.optimizers.values()}
+        groups = {id(group) for optimizer in walk.optimizers.values() for group in optimizer.param_groups}
+        others = (part for part in walk.parts.values() if isinstance(part, torch.optim.Optimizer))
+        fresh = {id(part): part for part in others if id(part) not in owned and "param_groups" in vars(part)}
+        found = [part for part in fresh.values() if not groups.isdisjoint(map(id, part.param_groups))]
+        for optimizer in found:
+            self.owners[free_name(type(optimizer).__name__.lower(), self.owners)] = optimizer
+        return bool(found)
 
     def _take_states(self, own_states: Iterable[Tensor]) -> bool:
         """Own the memory that torch keeps for operators, by device. Return True if any is new."""

@@ -297,6 +297,10 @@ class Stages:
         if facts.is_to_be_repeated:
             line.traces = []
             return
+        if self._managed.take_leaves(facts.leaves):
+            # Their gradients had no places yet.
+            line.traces = []
+            return
         if facts.violation is not None:
             raise facts.violation
         self._managed.check_kept()

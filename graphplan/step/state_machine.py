@@ -30,6 +30,7 @@ from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed, flatten
 from graphplan.feed.unread import UnreadValues
 from graphplan.program.faults import refusal_of
+from graphplan.program.outputs import lasting
 from graphplan.program.program import Program
 from graphplan.step.call_lock import running_step, runs_within_step
 from graphplan.step.compiled import CompiledModules
@@ -130,7 +131,7 @@ class StateMachine:
         self.runner.outcome = None
         with running_step():
             try:
-                result = run()
+                result = lasting(run())
             finally:
                 self.managed.end_call()
         self.runner.outcome = None

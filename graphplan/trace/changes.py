@@ -48,7 +48,8 @@ class Rebinding:
 
     ``plain``: others were as good as the tensors that it held (:func:`holds_plain`). ``moved``: it holds the same
     tensors, which the step gave other memory (``tensor.data = ...``); ``joined`` is the path of a tensor that shares
-    memory with them before or after the step, in a way that no replay repeats. ``objects`` are the identities of what
+    memory with them before or after the step, in a way that no replay repeats. ``follows`` is the path of a tensor that
+    the step gives the memory of the new tensor here (``p.data = state["old"]``). ``objects`` are the identities of what
     the slot held before and after, which mean something beside those of other slots in the same step.
     """
 
@@ -57,6 +58,7 @@ class Rebinding:
     after: tuple[Place, ...] | None
     moved: bool = False
     joined: str | None = None
+    follows: str | None = None
     plain: bool = False
     objects: tuple[int, int] = (0, 0)
 
@@ -139,7 +141,7 @@ class Recorder:
                 if self._is_held(path, now):
                     moved.append(path)
         if moved:
-            self._note_moved(found, moved, places)
+            self._note_moved(found, moved, places, now)
         for path, scalar in now.scalars.items():
             if not scalar.lies_here:
                 continue
@@ -172,7 +174,9 @@ class Recorder:
         tensors = now.slots[path].tensors() if path in now.slots else []
         return len(held) == len(tensors) > 0 and all(known() is t for known, t in zip(held, tensors, strict=True))
 
-    def _note_moved(self, found: Changes, moved: list[str], places: Mapping[str, tuple[Place, ...]]) -> None:
+    def _note_moved(
+        self, found: Changes, moved: list[str], places: Mapping[str, tuple[Place, ...]], now: Walk
+    ) -> None:
         """Replays leave the tensors at ``moved`` where they lie: what shares memory with them has to move alike."""
         before, after = _sharing(self.places, moved), _sharing(places, moved)
         for path in moved:
@@ -180,8 +184,20 @@ class Recorder:
             others = (old.keys() | new.keys()) - {path}
             if old == new:
                 others -= set(moved)
+            for other in sorted(others.difference(moved)):
+                is_gradient = other in now.slots and now.slots[other].param is not None
+                if not is_gradient and self._follows(other, path, found, places):
+                    found.rebindings[other] = replace(found.rebindings[other], follows=path)
+                    others.discard(other)
             joined = min(others, default=None)
             found.rebindings[path] = replace(found.rebindings[path], moved=True, joined=joined)
+
+    def _follows(self, path: str, moved: str, found: Changes, places: Mapping[str, tuple[Place, ...]]) -> bool:
+        """Whether a new tensor lies at ``path`` where the one at ``moved`` lies now, as it did before, if it did."""
+        is_like_it = path in found.rebindings and places.get(path) == places[moved]
+        storages = {place[0] for place in self.places[moved]}
+        was_apart = storages.isdisjoint(place[0] for place in self.places.get(path, ()))
+        return is_like_it and (was_apart or self.places[path] == self.places[moved])
 
     def _compare_list(self, found: Changes, path: str, items: Items, used: Collection[int | None]) -> None:
         held, old = self.items.get(path, (None, ()))

@@ -141,6 +141,8 @@ class Trace:
     """Of the values that lie in what the step makes anew, those that code may have read before it did."""
     reads: Reads = field(default_factory=Reads)
     unowned_gradients: list[str] = field(default_factory=list)
+    leaves: set[str] = field(default_factory=set)
+    """Paths of tensors that are no parameters, and that the step gives gradients as if they were."""
     host_reads: list[HostRead] = field(default_factory=list)
     expects: bool = True
     """Whether the step may read truth values on the host that replays compare."""

@@ -31,6 +31,7 @@ from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.batch_recorder import BatchRecorder
 from graphplan.trace.changes import Changes, Recorder
 from graphplan.trace.mode import TraceMode
+from graphplan.trace.operands import Operands
 from graphplan.trace.rate_reads import RateWatch
 from graphplan.trace.records import OutputTensor, Trace
 from graphplan.trace.rng import saving_states
@@ -81,13 +82,7 @@ def trace(
     fed_ids = {id(leaf) for _, leaf in feed.tensors()}
     left = _left(after, changes) | {name: [leaf] for name, leaf in named if id(leaf) not in paths}
     _note_left(record, left, fed_ids)
-    with_slots = {id(slot.param) for slot in after.slots.values() if slot.param is not None}
-    for external in record.externals.values():
-        tensor = external.tensor
-        number = id(tensor)
-        is_alone = number not in with_slots and number not in fed_ids
-        if is_alone and _has_gradient(tensor) and mode.operands.is_internal(tensor.grad):
-            record.unowned_gradients.append(paths.get(number, f"a tensor that is used at {external.source}"))
+    _note_unowned(record, after, paths, fed_ids, mode.operands)
     for path, items in changes.appended.items():
         changes.appended[path] = pytree.tree_map_only(Tensor, lambda tensor: OutputTensor(), items)
     watch.finish(after, leaves)
@@ -175,6 +170,25 @@ def _note_left(record: Trace, left: Mapping[str, list[Any]], fed: Collection[int
                 "replay would copy what is not there. Leave or return what has memory, or nothing"
             )
             record.refuse(HostEffectError(text))
+
+
+def _note_unowned(
+    record: Trace, after: Walk, paths: Mapping[int, str], fed: Collection[int], operands: Operands
+) -> None:
+    """Note the tensors that have got gradients and are no parameters: of those that stay, their paths."""
+    with_slots = {id(slot.param) for slot in after.slots.values() if slot.param is not None}
+    for external in record.externals.values():
+        tensor = external.tensor
+        if id(tensor) in with_slots or id(tensor) in fed or not _has_gradient(tensor):
+            continue
+        path = paths.get(id(tensor))
+        is_new, is_used = operands.is_internal(tensor.grad), storage_id(tensor.grad) in record.externals
+        held = after.slots[path].get() if path in after.slots else None
+        items = [number for number, item in enumerate(held) if item is tensor] if isinstance(held, tuple) else []
+        if tensor.is_leaf and (held is tensor or items) and (is_new or is_used):
+            record.leaves.add(f"{path}[{items[0]}]" if items else path)
+        elif is_new:
+            record.unowned_gradients.append(path or f"a tensor that is used at {external.source}")
 
 
 def _left(after: Walk, changes: Changes) -> dict[str, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,15 +96,52 @@ def drive(make: Callable[[], Any], act: Callable[[Any, int], None], wrap: Callab
     return [*losses, *net.leaves, *(leaf.grad for leaf in net.leaves)]
 
 
+class Items(Weights):
+    """The same with the tensor in a container that the step finds it in."""
+
+    def __init__(self, hold: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.held = hold(self.x)
+
+    def step(self) -> Tensor:
+        (x,) = self.held.values() if isinstance(self.held, dict) else self.held
+        loss = (x - 1).tanh().square().mean()
+        loss.backward()
+        with torch.no_grad():
+            x -= 0.1 * x.grad
+        x.grad.zero_()
+        return loss.detach()
+
+
+def by_name(net: Any) -> Any:
+    return {"net": net, "x": net.x}
+
+
+def by_holder(net: Any) -> Any:
+    return {"net": net}
+
+
+def by_nothing(net: Any) -> Any:
+    """The step's own code leads to it."""
+    return None
+
+
+MAKES = [
+    Points, Weights, FreshGradients, *(partial(Items, hold) for hold in (lambda x: [x], lambda x: (x,), lambda x: {"x": x}))
+]  # fmt: skip
+IDS = ["points", "weights", "fresh", "list", "tuple", "dict"]
+
+
+@pytest.mark.parametrize("owners", [by_name, by_holder, by_nothing])
 @pytest.mark.parametrize("act", [stay, drop, add, move])
-@pytest.mark.parametrize("make", [Points, Weights, FreshGradients])
-def test_a_plain_tensor_that_is_named_is_owned_with_its_gradient(
-    make: Callable[[], Any], act: Callable[[Any, int], None]
+@pytest.mark.parametrize("make", MAKES, ids=IDS)
+def test_a_plain_tensor_is_owned_with_its_gradient(
+    make: Callable[[], Any], act: Callable[[Any, int], None], owners: Callable[[Any], Any]
 ) -> None:
     steps: list[Any] = []
 
     def wrap(net: Any) -> Any:
-        steps.append(graph_step(net.step, owners={"net": net, "x": net.x}, backend="tape"))
+        steps.append(graph_step(net.step, owners=owners(net), backend="tape"))
         return steps[0]
 
     expected = drive(make, act, lambda net: net.step)
@@ -113,16 +151,55 @@ def test_a_plain_tensor_that_is_named_is_owned_with_its_gradient(
         assert (one is None and other is None) or torch.equal(one, other)
 
 
-@pytest.mark.parametrize("make", [Points, Weights])
-def test_one_that_is_not_named_is_refused_with_what_to_do(make: Callable[[], Any]) -> None:
-    """To name what holds it would not do: what a step binds to an attribute anew each time is no weight."""
+class Hidden(Weights):
+    """The tensor lies in a tuple within a tuple, which is followed as one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = ((self.x,),)
+        self.leaves = []
+        del self.x
+
+    def step(self) -> Tensor:
+        ((x,),) = self.held
+        loss = (x - 1).tanh().square().mean()
+        loss.backward()
+        x.data += -0.1 * x.grad
+        x.grad.zero_()
+        return loss.detach()
+
+
+class HiddenAndFresh(Hidden):
+    """The same with new gradients."""
+
+    def step(self) -> Tensor:
+        ((x,),) = self.held
+        x.grad = None
+        loss = (x - 1).tanh().square().mean()
+        loss.backward()
+        return loss.detach()
+
+
+def test_one_that_nothing_leads_to_is_refused_with_what_to_do() -> None:
     wrap = lambda net: graph_step(net.step, owners={"net": net}, backend="tape")  # noqa: E731
     text = r"tensor without an owner is changed by .* in owners= \(of a gradient, the tensor that it belongs to\)"
     with pytest.raises(UnownedTensorError, match=text):
-        drive(make, stay, wrap)
+        drive(Hidden, stay, wrap)
+    with pytest.raises(HostEffectError, match=r"leaves a gradient at net\.held.*name the tensor \(owners="):
+        drive(HiddenAndFresh, stay, wrap)
 
 
-def test_a_new_gradient_at_a_tensor_that_is_not_named_is_refused() -> None:
+class Rebound(Weights):
+    """A new tensor in each step is no weight."""
+
+    def step(self) -> Tensor:
+        loss = (self.x - 1).tanh().square().mean()
+        loss.backward()
+        self.x = (self.x - 0.1 * self.x.grad).detach().requires_grad_()
+        return loss.detach()
+
+
+def test_one_that_the_step_binds_anew_is_refused() -> None:
     wrap = lambda net: graph_step(net.step, owners={"net": net}, backend="tape")  # noqa: E731
-    with pytest.raises(HostEffectError, match=r"leaves a gradient at net\.leaves\[0\].*name the tensor \(owners="):
-        drive(FreshGradients, stay, wrap)
+    with pytest.raises(HostEffectError, match=r"leaves a gradient at "):
+        drive(Rebound, stay, wrap)
