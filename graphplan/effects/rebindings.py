@@ -50,6 +50,12 @@ class Rebindings:
             if two.follows is not None:
                 followers[path] = two.follows
                 continue
+            if not two.moved and path in pair.walk.slots and pair.walk.slots[path].is_parameter:
+                raise HostEffectError(
+                    f"the step makes {path} anew in each call, and a replay keeps the parameter that is there, as "
+                    f"optimizers do. Write to it in place (with torch.no_grad(): {path}.copy_(...)), or hold what is "
+                    "computed in a buffer"
+                )
             if one is not None and one.before is None and two.before is None and two.after is not None:
                 _check_made(path, pair.walk)
             dropped = names(path, Of.GRADIENT) and two.after is None

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from graphplan.feed.placeholders import is_placeholder
 from graphplan.feed.signature import Feed, is_literal, leaf_key, names_in
 from graphplan.tensors.records import base_of, fill_record, is_record, record_values
-from graphplan.tensors.trees import PLAIN_LEAVES, flatten_arguments, text_of
+from graphplan.tensors.trees import PLAIN_LEAVES, GivenNumber, flatten_arguments, text_of
 
 Result = TypeVar("Result")
 _Called = TypeVar("_Called", bound=Callable[..., Any])
@@ -50,9 +50,18 @@ def is_callers(error: BaseException) -> bool:
 @hands_over
 def call_step(fn: Callable[..., Result], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Result:
     """Call a step's function. All calls of it are made here, but for those of a step that stands down."""
-    if BATCH_READS in kwargs:
-        kwargs = {name: value for name, value in kwargs.items() if name != BATCH_READS}
+    args, kwargs = own_arguments(args, kwargs)
     return fn(*args, **kwargs)
+
+
+def own_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the step's function gets: numbers in place of what stands for them."""
+    own = {name: _own(value) for name, value in kwargs.items() if name != BATCH_READS}
+    return tuple(map(_own, args)), own
+
+
+def _own(argument: Any) -> Any:
+    return argument.value if type(argument) is GivenNumber else argument
 
 
 class CallArguments:

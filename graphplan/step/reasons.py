@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphplan.environment.collector import no_collections
 from graphplan.errors import NotCapturedError, RefusalError, SkipReason
+from graphplan.feed.call_arguments import own_arguments
 from graphplan.feed.signature import Feed, asks_for_gradients, flatten
 from graphplan.owners.slots import Walk
 from graphplan.program.inputs import MEMORY_IS_FED
@@ -56,7 +57,7 @@ class Reasons:
             (on.BACKEND_EAGER, lambda call: options.backend == "eager", step.plainly),
             # What the call is fed.
             (on.GRADIENT, self._asks_for_gradients, step.plainly),
-            (on.EAGER_IF, lambda call: options.asks_eager(step.calls, call.args, call.kwargs), step.as_traced),
+            (on.EAGER_IF, self._asks_eager, step.as_traced),
             (None, lambda call: timing.begins(call.feed), step.as_stock),
             (None, lambda call: managed.refusal, None),
             # Its entry, and perhaps a program. To look for them may refuse the step.
@@ -100,6 +101,10 @@ class Reasons:
         """Find what the call is fed; applies if gradients are wanted for it."""
         call.feed = flatten(call.args, call.kwargs, self._step.unread.keys)
         return self._step.options.autograd and any(map(asks_for_gradients, call.feed.leaves))
+
+    def _asks_eager(self, call: Call) -> bool:
+        step = self._step
+        return step.options.asks_eager(step.calls, *own_arguments(call.args, call.kwargs))
 
     def _takes_no_known_way(self, call: Call) -> Found:
         """Find the entry, and perhaps a program. Applies where the batch takes no known way, and no other is traced."""

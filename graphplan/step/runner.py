@@ -25,6 +25,7 @@ from graphplan.owners.walk import walk_owners
 from graphplan.plan.build import find_device
 from graphplan.plan.plan import Plan
 from graphplan.report.stats import Stats
+from graphplan.step.given_numbers import GivenNumbers
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
@@ -172,6 +173,7 @@ class Parts:
     refusals: Refusals
     programs: Programs
     peers: Peers | None
+    given: GivenNumbers
 
 
 def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:

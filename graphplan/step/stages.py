@@ -56,6 +56,7 @@ class Stages:
         self._runner, self._managed, self._options = parts.runner, parts.managed, parts.options
         self._refusals, self._programs, self._stats = parts.refusals, parts.programs, parts.runner.stats
         self._buffers, self._memory, self._unread, self._peers = buffers, memory, unread, parts.peers
+        self._given = parts.given
         self._changes: list[str] = []  # What first calls in a row, each of a new key, changed in what they were fed.
         self._keeping = 0  # Warm-up steps in a row that have made modules or optimizers, and kept them.
         self._has_begun = False
@@ -145,7 +146,8 @@ class Stages:
             # An error of the step's own comes out here, too.
             result = self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
             if signal.symbolic is not None:
-                self._planner.replace_less(signal.symbolic, call.walk)
+                if not self._given.give_up(signal.symbolic or self._given.paths):
+                    self._planner.replace_less(signal.symbolic, call.walk)
             else:
                 self._defers &= bool(signal.indices)
             return result
@@ -310,6 +312,10 @@ class Stages:
             line.traces = []
             return
         if facts.batch is not None and not self._take_reads(call, facts.batch, facts):
+            line.traces = []
+            return
+        if self._given.give_up(facts.symbolic.used):
+            # Each value has a program of its own, under another key.
             line.traces = []
             return
         self._planner.note(facts, walk)

@@ -36,6 +36,7 @@ from graphplan.step.call_lock import running_step, runs_within_step
 from graphplan.step.compiled import CompiledModules
 from graphplan.step.entries import Entry
 from graphplan.step.gate import Gate, Serve, Timing
+from graphplan.step.given_numbers import GivenNumbers
 from graphplan.step.lookup import FastPath, Lookup
 from graphplan.step.managed import Managed
 from graphplan.step.memory_budget import MemoryBudget
@@ -84,7 +85,10 @@ class StateMachine:
         self.programs: Programs = Programs(options, self.stats, may_wait=trains and peers is None)
         self.memory = MemoryBudget(options, self.programs, peers)
         self.unread = UnreadValues()
-        parts = Parts(options, self.managed, self.runner, self.refusals, self.programs, peers)
+        # Other callers have numbers that vary among their owners already.
+        self.given = GivenNumbers(fn, self.managed)
+        self._gives = is_alone and peers is None and not is_eager
+        parts = Parts(options, self.managed, self.runner, self.refusals, self.programs, peers, self.given)
         self.stages = Stages(parts, self.buffers, self.memory, self.unread)
         self.replays = Replays(parts)
         self.lookup = Lookup(parts)
@@ -100,6 +104,8 @@ class StateMachine:
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that has the turn: a replay at once if it is like an earlier one."""
         self.calls += 1
+        if self.given.given:
+            args, kwargs = self.given.put(args, kwargs)
         # A step that is closed knows no call.
         known = None if kwargs else self.fast_path.find(args)
         if known is None:
@@ -121,6 +127,11 @@ class StateMachine:
     def _serve_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_closed:
             raise ClosedError("this step was closed; make a new one with graph_step")
+        if self._gives and self.given.learn(args, kwargs):
+            # No later call finds the programs for single values.
+            self.fast_path.forget()
+            self.programs.forget()
+            args, kwargs = self.given.put(args, kwargs)
         around = None if self.options.backend == "eager" else surroundings()
         if around is not None and changing_mode() is not None and not runs_within_step():
             self.refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")

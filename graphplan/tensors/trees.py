@@ -39,7 +39,18 @@ class Literals(tuple[Any, ...]):
     __slots__ = ()
 
 
-PLAIN_LEAVES = frozenset({Tensor, bool, int, float, complex, str, bytes, type(None), Literals})
+class GivenNumber(Literals):
+    """Stands for a number among the arguments of a step: what holds it, its name there, and its class."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> Any:
+        """The number, or what stands for it in a trace."""
+        return getattr(self[0], self[1])
+
+
+PLAIN_LEAVES = frozenset({Tensor, bool, int, float, complex, str, bytes, type(None), Literals, GivenNumber})
 """Types of tensors and of immutable literals."""
 _CONTAINERS = (dict, tuple, list)
 

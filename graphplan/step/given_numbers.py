@@ -1,0 +1,85 @@
+"""Numbers among a step's arguments that vary (a weight that is annealed, the epoch): owners' numbers from then on, which
+traces follow and replays read. Those whose values code needs stay a part of the key, each with a program of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+from graphplan.owners.views import Given
+from graphplan.step.managed import Managed
+from graphplan.tensors.symbolic import NUMBERS
+from graphplan.tensors.trees import GivenNumber
+
+OWNER = "arguments"
+_DIFFERENT = 3  # Values of one argument after which it varies.
+_Place = int | str
+"""The position of an argument, or its keyword."""
+
+
+class _Arguments:
+    """Has the numbers of the call that goes on as attributes."""
+
+
+class GivenNumbers:
+    """The arguments of one step ``fn`` that were found to vary."""
+
+    def __init__(self, fn: Callable[..., Any], managed: Managed) -> None:
+        self._managed = managed
+        try:
+            kinds = inspect.signature(fn).parameters.values()
+        except (TypeError, ValueError):
+            kinds = ()
+        self._names = [kind.name for kind in kinds if kind.kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)]
+        self._held = _Arguments()
+        self._seen: dict[_Place, set[Any]] = {}
+        self._literal: set[_Place] = set()  # Those whose values code needs.
+        self.given: dict[_Place, str] = {}
+        """The names of those that vary."""
+
+    def _name(self, place: _Place) -> str:
+        if isinstance(place, str):
+            return place
+        return self._names[place] if place < len(self._names) else f"args[{place}]"
+
+    def put(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with :class:`GivenNumber` in the places of those that vary, which are held from now on."""
+        if not self.given:
+            return args, kwargs
+        own = [self._one(place, value) for place, value in enumerate(args)]
+        return tuple(own), {name: self._one(name, value) for name, value in kwargs.items()}
+
+    def _one(self, place: _Place, value: Any) -> Any:
+        name = self.given.get(place)
+        if name is None or type(value) not in NUMBERS:
+            return value
+        setattr(self._held, name, value)
+        return GivenNumber((self._held, name, type(value)))
+
+    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Note the numbers among the arguments of a call without a program. Return True if another one varies."""
+        fresh = []
+        for place, value in (*enumerate(args), *kwargs.items()):
+            if type(value) in NUMBERS and place not in self._literal and place not in self.given:
+                seen = self._seen.setdefault(place, set())
+                seen.add(value)
+                if len(seen) >= _DIFFERENT:
+                    fresh.append(place)
+        self.given.update({place: self._name(place) for place in fresh})
+        if fresh:
+            self._managed.owners[OWNER] = Given(self._held, tuple(self.given.values()))
+        return bool(fresh)
+
+    def give_up(self, paths: Collection[str]) -> bool:
+        """Leave those in the key that lie at ``paths``. Return True if there are any."""
+        places = {place for place, name in self.given.items() if f"{OWNER}.{name}" in paths}
+        self._literal |= places
+        self.given = {place: name for place, name in self.given.items() if place not in places}
+        return bool(places)
+
+    @property
+    def paths(self) -> set[str]:
+        """The paths of those that vary."""
+        return {f"{OWNER}.{name}" for name in self.given.values()}
