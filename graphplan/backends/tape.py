@@ -10,6 +10,7 @@ Longer than most rooms: recording writes down what replaying relies on, operator
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -303,18 +304,33 @@ def _working_overload(kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
     outs = [out for out in kernel.outs if out is not None]
     if found is None or len(found[1]) != len(kernel.outs) or len(outs) != len(kernel.outs):
         return None
-    # Into empty tensors first: torch warns where a result that has elements is given another size.
-    blanks = [torch.empty(0, dtype=o.dtype, device=o.device) for o in outs]
     probes = [torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device) for o in outs]
     places = [probe.data_ptr() for probe in probes]
-    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-        found[0](*kernel.args, **kernel.kwargs, **dict(zip(found[1], blanks, strict=True)))
-        if any(b.untyped_storage().nbytes() > o.nbytes for b, o in zip(blanks, outs, strict=True)):
-            return None
-        found[0](*kernel.args, **kernel.kwargs, **dict(zip(found[1], probes, strict=True)))
+    given = dict(zip(found[1], probes, strict=True))
+    # torch warns where it gives a result another size on the way, which leaves one element where it is.
+    if _warns(partial(found[0], *kernel.args, **kernel.kwargs, **given)):
+        return None
     stayed = [probe.data_ptr() for probe in probes] == places
     same = all(same_bits(p, o) and p.stride() == o.stride() for p, o in zip(probes, outs, strict=True))
     return found if stayed and same else None
+
+
+class _Caught(torch.autograd.Function):
+    """Calls a function. What torch's operators warn in it are warnings of Python: called from Python by their overloads,
+    they would print them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Any]) -> None:
+        run()
+
+
+def _warns(run: Callable[[], Any]) -> bool:
+    """Run an operator below autograd, and return True if torch warned."""
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        warnings.simplefilter("always")
+        _Caught.apply(run)
+    return bool(caught)
 
 
 def _copying(run: Callable[[], Any], outs: list[Tensor | None]) -> Callable[[], Any]:

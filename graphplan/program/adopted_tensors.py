@@ -311,8 +311,8 @@ class AdoptedTensors:
             return True
         if not self.written.isdisjoint(map(storage_id, self._aliases[path])):
             return False
-        place = _place(self._slots[path])
-        return any(place == _place(one._slots[other]) for one in _LIVE for other in one._replaced if other in one._slots)
+        others = (one._slots[other] for one in _LIVE for other in one._replaced if other in one._slots)
+        return _place(self._slots[path]) in map(_place, others)
 
     def has_replaced(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in such memory."""

@@ -1,11 +1,12 @@
-"""Numbers among a step's arguments that vary (a weight that is annealed, the epoch): owners' numbers from then on, which
-traces follow and replays read. Those whose values code needs stay a part of the key, each with a program of its own.
+"""Numbers among a step's arguments that vary (an annealed weight, the epoch): owners' numbers from then on, which traces
+follow and replays read. Those whose values code needs stay a part of the key, each with a program of its own.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 from graphplan.owners.views import Given
@@ -28,11 +29,14 @@ class GivenNumbers:
 
     def __init__(self, fn: Callable[..., Any], managed: Managed) -> None:
         self._managed = managed
-        try:
-            kinds = inspect.signature(fn).parameters.values()
-        except (TypeError, ValueError):
-            kinds = ()
-        self._names = [kind.name for kind in kinds if kind.kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)]
+        self._names: list[str] = []
+        # Functions in C may have none.
+        with suppress(TypeError, ValueError):
+            self._names = [
+                name
+                for name, kind in inspect.signature(fn).parameters.items()
+                if kind.kind <= kind.POSITIONAL_OR_KEYWORD
+            ]
         self._held = _Arguments()
         self._seen: dict[_Place, set[Any]] = {}
         self._literal: set[_Place] = set()  # Those whose values code needs.
@@ -60,8 +64,9 @@ class GivenNumbers:
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Note the numbers among the arguments of a call without a program. Return True if another one varies."""
-        fresh = []
-        for place, value in (*enumerate(args), *kwargs.items()):
+        fresh: list[_Place] = []
+        places: list[_Place] = [*range(len(args)), *kwargs]
+        for place, value in zip(places, (*args, *kwargs.values()), strict=True):
             if type(value) in NUMBERS and place not in self._literal and place not in self.given:
                 seen = self._seen.setdefault(place, set())
                 seen.add(value)

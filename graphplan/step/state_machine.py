@@ -128,9 +128,6 @@ class StateMachine:
         if self.is_closed:
             raise ClosedError("this step was closed; make a new one with graph_step")
         if self._gives and self.given.learn(args, kwargs):
-            # No later call finds the programs for single values.
-            self.fast_path.forget()
-            self.programs.forget()
             args, kwargs = self.given.put(args, kwargs)
         around = None if self.options.backend == "eager" else surroundings()
         if around is not None and changing_mode() is not None and not runs_within_step():

@@ -181,9 +181,11 @@ def _note_unowned(
         tensor = external.tensor
         if id(tensor) in with_slots or id(tensor) in fed or not _has_gradient(tensor):
             continue
-        path = paths.get(id(tensor))
-        is_new, is_used = operands.is_internal(tensor.grad), storage_id(tensor.grad) in record.externals
+        gradient, path = tensor.grad, paths.get(id(tensor), "")
+        assert gradient is not None
         held = after.slots[path].get() if path in after.slots else None
+        is_new = operands.is_internal(gradient)
+        is_used = any(storage == storage_id(gradient) for storage in record.externals)
         items = [number for number, item in enumerate(held) if item is tensor] if isinstance(held, tuple) else []
         if tensor.is_leaf and (held is tensor or items) and (is_new or is_used):
             record.leaves.add(f"{path}[{items[0]}]" if items else path)

@@ -126,9 +126,8 @@ def by_nothing(net: Any) -> Any:
     return None
 
 
-MAKES = [
-    Points, Weights, FreshGradients, *(partial(Items, hold) for hold in (lambda x: [x], lambda x: (x,), lambda x: {"x": x}))
-]  # fmt: skip
+HOLDERS: list[Callable[[Tensor], Any]] = [lambda x: [x], lambda x: (x,), lambda x: {"x": x}]
+MAKES = [Points, Weights, FreshGradients, *(partial(Items, hold) for hold in HOLDERS)]
 IDS = ["points", "weights", "fresh", "list", "tuple", "dict"]
 
 

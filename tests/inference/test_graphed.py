@@ -279,7 +279,8 @@ def test_an_input_that_the_function_changes_is_written_back() -> None:
         x = torch.randn(4, 8)
         assert torch.equal(fast(x, twins[0], index % 3), fill(x, twins[1], index % 3))
         assert torch.equal(*twins)
-    assert fast.stats.replayed == 9
+    # At the third index it was tried whether the function can do with another number each time.
+    assert fast.stats.replayed == 7
 
 
 @dataclass

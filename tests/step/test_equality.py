@@ -136,6 +136,28 @@ def test_losses_of_floats(loss: Callable[..., Tensor], reduction: str) -> None:
     assert_equals_eager(make, verify="off")
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_of_one_element(loss: Callable[..., Tensor], capfd: pytest.CaptureFixture[str]) -> None:
+    """Regression: torch gave the recorded result of these another size and back, and said so at each replay."""
+
+    def make() -> Rig:
+        model = nn.Linear(8, 1)
+        optimizer = AdamW(model.parameters(), lr=1e-2, fused=True)
+
+        def train_step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            value = loss(model(x), y)
+            value.backward()
+            optimizer.step()
+            return value
+
+        calls = [(x[:1], x[:1, :1].sigmoid()) for x, _ in float_batches(CALLS)]
+        return Rig(train_step, {"model": model, "optimizer": optimizer}, calls)
+
+    assert_equals_eager(make)
+    assert "resized" not in capfd.readouterr().err
+
+
 def test_preparing_says_what_it_changed() -> None:
     """``prepare_optimizer`` names the change, and has nothing to say the second time or about a fused optimizer."""
     optimizer = build(partial(training_rig, "mlp", "adamw", fused=None)).owners["optimizer"]

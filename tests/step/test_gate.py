@@ -149,7 +149,9 @@ def test_other_steps_are_not_waited_for_without_end() -> None:
     assert clock.rests == 64
 
 
-@pytest.mark.parametrize("options", [{"period": 2}, {"peers": object()}, {"loops": False}], ids=["period", "peers", "calls"])
+@pytest.mark.parametrize(
+    "options", [{"period": 2}, {"peers": object()}, {"loops": False}], ids=["period", "peers", "calls"]
+)
 def test_gates_that_time_no_single_replays(options: dict[str, Any]) -> None:
     """Of steps that differ by turns, and where all ranks have to measure the same steps."""
     clock = Clock()

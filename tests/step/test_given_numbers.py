@@ -1,0 +1,136 @@
+"""Numbers among a step's arguments that are others in each call: followed, or in the key where code needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+
+from graphplan import graph_step, graphed
+from tests.twins import Rig, assert_same_runs, build, drive, managed
+
+Use = Callable[[Any, Tensor, Tensor, Any], Any]
+CALLS = 60
+
+
+class Net(nn.Module):
+    """Learns, and keeps a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 4)
+        self.kept: Any = 0.0
+
+
+def rig_of(use: Use, values: Callable[[int], Any], keyword: bool = False) -> Rig:
+    """A step that does with its last argument what ``use`` does, and returns what that returns."""
+    model = Net()
+    optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
+
+    def train_step(x: Tensor, y: Tensor, number: Any) -> Any:
+        out = model.body(x)
+        result = use(model, F.cross_entropy(out, y), out, number)
+        loss = result[0] if isinstance(result, tuple) else result
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return result
+
+    step = (lambda x, y, number: train_step(x, y, number=number)) if keyword else train_step
+    calls = [(torch.randn(5, 6), torch.randint(4, (5,)), values(index)) for index in range(CALLS)]
+    return Rig(step, {"model": model, "optimizer": optimizer}, calls)
+
+
+def keep(model: Any, loss: Tensor, out: Tensor, number: Any) -> Tensor:
+    model.kept = number
+    return loss * model.kept
+
+
+FOLLOWED: dict[str, Use] = {
+    "computed with": lambda model, loss, out, number: loss * number + number / 2,
+    "a power": lambda model, loss, out, number: loss * 0.99**number,
+    "returned": lambda model, loss, out, number: (loss * number, number),
+    "kept": keep,
+    "a bound": lambda model, loss, out, number: loss * min(1.0, number / 10),
+}
+"""With as many programs as there are ways through the code."""
+NEEDED: dict[str, Use] = {
+    "an index": lambda model, loss, out, number: loss + out[:, int(number) % 4].mean(),
+    "a loop": lambda model, loss, out, number: loss + sum(out.square().mean() for _ in range(int(number) % 3)),
+    "a text": lambda model, loss, out, number: loss * len(f"{number:g}"),
+}
+
+
+@pytest.mark.parametrize("values", [float, int, lambda index: index // 10, lambda index: 1 / (index + 1)])
+@pytest.mark.parametrize("use", FOLLOWED.values(), ids=FOLLOWED.keys())
+def test_a_number_that_is_followed(use: Use, values: Callable[[int], Any]) -> None:
+    rig = build(lambda: rig_of(use, values))
+    expected = drive(rig, rig.step)
+    rig = build(lambda: rig_of(use, values))
+    step = managed(rig)
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.replayed >= 25
+    assert step.stats.captured <= 4
+
+
+@pytest.mark.parametrize("use", NEEDED.values(), ids=NEEDED.keys())
+def test_a_number_that_code_needs_stays_a_part_of_the_key(use: Use) -> None:
+    """Each of a few values has a program."""
+    values = lambda index: index % 4  # noqa: E731
+    rig = build(lambda: rig_of(use, values))
+    expected = drive(rig, rig.step)
+    rig = build(lambda: rig_of(use, values))
+    step = managed(rig)
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.captured >= 2
+    assert step.stats.replayed >= 20
+
+
+def test_a_keyword() -> None:
+    model = nn.Linear(3, 2)
+
+    def predict(x: Tensor, *, temperature: float) -> Tensor:
+        return (model(x) / temperature).softmax(-1)
+
+    fast = graphed(predict, backend="tape")
+    with torch.no_grad():
+        for index in range(1, 41):
+            x = torch.randn(4, 3)
+            assert torch.equal(fast(x, temperature=index / 7), predict(x, temperature=index / 7))
+    assert fast.stats.replayed >= 30
+
+
+def test_integers_and_floats_take_turns() -> None:
+    """Code may tell them apart, so each class has a program of its own."""
+    x = torch.arange(6.0)
+    step = graph_step(lambda x, number: x * number + isinstance(number, int), backend="tape", mode="inference")
+    for index in range(60):
+        number = index if index % 2 else float(index)
+        assert torch.equal(step(x, number), x * number + isinstance(number, int))
+    assert step.stats.replayed >= 30
+
+
+def test_eager_if_sees_the_numbers() -> None:
+    seen: list[Any] = []
+
+    def wants(x: Tensor, number: Any) -> bool:
+        seen.append(number)
+        return bool(number == 20.0)
+
+    step = graph_step(lambda x, number: x * number, backend="tape", mode="inference", eager_if=wants)
+    for index in range(30):
+        assert torch.equal(step(torch.ones(2), float(index)), torch.full((2,), float(index)))
+    assert seen == list(map(float, range(30)))
+    assert step.stats.replayed >= 15
+
+
+def test_a_callable_without_names_for_its_arguments() -> None:
+    step = graph_step(torch.mul, backend="tape", mode="inference")
+    for index in range(30):
+        assert torch.equal(step(torch.ones(2), float(index)), torch.full((2,), float(index)))
+    assert step.stats.replayed >= 15
