@@ -316,8 +316,8 @@ def _working_overload(kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
 
 
 class _Caught(torch.autograd.Function):
-    """Calls a function. What torch's operators warn in it are warnings of Python: called from Python by their overloads,
-    they would print them.
+    """Calls a function. What torch's operators warn in it are warnings of Python; called by their overloads alone, they
+    would print them.
     """
 
     @staticmethod

@@ -91,7 +91,7 @@ class CallArguments:
         was, now = dict(zip(names_in(before), old, strict=True)), dict(zip(names_in(structure), leaves, strict=True))
         for path in (*was, *now):
             if path not in now:
-                return f"{_CHANGES}{path} was there, and is gone{_ADVICE}"
+                return f"{_CHANGES}{_describe_gone(path, was[path], list(now))}{_ADVICE}"
             if path not in was:
                 return f"{_CHANGES}{path} was not there, and is{_ADVICE}"
             if not _is_same(was[path], now[path]):
@@ -199,8 +199,21 @@ def _is_same(one: Any, other: Any) -> bool:
     return is_literal(one) and leaf_key(one) == leaf_key(other)
 
 
+def _describe_gone(path: str, old: Any, now: Sequence[str]) -> str:
+    """What became of the leaf ``old`` at a path that is none of ``now``: an object without tensors is a leaf, too."""
+    new = [name.removeprefix(path) for name in now if name.startswith((f"{path}.", f"{path}["))]
+    if not new:
+        return f"{path} was there, and is gone"
+    more = f" and {len(new) - 2} more" if len(new) > 2 else ""
+    what = "" if is_literal(old) else " without tensors"
+    return f"{path} was {_text(old)}{what}, and has {', '.join(new[:2])}{more} now"
+
+
 def _describe(path: str, old: Any, new: Any) -> str:
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         return f"{path} is another tensor than it was"
-    one, other = (repr(v) if is_literal(v) and not callable(v) else f"a {type(v).__name__}" for v in (old, new))
-    return f"{path} was {one}, and is {other}"
+    return f"{path} was {_text(old)}, and is {_text(new)}"
+
+
+def _text(leaf: Any) -> str:
+    return repr(leaf) if is_literal(leaf) and not callable(leaf) else f"a {type(leaf).__name__}"

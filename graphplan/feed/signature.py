@@ -360,25 +360,44 @@ def asks_for_gradients(leaf: Any) -> bool:
 
 def check_match(feed: Feed, planned: Feed) -> None:
     """Raise FeedError for a feed that is not the planned one."""
-    found = first_difference(feed, planned.key)
+    found = _first_difference(feed, planned.key)
     if found is not None:
         raise FeedError(
-            f"{found} in the plan: nothing is broadcast or cast. Compile a plan or capture a program for this signature"
+            f"{found[0]} in the plan: nothing is broadcast or cast. Compile a plan or capture a program for this "
+            "signature"
         )
 
 
 def first_difference(feed: Feed, before: Key) -> str | None:
-    """The first thing in which ``feed`` differs from one of the key ``before``, in words; None if in nothing."""
+    """The first thing in which ``feed`` differs from one of the key ``before``, in words, with what to do where strides
+    are all of it; None if in nothing.
+    """
+    found = _first_difference(feed, before)
+    return None if found is None else "".join(found)
+
+
+def _first_difference(feed: Feed, before: Key) -> tuple[str, str] | None:
     if feed.key == before:
         return None
     if len(feed.key) != len(before):
-        return f"{len(feed.key) - 1} tensors and values are fed, and {len(before) - 1} were"
+        return f"{len(feed.key) - 1} tensors and values are fed, and {len(before) - 1} were", ""
     if feed.structure != before[0]:
         one, other = (_shortened(text_of(structure)) for structure in (feed.structure, before[0]))
-        return f"the structure is {one}, and was {other}"
+        return f"the structure is {one}, and was {other}", ""
     keys = zip(feed.names(), feed.key[1:], before[1:], strict=True)
     name, found, known = next(each for each in keys if each[1] != each[2])
-    return f"{name} is {_shortened(_describe(found))}, and was {_shortened(_describe(known))}"
+    text = f"{name} is {_shortened(_describe(found))}, and was {_shortened(_describe(known))}"
+    return text, _advice_on_strides(name, found, known)
+
+
+def _advice_on_strides(name: str, found: Any, known: Any) -> str:
+    """What to feed if two keys of a dense tensor differ in nothing else; an empty text if they do."""
+    if min(len(found), len(known)) < 5 or (found[0], *found[2:]) != (known[0], *known[2:]):
+        return ""
+    # To ``contiguous()`` the stride of a single row does not matter.
+    single = any(size == 1 and one != other for size, one, other in zip(*found[:2], known[1], strict=True))
+    tensor = f"{name}.clone(memory_format=torch.contiguous_format)" if single else f"{name}.contiguous()"
+    return f": only the strides differ, so feed {tensor}"
 
 
 def _shortened(text: str) -> str:

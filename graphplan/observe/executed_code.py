@@ -25,6 +25,7 @@ from graphplan.observe.source import Source, find_source
 from graphplan.owners.kinds import SCALARS, is_user_object
 from graphplan.owners.slots import Namespace
 from graphplan.owners.views import Cell, Members, attributes_of
+from graphplan.tensors.symbolic import SymbolicNumber
 
 _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 """One view of each class's dictionary, so that a name is known by it."""
@@ -238,7 +239,9 @@ def _variables_of(function: FunctionType) -> dict[str, Any]:
 
 
 def _identities(values: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
-    return frozenset((name, id(value)) for name, value in values.items())
+    """Of a stand-in, that of the number in whose place it lies."""
+    own = ((name, value._known if type(value) is SymbolicNumber else value) for name, value in values.items())
+    return frozenset((name, id(value)) for name, value in own)
 
 
 def _function_of(member: Any) -> FunctionType | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,7 @@ def check_policy(plan: Plan, policy: Policy) -> None:
     """Refuse a policy that leaves an external without storage, or that copies a parameter which the step trains."""
     loose = [external for external in plan.externals if external.role not in policy.static_roles]
     if loose:
-        names = ", ".join(str(external) for external in loose[:4]) + (", …" if len(loose) > 4 else "")
-        roles = sorted({str(external.role) for external in loose})
-        raise UncoveredRoleError(
-            f"the {policy.mode} policy has static_roles={[str(r) for r in policy.static_roles]}, which leaves {names} "
-            f"without storage: add {', '.join(roles)} to static_roles, or use a mode that has it (Policy.train())"
-        )
+        raise _without_storage(loose, plan, policy)
     if Role.PARAM in policy.copy_roles:
         trained = next((external for external in plan.params if external.mutated), None)
         if trained is not None:
@@ -34,6 +30,36 @@ def check_policy(plan: Plan, policy: Policy) -> None:
                 f"copy_roles has param, but the step itself changes {trained.name}: a copy would be trained instead of "
                 "the parameter. Copy params under a policy for inference only"
             )
+
+
+def _without_storage(loose: list[External], plan: Plan, policy: Policy) -> UncoveredRoleError:
+    names = ", ".join(str(external) for external in loose[:4]) + (", …" if len(loose) > 4 else "")
+    roles = ", ".join(sorted({str(external.role) for external in loose}))
+    fix = f"add {roles} to static_roles, or use a mode that has it (mode='train', Policy.train())"
+    slots = plan.handles.walk().slots
+    training = [_owner_in_training(external, slots) for external in loose]
+    if all(training):
+        path, module = loose[0].name.rpartition(".")[0], training[0]
+        return UncoveredRoleError(
+            f"{path} ({type(module).__name__}) is in training mode, in which each call changes {names}, and the "
+            f"{policy.mode} policy has no storage for {roles}; expected modules in evaluation mode: call .eval() on "
+            f"the model first. If calls are to change that state, {fix}"
+        )
+    return UncoveredRoleError(
+        f"the {policy.mode} policy has static_roles={[str(r) for r in policy.static_roles]}, which leaves {names} "
+        f"without storage: {fix}"
+    )
+
+
+def _owner_in_training(external: External, slots: Mapping[str, Slot]) -> nn.Module | None:
+    """The module in training mode whose state ``external`` is, if its own code asks for the mode."""
+    slot = None if external.path is None or external.role is not Role.STATE else slots.get(external.path)
+    owner = None if slot is None or slot.param is not None else slot.owner
+    if not isinstance(owner, nn.Module) or not owner.training:
+        return None
+    spaces = [vars(kind) for kind in type(owner).__mro__ if not issubclass(nn.Module, kind)]
+    codes = [value.__code__ for space in spaces for value in space.values() if isinstance(value, FunctionType)]
+    return owner if any("training" in code.co_names for code in codes) else None
 
 
 class CopiedOwned:

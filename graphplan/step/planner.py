@@ -14,7 +14,7 @@ from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import ControlFlowError, HostEffectError, HostScalarError, OutcomeError, RefusalError
 from graphplan.observe.host_draws import DRAWN
 from graphplan.owners.generators import NUMPYS, PYTHONS
-from graphplan.owners.slots import Scalar, Walk
+from graphplan.owners.slots import Namespace, Scalar, Walk
 from graphplan.owners.views import Given, Numbers
 from graphplan.plan.build import build_plan
 from graphplan.plan.difference import is_reordered
@@ -74,7 +74,7 @@ class Planner:
 
     def _may_replace(self, path: str, place: Scalar, *, is_named: bool = False) -> bool:
         is_named |= place.attribute in self._managed.names.attributes or path in self._changing_numbers
-        is_named |= type(place.container) is Given
+        is_named |= type(place.container) is Given or isinstance(place.owner, Namespace)
         return is_named and may_be_symbolic(place) and not is_allowed(path, self._options.allow)
 
     def make_symbolic(self, walk: Walk, device: torch.device | None, *, arguments_alone: bool) -> SymbolicNumbers:

@@ -23,7 +23,7 @@ from graphplan.feed.signature import is_literal
 from graphplan.observe.host_draws import DRAWN, Draw, HostDraws
 from graphplan.observe.source import Source, find_source
 from graphplan.owners.slots import Item, Namespace, Scalar, Walk, lasting
-from graphplan.owners.views import Attributes, Given, Numbers, attributes_of
+from graphplan.owners.views import Attributes, Cell, Given, Inherited, Members, Numbers, attributes_of, home
 from graphplan.tensors.deferred import NumberForm, form_of, in_order, value_of
 from graphplan.tensors.symbolic import NUMBERS, Question, SymbolicNumber
 from graphplan.trace.changes import same_value
@@ -337,11 +337,11 @@ def _counts(form: NumberForm) -> bool:
 
 
 def may_be_symbolic(place: Scalar) -> bool:
-    """Return True if ``place`` is an attribute itself, of an object that can be given another value there, or an item
-    in a list or dictionary that it holds.
+    """Return True if ``place`` is an attribute itself, of an object or a class that can be given another value there, a
+    variable, or an item in a list or dictionary that either holds.
     """
-    if isinstance(place.owner, Namespace) or place.name is not None:
-        return False
+    if isinstance(place.owner, Namespace) or place.name is not None or type(place.container) is Members:
+        return _container_of(place) is not None
     if type(lasting(place)) is Item:
         return True
     if place.key != place.attribute:
@@ -354,7 +354,7 @@ def may_be_symbolic(place: Scalar) -> bool:
 
 def _identity(place: Scalar) -> tuple[int, Any]:
     container = _container_of(place)
-    return id(place.container.thing if container is None else container), place.key
+    return id(place.container.thing if container is None else home(container)), place.key
 
 
 def _container_of(place: Scalar) -> Any:
@@ -367,7 +367,10 @@ def _container_of(place: Scalar) -> Any:
         return inner if inner is not None and place.key in inner else None
     if type(place) is Item:
         return place.items
-    is_own = isinstance(container, Attributes) or container is attributes_of(place.owner)
+    if isinstance(container, (Attributes, Cell, Members)) and type(container) is not Inherited:
+        return container
+    is_named = isinstance(place.owner, Namespace) or place.name is not None
+    is_own = container is attributes_of(place.owner) or (is_named and type(container) in (dict, list))
     return container if is_own else None
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
@@ -117,6 +118,11 @@ def puts_nothing(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(batch["x"]).square().mean()
 
 
+def opens(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    batch["more"] = {name: batch["x"].mean() for name in "abcd"}
+    return model(batch["x"]).square().mean()
+
+
 def replaces(model: nn.Module, batch: list[Tensor]) -> Tensor:
     batch[0] = batch[0] / 2
     return model(batch[0]).square().mean()
@@ -157,6 +163,11 @@ CHANGES: list[tuple[Any, Any, str]] = [
         puts_nothing,
         _fresh(lambda x: {"x": x}),
         r"what was \(\(\{'x': \*\}\), .* is \(\(\{'x': \*, 'parts': \[\]\}\), .*",
+    ),
+    (
+        opens,
+        _fresh(lambda x: {"x": x, "more": None}),
+        r"args\[0\]\['more'\] was None, and has \['a'\], \['b'\] and 2 more now",
     ),
     (replaces, _fresh(lambda x: [x, x]), r"args\[0\]\[0\] is another tensor than it was"),
     (sets, _fresh(Held), r"args\[0\]\.seen was None, and is a Tensor"),
@@ -564,6 +575,29 @@ def test_a_registered_container() -> None:
     fed.restore()
     assert held.x is old
     assert held.cache == {}
+
+
+class Cache:
+    """What a model of a library keeps for its next call: an object without tensors at first."""
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []
+
+
+def test_an_object_without_tensors_that_the_step_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the object itself was said to be gone."""
+    monkeypatch.setattr(Cache, "__module__", yaml.__name__)
+    monkeypatch.setattr(yaml, "Cache", Cache, raising=False)
+
+    def fill(x: Tensor, cache: Cache) -> Tensor:
+        cache.layers.append(2 * x)
+        return cache.layers[0].sum()
+
+    fast = graphed(fill, backend="tape")
+    text = r"is fed: kwargs\['cache'\] was a Cache without tensors, and has \.layers\[0\] now\. .*on an object that"
+    with torch.no_grad(), pytest.raises(HostEffectError, match=text):
+        for _ in range(8):
+            fast(torch.ones(2), cache=Cache())
 
 
 @pytest.mark.parametrize(

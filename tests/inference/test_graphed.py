@@ -361,6 +361,23 @@ def test_state_needs_a_role() -> None:
     assert fast.stats.replayed == 4
 
 
+def test_a_model_in_training_mode() -> None:
+    """Regression: the refusal spoke of roles, and not of the mode that the model is in."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    text = (
+        r"model\.1 \(BatchNorm1d\) is in training mode, in which each call changes model\.1\.num_batches_tracked: "
+        r"state i64\[\], .*, and the inference policy has no storage for state; expected modules in evaluation mode: "
+        r"call \.eval\(\) on the model first\. If calls are to change that state, add state to static_roles"
+    )
+    with torch.no_grad():
+        with pytest.raises(UncoveredRoleError, match=text):
+            graphed_counting(model, torch.randn(3, 8))
+        fast = graphed(model.eval(), backend="tape")
+        for (x,) in inputs(*[4] * 8):
+            assert torch.equal(fast(x), model(x))
+    assert fast.stats.replayed == 4
+
+
 def graphed_counting(module: nn.Module, x: Tensor) -> None:
     fast = graphed(module, backend="tape")
     for _ in range(6):

@@ -181,10 +181,8 @@ def test_effects_in_classes_and_modules(count: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("count", [_count_in_the_class, _count_in_a_module])
 def test_counters_that_are_read(count: Callable[[], int]) -> None:
-    """A number that the step raises and reads could decide something, so it is refused by name, and put back."""
-    make = shared(partial(counting_rig, count))
-    assert_refused(make, HostScalarError, r"reads (Settings|settings_module)\.steps, which it also counts up", done=4)
-    assert Settings.steps + settings_module.steps == 4  # type: ignore[attr-defined]
+    """A number that the step raises and reads is followed."""
+    assert_equals_eager(shared(partial(counting_rig, count)), verify="off")
 
 
 def _hook_in_each_step(model: Any, x: Tensor, y: Tensor) -> Tensor:

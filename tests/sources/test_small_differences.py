@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +106,7 @@ def test_a_dictionary_that_an_owner_has_and_code_names(hold: Callable[[Any], Any
 @pytest.mark.parametrize("owners", [True, False])
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_count_in_a_dictionary_that_an_owner_has(reads: bool, owners: bool) -> None:
-    """Counting alone is repeated; what the count decides cannot be."""
+    """Counting is repeated, and what the count decides is compared."""
     counts = {"n": 0}
 
     def deciding(x: Tensor) -> Tensor:
@@ -118,15 +119,24 @@ def test_a_count_in_a_dictionary_that_an_owner_has(reads: bool, owners: bool) ->
 
     held = {"counted": counts} if owners else {}
     call = graph_step(deciding if reads else counting, owners=held, backend="tape", warmup_steps=1, verify="off")
-    if reads:
-        with pytest.raises(HostScalarError, match=r"the step's code reads count\w+\.n, which it also counts up"):
-            for _ in range(4):
-                call(X)
-        return
-    for _ in range(10):
-        call(X)
-    assert call.stats.replayed > 4
-    assert counts == {"n": 10}
+    for number in range(1, 30):
+        assert torch.equal(call(X), X if reads and number <= 12 else X * 2)
+        assert counts == {"n": number}
+    assert call.stats.replayed > 15
+
+
+def test_a_count_in_a_dictionary_of_a_class_of_its_own() -> None:
+    """Whose items are no plain places: what it decides cannot be compared."""
+    counts = Counter[str]()
+
+    def deciding(x: Tensor) -> Tensor:
+        counts["n"] += 1
+        return x * 2 if counts["n"] > 12 else x
+
+    call = graph_step(deciding, owners={}, backend="tape", warmup_steps=1, verify="off")
+    with pytest.raises(HostScalarError, match=r"the step's code reads counts\.n, which it also counts up"):
+        for _ in range(4):
+            call(X)
 
 
 def test_the_length_of_a_list_that_an_owner_has() -> None:

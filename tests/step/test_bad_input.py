@@ -404,6 +404,19 @@ NEVER_AGAIN: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda index: {"x": torch.ones(2 + index)},
         r"args\[0\]\['x'\] is torch\.float32 \[26\] strides \(1,\) on cpu, and was torch\.float32 \[25\] strides",
     ),
+    "strides": (
+        lambda index: {"x": torch.ones(2, 2 + index)[:, :2]},
+        r"and was torch\.float32 \[2, 2\] strides \(25, 1\) on cpu: only the strides differ, so feed "
+        r"args\[0\]\['x'\]\.contiguous\(\)\)\. Expected",
+    ),
+    "strides of one row": (
+        lambda index: {"x": torch.ones(1, 2 + index)[:, :2]},
+        r"so feed args\[0\]\['x'\]\.clone\(memory_format=torch\.contiguous_format\)\)\. Expected",
+    ),
+    "strides and a dtype": (
+        lambda index: {"x": torch.ones(2, 2 + index, dtype=(torch.float32, torch.float64)[index % 2])[:, :2]},
+        r"\[2, 2\] strides \(25, 1\) on cpu\)\. Expected",
+    ),
     "how many there are": (
         lambda index: {"x": torch.ones(2), "path": ["a"] * index},
         "so far; 25 tensors and values are fed, and 24 were",
