@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphplan.environment.origin import is_librarys, is_users
@@ -149,7 +150,7 @@ def leaf_key(leaf: Any) -> Hashable:
             return plain
         return (*plain, kind, bits, tuple([(name, _mark_key(marks[name])) for name in sorted(marks)]))
     kind = type(leaf)
-    if _is_function(leaf):
+    if is_itself(leaf):
         return (kind, leaf)
     if not isinstance(leaf, _LITERALS):
         raise _without_key(leaf)
@@ -163,10 +164,13 @@ def leaf_key(leaf: Any) -> Hashable:
     return (kind, leaf.hex() if isinstance(leaf, float) else leaf)
 
 
-def _is_function(leaf: Any) -> bool:
-    """Return True for what is called and compared by identity; code of foreign classes does not compare keys."""
+def is_itself(leaf: Any) -> bool:
+    """Return True for what is compared by identity: functions, and modules and optimizers, which the step's use of them
+    makes owners. Code of foreign classes does not compare keys.
+    """
     kind: Any = type(leaf)
-    return callable(leaf) and not isinstance(leaf, Enum) and (kind.__eq__ is object.__eq__ or kind in _METHODS)
+    is_used = callable(leaf) or isinstance(leaf, Optimizer)
+    return is_used and not isinstance(leaf, Enum) and (kind.__eq__ is object.__eq__ or kind in _METHODS)
 
 
 class Pickled(bytes):
@@ -230,7 +234,7 @@ def is_literal(value: Any) -> bool:
         return all(map(is_literal, value))
     if is_placeholder(value) or isinstance(value, Tensor):
         return False
-    return isinstance(value, _LITERALS) or _is_function(value)
+    return isinstance(value, _LITERALS) or is_itself(value)
 
 
 def _mark_key(value: Any) -> Hashable:

@@ -1,5 +1,5 @@
-"""Numbers among a step's arguments that vary (an annealed weight, the epoch): owners' numbers from then on, which traces
-follow and replays read. Those whose values code needs stay a part of the key, each with a program of its own.
+"""Numbers among a step's arguments that vary (an annealed weight, the epoch): owners' numbers from then on, which are
+followed. Those whose values code needs stay a part of the key, each with a program of its own.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphplan.compare.comparing import Checks, Row, facts_of, lie
 from graphplan.environment.collector import no_collections
-from graphplan.feed.signature import Feed, alignment_unit, check_feed, leaf_key
+from graphplan.feed.signature import Feed, alignment_unit, check_feed, is_itself, leaf_key
 from graphplan.program.program import Program
 from graphplan.step.batch_variants import reads_of
 from graphplan.step.entries import Entry, Key, Variant
@@ -245,7 +245,7 @@ class FastPath:
     def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
         """Remember a call, if everything that its key depends on can be compared."""
         read = [leaf for index, leaf in enumerate(feed.leaves) if index not in feed.unread]
-        is_plain = _COMPARABLE.issuperset(map(type, read)) and not entry.wants_grad
+        is_plain = all(type(leaf) in _COMPARABLE or is_itself(leaf) for leaf in read) and not entry.wants_grad
         if not is_plain or any(attributes_on(leaf) for _, leaf in feed.tensors()):
             return
         self._managed.fingerprint()

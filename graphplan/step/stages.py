@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from graphplan.backends.backend import is_out_of_memory, refusing_memory
@@ -39,7 +40,7 @@ from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.planner import FICKLE_TRACES, Planner
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
-from graphplan.tensors.trees import flatten_result
+from graphplan.tensors.trees import flatten_result, named_leaves
 from graphplan.trace.batch_recorder import BatchRecorder, recorder_of
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.host_reads import Place
@@ -57,6 +58,7 @@ class Stages:
         self._refusals, self._programs, self._stats = parts.refusals, parts.programs, parts.runner.stats
         self._buffers, self._memory, self._unread, self._peers = buffers, memory, unread, parts.peers
         self._given = parts.given
+        self._flows_out: list[str] = []  # Results that a backward pass outside the step has come to.
         self._changes: list[str] = []  # What first calls in a row, each of a new key, changed in what they were fed.
         self._keeping = 0  # Warm-up steps in a row that have made modules or optimizers, and kept them.
         self._has_begun = False
@@ -114,13 +116,28 @@ class Stages:
             entry.outside = True
             self._stats.skip(SkipReason.GRADIENT)
         else:
+            self._watch_results(result)
             entry.warm += 1
             if self._stats.captured:
                 self._stats.skip(SkipReason.SHAPE)
         return result
 
+    def _watch_results(self, result: Any) -> None:
+        """Note if a backward pass outside the step comes to what it has returned."""
+        for name, leaf in named_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(lambda gradient, name=name: self._flows_out.append(name))
+
     def change(self, entry: Entry) -> HostEffectError | None:
-        """The error for a step that changes what it is fed in each first call. Raises it for what the step keeps."""
+        """The error for a step whose results gradients flow through, or that changes what it is fed in each first call.
+        Raises it for what the step keeps.
+        """
+        if self._flows_out:
+            return HostEffectError(
+                f"a backward pass outside the step comes to {self._flows_out[0]}, which the step returns; a replay "
+                "returns it without a graph. Have the step run the whole training step: the forward pass, the backward "
+                "pass and the optimizer"
+            )
         often = max(self._options.warmup_steps, _NO_ACCIDENT)
         if not entry.eager_calls and len(self._changes) >= often:
             return HostEffectError(self._changes[0])

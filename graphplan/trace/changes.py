@@ -174,9 +174,7 @@ class Recorder:
         tensors = now.slots[path].tensors() if path in now.slots else []
         return len(held) == len(tensors) > 0 and all(known() is t for known, t in zip(held, tensors, strict=True))
 
-    def _note_moved(
-        self, found: Changes, moved: list[str], places: Mapping[str, tuple[Place, ...]], now: Walk
-    ) -> None:
+    def _note_moved(self, found: Changes, moved: list[str], places: Mapping[str, tuple[Place, ...]], now: Walk) -> None:
         """Replays leave the tensors at ``moved`` where they lie: what shares memory with them has to move alike."""
         before, after = _sharing(self.places, moved), _sharing(places, moved)
         for path in moved:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graphplan import HostEffectError, HostScalarError, graph_step
+from graphplan import HostEffectError, graph_step
 from tests.failure_modes.naive import assert_handled, changing_rig, loss_of, stay
 from tests.models import Memory, float_batches
-from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, assert_refused, build, drive, managed
+from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, build, drive, managed
 
 Pair = tuple[Tensor, Tensor]
 """An alias that has the attributes of its class, which is no object to look into."""

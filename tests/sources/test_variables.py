@@ -95,7 +95,6 @@ def rig_of(make: Callable[[], Place], use: Callable[[Tensor, Any, Any], Tensor],
     place.write(0, 0.0)
     model = nn.Linear(6, 4)
     optimizer = SGD(model.parameters(), lr=0.1, fused=True)
-    latest: list[Any] = [0.0]
 
     def train_step(x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(model(x), y)
@@ -116,7 +115,7 @@ def rig_of(make: Callable[[], Place], use: Callable[[Tensor, Any, Any], Tensor],
         seen.append(place.read())
 
     calls = [(torch.randn(5, 6), torch.randint(4, (5,))) for _ in range(CALLS)]
-    return Rig(train_step, {"model": model, "optimizer": optimizer}, calls, after, extra={"seen": seen, "latest": latest})
+    return Rig(train_step, {"model": model, "optimizer": optimizer}, calls, after, extra={"seen": seen})
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["step", "host"])

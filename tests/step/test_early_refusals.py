@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
-from graphplan import RefusalError, graph_step
+from graphplan import HostEffectError, RefusalError, graph_step
 from tests.twins import by_chance
 
 WARMUP = 3
@@ -90,3 +91,37 @@ AT_ONCE: dict[str, tuple[Callable[[Box, Tensor], Tensor], int]] = {
 def test_what_traces_show_is_refused_by_them(name: str) -> None:
     act, traces = AT_ONCE[name]
     assert _refused_at(act, 1, 20) == WARMUP + traces
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "eager"])
+def test_a_backward_pass_outside_the_step(on_failure: str) -> None:
+    """The loss alone is wrapped: found before anything is captured, and a replay returns one without a graph."""
+
+    def train(wrap: Callable[[Any], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        loss_of = wrap(lambda x: {"loss": model(x).square().mean()})
+        for _ in range(12):
+            loss = loss_of(torch.randn(4, 6))["loss"]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return [loss.detach(), *model.parameters()]
+
+    text = r"a backward pass outside the step comes to result\['loss'\].* the whole training step"
+    steps: list[Any] = []
+
+    def wrap(function: Any) -> Any:
+        steps.append(graph_step(function, backend="tape", on_failure=on_failure))
+        return steps[0]
+
+    if on_failure == "raise":
+        with pytest.raises(HostEffectError, match=text):
+            train(wrap)
+        return
+    expected = train(lambda function: function)
+    with pytest.warns(UserWarning, match=text):
+        found = train(wrap)
+    assert all(map(torch.equal, expected, found))
+    assert steps[0].stats.eager == 12

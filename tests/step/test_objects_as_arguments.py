@@ -1,0 +1,70 @@
+"""A model and its optimizer as arguments of the step, as in loops that are written as functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+
+from graphplan import FeedError, graph_step
+from tests.twins import Rig, assert_same_runs, build, drive, managed
+
+
+def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def rig_of(pairs: int) -> Rig:
+    """Trains so many models, each with an optimizer of its own, in blocks of 20 calls."""
+    models = [nn.Linear(6, 4) for _ in range(pairs)]
+    optimizers = [SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True) for model in models]
+
+    def call(number: int) -> tuple[Any, ...]:
+        which = number // 20 % pairs
+        return models[which], optimizers[which], torch.randn(5, 6), torch.randint(4, (5,))
+
+    def after(number: int) -> None:
+        if number == 30:
+            optimizers[0].param_groups[0]["momentum"] = 0.8
+
+    extra = {f"model {number}": model for number, model in enumerate(models)}
+    extra |= {f"optimizer {number}": optimizer for number, optimizer in enumerate(optimizers)}
+    return Rig(train_step, {}, [call(number) for number in range(80)], after, extra=extra)
+
+
+def test_one_model() -> None:
+    rig = build(lambda: rig_of(1))
+    expected = drive(rig, rig.step)
+    rig = build(lambda: rig_of(1))
+    step = managed(rig)
+    assert_same_runs(expected, drive(rig, step))
+    assert (step.stats.captured, step.stats.replayed) == (2, 68)
+
+
+def test_two_models() -> None:
+    """Each has programs of its own."""
+    rig = build(lambda: rig_of(2))
+    expected = drive(rig, rig.step)
+    rig = build(lambda: rig_of(2))
+    step = managed(rig)
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.replayed >= 50
+
+
+def test_a_scheduler_is_no_such_argument() -> None:
+    """Only modules and optimizers become owners by what they do in the step."""
+    model = nn.Linear(6, 4)
+    optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    step = graph_step(lambda scheduler, x: model(x).sum() * scheduler.last_epoch, backend="tape", mode="inference")
+    with pytest.raises(FeedError, match=r"a StepLR is fed, which is neither a tensor nor a literal"):
+        for _ in range(8):
+            step(scheduler, torch.randn(5, 6))
