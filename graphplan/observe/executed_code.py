@@ -135,7 +135,7 @@ class ExecutedCode:
                     yield from self._within(name, space[name], found)
             for name, module in _imported(found, space):
                 yield from self._within(name, module, found)
-        held = (_function_of(member) for kind in self._kinds(has_met) for member in list(vars(kind).values()))
+        held = (function_of(member) for kind in self._kinds(has_met) for member in list(vars(kind).values()))
         methods = [function for function in held if function is not None and function.__code__ in self._globals]
         for function in self._functions([fn, *methods], names, has_met):
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
@@ -176,7 +176,7 @@ class ExecutedCode:
         for kind in self._kinds(has_met):
             methods, values = _SPACES.setdefault(kind, vars(kind)), Members(kind)
             for name, member in list(methods.items()):
-                function = _function_of(member)
+                function = function_of(member)
                 if function is not None and function.__code__ in self._globals:
                     yield f"{kind.__name__}.{name}", methods, name
                 elif name in used and not hasattr(type(member), "__get__"):
@@ -214,7 +214,7 @@ class ExecutedCode:
         """The functions that are attributes of the objects whose methods ran."""
         for reference in self._objects.values():
             for value in list((attributes_of(reference()) or {}).values()):
-                function = _function_of(value)
+                function = function_of(value)
                 if function is not None:
                     yield function
 
@@ -244,14 +244,14 @@ def _identities(values: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
     return frozenset((name, id(value)) for name, value in own)
 
 
-def _function_of(member: Any) -> FunctionType | None:
+def function_of(member: Any) -> FunctionType | None:
     """The function behind what a class holds or what was found by a name, if there is one."""
     if isinstance(member, (staticmethod, classmethod, MethodType)):
-        return _function_of(member.__func__)
+        return function_of(member.__func__)
     if isinstance(member, (partial, partialmethod)):
-        return _function_of(member.func)
+        return function_of(member.func)
     if isinstance(member, property):
-        return _function_of(member.fget)
+        return function_of(member.fget)
     return member if isinstance(member, FunctionType) else None
 
 
@@ -263,7 +263,7 @@ def _reachable(roots: Iterable[Any]) -> Iterable[FunctionType]:
         thing = left.pop()
         if type(thing) in ProxyTypes:
             continue
-        function = _function_of(thing)
+        function = function_of(thing)
         if function is None or id(function) in found or not is_users_file(function.__code__.co_filename):
             continue
         found[id(function)] = function

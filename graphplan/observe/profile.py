@@ -28,7 +28,7 @@ from graphplan.environment.switches import USED
 from graphplan.errors import Faults
 from graphplan.feed.placeholders import asked_classes, handles_errors, is_stand_in
 from graphplan.observe.conversions import READERS, Conversions
-from graphplan.observe.executed_code import ExecutedCode
+from graphplan.observe.executed_code import ExecutedCode, function_of
 from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_of_saving, name_of_start, name_of_write
 from graphplan.observe.names import Names, names_of
 from graphplan.observe.source import find_source
@@ -247,7 +247,7 @@ class Profile:
         if code.co_filename.startswith(_IMPORTS) or (code.co_filename == _COMPILES and code.co_name == "__call__"):
             self._importing = frame
             return None, True
-        found = _owner_name(code), bool(code.co_freevars)
+        found = _owner_name(frame, code), bool(code.co_freevars)
         if number in CALLS:
             note_called(frame.f_locals["self"])
         elif code.co_filename == _ENTERS_COMPILED and {"self", "fn"} <= {*code.co_freevars}:
@@ -320,12 +320,18 @@ def _is_text(constant: Any) -> bool:
     return type(constant) is str
 
 
-def _owner_name(code: CodeType) -> str | None:
+def _owner_name(frame: FrameType, code: CodeType) -> str | None:
     """The variable that has the object or class whose method runs."""
     arguments = code.co_varnames[: code.co_argcount]
     if "self" in arguments or "self" in code.co_freevars:
         return "self"
-    return "cls" if arguments[:1] == ("cls",) else None
+    if not arguments or not is_users_file(code.co_filename):
+        return "cls" if arguments[:1] == ("cls",) else None
+    thing = frame.f_locals.get(arguments[0])
+    kinds = thing.__mro__ if type(thing) is type else type(thing).__mro__
+    functions = (function_of(vars(kind).get(code.co_name)) for kind in kinds)
+    is_method = any(function is not None and function.__code__ is code for function in functions)
+    return arguments[0] if is_method or arguments[0] == "cls" else None
 
 
 def _name_of(function: Any) -> str:

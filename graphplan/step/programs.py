@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from graphplan.errors import NotCapturedError, RecaptureError
 from graphplan.feed.signature import Feed, first_difference, without_geometry
@@ -26,6 +26,10 @@ _PATIENCE = 4  # A capture is overdue after this many times the calls that it ne
 _GEOMETRIES = 256  # Geometries of feeds whose latest program is remembered.
 _PAYS = 16  # Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``.
 _REASONS = 8  # Reasons of recaptures that an error lists.
+EXPECTED = (
+    "Expected what a step depends on to stay for a while. Keep it still, hold it in a tensor that is updated in place, "
+    "or feed it"
+)
 
 
 class Programs:
@@ -45,7 +49,7 @@ class Programs:
         self._misses = self._paid = 0
         self._waits = self._waits_at = 0
         self._longest = _LONGEST
-        self._said = False
+        self._said = self._is_told = False
 
     def get(self, key: Key) -> Entry | None:
         """The entry of ``key``."""
@@ -211,6 +215,17 @@ class Programs:
         what = "another way through the step's code" if has_ways else signature
         return f"{what} is traced once replays have saved what earlier traces and captures took"
 
+    def why_unpaid(self) -> str | None:
+        """Why captures in a row have not paid, so that further ones wait; None if it is not so. Told once."""
+        if self._is_told or min(self._unpaid, len(self._reasons)) < _UNPAID:
+            return None
+        self._is_told = True
+        return self._churn(self._reasons[-1:])
+
+    def _churn(self, reasons: Iterable[str]) -> str:
+        why = "; ".join(reasons) or "its signature or its flags change each time"
+        return f"the step was captured again {self._unpaid} times in a row for fewer than {_PAYS} replays each: {why}"
+
     def has_spent(self, *, recurs: bool = False) -> bool:
         """Return True if starting, with one more program like those so far, takes more than replays have saved. Where
         eager steps are not timed, counts decide, and what ``recurs`` may take more: it will come again.
@@ -244,11 +259,8 @@ class Programs:
         """Return the error if captures follow each other without paying."""
         if self._unpaid < self._options.max_recaptures:
             return None
-        why = "; ".join(dict.fromkeys(self._reasons)) or "its signature or its flags change each time"
         return RecaptureError(
-            f"the step was captured again {self._unpaid} times in a row for fewer than {_PAYS} replays each: "
-            f"{why}. Expected what a step depends on to stay for a while. Keep it still, hold it in a tensor, feed "
-            f"it, or raise max_recaptures (now {self._options.max_recaptures})"
+            f"{self._churn(dict.fromkeys(self._reasons))}. {EXPECTED}; or raise max_recaptures (now {self._options.max_recaptures})"
         )
 
     def check_due(self, feed: Feed) -> NotCapturedError | None:

@@ -73,7 +73,7 @@ class Reasons:
             (on.GUARD, lambda call: call.entry.take_pause(), step.as_traced),
             (on.SHAPE, self._is_overdue, step.plainly),
             (on.MAX_GRAPHS, lambda call: programs.turns_away(call.entry), step.plainly),
-            (on.SHAPE, lambda call: programs.waits(call.entry), step.plainly),
+            (on.SHAPE, lambda call: programs.waits(call.entry), step.wait),
             (None, lambda call: programs.churn() or step.stages.change(call.entry), None),
             (on.PEERS, lambda call: not may_advance(bool(call.entry.plans)), step.as_traced),
             (None, self._is_cold, step.warm_up),

@@ -42,7 +42,7 @@ from graphplan.step.managed import Managed
 from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
-from graphplan.step.programs import Programs
+from graphplan.step.programs import EXPECTED, Programs
 from graphplan.step.reasons import Call, Reasons
 from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
@@ -159,6 +159,13 @@ class StateMachine:
     def plainly(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """With no program to come, so learning rates are numbers."""
         return self.runner.eager(self._arguments_of(call), reason, detail)
+
+    def wait(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+        """With no program for now: what starting takes has to be saved first."""
+        why = self.programs.why_unpaid()
+        if why is not None:
+            self.refusals.warn(f"graphplan runs most calls eagerly from here on: {why}. {EXPECTED}")
+        return self.plainly(call, reason, detail)
 
     def as_traced(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """As the steps that programs are compared with."""

@@ -186,3 +186,27 @@ def test_items_of_a_long_list_that_hold_more(make: Callable[[], Any]) -> None:
     with pytest.raises(HostScalarError, match=r"items\[4096:\], of which there are more than 4096; what they"):
         for _ in range(8):
             call(X)
+
+
+class Scaled:
+    """A class whose methods call their object otherwise than most do."""
+
+    def of(this, x: Tensor) -> Tensor:  # noqa: N805
+        return x * 2
+
+    @classmethod
+    def made(kind, x: Tensor) -> Tensor:  # noqa: N804
+        return x * 2
+
+
+@pytest.mark.parametrize("name", ["of", "made"])
+def test_a_method_by_any_name_of_its_object(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another function in its class is another step."""
+    scaled = Scaled()
+    call = graph_step(lambda x: scaled.of(x) if name == "of" else scaled.made(x), backend="tape", verify="off")
+    for _ in range(8):
+        assert torch.equal(call(X), X * 2)
+    assert call.stats.replayed >= 2
+    monkeypatch.setattr(Scaled, name, (lambda this, x: x * 3) if name == "of" else classmethod(lambda kind, x: x * 3))
+    for _ in range(3):
+        assert torch.equal(call(X), X * 3)

@@ -106,16 +106,19 @@ def test_a_shape_that_does_not_come_again_holds_up_no_other(monkeypatch: pytest.
 
 
 def test_captures_that_do_not_pay_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list that the step looks at grows now and then, as that of a player's rewards after each game."""
+    """A list that the step looks at grows now and then, as that of a player's rewards after each game: it is said."""
     monkeypatch.setattr(Programs, "has_spent", lambda self, recurs=False: True)
     rig = build(lambda: rig_of([8] * 120))
     given, model = rig.step, rig.owners["model"]
     model.rewards = [1.0]
     step = graph_step(lambda x, y: given(x * len(model.rewards[-99:]), y), owners=rig.owners, backend="tape")
-    for number, args in enumerate(rig.calls):
-        if number % 8 == 7:
-            model.rewards.append(1.0)
-        step(*args)
+    text = r"runs most calls eagerly from here on: the step was captured again 2 times .*len\(model\.rewards\) was \d and is"
+    with pytest.warns(UserWarning, match=text) as caught:
+        for number, args in enumerate(rig.calls):
+            if number % 8 == 7:
+                model.rewards.append(1.0)
+            step(*args)
+    assert len(caught) == 1
     assert 4 <= step.stats.captured <= 8
     assert "what was captured before is traced once replays have saved what earlier traces and" in step.report()
 
