@@ -53,6 +53,7 @@ from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.records import slots_of
 
+STEP = "the step"  # The path of a step's function.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 
@@ -344,7 +345,9 @@ class ValueWalker:
         if bound is None or type(bound) is ModuleType:
             return
         if isinstance(bound, nn.Module | dict | list | deque) or is_user_object(bound):
-            self._value(bound, f"{path}.__self__", Numbers(method), "__self__", depth + 1, source)
+            # The step's own object is what its code calls it.
+            place = "self" if path == STEP else f"{path}.__self__"
+            self._value(bound, place, Numbers(method), "__self__", depth + 1, source)
         if isinstance(method, MethodType):
             self._behind(method.__func__, f"{path}.__func__", depth, source)
 

@@ -30,6 +30,7 @@ from graphplan.owners.discovery import Discovery
 from graphplan.owners.kinds import name_owners
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Namespace, Reached, Walk
+from graphplan.owners.values import STEP
 from graphplan.owners.views import GroupCounts, attributes_of
 from graphplan.owners.walk import walk_owners
 from graphplan.plan.plan import Handles
@@ -256,7 +257,7 @@ class Managed:
         grown |= executed.name_all(self._fn, self.names, has_met)
         grown |= self._count_reached() > reached
         # Its defaults, and what a partial function holds for it.
-        is_new = self.names.add("the step", self._root, "step")
+        is_new = self.names.add(STEP, self._root, "step")
         self.owners.setdefault(_NAMES, self.names)
         grown |= self._take_wrappers(walk)
         things = list(executed.objects())

@@ -260,7 +260,8 @@ class Programs:
         if self._unpaid < self._options.max_recaptures:
             return None
         return RecaptureError(
-            f"{self._churn(dict.fromkeys(self._reasons))}. {EXPECTED}; or raise max_recaptures (now {self._options.max_recaptures})"
+            f"{self._churn(dict.fromkeys(self._reasons))}. {EXPECTED}; or raise max_recaptures (now "
+            f"{self._options.max_recaptures})"
         )
 
     def check_due(self, feed: Feed) -> NotCapturedError | None:
