@@ -155,6 +155,18 @@ def assert_same_as_eager(make: Callable[[], Rig], **options: Any) -> Any:
     return step
 
 
+def same_as_eager(make: Callable[[], Rig], device: torch.device, backend: str) -> Any:
+    """Check a rig that is built on the device against its eager twin; return the graphed step."""
+    with device:
+        rig = build(make)
+    expected = drive(rig, rig.step)
+    with device:
+        rig = build(make)
+    step = managed(rig, backend=backend)
+    assert_same_runs(expected, drive(rig, step))
+    return step
+
+
 def assert_equals_eager(
     make: Callable[[], Rig], *, captured: int = 1, further: int = 0, replayed: int | None = None, **options: Any
 ) -> Any:

@@ -87,8 +87,14 @@ def move(net: Any, index: int) -> None:
         net.x.data.uniform_()
 
 
-def drive(make: Callable[[], Any], act: Callable[[Any, int], None], wrap: Callable[[Any], Any]) -> list[Any]:
-    net = make()
+def drive(
+    make: Callable[[], Any],
+    act: Callable[[Any, int], None],
+    wrap: Callable[[Any], Any],
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> list[Any]:
+    with device:
+        net = make()
     step, losses = wrap(net), []
     for index in range(30):
         losses.append(step())
@@ -135,16 +141,20 @@ IDS = ["points", "weights", "fresh", "list", "tuple", "dict"]
 @pytest.mark.parametrize("act", [stay, drop, add, move])
 @pytest.mark.parametrize("make", MAKES, ids=IDS)
 def test_a_plain_tensor_is_owned_with_its_gradient(
-    make: Callable[[], Any], act: Callable[[Any, int], None], owners: Callable[[Any], Any]
+    make: Callable[[], Any],
+    act: Callable[[Any, int], None],
+    owners: Callable[[Any], Any],
+    device: torch.device,
+    backend: str,
 ) -> None:
     steps: list[Any] = []
 
     def wrap(net: Any) -> Any:
-        steps.append(graph_step(net.step, owners=owners(net), backend="tape"))
+        steps.append(graph_step(net.step, owners=owners(net), backend=backend))
         return steps[0]
 
-    expected = drive(make, act, lambda net: net.step)
-    got = drive(make, act, wrap)
+    expected = drive(make, act, lambda net: net.step, device)
+    got = drive(make, act, wrap, device)
     assert steps[0].stats.replayed >= 15
     for one, other in zip(got, expected, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)

@@ -43,7 +43,9 @@ class Net:
     ids=["alone", "among others", "with a view"],
 )
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_results_stay_what_they_were(returns: Callable[[Any, Tensor], Any], every: int) -> None:
+def test_results_stay_what_they_were(
+    returns: Callable[[Any, Tensor], Any], every: int, device: torch.device, backend: str
+) -> None:
     """From eager calls, traces, captures, checks and replays alike."""
 
     def drive(net: Net, call: Callable[..., Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -51,13 +53,14 @@ def test_results_stay_what_they_were(returns: Callable[[Any, Tensor], Any], ever
         then: list[Tensor] = []
         for index in range(40):
             torch.manual_seed(index)
-            leaves, _ = torch.utils._pytree.tree_flatten(call(torch.randn(4, 3), index % every == 0))
+            leaves, _ = torch.utils._pytree.tree_flatten(call(torch.randn(4, 3, device=device), index % every == 0))
             kept += leaves
             then += [leaf.detach().clone() for leaf in leaves]
         return kept, then
 
-    eager, graphed = Net(returns), Net(returns)
-    step = graph_step(graphed.step, backend="tape")
+    with device:
+        eager, graphed = Net(returns), Net(returns)
+    step = graph_step(graphed.step, backend=backend)
     expected, _ = drive(eager, eager.step)
     kept, then = drive(graphed, step)
     assert step.stats.replayed >= (20 if every < 3 else 10)

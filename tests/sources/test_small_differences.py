@@ -191,11 +191,11 @@ def test_items_of_a_long_list_that_hold_more(make: Callable[[], Any]) -> None:
 class Scaled:
     """A class whose methods call their object otherwise than most do."""
 
-    def of(this, x: Tensor) -> Tensor:  # noqa: N805
+    def of(this, x: Tensor) -> Tensor:
         return x * 2
 
     @classmethod
-    def made(kind, x: Tensor) -> Tensor:  # noqa: N804
+    def made(kind, x: Tensor) -> Tensor:
         return x * 2
 
 

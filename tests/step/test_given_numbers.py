@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from graphplan import graph_step, graphed
-from tests.twins import Rig, assert_same_runs, build, drive, managed
+from tests.twins import Rig, same_as_eager
 
 Use = Callable[[Any, Tensor, Tensor, Any], Any]
 CALLS = 60
@@ -68,39 +68,31 @@ NEEDED: dict[str, Use] = {
 
 @pytest.mark.parametrize("values", [float, int, lambda index: index // 10, lambda index: 1 / (index + 1)])
 @pytest.mark.parametrize("use", FOLLOWED.values(), ids=FOLLOWED.keys())
-def test_a_number_that_is_followed(use: Use, values: Callable[[int], Any]) -> None:
-    rig = build(lambda: rig_of(use, values))
-    expected = drive(rig, rig.step)
-    rig = build(lambda: rig_of(use, values))
-    step = managed(rig)
-    assert_same_runs(expected, drive(rig, step))
+def test_a_number_that_is_followed(use: Use, values: Callable[[int], Any], device: torch.device, backend: str) -> None:
+    step = same_as_eager(lambda: rig_of(use, values), device, backend)
     assert step.stats.replayed >= 25
     assert step.stats.captured <= 4
 
 
 @pytest.mark.parametrize("use", NEEDED.values(), ids=NEEDED.keys())
-def test_a_number_that_code_needs_stays_a_part_of_the_key(use: Use) -> None:
+def test_a_number_that_code_needs_stays_a_part_of_the_key(use: Use, device: torch.device, backend: str) -> None:
     """Each of a few values has a program."""
     values = lambda index: index % 4  # noqa: E731
-    rig = build(lambda: rig_of(use, values))
-    expected = drive(rig, rig.step)
-    rig = build(lambda: rig_of(use, values))
-    step = managed(rig)
-    assert_same_runs(expected, drive(rig, step))
+    step = same_as_eager(lambda: rig_of(use, values), device, backend)
     assert step.stats.captured >= 2
     assert step.stats.replayed >= 20
 
 
-def test_a_keyword() -> None:
-    model = nn.Linear(3, 2)
+def test_a_keyword(device: torch.device, backend: str) -> None:
+    model = nn.Linear(3, 2, device=device)
 
     def predict(x: Tensor, *, temperature: float) -> Tensor:
         return (model(x) / temperature).softmax(-1)
 
-    fast = graphed(predict, backend="tape")
+    fast = graphed(predict, backend=backend)
     with torch.no_grad():
         for index in range(1, 41):
-            x = torch.randn(4, 3)
+            x = torch.randn(4, 3, device=device)
             assert torch.equal(fast(x, temperature=index / 7), predict(x, temperature=index / 7))
     assert fast.stats.replayed >= 30
 

@@ -115,11 +115,15 @@ def test_captures_that_do_not_pay_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (
         r"runs most calls eagerly from here on: the step was captured again 2 times .*len\(model\.rewards\) was \d and"
     )
-    with pytest.warns(UserWarning, match=text) as caught:
+
+    def play() -> None:
         for number, args in enumerate(rig.calls):
             if number % 8 == 7:
                 model.rewards.append(1.0)
             step(*args)
+
+    with pytest.warns(UserWarning, match=text) as caught:
+        play()
     assert len(caught) == 1
     assert 4 <= step.stats.captured <= 8
     assert "what was captured before is traced once replays have saved what earlier traces and" in step.report()

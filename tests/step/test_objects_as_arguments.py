@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from graphplan import FeedError, graph_step
-from tests.twins import Rig, assert_same_runs, build, drive, managed
+from tests.twins import Rig, same_as_eager
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -40,22 +40,14 @@ def rig_of(pairs: int) -> Rig:
     return Rig(train_step, {}, [call(number) for number in range(80)], after, extra=extra)
 
 
-def test_one_model() -> None:
-    rig = build(lambda: rig_of(1))
-    expected = drive(rig, rig.step)
-    rig = build(lambda: rig_of(1))
-    step = managed(rig)
-    assert_same_runs(expected, drive(rig, step))
+def test_one_model(device: torch.device, backend: str) -> None:
+    step = same_as_eager(lambda: rig_of(1), device, backend)
     assert (step.stats.captured, step.stats.replayed) == (2, 68)
 
 
-def test_two_models() -> None:
+def test_two_models(device: torch.device, backend: str) -> None:
     """Each has programs of its own."""
-    rig = build(lambda: rig_of(2))
-    expected = drive(rig, rig.step)
-    rig = build(lambda: rig_of(2))
-    step = managed(rig)
-    assert_same_runs(expected, drive(rig, step))
+    step = same_as_eager(lambda: rig_of(2), device, backend)
     assert step.stats.replayed >= 50
 
 
