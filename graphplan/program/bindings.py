@@ -7,12 +7,13 @@ tensor that the step gives other memory (``q.data = ...``) is carried too, and g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from operator import add, attrgetter, is_, is_not, setitem, sub
 from sys import getrefcount
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ from graphplan.trace.changes import place_of
 _get_grad = attrgetter("grad")
 _ACCUMULATED = WeakIdKeyDictionary()
 """Gradients that some program accumulates into: several programs refer to them."""
+
+_TURNS: WeakValueDictionary[object, Bindings] = WeakValueDictionary()
+"""By generation, what the program binds that was replayed last."""
 
 
 @cache
@@ -193,6 +197,23 @@ class Bindings:
                 memory.data = local(alias)
         if are_kept and self._count() != self._counts:
             self._release_kept()
+
+    def take_turn(self, generation: object) -> None:
+        """Before a replay that follows one of another program of this ``generation``, whose memory it writes to: give
+        gradients that lie there, and that it does not make anew, memory of their own.
+        """
+        latest = _TURNS.get(generation)
+        if latest is self:
+            return
+        _TURNS[generation] = self
+        written = set(map(id, self._written_params))
+        for param, grad, memory in latest._grads_in_memory() if latest is not None else ():
+            if param.grad is grad and id(param) not in written:
+                memory.data = memory.detach().clone()
+
+    def _grads_in_memory(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Parameters, the gradients that the recording writes, and their memory."""
+        return zip(self._written_params, self._written, self._memory, strict=True)
 
     def grads_in_place(self) -> list[Tensor]:
         """The memory of gradients that lie where the recording makes new ones."""

@@ -109,6 +109,7 @@ class Managed:
         self.churn = 0  # New values of hyper-parameters since the latest capture.
         self.names = Namespace()
         self._root = {"step": fn}
+        self._fed: dict[int, dict[str, Any]] = {}  # Optimizers that were fed, by identity.
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         for owner in self.owners.values():
             if isinstance(owner, torch.optim.Optimizer):
@@ -269,6 +270,21 @@ class Managed:
                 self.owners[free_name(type(thing).__name__.lower(), self.owners)] = thing
                 grown = True
         return grown
+
+    def take_fed(self, leaves: Iterable[Any]) -> None:
+        """Own the modules that a step is fed, and name the optimizers: it may read what it does not run."""
+        walk = self.walk_before()
+        known = {*map(id, walk.modules), *map(id, walk.optimizers.values())}
+        for leaf in leaves:
+            if not isinstance(leaf, nn.Module | torch.optim.Optimizer) or id(leaf) in known:
+                continue
+            name = type(leaf).__name__.lower()
+            if isinstance(leaf, nn.Module):
+                self.owners[free_name(name, self.owners)] = leaf
+            else:
+                self.names.add(name, self._fed.setdefault(id(leaf), {name: leaf}), name)
+                self.owners.setdefault(_NAMES, self.names)
+            self._walked = None
 
     def take_leaves(self, paths: Collection[str]) -> bool:
         """Own the gradients of tensors that get them as parameters do. Return True if any is new."""

@@ -93,6 +93,8 @@ class Stages:
             # Steps before this one ran on another stream.
             renew_accumulators(param for _, param in self._managed.walk_before().parameters.values())
         self._has_begun = True
+        if not entry.eager_calls:
+            self._managed.take_fed(feed.leaves)
         fed = CallArguments.of(feed).watch()
         call = partial(self._runner.call, fed)
         with self._stats.timed("warmup"):

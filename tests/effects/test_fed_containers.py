@@ -18,6 +18,7 @@ import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 
 from graphplan import FeedError, HostEffectError, SkipReason, VerifyError, compile_plan, graph_step, graphed, piecewise
 from graphplan.feed.call_arguments import CallArguments
@@ -604,9 +605,9 @@ def test_an_object_without_tensors_that_the_step_fills(monkeypatch: pytest.Monke
     ("thing", "read", "text"),
     [
         (
-            lambda: SGD([nn.Parameter(torch.zeros(2))]),
-            lambda optimizer: optimizer.param_groups[0]["lr"],
-            r"a SGD is fed, .*: use it from the enclosing scope, and name it",
+            lambda: StepLR(SGD([nn.Parameter(torch.zeros(2))]), 5),
+            lambda scheduler: scheduler.gamma,
+            r"a StepLR is fed, .*: use it from the enclosing scope, and name it",
         ),
         (lambda: {1, 2}, len, r"a set is fed, .*: feed tensors in dicts, tuples, lists, dataclasses or objects"),
     ],

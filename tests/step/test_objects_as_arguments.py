@@ -51,6 +51,30 @@ def test_two_models(device: torch.device, backend: str) -> None:
     assert step.stats.replayed >= 50
 
 
+def test_what_is_read_of_them_is_guarded() -> None:
+    """Also where the step does not run them."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = 2.0
+
+    module = Scale()
+    optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
+
+    def step(module: Scale, optimizer: Optimizer, x: Tensor) -> Tensor:
+        return x * module.own * optimizer.param_groups[0]["lr"]
+
+    graphed = graph_step(step, backend="tape", mode="inference", verify="off")
+    for index in range(40):
+        if index == 15:
+            module.own = 3.0
+        if index == 25:
+            optimizer.param_groups[0]["lr"] = 0.25
+        assert torch.equal(graphed(module, optimizer, torch.ones(2)), step(module, optimizer, torch.ones(2)))
+    assert graphed.stats.replayed >= 20
+
+
 def test_a_scheduler_is_no_such_argument() -> None:
     """Only modules and optimizers become owners by what they do in the step."""
     model = nn.Linear(6, 4)
