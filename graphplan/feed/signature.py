@@ -413,7 +413,8 @@ def _describe(key: Hashable) -> str:
     if key[0] is Unread:
         return f"a {key[1].__name__} that is not read"
     if len(key) == 2:
-        return f"the {key[0].__name__} {key[1]!r}"
+        value = float.fromhex(key[1]) if key[0] is float else key[1]
+        return f"the {key[0].__name__} {value!r}"
     shape, stride, dtype, device, grad, *more = key
     text = f"{dtype} {list(shape)} strides {stride} on {device}" + (" requiring grad" if grad else "")
     return text + (_describe_more(*more) if more else "")

@@ -400,6 +400,10 @@ NEVER_AGAIN: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda index: {"x": torch.ones(2), "path": f"{index}" * 100},
         r"args\[0\]\['path'\] is the str '\d{110,120}\.\.\., and was the str '\d{110,120}\.\.\.\)",
     ),
+    "a float": (
+        lambda index: {"x": torch.ones(2), "path": index / 8},
+        r"args\[0\]\['path'\] is the float 3\.\d+, and was the float [23]\.\d+\)",
+    ),
     "a size": (
         lambda index: {"x": torch.ones(2 + index)},
         r"args\[0\]\['x'\] is torch\.float32 \[26\] strides \(1,\) on cpu, and was torch\.float32 \[25\] strides",
