@@ -26,7 +26,7 @@ from graphplan.observe.source import find_source
 from graphplan.optimizers.preparation import Preparation, check_optimizer, may_be_captured
 from graphplan.optimizers.rates import LearningRates
 from graphplan.optimizers.scaling import ScaledSteps
-from graphplan.owners.discovery import Discovery
+from graphplan.owners.discovery import Discovery, names_in
 from graphplan.owners.kinds import name_owners
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Namespace, Reached, Walk
@@ -204,6 +204,9 @@ class Managed:
         """
         before, self.has_learnt = self.walk_of_call(), True
         if self.runs_compiled(before):
+            # All steps run the kernel of replays, the first one too.
+            for optimizer in [thing for _, thing in names_in(self._fn) if isinstance(thing, torch.optim.Optimizer)]:
+                self.manage(optimizer)
             return call()
         profile = Profile()
         with profile, Discovery(self.manage) as discovery:

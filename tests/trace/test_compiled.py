@@ -280,3 +280,32 @@ def test_compiled_code_that_captures_itself_is_found_where_it_runs() -> None:
     text = r"gave Net CUDA graphs of its own .*mode='max-autotune-no-cudagraphs'"
     with pytest.raises(CaptureError, match=text):
         refuse_graphs_within(walk, trainer.step, torch.device("cuda", 0), profile.executed.compiled)
+
+
+@pytest.mark.parametrize("how", [whole, in_place])
+def test_all_steps_run_the_kernel_of_replays(how: Callable[[nn.Module, Any], Any]) -> None:
+    """The first ones, too, though their code is not looked at."""
+    kernels: list[Any] = []
+
+    def train(fused: bool | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        net = Net()
+        compiled, optimizer = how(net, "eager"), AdamW(net.parameters(), lr=1e-2, fused=fused)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = compiled(x).square().mean()
+            loss.backward()
+            kernels.append(optimizer.param_groups[0]["fused"])
+            optimizer.step()
+            return loss
+
+        call = step if fused else graph_step(step, backend="tape")
+        return [*(call(torch.randn(5, 6)) for _ in range(12)), *net.parameters()]
+
+    expected = train(True)
+    kernels.clear()
+    found = train(None)
+    assert all(map(torch.equal, expected, found))
+    assert set(kernels) == {True}
