@@ -207,16 +207,17 @@ def test_a_program_that_is_too_large_is_not_captured() -> None:
 def test_what_a_dropped_program_had_is_free() -> None:
     """By the device's own count, without anybody asking torch to empty its cache."""
 
-    def fn(x: Tensor, kind: str) -> Tensor:
-        return (x.expand(8 * MIB, -1).contiguous() + len(kind)).exp().sum(0)
+    def fn(x: Tensor, kind: int) -> Tensor:
+        return (x.expand(8 * MIB, -1).contiguous() + int(kind)).exp().sum(0)
 
     x = torch.zeros(1, 1, device=DEVICE)
     before = memory()
     step = graph_step(fn, backend=BACKEND, mode="inference", verify="off", memory_budget=160 * MIB)
     seen = []
-    for kind in range(4):
+    # Of a third number it is tried whether it can be followed.
+    for kind in (0, 1, False, True):
         for _ in range(8):
-            step(x, "a" * kind)
+            step(x, kind)
         seen.append(torch.cuda.memory_reserved(DEVICE) - before[1])
     assert step.stats.captured == 4
     assert step.stats.events == {"evicted: more bytes than memory_budget": 2}
