@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import is_
@@ -112,6 +112,15 @@ class Recorder:
         self.items = {path: (items, tuple(items)) for path, items in self.walk.lists.items()}
         self._flags = Flags(walk, fed)
         self._found = self._flags.read()
+
+    def kept(self, now: Walk) -> Iterator[tuple[Tensor, str]]:
+        """The tensors that slots hold ``now`` and held before, with their paths; of those in tuples, the items'."""
+        for path, slot in now.slots.items():
+            value = slot.get() if slot.param is None and self._is_held(path, now) else None
+            items = enumerate(value) if isinstance(value, tuple) else ()
+            yield from ((item, f"{path}[{number}]") for number, item in items if isinstance(item, Tensor))
+            if isinstance(value, Tensor):
+                yield value, path
 
     def entry_slots(self) -> dict[int, list[Slot]]:
         """Slots by the storage that they held when this recorder was made."""

@@ -82,7 +82,7 @@ def trace(
     fed_ids = {id(leaf) for _, leaf in feed.tensors()}
     left = _left(after, changes) | {name: [leaf] for name, leaf in named if id(leaf) not in paths}
     _note_left(record, left, fed_ids)
-    _note_unowned(record, after, paths, fed_ids, mode.operands)
+    _note_unowned(record, after, {id(t): p for t, p in recorder.kept(after)}, paths, fed_ids, mode.operands)
     for path, items in changes.appended.items():
         changes.appended[path] = pytree.tree_map_only(Tensor, lambda tensor: OutputTensor(), items)
     watch.finish(after, leaves)
@@ -173,24 +173,27 @@ def _note_left(record: Trace, left: Mapping[str, list[Any]], fed: Collection[int
 
 
 def _note_unowned(
-    record: Trace, after: Walk, paths: Mapping[int, str], fed: Collection[int], operands: Operands
+    record: Trace,
+    after: Walk,
+    kept: Mapping[int, str],
+    paths: Mapping[int, str],
+    fed: Collection[int],
+    operands: Operands,
 ) -> None:
-    """Note the tensors that have got gradients and are no parameters: of those that stay, their paths."""
+    """Note the tensors that get gradients and are no parameters: of those that are ``kept`` where they were, the paths,
+    since gradients that the step drops may be there when it begins.
+    """
     with_slots = {id(slot.param) for slot in after.slots.values() if slot.param is not None}
+    names_gradients = "grad" in record.reads.anywhere or "grad" in record.reads.by_packages
     for external in record.externals.values():
         tensor = external.tensor
-        if id(tensor) in with_slots or id(tensor) in fed or not _has_gradient(tensor):
+        number, gradient = id(tensor), tensor.grad if _has_gradient(tensor) else None
+        if number in with_slots or number in fed:
             continue
-        gradient, path = tensor.grad, paths.get(id(tensor), "")
-        assert gradient is not None
-        held = after.slots[path].get() if path in after.slots else None
-        is_new = operands.is_internal(gradient)
-        is_used = any(storage == storage_id(gradient) for storage in record.externals)
-        items = [number for number, item in enumerate(held) if item is tensor] if isinstance(held, tuple) else []
-        if tensor.is_leaf and (held is tensor or items) and (is_new or is_used):
-            record.leaves.add(f"{path}[{items[0]}]" if items else path)
-        elif is_new:
-            record.unowned_gradients.append(path or f"a tensor that is used at {external.source}")
+        if tensor.is_leaf and tensor.requires_grad and number in kept and (names_gradients or gradient is not None):
+            record.leaves.add(kept[number])
+        elif gradient is not None and operands.is_internal(gradient):
+            record.unowned_gradients.append(paths.get(number, f"a tensor that is used at {external.source}"))
 
 
 def _left(after: Walk, changes: Changes) -> dict[str, list[Any]]:

@@ -148,7 +148,8 @@ class SymbolicNumbers:
     def __exit__(self, *exc: object) -> None:
         self._is_over = True
         self._undo.close()
-        if exc[0] is not None:
+        if isinstance(exc[1], BaseException):
+            exc[1].args = tuple(map(value_of, exc[1].args))
             # Nothing settles what the step has left.
             for place in self.places.values():
                 _put_number(_container_of(place), place.key)

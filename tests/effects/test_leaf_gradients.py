@@ -65,6 +65,18 @@ class FreshGradients(Weights):
         return loss.detach()
 
 
+class DroppedGradients(Weights):
+    """The same without a gradient between steps, unless somebody else sets one, to which the step adds."""
+
+    def step(self) -> Tensor:
+        loss = (self.x - 1).tanh().square().mean()
+        loss.backward()
+        assert self.x.grad is not None
+        self.x.data += -0.1 * self.x.grad
+        self.x.grad = None
+        return loss.detach()
+
+
 def stay(net: Any, index: int) -> None:
     """Nothing happens between calls."""
 
@@ -77,7 +89,9 @@ def drop(net: Any, index: int) -> None:
 
 def add(net: Any, index: int) -> None:
     """Or is not zero when the step begins."""
-    if index % 5 == 4:
+    if index % 5 == 4 and net.x.grad is None:
+        net.x.grad = torch.full_like(net.x, 0.5)
+    elif index % 5 == 4:
         net.x.grad += 0.5
 
 
@@ -133,8 +147,8 @@ def by_nothing(net: Any) -> Any:
 
 
 HOLDERS: list[Callable[[Tensor], Any]] = [lambda x: [x], lambda x: (x,), lambda x: {"x": x}]
-MAKES = [Points, Weights, FreshGradients, *(partial(Items, hold) for hold in HOLDERS)]
-IDS = ["points", "weights", "fresh", "list", "tuple", "dict"]
+MAKES = [Points, Weights, FreshGradients, DroppedGradients, *(partial(Items, hold) for hold in HOLDERS)]
+IDS = ["points", "weights", "fresh", "dropped", "list", "tuple", "dict"]
 
 
 @pytest.mark.parametrize("owners", [by_name, by_holder, by_nothing])
