@@ -33,8 +33,7 @@ _PAUSING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERA
 @dataclass(frozen=True, slots=True)
 class Source:
     """A line of the user's, and the part of the step (``"step"`` or ``"optimizer"``) that ran there. ``scaled``: a
-    gradient scaler decided about that step. ``flags``: what the optimizer could be made with to keep its numbers on the
-    device. ``by``: the line of Lightning's or torchmetrics' that it led to, if any.
+    gradient scaler decided about that step. ``by``: the line of Lightning's or torchmetrics' that it led to, if any.
     """
 
     filename: str
@@ -43,7 +42,6 @@ class Source:
     component: str
     optimizer: str = ""
     scaled: bool = False
-    flags: str = field(default="", compare=False)
     by: Source | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
@@ -192,8 +190,8 @@ def find_source(innermost: FrameType | None = None) -> Source:
 
 _ENGINE = "torch.autograd.graph"
 """The module in which Python waits for autograd's engine."""
-_Component = tuple[str, str, bool, str]
-_STEP: _Component = ("step", "", False, "")
+_Component = tuple[str, str, bool]
+_STEP: _Component = ("step", "", False)
 
 
 @cache
@@ -296,14 +294,14 @@ def _source_at(place: _Place, frame: FrameType, component: _Component, led_to: S
 
 
 def _component(frame: FrameType, innermost: FrameType) -> _Component | None:
-    """``"optimizer"``, its type, whether a scaler steps it and flags that would help, if ``frame`` runs the ``step`` of
-    either and leads to ``innermost`` by itself, not by a closure such as Lightning's. None if it is neither's.
+    """``"optimizer"``, its type and whether a scaler steps it, if ``frame`` runs the ``step`` of either and leads to
+    ``innermost`` by itself, not by a closure such as Lightning's. None if it is neither's.
     """
     local = frame.f_locals
     stepper, closure = local.get("self"), local.get("closure", _STEP)
     if isinstance(stepper, GradScaler):
         # A scaler's step takes no closure: whatever runs in it serves the optimizer.
-        return ("optimizer", type(local.get("optimizer")).__name__, True, "")
+        return ("optimizer", type(local.get("optimizer")).__name__, True)
     if not isinstance(stepper, torch.optim.Optimizer):
         return None
     while isinstance(closure, partial):
@@ -319,16 +317,7 @@ def _component(frame: FrameType, innermost: FrameType) -> _Component | None:
         if leaves and passes:
             return _STEP
         around = around.f_back
-    return ("optimizer", type(stepper).__name__, False, _flags_of(stepper))
-
-
-def _flags_of(optimizer: torch.optim.Optimizer) -> str:
-    """Flags that are not set, and with which torch keeps the optimizer's numbers on its parameters' device."""
-    groups = getattr(optimizer, "param_groups", None)
-    if not groups or not groups[0]["params"]:
-        return ""
-    names = ("fused",) if groups[0]["params"][0].device.type == "cpu" else ("capturable", "fused")
-    return " or ".join(f"{name}=True" for name in names if name in groups[0] and not groups[0][name])
+    return ("optimizer", type(stepper).__name__, False)
 
 
 def optimizer_fix(source: Source) -> str:
@@ -340,10 +329,8 @@ def optimizer_fix(source: Source) -> str:
             "from a step that was not skipped; no step hooks on the optimizer; and the scaler among owners=. Else step "
             "the optimizer outside (in a Trainer that is done for you)"
         )
-    code = f"It comes from the Python code of the optimizer {source.optimizer}: "
-    if source.flags:
-        return f"{code}use {source.flags} (prepare_optimizers=True sets it), or step the optimizer outside"
     return (
-        f"{code}no flag of it keeps the value on this device. Keep the value constant, step the optimizer outside (in "
-        "a Trainer that is done for you), or use AdamW, Adam, SGD or Adagrad, which have fused=True"
+        f"It comes from the Python code of the optimizer {source.optimizer}: use fused=True or, on CUDA, capturable=True "
+        "where the optimizer has them (prepare_optimizers=True sets them), keep the value constant, step the optimizer "
+        "outside, or take one that has them (AdamW, Adam, SGD, Adagrad)"
     )

@@ -42,7 +42,7 @@ def test_stock_adamw_that_may_not_be_prepared() -> None:
     assert isinstance(error, HostSyncError | HostScalarError)
     assert error.component == "optimizer"
     done = WARMUP if isinstance(error, HostSyncError) else SECOND_TRACE
-    patterns = [r"aten\.\w+", r"models\.py:\d+", r"optimizer\.step\(\)", r"AdamW: use fused=True \(prepare_optimizers"]
+    patterns = [r"aten\.\w+", r"models\.py:\d+", r"optimizer\.step\(\)", "fused=True"]
     assert_refused(stock_rig, type(error), *patterns, done=done, prepare_optimizers=False)
     assert_falls_back(stock_rig, error.reason, "fused=True", prepare_optimizers=False)
 
