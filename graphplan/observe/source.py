@@ -330,7 +330,7 @@ def optimizer_fix(source: Source) -> str:
             "the optimizer outside (in a Trainer that is done for you)"
         )
     return (
-        f"It comes from the Python code of the optimizer {source.optimizer}: use fused=True or, on CUDA, capturable=True "
-        "where the optimizer has them (prepare_optimizers=True sets them), keep the value constant, step the optimizer "
-        "outside, or take one that has them (AdamW, Adam, SGD, Adagrad)"
+        f"It comes from the Python code of the optimizer {source.optimizer}: use fused=True or, on CUDA, "
+        "capturable=True where the optimizer has them (prepare_optimizers=True sets them), keep the value constant, "
+        "step the optimizer outside, or take one that has them (AdamW, Adam, SGD, Adagrad)"
     )

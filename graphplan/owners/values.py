@@ -257,6 +257,7 @@ class ValueWalker:
                 place = f"{path}.{name}"
                 is_hidden = name.startswith("__") or name in own or any(place in table for table in known)
                 if not is_hidden and is_plain(value):
+                    self.walk.places.append((Members(kind), name))
                     self._value(value, place, members, name, depth + 1, (thing, name))
 
     def _module(self, module: nn.Module, path: str, depth: int = 0) -> None:
@@ -358,6 +359,8 @@ class ValueWalker:
         self._value(function.__defaults__, f"{path}.__defaults__", space, "__defaults__", depth + 1, source)
         if function.__kwdefaults__:
             self._items(function.__kwdefaults__, f"{path}.__kwdefaults__", depth + 1, source)
+        if vars(function):
+            self.walk.containers.append(vars(function))
         for name, value in list(vars(function).items()):
             self._value(value, f"{path}.{name}", vars(function), name, depth + 1, (function, name))
 

@@ -92,6 +92,7 @@ class Entry:
     flow through its results, so calls are eager. ``batch``: reads of the batch choose another entry, whose ``base`` is
     this one. The last of ``ways`` is that of the latest call; the numbers at ``places`` decide. ``untried`` ways were
     traced since the latest capture, until they are ``too_many``. ``recurs``: it was used again after another one.
+    ``flows_out``: what a backward pass outside the step has come to, by the number of the call that returned it.
     ``pause`` says why this call is eager, in place of a replay of ``paused``, which had made ``paused_at`` of them.
     """
 
@@ -114,6 +115,7 @@ class Entry:
     gate: Gate | None = None
     is_decided: bool = False
     recurs: bool = False
+    flows_out: dict[int, str] = field(default_factory=dict)
     pause: str | None = None
     paused: Program | None = None
     paused_at: int = 0

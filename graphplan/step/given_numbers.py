@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from graphplan.owners.views import Given
+from graphplan.specs.paths import free_name
 from graphplan.step.managed import Managed
 from graphplan.tensors.symbolic import NUMBERS
 from graphplan.tensors.trees import GivenNumber
@@ -30,23 +31,20 @@ class GivenNumbers:
     def __init__(self, fn: Callable[..., Any], managed: Managed) -> None:
         self._managed = managed
         self._names: list[str] = []
-        # Functions in C may have none.
+        # Functions in C may have none. What a decorator wraps may have other arguments.
         with suppress(TypeError, ValueError):
-            self._names = [
-                name
-                for name, kind in inspect.signature(fn).parameters.items()
-                if kind.kind <= kind.POSITIONAL_OR_KEYWORD
-            ]
+            parameters = inspect.signature(fn, follow_wrapped=False).parameters.items()
+            self._names = [name for name, kind in parameters if kind.kind <= kind.POSITIONAL_OR_KEYWORD]
         self._held = _Arguments()
         self._seen: dict[_Place, set[Any]] = {}
         self._literal: set[_Place] = set()  # Those whose values code needs.
         self.given: dict[_Place, str] = {}
-        """The names of those that vary."""
+        """Those that vary, with the names under which their numbers are held: each has one of its own."""
 
     def _name(self, place: _Place) -> str:
-        if isinstance(place, str):
-            return place
-        return self._names[place] if place < len(self._names) else f"args[{place}]"
+        name = place if isinstance(place, str) else self._names[place] if place < len(self._names) else f"args[{place}]"
+        # All objects have attributes with such names.
+        return free_name(f"kwargs[{name}]" if name.startswith("__") else name, self.given.values())
 
     def put(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with :class:`GivenNumber` in the places of those that vary, which are held from now on."""
@@ -72,7 +70,8 @@ class GivenNumbers:
                 seen.add(value)
                 if len(seen) >= _DIFFERENT:
                     fresh.append(place)
-        self.given.update({place: self._name(place) for place in fresh})
+        for place in fresh:
+            self.given[place] = self._name(place)
         if fresh:
             self._managed.owners[OWNER] = Given(self._held, tuple(self.given.values()))
         return bool(fresh)

@@ -58,7 +58,6 @@ class Stages:
         self._refusals, self._programs, self._stats = parts.refusals, parts.programs, parts.runner.stats
         self._buffers, self._memory, self._unread, self._peers = buffers, memory, unread, parts.peers
         self._given = parts.given
-        self._flows_out: list[str] = []  # Results that a backward pass outside the step has come to.
         self._changes: list[str] = []  # What first calls in a row, each of a new key, changed in what they were fed.
         self._keeping = 0  # Warm-up steps in a row that have made modules or optimizers, and kept them.
         self._has_begun = False
@@ -118,25 +117,27 @@ class Stages:
             entry.outside = True
             self._stats.skip(SkipReason.GRADIENT)
         else:
-            self._watch_results(result)
+            self._watch_results(entry, result)
             entry.warm += 1
             if self._stats.captured:
                 self._stats.skip(SkipReason.SHAPE)
         return result
 
-    def _watch_results(self, result: Any) -> None:
+    def _watch_results(self, entry: Entry, result: Any) -> None:
         """Note if a backward pass outside the step comes to what it has returned."""
+        call = entry.eager_calls
         for name, leaf in named_leaves(result):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(lambda gradient, name=name: self._flows_out.append(name))
+                leaf.register_hook(lambda gradient, name=name: entry.flows_out.setdefault(call, name) and None)
 
     def change(self, entry: Entry) -> HostEffectError | None:
         """The error for a step whose results gradients flow through, or that changes what it is fed in each first call.
         Raises it for what the step keeps.
         """
-        if self._flows_out:
+        if len(entry.flows_out) >= min(_NO_ACCIDENT, self._options.warmup_steps):
+            name = next(iter(entry.flows_out.values()))
             return HostEffectError(
-                f"a backward pass outside the step comes to {self._flows_out[0]}, which the step returns; a replay "
+                f"a backward pass outside the step comes to {name}, which the step returns; a replay "
                 "returns it without a graph. Have the step run the whole training step: the forward pass, the backward "
                 "pass and the optimizer"
             )

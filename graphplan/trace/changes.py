@@ -191,7 +191,8 @@ class Recorder:
             others = (old.keys() | new.keys()) - {path}
             if old == new:
                 others -= set(moved)
-            for other in sorted(others.difference(moved)):
+            fresh = sorted(others.difference(moved))
+            for other in fresh if len(fresh) == 1 else ():
                 is_gradient = other in now.slots and now.slots[other].param is not None
                 if not is_gradient and self._follows(other, path, found, places):
                     found.rebindings[other] = replace(found.rebindings[other], follows=path)

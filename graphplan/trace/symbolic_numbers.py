@@ -23,7 +23,7 @@ from graphplan.feed.signature import is_literal
 from graphplan.observe.host_draws import DRAWN, Draw, HostDraws
 from graphplan.observe.source import Source, find_source
 from graphplan.owners.slots import Item, Namespace, Scalar, Walk, lasting
-from graphplan.owners.views import Attributes, Cell, Given, Inherited, Members, Numbers, attributes_of, home
+from graphplan.owners.views import Attributes, Cell, Given, Members, Numbers, attributes_of, home
 from graphplan.tensors.deferred import NumberForm, form_of, in_order, value_of
 from graphplan.tensors.symbolic import NUMBERS, Question, SymbolicNumber
 from graphplan.trace.changes import same_value
@@ -149,7 +149,7 @@ class SymbolicNumbers:
         self._is_over = True
         self._undo.close()
         if isinstance(exc[1], BaseException):
-            exc[1].args = tuple(map(value_of, exc[1].args))
+            _put_numbers(exc[1])
             # Nothing settles what the step has left.
             for place in self.places.values():
                 _put_number(_container_of(place), place.key)
@@ -368,7 +368,10 @@ def _container_of(place: Scalar) -> Any:
         return inner if inner is not None and place.key in inner else None
     if type(place) is Item:
         return place.items
-    if isinstance(container, (Attributes, Cell, Members)) and type(container) is not Inherited:
+    if type(container) is Members:
+        # A metaclass may have code of its own.
+        return container if type(container.kind).__setattr__ is type.__setattr__ else None
+    if isinstance(container, (Attributes, Cell)):
         return container
     is_named = isinstance(place.owner, Namespace) or place.name is not None
     is_own = container is attributes_of(place.owner) or (is_named and type(container) in (dict, list))
@@ -380,6 +383,17 @@ def _put_number(container: Any, key: Any) -> None:
         held = container[key]
         if any(type(leaf) is SymbolicNumber for leaf in pytree.tree_leaves(held)):
             container[key] = pytree.tree_map_only(SymbolicNumber, lambda number: number._known, held)
+
+
+def _put_numbers(error: BaseException | None) -> None:
+    """Put numbers where an error of the step's, or one that led to it, has stand-ins."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.args = pytree.tree_map_only(SymbolicNumber, lambda number: number._known, error.args)
+        for name in vars(error):
+            _put_number(vars(error), name)
+        error = error.__cause__ or error.__context__
 
 
 def _take_back(container: Any, key: Any, number: SymbolicNumber, value: Any) -> None:

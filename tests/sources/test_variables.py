@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from graphplan import graph_step
 from tests.twins import Rig, managed, same_as_eager
 
 CALLS = 48
@@ -146,7 +147,9 @@ def test_an_error_leaves_numbers_in_their_places(make: Callable[[], Place]) -> N
         calls[0] += 1
         number, total = place.read()
         if calls[0] % 3 == 0:
-            raise KeyError(number)
+            error = KeyError(number, {"number": [number]})
+            error.number = number  # type: ignore[attr-defined]
+            raise error from ValueError(number)
         place.write(number + 1, total + 0.5)
         return x * number
 
@@ -156,5 +159,60 @@ def test_an_error_leaves_numbers_in_their_places(make: Callable[[], Place]) -> N
         try:
             graphed(torch.ones(2))
         except KeyError as error:
-            assert list(map(type, error.args)) == [int]  # noqa: PT017
+            found = [error.args[0], error.args[1]["number"][0], error.number, error.__cause__.args[0]]  # type: ignore
+            assert list(map(type, found)) == [int] * 4
         assert list(map(type, place.read())) == [int, float]
+
+
+class Sees(type):
+    """A class of classes that hears what is set."""
+
+    heard: list[Any] = []  # noqa: RUF012
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        Sees.heard.append(value)
+        super().__setattr__(name, value)
+
+
+class Heard(metaclass=Sees):
+    """Hears of its count."""
+
+    count = 0
+
+
+@pytest.mark.filterwarnings("ignore:graphplan runs this step eagerly")
+def test_a_class_that_hears_what_is_set() -> None:
+    """It hears of numbers alone."""
+    step = graph_step(lambda x: x * Heard.count, backend="tape", mode="inference", on_failure="eager")
+    for index in range(12):
+        Heard.count = index
+        assert torch.equal(step(torch.ones(2)), torch.full((2,), float(index)))
+    assert set(map(type, Sees.heard)) == {int}
+
+
+class Counted:
+    """Counts in its class."""
+
+    n = 0
+
+
+@pytest.mark.filterwarnings("ignore:graphplan runs this step eagerly")
+@pytest.mark.parametrize("verify", ["geometric", "off"])
+@pytest.mark.parametrize("where", ["function", "class"])
+def test_counts_that_are_undone(where: str, verify: str) -> None:
+    """In a function's attribute and in the class of an object: no call counts twice, whatever is undone."""
+    held = Counted()
+    Counted.n = 0
+
+    def helper() -> float:
+        if where == "class":
+            type(held).n += 1
+            return 1 + held.n / 10
+        helper.n += 1  # type: ignore[attr-defined]
+        return 1 + helper.n / 10  # type: ignore[attr-defined]
+
+    helper.n = 0  # type: ignore[attr-defined]
+    step = graph_step(lambda x: x * helper(), backend="tape", mode="inference", on_failure="eager", verify=verify)
+    for index in range(1, 20):
+        assert torch.equal(step(torch.ones(2)), torch.ones(2) * (1 + index / 10))
+        assert (Counted.n if where == "class" else helper.n) == index  # type: ignore[attr-defined]

@@ -125,3 +125,14 @@ def test_a_backward_pass_outside_the_step(on_failure: str) -> None:
         found = train(wrap)
     assert all(map(torch.equal, expected, found))
     assert steps[0].stats.eager == 12
+
+
+def test_a_look_at_a_gradient_now_and_then() -> None:
+    """What is asked of the results of a single call refuses nothing."""
+    model = nn.Linear(6, 3)
+    step = graph_step(lambda x: model(x).square().mean(), backend="tape", mode="inference", verify="off")
+    for index in range(16):
+        loss = step(torch.randn(4, 6))
+        if index == 0:
+            torch.autograd.grad(loss, list(model.parameters()))
+    assert step.stats.replayed >= 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -126,3 +127,32 @@ def test_a_callable_without_names_for_its_arguments() -> None:
     for index in range(30):
         assert torch.equal(step(torch.ones(2), float(index)), torch.full((2,), float(index)))
     assert step.stats.replayed >= 15
+
+
+def test_arguments_of_one_name() -> None:
+    """One that is passed by position alone, a keyword of the same name, and what a decorator takes for itself."""
+    seen: list[Any] = []
+
+    def one(w: float, /, x: Tensor, **others: Any) -> Tensor:
+        seen.append((w, others["w"], others["__class__"]))
+        return x * w
+
+    step = graph_step(one, backend="tape", mode="inference", on_failure="eager")
+    for index in range(20):
+        step(index / 8, x=torch.ones(2), w=index * 4.0, __class__=index / 2)
+    assert seen[:6] == [(index / 8, index * 4.0, index / 2) for index in range(6)]
+    assert all(type(value) is not float or value == value for value in seen[-1])
+
+    def scaled(inner: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(inner)
+        def outer(scale: float, *, x: Tensor, w: float) -> tuple[Any, Tensor]:
+            return scale, inner(w, x) * scale
+
+        return outer
+
+    step = graph_step(scaled(lambda w, x: x * w), backend="tape", mode="inference")
+    for index in range(20):
+        scale, result = step(index / 8, x=torch.ones(2), w=index * 4.0)
+        assert scale == index / 8
+        assert torch.equal(result, torch.ones(2) * (index * 4.0) * (index / 8))
+    assert step.stats.replayed >= 8

@@ -154,3 +154,17 @@ def test_another_name_for_groups(changes: bool, device: torch.device, backend: s
     step = same_as_eager(make, device, backend)
     assert step.stats.captured == 1 + changes
     assert step.stats.replayed == 24 - BEFORE_REPLAY * (1 + changes)
+
+
+class Twice(SharpnessAware):
+    """Keeps the copy under two names, which a replay would make two tensors."""
+
+    def put_back(self, p: Tensor) -> Tensor:
+        old = self.state[p]["again"] = self.state[p]["old_p"]
+        return old
+
+
+def test_a_copy_under_two_names() -> None:
+    make = partial(sharp_rig, Twice, partial(SGD, lr=0.1, fused=True), nothing)
+    pattern = r"gives model\.0\.\w+ other memory .*shares memory with .*data\.copy_"
+    assert_refused(make, HostEffectError, pattern, done=4)
