@@ -15,7 +15,6 @@ from graphplan.step.managed import Managed
 from graphplan.tensors.symbolic import NUMBERS
 from graphplan.tensors.trees import GivenNumber
 
-OWNER = "arguments"
 _DIFFERENT = 3  # Values of one argument after which it varies.
 _Place = int | str
 """The position of an argument, or its keyword."""
@@ -30,6 +29,7 @@ class GivenNumbers:
 
     def __init__(self, fn: Callable[..., Any], managed: Managed) -> None:
         self._managed = managed
+        self._owner = free_name("arguments", managed.owners)
         self._names: list[str] = []
         # Functions in C may have none. What a decorator wraps may have other arguments.
         with suppress(TypeError, ValueError):
@@ -73,12 +73,12 @@ class GivenNumbers:
         for place in fresh:
             self.given[place] = self._name(place)
         if fresh:
-            self._managed.owners[OWNER] = Given(self._held, tuple(self.given.values()))
+            self._managed.owners[self._owner] = Given(self._held, tuple(self.given.values()))
         return bool(fresh)
 
     def give_up(self, paths: Collection[str]) -> bool:
         """Leave those in the key that lie at ``paths``. Return True if there are any."""
-        places = {place for place, name in self.given.items() if f"{OWNER}.{name}" in paths}
+        places = {place for place, name in self.given.items() if f"{self._owner}.{name}" in paths}
         self._literal |= places
         self.given = {place: name for place, name in self.given.items() if place not in places}
         return bool(places)
@@ -86,4 +86,4 @@ class GivenNumbers:
     @property
     def paths(self) -> set[str]:
         """The paths of those that vary."""
-        return {f"{OWNER}.{name}" for name in self.given.values()}
+        return {f"{self._owner}.{name}" for name in self.given.values()}
