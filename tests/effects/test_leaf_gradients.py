@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from graphplan import HostEffectError, UnownedTensorError, graph_step
+from tests.crossing import by_key, pairs
 
 
 class Points:
@@ -146,14 +147,18 @@ def by_nothing(net: Any) -> Any:
     return None
 
 
-HOLDERS: list[Callable[[Tensor], Any]] = [lambda x: [x], lambda x: (x,), lambda x: {"x": x}]
-MAKES = [Points, Weights, FreshGradients, DroppedGradients, *(partial(Items, hold) for hold in HOLDERS)]
-IDS = ["points", "weights", "fresh", "dropped", "list", "tuple", "dict"]
+MAKES: dict[str, Callable[[], Any]] = {
+    "points": Points,
+    "weights": Weights,
+    "fresh": FreshGradients,
+    "dropped": DroppedGradients,
+    "list": partial(Items, lambda x: [x]),
+    "tuple": partial(Items, lambda x: (x,)),
+    "dict": partial(Items, lambda x: {"x": x}),
+}
 
 
-@pytest.mark.parametrize("owners", [by_name, by_holder, by_nothing])
-@pytest.mark.parametrize("act", [stay, drop, add, move])
-@pytest.mark.parametrize("make", MAKES, ids=IDS)
+@pairs(owners=[by_name, by_holder, by_nothing], act=[stay, drop, add, move], make=by_key(MAKES))
 def test_a_plain_tensor_is_owned_with_its_gradient(
     make: Callable[[], Any],
     act: Callable[[Any, int], None],
