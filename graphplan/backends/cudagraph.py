@@ -168,7 +168,7 @@ class CUDAGraphBackend(Backend):
         self._pool: Any = None
         self._living: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
         self._eager_bytes = 0
-        self._has_recorded = False
+        self._has_recorded = self._has_failed = False
         self._lends = Loan.is_possible()
 
     def run(self, body: Callable[[], Any]) -> Any:
@@ -248,8 +248,10 @@ class CUDAGraphBackend(Backend):
         states = CapturedStates(generator, traced.states) if traced.states.saves else None
         capture = _Capture(self._pool, traced, states)
         # What the steps on the way have left is young until a collection has come by. Old garbage may lie anywhere in
-        # all that the process has, which takes 0.3 s: only where something still holds a closed recording.
-        gc.collect(1 if all(recording.is_open for recording in self._living) else 2)
+        # all that the process has, which takes 0.3 s: only after a failed capture, or where a closed recording is held.
+        is_clean = not self._has_failed and all(recording.is_open for recording in self._living)
+        gc.collect(1 if is_clean else 2)
+        self._has_failed = False
         torch.cuda.synchronize(self.device)
         # What eager steps have left cached lies beside the pool otherwise, and no capture can have it freed.
         self.trim()
@@ -327,6 +329,7 @@ class CUDAGraphBackend(Backend):
 
     def _abandon(self, capture: _Capture, generators: Sequence[torch.Generator]) -> bool:
         """End a capture that is of no use, and leave the process able to train. True if CUDA could have gone on."""
+        self._has_failed = True
         intact = capture.abandon()
         if not intact:
             self._give_back_pool()
