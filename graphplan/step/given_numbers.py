@@ -40,6 +40,7 @@ class GivenNumbers:
         self._literal: set[_Place] = set()  # Those whose values code needs.
         self.given: dict[_Place, str] = {}
         """Those that vary, with the names under which their numbers are held: each has one of its own."""
+        self._made: dict[tuple[str, type], GivenNumber] = {}
 
     def _name(self, place: _Place) -> str:
         name = place if isinstance(place, str) else self._names[place] if place < len(self._names) else f"args[{place}]"
@@ -58,7 +59,7 @@ class GivenNumbers:
         if name is None or type(value) not in NUMBERS:
             return value
         setattr(self._held, name, value)
-        return GivenNumber((self._held, name, type(value)))
+        return self._made[name, type(value)]
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Note the numbers among the arguments of a call without a program. Return True if another one varies."""
@@ -71,7 +72,9 @@ class GivenNumbers:
                 if len(seen) >= _DIFFERENT:
                     fresh.append(place)
         for place in fresh:
-            self.given[place] = self._name(place)
+            name = self.given[place] = self._name(place)
+            # Each call has the same ones, which are compared by identity.
+            self._made.update({(name, kind): GivenNumber((self._held, name, kind)) for kind in NUMBERS})
         if fresh:
             self._managed.owners[self._owner] = Given(self._held, tuple(self.given.values()))
         return bool(fresh)
