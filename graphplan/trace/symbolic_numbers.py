@@ -390,7 +390,9 @@ def _put_numbers(error: BaseException | None) -> None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        error.args = pytree.tree_map_only(SymbolicNumber, lambda number: number._known, error.args)
+        args = [error.args]
+        _put_number(args, 0)
+        error.args = args[0]
         for name in vars(error):
             _put_number(vars(error), name)
         error = error.__cause__ or error.__context__
