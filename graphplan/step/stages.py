@@ -128,7 +128,7 @@ class Stages:
         call = entry.eager_calls
         for name, leaf in named_leaves(result):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(lambda gradient, name=name: entry.flows_out.setdefault(call, name) and None)
+                leaf.register_hook(partial(_note_flow, entry.flows_out, call, name))
 
     def change(self, entry: Entry) -> HostEffectError | None:
         """The error for a step whose results gradients flow through, or that changes what it is fed in each first call.
@@ -422,3 +422,7 @@ class Stages:
         self._managed.churn = 0
         self._stats.end_call("captured")
         return result
+
+
+def _note_flow(found: dict[int, str], call: int, name: str, gradient: Tensor) -> None:
+    found.setdefault(call, name)
