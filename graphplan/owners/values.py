@@ -252,12 +252,12 @@ class ValueWalker:
         own = attributes_of(thing) or {}
         known = (self.walk.scalars, self.walk.objects, self.walk.slots)
         for kind in users_bases(type(thing)):
-            members, writable = Inherited(kind), Members(kind)
+            members = Inherited(kind)
             for name, value in list(vars(kind).items()):
                 place = f"{path}.{name}"
                 is_hidden = name.startswith("__") or name in own or any(place in table for table in known)
                 if not is_hidden and is_plain(value):
-                    self.walk.places.append((writable, name))
+                    self.walk.places.append((members, name))
                     self._value(value, place, members, name, depth + 1, (thing, name))
 
     def _module(self, module: nn.Module, path: str, depth: int = 0) -> None:

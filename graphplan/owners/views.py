@@ -195,7 +195,7 @@ class Members:
 
 
 class Inherited(Members):
-    """What a class holds, seen through one of its objects: read and guarded, never written by way of these."""
+    """What a class holds, seen through one of its objects: read, guarded and put back; replays do not write here."""
 
 
 def home(container: Any) -> Any:
