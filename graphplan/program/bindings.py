@@ -7,6 +7,7 @@ tensor that the step gives other memory (``q.data = ...``) is carried too, and g
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -36,8 +37,15 @@ _get_grad = attrgetter("grad")
 _ACCUMULATED = WeakIdKeyDictionary()
 """Gradients that some program accumulates into: several programs refer to them."""
 
-_TURNS: WeakValueDictionary[object, Bindings] = WeakValueDictionary()
-"""By generation, what the program binds that was replayed last."""
+
+class _Turn:
+    """Of programs that share memory, what the one binds that was replayed last."""
+
+    latest: weakref.ref[Bindings] | None = None
+
+
+_TURNS: WeakValueDictionary[object, _Turn] = WeakValueDictionary()
+"""By generation."""
 
 
 @cache
@@ -88,6 +96,7 @@ class Bindings:
 
     def __init__(self, plan: Plan, before: Walk, stand_ins: Mapping[str, Tensor]) -> None:
         self._plan = plan
+        self._own, self._turn = weakref.ref(self), _Turn()
         self._old = {path: before.slots[path].get() for path in plan.rebindings.carries}
         self._into = {path: tensor_leaves(stand_ins.get(path, old)) for path, old in self._old.items()}
         # Their memory, wherever the step leaves the tensors themselves.
@@ -198,15 +207,19 @@ class Bindings:
         if are_kept and self._count() != self._counts:
             self._release_kept()
 
-    def take_turn(self, generation: object) -> None:
-        """Before a replay that follows one of another program of this ``generation``, whose memory it writes to: give
-        gradients that lie there, and that it does not make anew, memory of their own.
+    def share_memory(self, generation: object) -> None:
+        """Take turns with the programs of this ``generation``."""
+        self._turn = _TURNS.setdefault(generation, _Turn())
+
+    def take_turn(self) -> None:
+        """Before a replay that follows one of another program, whose memory it writes to: give the gradients that lie
+        there, and that it does not make anew, memory of their own.
         """
-        latest = _TURNS.get(generation)
-        if latest is self:
+        before = self._turn.latest
+        if before is self._own:
             return
-        _TURNS[generation] = self
-        written = set(map(id, self._written_params))
+        self._turn.latest = self._own
+        latest, written = None if before is None else before(), set(map(id, self._written_params))
         for param, grad, memory in latest._grads_in_memory() if latest is not None else ():
             if param.grad is grad and id(param) not in written:
                 memory.data = memory.detach().clone()

@@ -102,6 +102,7 @@ class Program:
         self.bytes_per_replay = inputs.nbytes
         self.nbytes = recording.nbytes
         self.generation = recording.generation
+        bindings.share_memory(recording.generation)
         self.replays = 0
         self.tally = Tally()
 
@@ -188,7 +189,7 @@ class Program:
     def _launch(self, *, is_recorded: bool = False) -> None:
         """Replay; ``is_recorded`` for the recorded call itself, which has made what it makes on the host."""
         assert self._recording is not None
-        self.bindings.take_turn(self.generation)
+        self.bindings.take_turn()
         undoing = nullcontext() if self._undo is None else self._undo.undoing(self.bindings.grads_in_place())
         try:
             with undoing:

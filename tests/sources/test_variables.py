@@ -216,3 +216,17 @@ def test_counts_that_are_undone(where: str, verify: str) -> None:
     for index in range(1, 20):
         assert torch.equal(step(torch.ones(2)), torch.ones(2) * (1 + index / 10))
         assert (Counted.n if where == "class" else helper.n) == index  # type: ignore[attr-defined]
+
+
+def test_an_error_keeps_what_it_holds() -> None:
+    """Where no stand-in is in it."""
+    held = [1, 2]
+
+    def step(x: Tensor) -> Tensor:
+        raise KeyError(held)
+
+    graphed = graph_step(step, backend="tape", mode="inference")
+    for _ in range(8):
+        with pytest.raises(KeyError, match=r"\[1, 2\]") as caught:
+            graphed(torch.ones(2))
+        assert caught.value.args[0] is held

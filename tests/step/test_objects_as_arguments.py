@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from graphplan import FeedError, graph_step
-from tests.twins import Rig, same_as_eager
+from tests.twins import Rig, build, managed, same_as_eager
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -84,3 +84,26 @@ def test_a_scheduler_is_no_such_argument() -> None:
     with pytest.raises(FeedError, match=r"a StepLR is fed, which is neither a tensor nor a literal"):
         for _ in range(8):
             step(scheduler, torch.randn(5, 6))
+
+
+def test_gradients_leave_memory_that_another_program_writes_to() -> None:
+    """Programs of one step share memory on CUDA: what one has left at other parameters lies elsewhere before that."""
+    rig = build(lambda: rig_of(2))
+    step = managed(rig)
+    places = []
+    for number, args in enumerate(rig.calls):
+        step(*args)
+        if number == 50:
+            # On the tape, each has memory of its own.
+            for program in step.machine.programs.all():
+                program.bindings.share_memory("one")
+        if number >= 59:
+            grads = [parameter.grad for parameter in rig.extra["model 0"].parameters()]
+            places.append([(grad.data_ptr(), grad.clone()) for grad in grads])
+    # Model 0 is trained up to call 59, and model 1 from there on.
+    before, after, last = places[0], places[1], places[-1]
+    assert step.stats.last_kind == "replayed"
+    for (place, value), (other, moved), (_, kept) in zip(before, after, last, strict=True):
+        assert other != place
+        assert torch.equal(value, moved)
+        assert torch.equal(value, kept)
