@@ -276,11 +276,11 @@ class Managed:
 
     def take_fed(self, leaves: Iterable[Any]) -> None:
         """Own the modules that a step is fed, and name the optimizers: it may read what it does not run."""
-        walk = self.walk_before()
+        things = [leaf for leaf in leaves if isinstance(leaf, nn.Module | torch.optim.Optimizer)]
+        # Most steps are fed none, and owners are not walked for that.
+        walk = self.walk_before() if things else Walk()
         known = {*map(id, walk.modules), *map(id, walk.optimizers.values())}
-        for leaf in leaves:
-            if not isinstance(leaf, nn.Module | torch.optim.Optimizer) or id(leaf) in known:
-                continue
+        for leaf in (thing for thing in things if id(thing) not in known):
             name = type(leaf).__name__.lower()
             if isinstance(leaf, nn.Module):
                 self.owners[free_name(name, self.owners)] = leaf
