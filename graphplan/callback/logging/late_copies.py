@@ -40,21 +40,21 @@ class LateCopies:
 
     def watch(self, key: str, *tensors: Tensor) -> None:
         """In a trace, watch whether the step changes ``tensors`` after the scalar was copied."""
-        if not is_traced():
-            return
-        # A change of a parameter or a buffer does not count up the version of a tensor that ``.data`` has returned.
-        owned = {storage_id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
-        for tensor in tensors:
-            if type(tensor) is not Tensor or tensor.layout is not torch.strided or storage_id(tensor) in owned:
+        for tensor in tensors if is_traced() else ():
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided:
                 self._may_wait[key] = False
             else:
                 self._watched.append((key, tensor, tensor._version))
 
     def settle(self) -> None:
         """The step is over."""
+        owners = (*self._module.parameters(), *self._module.buffers()) if self._watched else ()
+        # A change of a parameter or a buffer does not count up the version of a tensor that ``.data`` has returned.
+        owned = set(map(storage_id, owners))
         for key, tensor, version in self._watched:
-            is_left_alone = tensor._version == version and 0 < tensor.untyped_storage().nbytes() <= _MOST_BYTES
-            self._may_wait[key] = is_left_alone and self._may_wait.get(key, True)
+            is_left_alone = tensor._version == version and storage_id(tensor) not in owned
+            is_small = 0 < tensor.untyped_storage().nbytes() <= _MOST_BYTES
+            self._may_wait[key] = is_left_alone and is_small and self._may_wait.get(key, True)
         self._watched = []
 
     def defer_logged(self, is_late: Callable[[str], bool], left: Patches) -> None:
