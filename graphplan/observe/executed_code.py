@@ -126,6 +126,9 @@ class ExecutedCode:
         self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]
     ) -> Iterator[tuple[str, Any, Any]]:
         for code, space in self._globals.items():
+            if not (_is_of_module(space) or has_met(code)):
+                # The step has compiled it: a ``namedtuple`` that is made in each call has its methods in such a space.
+                continue
             found = names_of(code)
             # A variable of a function around it is no global, though there may be one of that name.
             used = found.variables.difference(code.co_freevars, code.co_cellvars)
@@ -166,8 +169,7 @@ class ExecutedCode:
         """The user's classes of what ran, and those that the code names."""
         # What a class does not have, its own class may.
         kinds = dict.fromkeys(base for leaf in self._classes for base in (*leaf.__mro__, *getmro(type(leaf))))
-        own = filter(is_users, kinds)
-        return [kind for kind in own if "<locals>" not in kind.__qualname__ or has_met(kind)]
+        return [kind for kind in filter(is_users, kinds) if _is_in_module(kind) or has_met(kind)]
 
     def _members(self, has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
         """Methods of the user's classes that ran, and values of these classes under names that the code uses."""
@@ -227,6 +229,19 @@ class ExecutedCode:
     def _matches(self, function: FunctionType) -> bool:
         held = _identities(_variables_of(function))
         return any(call <= held for call in self._free.get(function.__code__, ()))
+
+
+def _is_of_module(space: Mapping[str, Any]) -> bool:
+    """Whether ``space`` is the namespace of a module, rather than one that code was compiled in."""
+    module = sys.modules.get(str(space.get("__name__")))
+    return module is not None and vars(module) is space
+
+
+def _is_in_module(kind: type) -> bool:
+    """Whether a class lies in its module by its name, alone or in another class, so that no call makes it."""
+    outer, *inner = kind.__qualname__.split(".")
+    found = vars(sys.modules[kind.__module__]).get(outer) if kind.__module__ in sys.modules else None
+    return found is kind or (bool(inner) and "<locals>" not in inner and issubclass(type(found), type))
 
 
 def _variables_of(function: FunctionType) -> dict[str, Any]:

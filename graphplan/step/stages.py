@@ -15,6 +15,7 @@ from graphplan.backends.backend import is_out_of_memory, refusing_memory
 from graphplan.compare.building import build_later
 from graphplan.effects.host import check_threads, omissions
 from graphplan.errors import (
+    CaptureError,
     GraphPlanError,
     HostEffectError,
     LearningRateError,
@@ -47,6 +48,7 @@ from graphplan.trace.host_reads import Place
 from graphplan.trace.records import Trace
 
 _NO_ACCIDENT = 2  # Steps in a row that are no coincidence.
+_DROPPED = 8  # Traces in a row of which none can be kept, after which no other one is made.
 _OFTEN = 32  # A key that comes again within so many calls gets its program early, if that costs less than usual.
 
 
@@ -312,32 +314,14 @@ class Stages:
         """Keep a trace, and plan if there are enough. ``at_end`` is its last walk, if still valid."""
         line = call.line
         check_threads(facts, self._options.allow)
-        if self._managed.rates.stepped_newcomers:
-            # Later steps run other kernels.
+        walk, why = self._unfit(call, facts, at_end)
+        if why:
             line.traces = []
+            line.dropped += 1
+            if line.dropped >= _DROPPED:
+                raise CaptureError(f"the step was traced {line.dropped} times for nothing: each time {why}")
             return
-        if facts.is_to_be_repeated:
-            line.traces = []
-            return
-        if self._managed.take_leaves(facts.leaves):
-            # Their gradients had no places yet.
-            line.traces = []
-            return
-        if facts.violation is not None:
-            raise facts.violation
-        self._managed.check_kept()
-        walk = at_end or self._managed.walk()
-        if self._managed.take_names(facts.executed, walk, facts.own_states):
-            # Code ran for the first time: what it uses was not watched yet.
-            line.traces = []
-            return
-        if facts.batch is not None and not self._take_reads(call, facts.batch, facts):
-            line.traces = []
-            return
-        if self._given.give_up(facts.symbolic.used):
-            # Each value has a program of its own, under another key.
-            line.traces = []
-            return
+        assert walk is not None
         self._planner.note(facts, walk)
         self._planner.take_truths(facts, walk)
         call.entry.learn(facts, walk.scalars)
@@ -355,6 +339,28 @@ class Stages:
             self._stats.note(fact)
         needed = self._runner.backend.needs(plan.footprint, alone=True)
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
+
+    def _unfit(self, call: Call, facts: Trace, at_end: Walk | None) -> tuple[Walk | None, str]:
+        """Take in what a trace has shown: the walk after the step, or why another trace has to follow."""
+        if self._managed.rates.stepped_newcomers:
+            return None, "an optimizer stepped that had not before, and other kernels run then"
+        if facts.is_to_be_repeated:
+            return None, "it read what cannot be read before the step"
+        if self._managed.take_leaves(facts.leaves):
+            return None, "it gave gradients to tensors that had none before"
+        if facts.violation is not None:
+            raise facts.violation
+        self._managed.check_kept()
+        walk = at_end or self._managed.walk()
+        if self._managed.take_names(facts.executed, walk, facts.own_states):
+            name = next(reversed(self._managed.names.entries), "none")
+            return None, f"its code used names or objects that it had not used before (the latest name is {name})"
+        if facts.batch is not None and not self._take_reads(call, facts.batch, facts):
+            return None, "it read other values of its batch"
+        if self._given.give_up(facts.symbolic.used):
+            # Each value has a program of its own, under another key.
+            return None, "its code needed numbers among its arguments"
+        return walk, ""
 
     def _take_reads(self, call: Call, batch: BatchRecorder, facts: Trace) -> bool:
         """Take in what a trace has read of its batch. False if other traces have to follow, with that read before."""
