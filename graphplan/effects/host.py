@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import zip_longest
 
 from graphplan.effects.allowed import allowing, is_allowed
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.source import find_load
+from graphplan.owners.slots import Walk
 from graphplan.trace.records import Trace
 
 
@@ -48,6 +49,22 @@ def check_threads(trace: Trace, allow: Iterable[str]) -> None:
                 component=source.component,
                 path=name,
             )
+
+
+def taken_item(walk: Walk, iterated: Collection[str], allow: Iterable[str]) -> HostEffectError | None:
+    """The error for a step that takes items from an iterator that lasts, where ``iterated`` are the names of what its
+    code gives to ``next``: no replay would take one, and no step that is undone and run again puts it back.
+    """
+    for path, scalar in walk.scalars.items() if iterated else ():
+        kind = type(scalar.get()) if scalar.attribute in iterated else type
+        if hasattr(kind, "__next__") and not is_allowed(path, allow):
+            return HostEffectError(
+                f"the step takes the next item of {path} (a {kind.__name__}), which a replay would not: it runs no "
+                "Python. Have the data loader give what it gives (lightning.pytorch.utilities.CombinedLoader joins "
+                "loaders), or take it before the step and feed it",
+                path=path,
+            )
+    return None
 
 
 def check_gradients(pair: TracePair) -> None:

@@ -64,6 +64,11 @@ class ExecutedCode:
         """The code that ran."""
         return self._globals.keys()
 
+    @property
+    def iterated(self) -> set[str]:
+        """The names of what the code that ran gives to ``next``."""
+        return {name for code in self._globals for name in names_of(code).iterated}
+
     def note_compiled(self, context: Any, function: Any) -> None:
         """Note that ``function`` was entered, which is compiled with ``context``, or is to be left uncompiled."""
         module = getattr(function, "__self__", None)
@@ -112,6 +117,7 @@ class ExecutedCode:
         for code in self._globals:
             names.attributes |= names_of(code).attributes
             names.computes |= names_of(code).dynamic
+        names.iterated |= self.iterated
         names.mentioned |= self.mentioned
         return any(new)
 

@@ -6,7 +6,7 @@ import dis
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from types import CodeType
 
 from graphplan.environment.origin import is_library
@@ -36,6 +36,7 @@ class Names:
         methods: attributes that it calls.
         stored: attributes that it stores, ``assigned`` by other means than ``+=``, ``always`` whenever it runs.
         variables: globals and closure variables that it loads or stores, ``read`` for more than ``+=``.
+        iterated: variables and attributes that it gives to ``next``.
     """
 
     dynamic: bool
@@ -47,6 +48,7 @@ class Names:
     always: frozenset[str]
     variables: frozenset[str]
     read: frozenset[str]
+    iterated: frozenset[str]
 
 
 _NAMES: dict[int, tuple[CodeType, Names]] = {}
@@ -128,8 +130,19 @@ def _find_names(code: CodeType) -> Names:
         for index, step in enumerate(steps)
         if step.opname == "IMPORT_NAME"
     }
-    groups = (attributes, methods, set(stores), assigned, assigned & certain, variables, read)
+    groups = (attributes, methods, set(stores), assigned, assigned & certain, variables, read, _iterated(steps))
     return Names(_is_dynamic(steps), frozenset(imports), *map(frozenset, groups))
+
+
+def _iterated(steps: list[dis.Instruction]) -> set[str]:
+    """What is given to ``next``, where it has a name."""
+    found = set()
+    for index in (index for index, step in enumerate(steps) if step.opname in _LOADS and step.argval == "next"):
+        first, *others = [*steps[index + 1 :], steps[-1]]
+        path = [first, *takewhile(lambda step: step.opname == "LOAD_ATTR", others)]
+        if first.opname in _LOADS or first.opname == "LOAD_FAST":
+            found.add(str(path[-1].argval))
+    return found
 
 
 def _is_dynamic(steps: list[dis.Instruction]) -> bool:

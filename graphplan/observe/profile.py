@@ -26,7 +26,7 @@ from graphplan.environment.collector import no_collections
 from graphplan.environment.origin import file_of, is_library, is_librarys, is_users, is_users_file
 from graphplan.environment.switches import USED
 from graphplan.errors import Faults
-from graphplan.feed.placeholders import asked_classes, handles_errors, is_stand_in
+from graphplan.feed.placeholders import Asked, asked_classes, handles_errors
 from graphplan.observe.conversions import READERS, Conversions
 from graphplan.observe.executed_code import ExecutedCode, function_of
 from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_of_saving, name_of_start, name_of_write
@@ -59,7 +59,8 @@ class Reads:
         stored: attributes of modules that were, each with the module's identity.
         codes: the user's code and that of installed packages, each with the id of the object whose method it is, or 0.
         dynamic: whether some attributes have names that the user's code computes.
-        ask_classes: whether the user's code may have called ``type`` on a stand-in.
+        ask_classes: whether the user's code may have called ``type`` on a stand-in, whatever it then does with that.
+        compared: classes that it compared with that of something, which may have been a stand-in.
     """
 
     anywhere: set[str] = field(default_factory=set)
@@ -72,6 +73,11 @@ class Reads:
     codes: list[tuple[CodeType, int]] = field(default_factory=list)
     dynamic: bool = False
     ask_classes: bool = False
+    compared: set[type] = field(default_factory=set)
+
+    def may_tell(self, kinds: tuple[type, ...]) -> bool:
+        """Whether code may have told stand-ins for values of ``kinds`` from these."""
+        return self.ask_classes or any(issubclass(kind, kinds) for kind in self.compared)
 
     def may_cover(self, scalar: Scalar) -> bool:
         """Whether the user's code that takes attributes by computed names may have come to ``scalar``."""
@@ -155,8 +161,9 @@ class Profile:
         self._stored: set[tuple[int, str]] = set()
         self._users: set[int] = set()
         """Identities of the user's code that ran."""
-        self._asked: dict[int, frozenset[str]] = {}
-        """Arguments that code asks for their classes, by its identity."""
+        self._asked: dict[int, Asked] = {}
+        """What code asks for its class, by the code's identity, if that may be a stand-in in some calls alone."""
+        self._compared: set[type] = set()
         self._ask_classes = self._ask_in_errors = self._handle_errors = False
         self._others = ExitStack()
         self._importing: FrameType | None = None
@@ -212,7 +219,7 @@ class Profile:
         known = key in self._codes
         asked = self._asked.get(number)
         if asked is not None:
-            self._ask_classes |= any(is_stand_in(frame.f_locals.get(argument)) for argument in asked)
+            self._ask_classes |= asked.are_stand_ins(frame)
         if known and not is_closure:
             return name is None and asked is None
         if self._importing is not None:
@@ -233,10 +240,11 @@ class Profile:
         """Note the user's ``code``, and what it asks for its class."""
         self._users.add(id(code))
         asked = asked_classes(code)
-        if asked.arguments:
-            self._asked[id(code)] = asked.arguments
-        are_asked = any(is_stand_in(frame.f_locals.get(argument)) for argument in asked.arguments)
-        self._ask_classes |= asked.others or are_asked
+        if asked.paths:
+            self._asked[id(code)] = asked
+        classes = asked.classes(frame)
+        self._ask_classes |= asked.others or None in classes or asked.are_stand_ins(frame)
+        self._compared.update(filter(None, classes))
         self._ask_in_errors |= asked.in_errors
         self._handle_errors |= handles_errors(code)
 
@@ -297,7 +305,7 @@ class Profile:
         """What the code that ran may have read."""
         # Code that goes on has raised no error, unless it handles some.
         may_ask = self._ask_classes or (self._ask_in_errors and self._handle_errors)
-        found = Reads(stored=self._stored, ask_classes=may_ask)
+        found = Reads(stored=self._stored, ask_classes=may_ask, compared=self._compared)
         for (_, owner), code in self._codes.items():
             if owner:
                 found.methods_on.setdefault(owner, []).append(code)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import ItemsView, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, KeysView, ValuesView
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import ProxyTypes, WeakKeyDictionary, WeakSet, WeakValueDictionary
 from zlib import crc32
@@ -101,3 +102,15 @@ def state_of(value: Any) -> Any:
         return _Bytes(memoryview(value))
     state = bits.state
     return repr({**state, "state": {k: getattr(v, "tolist", lambda v=v: v)() for k, v in state["state"].items()}})
+
+
+def kept(value: Any) -> tuple[Callable[[Any], object], Any]:
+    """How to set what a buffer or random generator holds, and a copy of that."""
+    if isinstance(value, random.Random):
+        return value.setstate, value.getstate()
+    bits = _bits_of(value)
+    if bits is not None:
+        return partial(setattr, bits, "state"), bits.state
+    if _is_array(value):
+        return partial(value.__setitem__, ...), value.copy()
+    return lambda held: memoryview(value).cast("B").__setitem__(slice(None), held), bytes(memoryview(value))

@@ -165,7 +165,8 @@ class Namespace:
     """Names that a step's code uses: globals, closure variables, functions of modules and classes. ``entries`` has the
     space and the key for each label, ``attributes`` the names that the code loads of any object. ``mentioned`` are
     names and strings in all code that ran, ``computes`` says whether the user's code computes further ones. ``leaves``
-    are paths of tensors that are no parameters and get gradients as these do.
+    are paths of tensors that are no parameters and get gradients as these do, ``iterated`` the names of what the user's
+    code gives to ``next``.
     """
 
     def __init__(self) -> None:
@@ -174,6 +175,7 @@ class Namespace:
         self.mentioned: set[str] = set()
         self.computes = False
         self.leaves: set[str] = set()
+        self.iterated: set[str] = set()
         self.functions: dict[CodeType, list[weakref.ref[FunctionType]]] = {}
         """Functions with closures that no name leads to and that were found, by their code."""
         self._known: set[tuple[int, Any]] = set()

@@ -14,9 +14,11 @@ from torch import Tensor
 from graphplan.environment.devices import default_generators, set_generator
 from graphplan.environment.switches import read_all, set_all
 from graphplan.errors import CaptureError, EffectError
+from graphplan.owners.contents import has_contents, kept
 from graphplan.owners.generators import HostGenerators
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Container, Walk, is_optimizer_state
+from graphplan.owners.views import Told, contents
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory, has_own_operators, is_freed
 from graphplan.tensors.copying import copy_all, unequal, write_all
 from graphplan.tensors.storages import storage_id
@@ -65,7 +67,9 @@ class Snapshot:
             copies = copy_all(live, device)
         self._tensors = {id(t): (t, copy) for t, copy in zip(live, copies, strict=True)}
         of_torch = [(partial(set_generator, g), g.get_state()) for g in (*default_generators(), *generators)]
-        self._generators: list[tuple[Callable[[Any], object], Any]] = [*of_torch, *HostGenerators().states]
+        told = (scalar.container for scalar in walk.scalars.values() if type(scalar.container) is Told)
+        of_owners = [kept(place.items) for place in told if place.read is contents and has_contents(place.items)]
+        self._generators: list[tuple[Callable[[Any], object], Any]] = [*of_torch, *HostGenerators().states, *of_owners]
 
     @property
     def storages(self) -> set[int | None]:

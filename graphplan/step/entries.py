@@ -35,7 +35,7 @@ class Line:
     """One variant on its way to a program: traces, then a plan, then the program. ``state`` are the paths of optimizer
     state in the latest trace. The numbers count pairs of traces that were dropped, because autograd ``reordered`` them
     or the host changed something between them, traces that branched otherwise than one before, and those in a row that
-    were ``dropped`` alone.
+    ``renamed`` what they use.
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Line:
     reordered: int = 0
     straddling: int = 0
     outcomes: int = 0
-    dropped: int = 0
+    renamed: int = 0
     plan: Plan | None = None
     program: Program | None = None
 

@@ -38,6 +38,7 @@ from graphplan.program.faults import is_raised_by_user, refusing
 from graphplan.program.fingerprint import Fingerprint
 from graphplan.specs.paths import free_name
 from graphplan.step.compiled import runs_compiled
+from graphplan.tensors.deferred import stood_for
 from graphplan.trace.mode import refuse_trace
 from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
@@ -463,4 +464,4 @@ def _churn_error(changed: Sequence[str]) -> OptimizerError:
 def _are_misused(record: Trace) -> bool:
     """Whether deferred numbers are kept where nothing knows of them, or may have been told from real ones."""
     assert record.deferred is not None
-    return not record.deferred.are_over() or record.reads.ask_classes
+    return not record.deferred.are_over() or record.reads.may_tell(stood_for(copies=bool(record.deferred.copies)))

@@ -128,7 +128,7 @@ class Planner:
         """
         plan = self._plan(call, walk, at_end)
         if plan is not None:
-            call.line.traces, call.line.straddling, call.line.dropped, self._latest = [], 0, 0, None
+            call.line.traces, call.line.straddling, call.line.renamed, self._latest = [], 0, 0, None
             read = plan.reads.values.items()
             self._read = {path: value for path, value in read if type(value) in (*NUMBERS, bool)}
         return plan

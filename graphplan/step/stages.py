@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from graphplan.backends.backend import is_out_of_memory, refusing_memory
 from graphplan.compare.building import build_later
-from graphplan.effects.host import check_threads, omissions
+from graphplan.effects.host import check_threads, omissions, taken_item
 from graphplan.errors import (
-    CaptureError,
+    ControlFlowError,
     GraphPlanError,
     HostEffectError,
     LearningRateError,
@@ -48,7 +48,7 @@ from graphplan.trace.host_reads import Place
 from graphplan.trace.records import Trace
 
 _NO_ACCIDENT = 2  # Steps in a row that are no coincidence.
-_DROPPED = 8  # Traces in a row of which none can be kept, after which no other one is made.
+_RENAMED = 8  # Traces in a row that use new names, after which no other one is made.
 _OFTEN = 32  # A key that comes again within so many calls gets its program early, if that costs less than usual.
 
 
@@ -155,6 +155,9 @@ class Stages:
         entry, feed = call.entry, call.feed
         try:
             refuse_graphs_within(call.walk, self._runner.fn, self._runner.device, self._managed.compiled)
+            taken = taken_item(call.walk, self._managed.names.iterated, self._options.allow)
+            if taken is not None:
+                raise taken
             return self._attempt(call)
         except ReadSignal as signal:
             if signal.indices:
@@ -254,10 +257,10 @@ class Stages:
         with placeholders, self._stats.timed("trace"):
             result, walk = self._run_traced(call, fed, facts, undo, rehearses=rehearses)
             result = placeholders.settled(result)
-            if feed.unread and facts.reads.ask_classes:
+            if feed.unread and facts.reads.may_tell(tuple({type(feed.leaves[index]) for index in feed.unread})):
                 raise ReadSignal(feed.unread)
-            rehearsal = None
-            if rehearses or facts.executed.compiled:
+            rehearsal, taken = None, taken_item(call.walk, facts.executed.iterated, self._options.allow)
+            if taken is None and (rehearses or facts.executed.compiled):
                 rehearsal = Rehearsal(self._managed.walk, result, self._options.allow)
                 facts.undo_unowned_writes()
                 snapshot.restore()
@@ -265,6 +268,8 @@ class Stages:
                 fed.restore()
                 result = self._runner.run(lambda: self._runner.call(CallArguments.of(feed)))
             try:
+                if taken is not None:
+                    raise taken
                 if rehearsal is not None and self._runner.backend.executes:
                     rehearsal.check(result, self._runner.fn)
                 self._take(call, facts, walk if rehearsal is None else None)
@@ -314,14 +319,40 @@ class Stages:
         """Keep a trace, and plan if there are enough. ``at_end`` is its last walk, if still valid."""
         line = call.line
         check_threads(facts, self._options.allow)
-        walk, why = self._unfit(call, facts, at_end)
-        if why:
+        if self._managed.rates.stepped_newcomers:
+            # Later steps run other kernels.
             line.traces = []
-            line.dropped += 1
-            if line.dropped >= _DROPPED:
-                raise CaptureError(f"the step was traced {line.dropped} times for nothing: each time {why}")
             return
-        assert walk is not None
+        if facts.is_to_be_repeated:
+            line.traces = []
+            return
+        if self._managed.take_leaves(facts.leaves):
+            # Their gradients had no places yet.
+            line.traces = []
+            return
+        if facts.violation is not None:
+            raise facts.violation
+        self._managed.check_kept()
+        walk = at_end or self._managed.walk()
+        if self._managed.take_names(facts.executed, walk, facts.own_states):
+            # Code ran for the first time: what it uses was not watched yet.
+            line.traces = []
+            line.renamed += 1
+            if line.renamed >= _RENAMED:
+                name = next(reversed(self._managed.names.entries), "none")
+                raise ControlFlowError(
+                    f"in {line.renamed} steps in a row, the step's code used names or objects that it had not used "
+                    f"before (the latest name is {name}), as code does that each step makes anew (exec, eval, a class "
+                    "or a function that it keeps). Make it once, outside the step"
+                )
+            return
+        if facts.batch is not None and not self._take_reads(call, facts.batch, facts):
+            line.traces = []
+            return
+        if self._given.give_up(facts.symbolic.used):
+            # Each value has a program of its own, under another key.
+            line.traces = []
+            return
         self._planner.note(facts, walk)
         self._planner.take_truths(facts, walk)
         call.entry.learn(facts, walk.scalars)
@@ -339,28 +370,6 @@ class Stages:
             self._stats.note(fact)
         needed = self._runner.backend.needs(plan.footprint, alone=True)
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
-
-    def _unfit(self, call: Call, facts: Trace, at_end: Walk | None) -> tuple[Walk | None, str]:
-        """Take in what a trace has shown: the walk after the step, or why another trace has to follow."""
-        if self._managed.rates.stepped_newcomers:
-            return None, "an optimizer stepped that had not before, and other kernels run then"
-        if facts.is_to_be_repeated:
-            return None, "it read what cannot be read before the step"
-        if self._managed.take_leaves(facts.leaves):
-            return None, "it gave gradients to tensors that had none before"
-        if facts.violation is not None:
-            raise facts.violation
-        self._managed.check_kept()
-        walk = at_end or self._managed.walk()
-        if self._managed.take_names(facts.executed, walk, facts.own_states):
-            name = next(reversed(self._managed.names.entries), "none")
-            return None, f"its code used names or objects that it had not used before (the latest name is {name})"
-        if facts.batch is not None and not self._take_reads(call, facts.batch, facts):
-            return None, "it read other values of its batch"
-        if self._given.give_up(facts.symbolic.used):
-            # Each value has a program of its own, under another key.
-            return None, "its code needed numbers among its arguments"
-        return walk, ""
 
     def _take_reads(self, call: Call, batch: BatchRecorder, facts: Trace) -> bool:
         """Take in what a trace has read of its batch. False if other traces have to follow, with that read before."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
@@ -304,6 +305,13 @@ class DeferredArray(DeferredNumber):
 def is_deferred(value: Any) -> TypeGuard[DeferredNumber]:
     """Whether ``value`` is a deferred number or array. Other objects' ``__class__`` is not asked."""
     return issubclass(type(value), DeferredNumber)
+
+
+def stood_for(*, copies: bool) -> tuple[type, ...]:
+    """The classes of what deferred numbers stand for, and of what arrays and ``copies`` do."""
+    numpy: Any = sys.modules.get("numpy")
+    arrays = (numpy.generic, numpy.ndarray) if hasattr(numpy, "ndarray") else ()
+    return (int, float, complex, *arrays, *((Tensor,) if copies else ()))
 
 
 for _function in _BINARY:

@@ -323,15 +323,15 @@ def test_a_tensor_that_is_rebound_now_and_then_is_refused() -> None:
 
 
 def chooses_an_owned_tensor(model: Any, x: Tensor, loss: Tensor) -> Tensor:
-    return (model.first, model.second)[next(model.turn)] * 2  # culprit
+    return (model.first, model.second)[model.turn()] * 2  # culprit
 
 
 def chooses_a_new_tensor(model: Any, x: Tensor, loss: Tensor) -> Tensor:
-    return (x + 1, x + 2)[next(model.turn)] * 2  # culprit
+    return (x + 1, x + 2)[model.turn()] * 2  # culprit
 
 
 def chooses_a_view(model: Any, x: Tensor, loss: Tensor) -> Tensor:
-    return model.halves[next(model.turn)] * 2  # culprit
+    return model.halves[model.turn()] * 2  # culprit
 
 
 def _halves() -> tuple[Tensor, Tensor]:
@@ -350,7 +350,7 @@ CHOICES = {
 @pytest.mark.parametrize("choose", CHOICES, ids=lambda choose: choose.__name__)
 def test_a_choice_between_tensors_is_refused(choose: Callable[..., Tensor]) -> None:
     """The same operators on other tensors, in turn: the operator, its line and both tensors are named."""
-    make = partial(updating_rig, choose, attributes(turn=partial(cycle, (0, 1)), **TENSORS))
+    make = partial(updating_rig, choose, attributes(turn=lambda: cycle((0, 1)).__next__, **TENSORS))
     patterns = [r"aten\.mul", line_of(choose), CHOICES[choose], "chooses between tensors", r"torch\.where"]
     assert_refused(make, ControlFlowError, *patterns, done=SECOND_TRACE)
 

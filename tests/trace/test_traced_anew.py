@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -267,3 +268,44 @@ def test_two_states_that_are_reset_to_one_tensor_now_and_then(phase: int) -> Non
 
 def test_two_states_that_are_always_reset_to_one_tensor() -> None:
     assert_equals_eager(partial(recurrent_rig, 1, 0))
+
+
+def a_namedtuple(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    output = namedtuple("Output", ["loss"])
+    return output(loss=loss * 2).loss
+
+
+def a_typed_tuple(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    class Output(NamedTuple):
+        loss: Tensor
+
+    return Output(loss * 2).loss
+
+
+def executed(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    space: dict[str, Any] = {}
+    exec("two = 2\ndef double(x):\n    return x * two", space)
+    return space["double"](loss)  # type: ignore[no-any-return]
+
+
+def evaluated(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return eval("loss * two", {"loss": loss, "two": 2})  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [a_namedtuple, a_typed_tuple, executed, evaluated], ids=lambda make: make.__name__)
+def test_namespaces_that_each_step_makes(make: Callable[..., Tensor]) -> None:
+    """Their names are no names that the step depends on: it makes them itself."""
+    assert_equals_eager(partial(updating_rig, make, attributes()))
+
+
+def test_names_that_are_others_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few traces are made, no more."""
+    for index in range(CALLS):
+        monkeypatch.setitem(globals(), f"factor_{index}", 2.0)
+
+    def named(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return loss * eval(f"factor_{model.turn()}", globals())  # type: ignore[no-any-return]
+
+    make = partial(updating_rig, named, attributes(turn=lambda: iter(range(CALLS)).__next__))
+    text = r"in 8 steps in a row.* used names or objects that it had not used before \(the latest name is factor_\d+\)"
+    assert_falls_back(make, SkipReason.CONTROL_FLOW, text)
