@@ -211,11 +211,15 @@ class FastPath:
         self._managed = managed
         self._modes = managed.modes
         self._layouts: list[Layout] = []
+        self.knows = False
+        """Whether the latest call is like a known one, though its program may not be replayed at once."""
 
     def find(self, args: Sequence[Any]) -> tuple[KnownCall, Sequence[Any]] | None:
         """Find a known call like this one whose program may be replayed, and the leaves of this one."""
+        self.knows = False
         try:
             found = self._search(args)
+            self.knows = found is not None
             if found is None:
                 return None
             call, program = found[0], found[0].program

@@ -18,7 +18,7 @@ _TRACE, _CAPTURE, _CHECK, _SAVES = 12, 5, 3, 0.6
 """Eager steps that a trace, a capture and a check take on a CPU, and that a replay saves, for where none are timed: the
 median of 21 models of recipes.zoo.
 """
-_AGAIN = 8  # Times the allowance for what comes again, where none are timed.
+_AGAIN = 3  # Times the allowance for what comes again, where none are timed.
 _UNPAID = 2  # Captures in a row that did not pay, after which further ones wait.
 _LONGEST = 128  # Waits in a row, of which a call has up to two, and how many times as many after each that was in vain.
 _LONGER = 4
@@ -214,6 +214,11 @@ class Programs:
         signature = "another signature" if is_further else "what was captured before"
         what = "another way through the step's code" if has_ways else signature
         return f"{what} is traced once replays have saved what earlier traces and captures took"
+
+    def pass_by(self, *, is_for_good: bool) -> None:
+        """Count a call without a look at what it is fed: it waits as those before it, or for want of room."""
+        self._lookups += is_for_good
+        self._waits += 2 * (not is_for_good)
 
     def why_unpaid(self) -> str | None:
         """Why captures in a row have not paid, so that further ones wait; None if it is not so. Told once."""

@@ -48,6 +48,8 @@ from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
 from graphplan.step.stages import Stages
 
+_RESTS = 8  # Calls in a row that had to wait, after which as many that are not known go without a look.
+_IDLE = frozenset({SkipReason.SHAPE, SkipReason.MAX_GRAPHS})
 _FRUITLESS = 8  # Refused calls in a row after which a step stands down.
 _FICKLE, _SHARE = 8, 1 / 4
 """Replays that end where the step branches, if they are many beside the others, after which a program is given up."""
@@ -100,6 +102,9 @@ class StateMachine:
         self.latest: Program | SkipReason | None = None
         self.is_closed = False
         self._fruitless, self._refused_by = (0, 0), ""
+        # Calls in a row that were looked up and had to wait, and why; and how many go without a look from here on.
+        self._idles = self._rests = 0
+        self._idle_for: tuple[SkipReason | None, str] = (None, "")
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that has the turn: a replay at once if it is like an earlier one."""
@@ -127,6 +132,11 @@ class StateMachine:
     def _serve_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_closed:
             raise ClosedError("this step was closed; make a new one with graph_step")
+        if self._rests and not self.fast_path.knows:
+            self._rests -= 1
+            self.latest = self._idle_for[0]
+            self.programs.pass_by(is_for_good=self.latest is SkipReason.MAX_GRAPHS)
+            return self._within_call(lambda: self.plainly(Call(args, kwargs), *self._idle_for))
         if self._gives and self.given.learn(args, kwargs):
             args, kwargs = self.given.put(args, kwargs)
         around = None if self.options.backend == "eager" else surroundings()
@@ -148,11 +158,14 @@ class StateMachine:
     def _transit(self, call: Call) -> Any:
         """Run, trace, capture, replay or check."""
         try:
-            self.latest, detail, way = self.reasons.of(call)
+            reason, detail, way = self.reasons.of(call)
         except RefusalError as error:
             self.demote(error)
-            self.latest, detail, way = error.reason, str(error), self.refused
-        result = way(call, self.latest, detail)
+            reason, detail, way = error.reason, str(error), self.refused
+        self.latest = reason
+        self._idles = self._idles + 1 if reason in _IDLE and way in (self.wait, self.plainly) else 0
+        self._rests, self._idle_for = _RESTS if self._idles >= _RESTS else 0, (reason, detail)
+        result = way(call, reason, detail)
         self.programs.attempts += call.is_on_way
         return result
 

@@ -19,6 +19,7 @@ from torch.optim import AdamW
 
 from graphplan import graph_step, graphed
 from graphplan.errors import SkipReason
+from graphplan.step.reasons import Reasons
 from tests.models import Box, training_rig
 from tests.twins import BEFORE_REPLAY, FURTHER, Rig, assert_same_as_eager, assert_same_runs, build, drive, managed
 
@@ -113,6 +114,25 @@ def test_a_further_shape_waits_until_replays_have_paid_for_the_first_one() -> No
     step.stats.replayed += 100_000
     assert kinds_of(step, further[6:])[-2:] == [R, R]
     assert step.stats.captured == 2
+
+
+@pytest.mark.frugal
+def test_calls_that_have_to_wait_are_looked_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find out what they are fed takes long beside a small step. Once replays have paid, their programs come."""
+    looks: list[str] = []
+    look = Reasons.of
+
+    def counted(reasons: Reasons, call: Any) -> Any:
+        looks.append(reasons._step.stats.last_kind)
+        return look(reasons, call)
+
+    monkeypatch.setattr(Reasons, "of", counted)
+    sizes = [8] * 9 + [*range(9, 21)] * 9
+    _, kinds = run(plain, sizes + [8] * 400 + [9] * 60)
+    assert kinds[: len(FIRST)] == FIRST
+    assert E not in kinds[len(sizes) : len(sizes) + 400]
+    assert kinds[-1] == R
+    assert len(looks) < len(kinds) - kinds.count(R)
 
 
 def test_shapes_in_turns() -> None:
