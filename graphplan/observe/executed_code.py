@@ -131,8 +131,9 @@ class ExecutedCode:
     def _places(
         self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]
     ) -> Iterator[tuple[str, Any, Any]]:
+        own = getattr(function_of(fn), "__globals__", None)
         for code, space in self._globals.items():
-            if not (_is_of_module(space) or has_met(code)):
+            if not (space is own or _is_of_module(space) or has_met(code)):
                 # The step has compiled it: a ``namedtuple`` that is made in each call has its methods in such a space.
                 continue
             found = names_of(code)
