@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.observe.replacements import Replacements
 from graphplan.observe.watching import is_silent
+from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.deferred import HostCopy, is_deferred, value_of
 from graphplan.tensors.storages import storage_id
 
@@ -42,7 +43,8 @@ class Conversions:
     """While it is entered, ``on_read(what, tensor)`` is called for each such read by the thread that entered it, with
     None where the tensor is not known. ``on_item(tensor)`` gives what ``tensor.item()`` gives, and ``on_copy(tensor)``
     a copy of it in host memory, or None for the usual one; ``on_list(tensors)`` likewise what ``torch.tensor`` makes of
-    a list of scalar ones. Of several, the innermost that has such a function is asked.
+    a list of scalar ones, and ``on_truth(tensor)`` whether a number is not zero. Of several, the innermost that has
+    such a function is asked.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class Conversions:
         on_item: Callable[[Tensor], Any] | None = None,
         on_copy: Callable[[Tensor], Tensor | None] | None = None,
         on_list: Callable[[Sequence[Tensor]], Tensor | None] | None = None,
+        on_truth: Callable[[Tensor], bool] | None = None,
     ) -> None:
         self._on_read, self._on_item, self._on_copy, self._on_list = on_read, on_item, on_copy, on_list
+        self._on_truth = on_truth
         self._thread = 0
 
     def __enter__(self) -> Conversions:
@@ -81,6 +85,13 @@ class Conversions:
         """What this thread has for ``tensor.to(*args, **kwargs)`` in place of a copy on the host; None for that."""
         on_copy = cls._innermost("_on_copy")
         return on_copy(tensor) if on_copy is not None and _is_to_host(tensor, args, kwargs) else None
+
+    @classmethod
+    def truth_of(cls, tensor: Tensor) -> bool | None:
+        """What this thread has for ``bool(tensor)`` of a number; None for that."""
+        is_number = type(tensor) in PLAIN_KINDS and tensor.numel() == 1 and tensor.dtype is not torch.bool
+        on_truth = cls._innermost("_on_truth") if is_number else None
+        return None if on_truth is None else on_truth(tensor)
 
     @classmethod
     def stack_of(cls, numbers: Sequence[Any]) -> Tensor | None:
@@ -114,6 +125,8 @@ def _number(name: str) -> Callable[..., Any]:
         # Where modes are on, they hear of the operator.
         if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
             Conversions.tell(_OF_LIST)
+        elif name == "__bool__" and (truth := Conversions.truth_of(self)) is not None:
+            return truth
         return convert(self)
 
     return converting

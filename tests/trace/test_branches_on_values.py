@@ -113,6 +113,19 @@ def clips(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return loss.detach(), norm
 
 
+def skips_what_is_left(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Asks whether numbers are zero: one of ``.item()``, a tensor of one float, and a count."""
+    optimizer.zero_grad(set_to_none=False)
+    loss = F.cross_entropy(model(x), y)
+    model.seen += loss.detach()
+    excess = F.relu(loss - 50)
+    if excess.item() or not model.seen + 1 or excess or loss.isnan().sum().item():  # culprit
+        return loss.detach() * 0
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 def warms_up(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     """Looks at a counter, and counts it up afterwards: the look cannot be taken before the step."""
     optimizer.zero_grad()
@@ -157,7 +170,7 @@ def both(make: Callable[[], Rig], backend: str, **options: Any) -> Any:
     return step
 
 
-@pytest.mark.parametrize("body", [skips_large, counts, skips_twice, checkpoints, clips])
+@pytest.mark.parametrize("body", [skips_large, counts, skips_twice, checkpoints, clips, skips_what_is_left])
 def test_a_branch_is_replayed(body: Body, backend: str) -> None:
     step = both(rig_of(body), backend)
     assert step.stats.replayed == CALLS - BEFORE_REPLAY
@@ -178,6 +191,15 @@ def test_the_other_branch_is_eager(body: Body, odd: tuple[int, ...], backend: st
     detail = rf"at {line_of(skips_large)}.* is True, expected False as in the traced steps"
     if body is not checkpoints:
         assert any(re.search(detail, text) for text in stats.reasons), stats.reasons
+
+
+def test_the_truth_of_a_number_is_a_branch(backend: str) -> None:
+    """``if loss.item():`` and ``if loss:`` ask what ``!= 0`` asks."""
+    step = both(rig_of(skips_what_is_left, (7, 12)), backend)
+    assert (step.stats.captured, step.stats.skipped[SkipReason.HOST_SYNC]) == (1, 2)
+    assert step.stats.replayed == CALLS - BEFORE_REPLAY - 2
+    detail = rf"at {line_of(skips_what_is_left)}.* is True, expected False as in the traced steps"
+    assert any(re.search(detail, text) for text in step.stats.reasons), step.stats.reasons
 
 
 def test_what_is_read_before_it_is_changed(backend: str) -> None:
