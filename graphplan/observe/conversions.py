@@ -163,17 +163,34 @@ def _copier(name: str) -> Callable[..., Any]:
 def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(make)
     def making(*args: Any, **kwargs: Any) -> Tensor:
-        if args and is_deferred(args[0]):
-            number, *rest = args
-            operand = None
-            if not (number.is_array or rest) and kwargs.keys() <= {"dtype", "device"}:
-                like = make(number._kind(), **kwargs)
-                operand = number._reader.tensor_of(number, like.dtype, like.device)
-            return make(value_of(number), *rest, **kwargs) if operand is None else operand.clone()
-        listed = Conversions.stack_of(*args) if len(args) == 1 and not kwargs and type(args[0]) is list else None
-        return make(*args, **kwargs) if listed is None else listed
+        if not args or not (is_deferred(args[0]) or type(args[0]) in (list, tuple)):
+            return make(*args, **kwargs)
+        first, *rest = args
+        made = None if rest or not kwargs.keys() <= {"dtype", "device"} else _made_of(make, first, kwargs)
+        if made is None and type(first) is list and not (rest or kwargs):
+            made = Conversions.stack_of(first)
+        return make(value_of(first), *rest, **kwargs) if made is None else made
 
     return making
+
+
+def _made_of(make: Callable[..., Tensor], data: Any, options: Mapping[str, Any]) -> Tensor | None:
+    """What ``make`` gives for a number that waits or is followed, or for a list of numbers with such ones; None if
+    there is none, or if it takes their values.
+    """
+    is_list = type(data) in (list, tuple)
+    numbers = data if is_list else [data]
+    waiting = {place: number for place, number in enumerate(numbers) if is_deferred(number)}
+    are_numbers = all(type(each) in (bool, int, float) for each in numbers if not is_deferred(each))
+    if not (waiting and are_numbers) or any(number.is_array for number in waiting.values()):
+        return None
+    known = [number._kind() if is_deferred(number) else number for number in numbers]
+    like = make(known if is_list else known[0], **options)
+    given = {place: each._reader.tensor_of(each, like.dtype, like.device) for place, each in waiting.items()}
+    if any(tensor is None for tensor in given.values()):
+        return None
+    made = [given.get(place, constant) for place, constant in enumerate(like.view(-1).unbind())]
+    return torch.stack(made) if is_list else made[0].clone()
 
 
 def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
