@@ -43,8 +43,8 @@ class Conversions:
     """While it is entered, ``on_read(what, tensor)`` is called for each such read by the thread that entered it, with
     None where the tensor is not known. ``on_item(tensor)`` gives what ``tensor.item()`` gives, and ``on_copy(tensor)``
     a copy of it in host memory, or None for the usual one; ``on_list(tensors)`` likewise what ``torch.tensor`` makes of
-    a list of scalar ones, and ``on_truth(tensor)`` whether a number is not zero. Of several, the innermost that has
-    such a function is asked.
+    a list of scalar ones, and ``on_truth(tensor)`` the truth value ``tensor``, for which other values are not read. Of
+    several, the innermost that has such a function is asked.
     """
 
     def __init__(
@@ -91,7 +91,19 @@ class Conversions:
         """What this thread has for ``bool(tensor)`` of a number; None for that."""
         is_number = type(tensor) in PLAIN_KINDS and tensor.numel() == 1 and tensor.dtype is not torch.bool
         on_truth = cls._innermost("_on_truth") if is_number else None
-        return None if on_truth is None else on_truth(tensor)
+        return None if on_truth is None else on_truth(tensor.detach() != 0)
+
+    @classmethod
+    def equality_of(cls, first: Any, second: Any) -> bool | None:
+        """What this thread has for ``torch.equal(first, second)``; None for that."""
+        on_truth = cls._innermost("_on_truth")
+        if on_truth is None or not all(type(each) in PLAIN_KINDS for each in (first, second)):
+            return None
+        facts = [(each.shape, each.dtype, each.device, each.layout) for each in (first, second)]
+        # Of a tensor and itself, torch need not look at values.
+        is_other = facts[0] == facts[1] and storage_id(first) != storage_id(second)
+        may_compare = is_other and first.layout is torch.strided
+        return on_truth((first.detach() == second.detach()).all()) if may_compare else None
 
     @classmethod
     def stack_of(cls, numbers: Sequence[Any]) -> Tensor | None:
@@ -142,6 +154,18 @@ def _reader(name: str, home: Any) -> Callable[..., Any]:
         return read(tensor, *args, **kwargs)
 
     return reading
+
+
+def _comparing(home: Any) -> Callable[..., bool]:
+    compare = home.equal
+
+    @wraps(compare)
+    def equal(*args: Any, **kwargs: Any) -> bool:
+        is_ours = len(args) != 2 or bool(kwargs) or is_silent(sys._getframe(1).f_code)
+        truth = None if is_ours else Conversions.equality_of(*args)
+        return bool(compare(*args, **kwargs)) if truth is None else truth
+
+    return equal
 
 
 @wraps(torch._C.TensorBase.item)
@@ -253,7 +277,7 @@ def _validating(one_hot: Callable[..., Any]) -> Callable[..., Any]:
 
 _METHODS = {name: _number(name) for name in _NUMBERS}
 _METHODS |= {name: _reader(name, torch._C.TensorBase) for name in _IN_PYTHON} | {"item": _item}
-_METHODS |= {name: _copier(name) for name in ("cpu", "to")}
+_METHODS |= {name: _copier(name) for name in ("cpu", "to")} | {"equal": _comparing(torch._C.TensorBase)}
 
 
 def _find_readers() -> list[tuple[Any, str, Any]]:
@@ -263,6 +287,7 @@ def _find_readers() -> list[tuple[Any, str, Any]]:
         *((Tensor, name, method) for name, method in _METHODS.items() if name not in vars(Tensor)),
         *((torch._C, name, _reader(name, torch._C)) for name in READERS if hasattr(torch._C, name)),
         *((torch, make.__name__, _making(make)) for make in (torch.tensor, torch.as_tensor)),
+        (torch, "equal", _comparing(torch)),
         (functional, "one_hot", _validating(functional.one_hot)),
         *((math, name, _computing(getattr(math, name))) for name in _OF_NUMBERS if hasattr(math, name)),
         *((kind, "__call__", _calling(kind.__call__)) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)),

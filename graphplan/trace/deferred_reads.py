@@ -61,7 +61,7 @@ class DeferredReads:
         self._is_over = False
         self._has_replaced = False
         """Whether there were copies that code has needed, and was told of where it needed them, tensors of lists, or
-        truth values of numbers.
+        truth values in place of other reads.
         """
         self.copies: dict[int, tuple[HostCopy, Tensor]] = {}
         """Copies whose values were not needed and what they are copies of, by the identity of the copy."""
@@ -119,10 +119,10 @@ class DeferredReads:
         is_on_device = stacked.device.type != "cpu" or AS_ON_DEVICE.get()
         return self._copy_of(stacked) if is_on_device else stacked
 
-    def _ask(self, tensor: Tensor) -> bool:
-        """Whether a number is not zero: replays can compare a truth value, but not a number."""
+    def _ask(self, truth: Tensor) -> bool:
+        """A truth value in place of another read: replays can compare it."""
         self._has_replaced = True
-        return bool(tensor.detach() != 0)
+        return bool(truth)
 
     def _copy_of(self, source: Tensor) -> Tensor:
         with _disable_current_modes():

@@ -46,6 +46,7 @@ assert math.isfinite(x.item())
 assert math.isfinite(x)
 assert torch.allclose(x, x)
 assert torch.equal(x, x), "no"
+assert torch.equal(x, x + 0) and x.equal(x * 1), "no"
 assert x in torch.arange(3, device=x.device)
 assert abs(int(x)) < 5
 if not x: raise ValueError("no")
@@ -134,6 +135,9 @@ assert x.item() > 0 or log(1)
 try:\n    torch._check(x.item() > 0)\nexcept RuntimeError:\n    log(1)
 try:\n    assert checked(x) > 0\nexcept ValueError:\n    log(1)
 if x > 3: log(1)
+if torch.equal(x, y): log(1)
+if not x.equal(y): log(1)
+z = [1, 2][torch.equal(x, x * 1)]\nlog(z)
 try:\n    check(x)\nexcept ValueError:\n    log(1)
 try:\n    check(x)\nexcept (KeyError, ValueError):\n    log(1)
 assert (x > 3).any() or log(1)
