@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.observe.replacements import Replacements
 from graphplan.observe.watching import is_silent
+from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.deferred import HostCopy, is_deferred, value_of
 from graphplan.tensors.storages import storage_id
 
@@ -42,7 +43,8 @@ class Conversions:
     """While it is entered, ``on_read(what, tensor)`` is called for each such read by the thread that entered it, with
     None where the tensor is not known. ``on_item(tensor)`` gives what ``tensor.item()`` gives, and ``on_copy(tensor)``
     a copy of it in host memory, or None for the usual one; ``on_list(tensors)`` likewise what ``torch.tensor`` makes of
-    a list of scalar ones. Of several, the innermost that has such a function is asked.
+    a list of scalar ones, and ``on_truth(tensor)`` the truth value ``tensor``, for which other values are not read. Of
+    several, the innermost that has such a function is asked.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class Conversions:
         on_item: Callable[[Tensor], Any] | None = None,
         on_copy: Callable[[Tensor], Tensor | None] | None = None,
         on_list: Callable[[Sequence[Tensor]], Tensor | None] | None = None,
+        on_truth: Callable[[Tensor], bool] | None = None,
     ) -> None:
         self._on_read, self._on_item, self._on_copy, self._on_list = on_read, on_item, on_copy, on_list
+        self._on_truth = on_truth
         self._thread = 0
 
     def __enter__(self) -> Conversions:
@@ -81,6 +85,25 @@ class Conversions:
         """What this thread has for ``tensor.to(*args, **kwargs)`` in place of a copy on the host; None for that."""
         on_copy = cls._innermost("_on_copy")
         return on_copy(tensor) if on_copy is not None and _is_to_host(tensor, args, kwargs) else None
+
+    @classmethod
+    def truth_of(cls, tensor: Tensor) -> bool | None:
+        """What this thread has for ``bool(tensor)`` of a number; None for that."""
+        is_number = type(tensor) in PLAIN_KINDS and tensor.numel() == 1 and tensor.dtype is not torch.bool
+        on_truth = cls._innermost("_on_truth") if is_number else None
+        return None if on_truth is None else on_truth(tensor.detach() != 0)
+
+    @classmethod
+    def equality_of(cls, first: Any, second: Any) -> bool | None:
+        """What this thread has for ``torch.equal(first, second)``; None for that."""
+        on_truth = cls._innermost("_on_truth")
+        if on_truth is None or not all(type(each) in PLAIN_KINDS for each in (first, second)):
+            return None
+        facts = [(each.shape, each.dtype, each.device, each.layout) for each in (first, second)]
+        # Of a tensor and itself, torch need not look at values.
+        is_other = facts[0] == facts[1] and storage_id(first) != storage_id(second)
+        may_compare = is_other and first.layout is torch.strided
+        return on_truth((first.detach() == second.detach()).all()) if may_compare else None
 
     @classmethod
     def stack_of(cls, numbers: Sequence[Any]) -> Tensor | None:
@@ -114,6 +137,8 @@ def _number(name: str) -> Callable[..., Any]:
         # Where modes are on, they hear of the operator.
         if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
             Conversions.tell(_OF_LIST)
+        elif name == "__bool__" and (truth := Conversions.truth_of(self)) is not None:
+            return truth
         return convert(self)
 
     return converting
@@ -129,6 +154,18 @@ def _reader(name: str, home: Any) -> Callable[..., Any]:
         return read(tensor, *args, **kwargs)
 
     return reading
+
+
+def _comparing(home: Any) -> Callable[..., bool]:
+    compare = home.equal
+
+    @wraps(compare)
+    def equal(*args: Any, **kwargs: Any) -> bool:
+        is_ours = len(args) != 2 or bool(kwargs) or is_silent(sys._getframe(1).f_code)
+        truth = None if is_ours else Conversions.equality_of(*args)
+        return bool(compare(*args, **kwargs)) if truth is None else truth
+
+    return equal
 
 
 @wraps(torch._C.TensorBase.item)
@@ -150,17 +187,34 @@ def _copier(name: str) -> Callable[..., Any]:
 def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(make)
     def making(*args: Any, **kwargs: Any) -> Tensor:
-        if args and is_deferred(args[0]):
-            number, *rest = args
-            operand = None
-            if not (number.is_array or rest) and kwargs.keys() <= {"dtype", "device"}:
-                like = make(number._kind(), **kwargs)
-                operand = number._reader.tensor_of(number, like.dtype, like.device)
-            return make(value_of(number), *rest, **kwargs) if operand is None else operand.clone()
-        listed = Conversions.stack_of(*args) if len(args) == 1 and not kwargs and type(args[0]) is list else None
-        return make(*args, **kwargs) if listed is None else listed
+        if not args or not (is_deferred(args[0]) or type(args[0]) in (list, tuple)):
+            return make(*args, **kwargs)
+        first, *rest = args
+        made = None if rest or not kwargs.keys() <= {"dtype", "device"} else _made_of(make, first, kwargs)
+        if made is None and type(first) is list and not (rest or kwargs):
+            made = Conversions.stack_of(first)
+        return make(value_of(first), *rest, **kwargs) if made is None else made
 
     return making
+
+
+def _made_of(make: Callable[..., Tensor], data: Any, options: Mapping[str, Any]) -> Tensor | None:
+    """What ``make`` gives for a number that waits or is followed, or for a list of numbers with such ones; None if
+    there is none, or if it takes their values.
+    """
+    is_list = type(data) in (list, tuple)
+    numbers = data if is_list else [data]
+    waiting = {place: number for place, number in enumerate(numbers) if is_deferred(number)}
+    are_numbers = all(type(each) in (bool, int, float) for each in numbers if not is_deferred(each))
+    if not (waiting and are_numbers) or any(number.is_array for number in waiting.values()):
+        return None
+    known = [number._kind() if is_deferred(number) else number for number in numbers]
+    like = make(known if is_list else known[0], **options)
+    given = {place: each._reader.tensor_of(each, like.dtype, like.device) for place, each in waiting.items()}
+    if any(tensor is None for tensor in given.values()):
+        return None
+    made = [given.get(place, constant) for place, constant in enumerate(like.view(-1).unbind())]
+    return torch.stack(made) if is_list else made[0].clone()
 
 
 def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,7 +277,7 @@ def _validating(one_hot: Callable[..., Any]) -> Callable[..., Any]:
 
 _METHODS = {name: _number(name) for name in _NUMBERS}
 _METHODS |= {name: _reader(name, torch._C.TensorBase) for name in _IN_PYTHON} | {"item": _item}
-_METHODS |= {name: _copier(name) for name in ("cpu", "to")}
+_METHODS |= {name: _copier(name) for name in ("cpu", "to")} | {"equal": _comparing(torch._C.TensorBase)}
 
 
 def _find_readers() -> list[tuple[Any, str, Any]]:
@@ -233,6 +287,7 @@ def _find_readers() -> list[tuple[Any, str, Any]]:
         *((Tensor, name, method) for name, method in _METHODS.items() if name not in vars(Tensor)),
         *((torch._C, name, _reader(name, torch._C)) for name in READERS if hasattr(torch._C, name)),
         *((torch, make.__name__, _making(make)) for make in (torch.tensor, torch.as_tensor)),
+        (torch, "equal", _comparing(torch)),
         (functional, "one_hot", _validating(functional.one_hot)),
         *((math, name, _computing(getattr(math, name))) for name in _OF_NUMBERS if hasattr(math, name)),
         *((kind, "__call__", _calling(kind.__call__)) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)),

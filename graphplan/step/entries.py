@@ -179,8 +179,8 @@ class Entry:
                 f"to: {_WAYS} in a row came once, and a replay is good for one way. Feed what decides, or decide "
                 "outside the step"
             )
-        # What each step raises does not come again.
-        used = paths & facts.symbolic.used.keys() - facts.symbolic.counted
+        # What each step raises does not come again, and what lay behind a property has a stand-in in further traces.
+        used = paths & facts.symbolic.used.keys() - facts.symbolic.counted - facts.symbolic.behind
         way.used = {path: facts.entry_scalars[path] for path in used}
         way.where = next((f"{path} at {facts.symbolic.used[path]}" for path in way.used), "")
 

@@ -184,7 +184,7 @@ class Planner:
         again = {path for path, times in self._times_changed.items() if times > 1}
         counted = {path for path, _, new in pair.changed("scalars") if new is not None}
         again |= counted
-        shown = counted if any(trace.symbolic.is_behind for trace in pair.both) else set()
+        shown = counted if any(trace.symbolic.behind for trace in pair.both) else set()
         named = {path: path in again and (path in shown or pair.reads(place)) for path, place in places.items()}
         new = {path for path, place in places.items() if self._may_replace(path, place, is_named=named[path])}
         self._changing_numbers |= new

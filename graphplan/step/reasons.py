@@ -147,7 +147,7 @@ class Reasons:
         detail = f"the step's code computes with {way.where}, as its comparisons with it come out in these calls"
         if not self._step.programs.all():
             self._step.refusals.warn(
-                f"graphplan runs calls eagerly: {detail}; those for which they come out otherwise are replayed"
+                f"graphplan runs calls eagerly: {detail}; those for which they come out otherwise may be replayed"
             )
         return detail
 

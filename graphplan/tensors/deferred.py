@@ -144,6 +144,9 @@ class DeferredNumber:
     def __getattr__(self, name: str) -> Any:
         return getattr(value_of(self), name)
 
+    def __bool__(self) -> bool:
+        return bool(operator.ne(self, 0))
+
     def __round__(self, digits: int | None = None) -> Any:
         given = () if digits is None else (digits,)
         if not self._reader.may_fail():
@@ -324,14 +327,14 @@ COMPARISONS: tuple[Any, ...] = (
     operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
 )  # fmt: skip
 _NEEDING: tuple[Any, ...] = (
-    bool, int, float, complex, hash, str,
+    int, float, complex, hash, str,
     repr, format, divmod, math.trunc, math.floor, math.ceil, operator.index, operator.matmul, operator.and_,
     operator.or_, operator.xor, operator.lshift, operator.rshift, operator.invert,
 )  # fmt: skip
 _UNARY: tuple[Any, ...] = (operator.neg, operator.pos, operator.abs)
 for _class, _methods, _functions in (
     (DeferredNumber, _unary, _UNARY), (DeferredNumber, _comparing, COMPARISONS), (DeferredNumber, _needing, _NEEDING),
-    (DeferredArray, _needing, (*_UNARY, *COMPARISONS)),
+    (DeferredArray, _needing, (*_UNARY, *COMPARISONS, bool)),
 ):  # fmt: skip
     for _function in _functions:
         setattr(_class, f"__{_function.__name__.rstrip('_')}__", _methods(_function))

@@ -60,7 +60,9 @@ class DeferredReads:
         self._reads = False
         self._is_over = False
         self._has_replaced = False
-        """Whether there were copies that code has needed, and was told of where it needed them, or tensors of lists."""
+        """Whether there were copies that code has needed, and was told of where it needed them, tensors of lists, or
+        truth values in place of other reads.
+        """
         self.copies: dict[int, tuple[HostCopy, Tensor]] = {}
         """Copies whose values were not needed and what they are copies of, by the identity of the copy."""
         self._moved: set[int] = set()
@@ -68,7 +70,7 @@ class DeferredReads:
         """Those from which autograd would lead back."""
         self._real_copies: dict[int, Tensor] = {}
         self.symbolic = SymbolicNumbers() if symbolic is None else symbolic
-        deferring = Conversions(on_item=self._defer, on_copy=self._copy, on_list=self._stack)
+        deferring = Conversions(on_item=self._defer, on_copy=self._copy, on_list=self._stack, on_truth=self._ask)
         conversions = deferring if defers else Conversions()
         # Compiled code, which gets stand-ins for arguments alone, is best left with torch's own methods.
         self._conversions = conversions if defers or self.symbolic.places else nullcontext()
@@ -116,6 +118,11 @@ class DeferredReads:
             stacked = torch.stack([each.detach() for each in numbers])
         is_on_device = stacked.device.type != "cpu" or AS_ON_DEVICE.get()
         return self._copy_of(stacked) if is_on_device else stacked
+
+    def _ask(self, truth: Tensor) -> bool:
+        """A truth value in place of another read: replays can compare it."""
+        self._has_replaced = True
+        return bool(truth)
 
     def _copy_of(self, source: Tensor) -> Tensor:
         with _disable_current_modes():

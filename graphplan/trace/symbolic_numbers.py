@@ -81,7 +81,7 @@ class SymbolicNumbers:
         draws: what the step has drawn, in order, and ``drawn`` the numbers, by path.
         deciding: the paths of numbers that are arguments of draws.
         refusal: why the step is not replayed, with what it draws.
-        is_behind: whether the step itself has changed what a property computes its number of.
+        behind: the paths of properties that gave other numbers, since the step has changed what these are computed of.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class SymbolicNumbers:
         self.deciding: set[str] = set()
         self.pending: list[tuple[NumberTensor, Any]] = []
         self.refusal: HostScalarError | None = None
-        self.is_behind = False
+        self.behind: set[str] = set()
         self._expected, self._follows, self._may_fill, self._is_shared = expected, follows, may_fill, is_shared
         self._made: list[weakref.ref[Any]] = []
         self._is_over = False
@@ -179,7 +179,7 @@ class SymbolicNumbers:
                 return now
             if same_value(now, known):
                 return number
-            self.is_behind = True
+            self.behind.add(path)
             self._note_use(path)
             return now
 

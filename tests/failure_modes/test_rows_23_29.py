@@ -69,7 +69,7 @@ def test_row_23_host_sync(loss: Callable[..., Tensor]) -> None:
 
 
 def _staged(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return loss_of(model, x * torch.tensor([random.random()] * 8), y)  # culprit
+    return loss_of(model, x * torch.tensor([[random.random()] * 8]), y)  # culprit
 
 
 def test_row_24_temporary_host_tensor() -> None:

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import Metric
 from torchmetrics.image import PeakSignalNoiseRatio
 
-from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape, with_step
+from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
 
 
 def replayed(make: Callable[[], LitDigits], folder: Path, **options: Any) -> int:
@@ -339,6 +339,25 @@ class Players(LitDigits):
 def test_steps_counted_within_the_step(rate: int, least: int, tmp_path: Path) -> None:
     """Lightning's count has gone on by then: it follows from what it was before the step."""
     assert replayed(lambda: Players(rate), tmp_path) >= least
+
+
+class Adversaries(Players):
+    """Has a loss of each player begin at a step, as ports of adversarial training to Lightning 2 do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            weight = 0.0 if self.global_step < self.rate else 1.0
+            loss = F.cross_entropy(self(batch[0]), batch[1]) + weight * self(batch[0]).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.log("loss", loss.detach())
+
+
+@pytest.mark.parametrize(("begins", "least"), [(30, 18), (31, 18), (1000, 24)])
+def test_a_threshold_of_steps_counted_within_the_step(begins: int, least: int, tmp_path: Path) -> None:
+    """The count is read before the first optimizer steps and after it; at an odd one the losses begin in one step."""
+    assert_fit_equals_eager(lambda: Adversaries(begins), tmp_path, replayed=least, max_epochs=4)
 
 
 class Curriculum(LitDigits):

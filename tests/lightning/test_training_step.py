@@ -100,6 +100,7 @@ def logging_numbers(self: Any, batch: Any, batch_idx: int) -> Tensor:
     self.log("step", self.global_step)
     self.log_dict({"epoch part": self.current_epoch / self.trainer.max_epochs, "index": batch_idx}, on_epoch=True)
     self.log("made", torch.tensor(self.global_step * 0.5))
+    self.log("listed", torch.tensor([self.global_step], dtype=torch.float32))
     return self.loss_of(batch)
 
 

@@ -316,6 +316,9 @@ OPERATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "difference": lambda model, x: (x - model.share) * (model.step - x),
     "quotient": lambda model, x: x / model.share + x / (1 + model.step) + (x / (model.share * 3 - 7)).tanh(),
     "made": lambda model, x: x * torch.tensor(model.share, dtype=x.dtype, device=x.device),
+    "made of a list": lambda model, x: (
+        x * torch.tensor([model.share, 0.5, model.step], dtype=x.dtype, device=x.device).sum()
+    ),
     "computed": lambda model, x: x * min(1.0, model.step / 20) + x * (-abs(2 * model.share - 1) // 3),
     "in place": _in_place,
     "by counter": _by_counter,

@@ -46,6 +46,7 @@ assert math.isfinite(x.item())
 assert math.isfinite(x)
 assert torch.allclose(x, x)
 assert torch.equal(x, x), "no"
+assert torch.equal(x, x + 0) and x.equal(x * 1), "no"
 assert x in torch.arange(3, device=x.device)
 assert abs(int(x)) < 5
 if not x: raise ValueError("no")
@@ -134,6 +135,9 @@ assert x.item() > 0 or log(1)
 try:\n    torch._check(x.item() > 0)\nexcept RuntimeError:\n    log(1)
 try:\n    assert checked(x) > 0\nexcept ValueError:\n    log(1)
 if x > 3: log(1)
+if torch.equal(x, y): log(1)
+if not x.equal(y): log(1)
+z = [1, 2][torch.equal(x, x * 1)]\nlog(z)
 try:\n    check(x)\nexcept ValueError:\n    log(1)
 try:\n    check(x)\nexcept (KeyError, ValueError):\n    log(1)
 assert (x > 3).any() or log(1)
@@ -149,21 +153,11 @@ if 0 <= -x <= len([log(1)]): raise ValueError
 if x.all() and not log(1): raise ValueError
 if x > 3 or log(1): log(2)
 z = [[1], [2]]\nv = z[bool(x > 3)]\nassert v\nv += [3]\nlog(z)
-"""
-"""What decides on more than whether the step goes on: replays compare it."""
-COMPUTED = r"""
-float(x)
 if x: log(1)
 if x: log(1)\nelse: log(2)
 if not x: return x
 if x: return x
 z = 1 if x else 2
-z = x.item()\nlog(z)
-log(x.item())
-v = x.item()\nif v > 3: raise ValueError\nlog(v)
-v = x.item()\nassert v > 0\nreturn x ** v
-v = x.item()\nassert v > 0\nstore = {}\nstore[v] = 1
-v = int(x)\nassert v > 0\nfor i in range(v): log(i)
 if not x:\n    log(1)\n    if flag: raise ValueError
 try:\n    assert x\nexcept AssertionError:\n    log(1)
 try:\n    assert x\nexcept Exception:\n    log(1)
@@ -174,28 +168,15 @@ with suppress(*[AssertionError]):\n    assert x
 with torch.no_grad() as s, suppress(AssertionError):\n    assert x
 with quiet(AssertionError):\n    assert x
 with ExitStack() as stack:\n    stack.enter_context(suppress(AssertionError))\n    assert x
-for i in range(int(x)): assert i < 9
 x and log(1)
 z = x or log(1)
 log(x and 1)
-z = [y.item() for y in [x]]\nlog(z)
-z = f"{x.item()}"\nlog(z)
 return helper(x)
 z = helper(x)\nlog(z)
-total = [1]\ntotal += [x.item()]\nlog(total)
 for i in range(2):\n    if x: break
 for i in range(2):\n    if not x: continue\n    log(i)
 try:\n    assert x\nfinally:\n    return x
-try:\n    assert {1.0: 2}[x.item()]\nexcept KeyError:\n    log(1)
-try:\n    assert int(x.item())\nexcept ValueError:\n    log(1)
 y = x.sum(0 if x else -1)
-if (v := x.item()) > 0: log(v)
-for i in range(2):\n    if i: log(v)\n    v = x.item()\n    assert v
-v = w = x.item()\nassert v\nlog(w)
-v = x.item()\nassert v > 0\nv += 1\nlog(v)
-v = x.item()\nassert v\nreturn x ** eval("v")
-try:\n    assert 1 / x.item() > 0\nexcept ZeroDivisionError:\n    log(1)
-try:\n    assert helper2(x) and [1, 2][int(x)].real\nexcept AttributeError:\n    log(1)
 with quietly():\n    assert x
 with Quiet():\n    assert x
 with untouched():\n    assert x
@@ -204,6 +185,29 @@ try:\n    assert x\nexcept KeyError:\n    z = 2
 with (suppress(KeyError) if flag else torch.no_grad()):\n    assert x
 guard = suppress(AssertionError) if flag else torch.no_grad()\nwith guard:\n    assert x
 with [torch.no_grad()][0]:\n    assert x
+"""
+"""What decides on more than whether the step goes on: replays compare it."""
+COMPUTED = r"""
+float(x)
+z = x.item()\nlog(z)
+log(x.item())
+v = x.item()\nif v > 3: raise ValueError\nlog(v)
+v = x.item()\nassert v > 0\nreturn x ** v
+v = x.item()\nassert v > 0\nstore = {}\nstore[v] = 1
+v = int(x)\nassert v > 0\nfor i in range(v): log(i)
+for i in range(int(x)): assert i < 9
+z = [y.item() for y in [x]]\nlog(z)
+z = f"{x.item()}"\nlog(z)
+total = [1]\ntotal += [x.item()]\nlog(total)
+try:\n    assert {1.0: 2}[x.item()]\nexcept KeyError:\n    log(1)
+try:\n    assert int(x.item())\nexcept ValueError:\n    log(1)
+if (v := x.item()) > 0: log(v)
+for i in range(2):\n    if i: log(v)\n    v = x.item()\n    assert v
+v = w = x.item()\nassert v\nlog(w)
+v = x.item()\nassert v > 0\nv += 1\nlog(v)
+v = x.item()\nassert v\nreturn x ** eval("v")
+try:\n    assert 1 / x.item() > 0\nexcept ZeroDivisionError:\n    log(1)
+try:\n    assert helper2(x) and [1, 2][int(x)].real\nexcept AttributeError:\n    log(1)
 """
 
 
@@ -525,7 +529,7 @@ def test_source_of_which_python_warns() -> None:
 
 def test_code_without_source_is_refused() -> None:
     space: dict[str, Any] = {}
-    exec(compile("def step(x):\n    assert x\n    return x * 2\n", "<nowhere>", "exec"), space)
+    exec(compile("def step(x):\n    assert float(x)\n    return x * 2\n", "<nowhere>", "exec"), space)
     refuses(space["step"], torch.tensor(1.0))
 
 

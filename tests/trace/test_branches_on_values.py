@@ -113,6 +113,31 @@ def clips(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return loss.detach(), norm
 
 
+def skips_what_is_left(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Asks whether numbers are zero: one of ``.item()``, a tensor of one float, and a count."""
+    optimizer.zero_grad(set_to_none=False)
+    loss = F.cross_entropy(model(x), y)
+    model.seen += loss.detach()
+    excess = F.relu(loss - 50)
+    if excess.item() or not model.seen + 1 or excess or loss.isnan().sum().item():  # culprit
+        return loss.detach() * 0
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def skips_what_differs(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Compares tensors with each other."""
+    optimizer.zero_grad(set_to_none=False)
+    loss = F.cross_entropy(model(x), y)
+    model.seen += loss.detach()
+    if not torch.equal(loss, loss.clamp(max=50)):  # culprit
+        return loss.detach() * 0
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 def warms_up(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     """Looks at a counter, and counts it up afterwards: the look cannot be taken before the step."""
     optimizer.zero_grad()
@@ -178,6 +203,17 @@ def test_the_other_branch_is_eager(body: Body, odd: tuple[int, ...], backend: st
     detail = rf"at {line_of(skips_large)}.* is True, expected False as in the traced steps"
     if body is not checkpoints:
         assert any(re.search(detail, text) for text in stats.reasons), stats.reasons
+
+
+@pytest.mark.parametrize("body", [skips_what_is_left, skips_what_differs])
+def test_what_is_asked_on_the_host_is_a_branch(body: Body, backend: str) -> None:
+    """``if loss.item():`` and ``if loss:`` ask what ``!= 0`` asks, and ``torch.equal`` what ``(a == b).all()`` does."""
+    step = both(rig_of(body, (7, 12)), backend)
+    assert (step.stats.captured, step.stats.skipped[SkipReason.HOST_SYNC]) == (1, 2)
+    assert step.stats.replayed == CALLS - BEFORE_REPLAY - 2
+    found, expected = (False, True) if body is skips_what_differs else (True, False)
+    detail = rf"at {line_of(body)}.* is {found}, expected {expected} as in the traced steps"
+    assert any(re.search(detail, text) for text in step.stats.reasons), step.stats.reasons
 
 
 def test_what_is_read_before_it_is_changed(backend: str) -> None:

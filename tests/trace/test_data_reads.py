@@ -57,7 +57,7 @@ READS: dict[str, Step] = {
     "combinations": lambda x, m: torch.combinations(x[m]),
     "one_hot of an unknown number": lambda x, m: F.one_hot(m.long()).float(),
 }
-BRANCHES = ("all", "any", "sum", "not", "builtin max", "between", "format", "contains", "is_nonzero")
+BRANCHES = ("all", "any", "sum", "not", "builtin max", "between", "format", "contains", "is_nonzero", "equal")
 """Those that read nothing but truth values, which replays compare."""
 FINE: dict[str, Step] = {
     "one_hot": lambda x, m: F.one_hot(m.long(), 5).float(),

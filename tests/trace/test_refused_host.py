@@ -70,6 +70,10 @@ def read_equal(model: nn.Module, x: Tensor, loss: Tensor) -> None:
     torch.equal(x, x + 1)  # culprit
 
 
+def read_allclose(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    torch.allclose(x, x + 1)  # culprit
+
+
 def read_finite(model: nn.Module, x: Tensor, loss: Tensor) -> None:
     model.train(bool(torch.isfinite(loss).all()))  # culprit
 
@@ -103,7 +107,7 @@ def change_each(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
 
 
 READS = [read_each, change_each]
-READS += [read_item, read_float, read_format, read_tolist, read_numpy, read_asarray, read_index, read_equal]
+READS += [read_item, read_float, read_format, read_tolist, read_numpy, read_asarray, read_index, read_allclose]
 READS += [shape_nonzero, shape_mask, shape_select, shape_unique, shape_one_hot]
 
 
@@ -118,7 +122,7 @@ def test_host_reads_are_refused_at_the_first_trace(read: Callable[..., None]) ->
     assert_refused(partial(reading_rig, read), HostSyncError, line_of(read))
 
 
-@pytest.mark.parametrize("read", [read_bool, read_finite])
+@pytest.mark.parametrize("read", [read_bool, read_finite, read_equal])
 def test_truth_values_are_compared(read: Callable[..., None]) -> None:
     step = managed(rig := build(partial(reading_rig, read)))
     drive(rig, step)
