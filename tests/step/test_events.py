@@ -14,7 +14,7 @@ from torch import nn
 from graphplan import OptionError, RecaptureError, SkipReason, graph_step
 from tests.failure_modes.naive import WHEN, changing_rig, stay
 from tests.models import attributes
-from tests.twins import assert_equals_eager, assert_same_runs, build, drive, managed
+from tests.twins import assert_equals_eager, assert_same_as_eager, assert_same_runs, build, drive, managed
 
 
 def _add_group(model: Any, optimizer: Any) -> None:
@@ -91,6 +91,26 @@ def test_captures_that_do_not_pay_raise_before_the_first_replay() -> None:
     with pytest.raises(RecaptureError, match=r"fewer than 16 replays each.*max_recaptures \(now 1\)"):
         drive(rig, step)
     assert step.stats.replayed == 0
+
+
+def test_state_that_was_replaced_while_something_keeps_the_old() -> None:
+    """As a metric's ``reset()`` leaves its total, of which a logger has the last one."""
+    kept: list[torch.Tensor] = []
+
+    def reset(model: Any, optimizer: Any) -> None:
+        kept.append(model.total.view(1))
+        model.total = torch.zeros(())
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        found = nn.functional.cross_entropy(model(x), y)
+        model.total += found.detach()
+        return found
+
+    make = partial(changing_rig, reset, loss, prepare=lambda model: setattr(model, "total", torch.zeros(())))
+    step = assert_same_as_eager(make)
+    text = "model.total was replaced by a new tensor (a metric's reset() does that), and something else still has the"
+    assert text in step.report()
+    assert step.stats.replayed > 12
 
 
 def test_a_bad_bound() -> None:
