@@ -168,7 +168,7 @@ def test_reads_of_the_batch(forward: Forward) -> None:
     """One program for all batches in which as many rows are selected, whichever they are."""
     step = assert_same_as_eager(partial(rig_of, forward))
     assert counts(step) == (1, CALLS - BEFORE), step.report()
-    assert "the batch is read before the step" in step.report()
+    assert "read before the step: the batch, first at test_batch_reads.py" in step.report()
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -972,7 +972,7 @@ def test_batches_of_which_few_take_a_known_way() -> None:
 
     step = assert_same_as_eager(partial(rig_of, forward, calls), verify="off", on_failure="eager")
     assert step.stats.replayed >= 8
-    assert "the batches differ too much: most of them were unlike those that were traced" in step.report()
+    assert "the batches differ too much in what the step reads of them, or draws, on the host: most of them were unlike" in step.report()
 
 
 def by_half_the_model(model: Any, x: Tensor, mask: Tensor) -> Tensor:
