@@ -158,7 +158,7 @@ class Recorder:
             if is_new and path in self.walk.scalars:
                 found.renewed.add(path)
             value = scalar.get()
-            old = self.scalars.get(path, ABSENT)
+            old = self.scalars.get(path, THERE if path in self.places else ABSENT)
             if not same_value(old, value) and not path.startswith(grown):
                 found.scalars[path] = (old, value)
         for path in self.scalars.keys() - now.scalars.keys() - found.rebindings.keys():

@@ -93,6 +93,24 @@ def test_captures_that_do_not_pay_raise_before_the_first_replay() -> None:
     assert step.stats.replayed == 0
 
 
+def test_a_sentence_is_warned_of_once_whatever_its_numbers() -> None:
+    """Each shape is refused by itself, with the values that it had then."""
+    model = nn.Linear(2, 2)
+    attributes(number=1)(model)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        model.number = hash((model.number, 1)) % 1009
+        return model(x) * (model.number % 5)
+
+    step = graph_step(body, owners=[model], on_failure="eager", warmup_steps=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(24):
+            step(torch.ones(1 + number // 8, 2))
+    assert len(said) == 1, [str(each.message) for each in said]
+    assert len([text for text in step.stats.reasons if "the step" in text]) > 1, step.stats.reasons
+
+
 def test_state_that_was_replaced_while_something_keeps_the_old() -> None:
     """As a metric's ``reset()`` leaves its total, of which a logger has the last one."""
     kept: list[torch.Tensor] = []
