@@ -15,9 +15,10 @@ from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.names import plain_steps
 from graphplan.owners.flags import is_assignable
 from graphplan.owners.slots import Scalar
+from graphplan.owners.tensor_metadata import ABSENT
 from graphplan.owners.views import GroupCounts, Told
 from graphplan.tensors.deferred import NumberForm
-from graphplan.trace.changes import ABSENT, same_value
+from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace
 
 _STORES = ("STORE_SUBSCR", "COPY", "DUP_TOP_TWO")

@@ -9,7 +9,8 @@ from graphplan.effects.changed_values import is_read_number
 from graphplan.effects.reads import changed_metadata
 from graphplan.effects.trace_pair import TracePair
 from graphplan.owners.slots import Scalar
-from graphplan.trace.changes import ABSENT, same_value
+from graphplan.owners.tensor_metadata import ABSENT
+from graphplan.trace.changes import same_value, told
 from graphplan.trace.records import Trace
 
 Holder = tuple[str, int]
@@ -33,7 +34,7 @@ def _changed_value(pair: TracePair) -> str | None:
         is_hosts = not (is_steps or same_value(first.changes.scalars.get(path, (then, made))[1], now))
         reads = pair.reads(scalar) or pair.may_read(scalar) or pair.uses(path, scalar)
         if (is_hosts and reads) or _is_reset(path, scalar, pair):
-            return f"{path} was {then!r} one step before and is {now!r}"
+            return told(path, *pair.at_entry(path), " one step before")
     return None
 
 

@@ -11,7 +11,7 @@ from io import IOBase
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from graphplan.effects.allowed import allowing
+from graphplan.effects.allowed import allowing, shorten
 from graphplan.effects.appended_lists import AppendedLists
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
@@ -19,11 +19,11 @@ from graphplan.feed.placeholders import asks_classes
 from graphplan.observe.source import find_load
 from graphplan.owners.contents import is_proxy, unseen
 from graphplan.owners.slots import Scalar, Walk
-from graphplan.owners.tensor_metadata import GONE, THERE, difference, is_there
+from graphplan.owners.tensor_metadata import ABSENT, THERE, StandIn, difference, is_there
 from graphplan.owners.views import Given
-from graphplan.specs.paths import Of, names
+from graphplan.specs.paths import Of, Path, names
 from graphplan.tensors.symbolic import Question
-from graphplan.trace.changes import is_alike, same_value, told_apart
+from graphplan.trace.changes import is_alike, is_now, same_value, told, told_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +84,33 @@ class Reads:
         """Describe the first of ``values`` with which the step is not the same now, or tensor that changed."""
         for path, old in values.items():
             value = walk.value(path)
-            if value is None:
-                return f"{path} was {old!r}{when} and is gone"
-            if not same_value(old, new := value.get()):
-                return f"{path} was {old!r}{when} and is {new!r}"
+            if value is None or not same_value(old, value.get()):
+                return _told(path, old, value, walk, when)
         for path, old in self.metadata.items():
-            new = walk.metadata(path)
-            if not is_alike(old, new):
-                what, was, now = difference(path, old, new)
-                return f"{what} was {was}{when} and is {now}"
+            if not is_alike(old, walk.metadata(path)):
+                return told(path, old, _found(path, walk), when)
         return None
+
+
+def _told(path: str, old: Any, value: Scalar | None, walk: Walk, when: str) -> str:
+    """In words: what lies at ``path`` was ``old``, and is ``value`` now, or no Python value that could be read."""
+    if not (isinstance(path, Path) and path.of is Of.LENGTH):
+        return told(path, old, _found(path, walk) if value is None else value.get(), when)
+    now = f"has {_extent(value.get())}" if value is not None else is_now(_found(path.place, walk))
+    return f"{path.place} had {_extent(old)}{when} and {now}"
+
+
+def _extent(items: Any) -> str:
+    return f"the keys {shorten(items)}" if isinstance(items, tuple) else f"the length {items}"
+
+
+def _found(place: str, walk: Walk) -> Any:
+    """What lies at ``place`` now: a tensor's metadata, or a Python value."""
+    found = walk.metadata(place)
+    within = (f"{place}.", f"{place}[", f"len({place})")
+    if found is ABSENT and any(path.startswith(within) for path in (*walk.slots, *walk.scalars, *walk.objects)):
+        return StandIn("an object")
+    return found
 
 
 def _check_length(path: str, appended: AppendedLists, pair: TracePair) -> None:
@@ -194,14 +211,13 @@ def changed_metadata(pair: TracePair) -> str | None:
     for path, scalar in _untouched(pair):
         old, new = pair.at_entry(path)
         if _has_changed(scalar, old, new) and pair.reads(scalar):
-            what, was, now = difference(path, old, new)
-            return f"{what} was {was} one step before and is {now}"
+            return told(path, old, new, " one step before")
     return None
 
 
 def _has_changed(scalar: Scalar, old: Any, new: Any) -> bool:
     """Whether a place holds another kind of thing than before, as far as that matters."""
-    if same_value(old, new) or old is GONE or new is GONE:
+    if same_value(old, new) or old is ABSENT or new is ABSENT:
         return False
     return not (_passes_through(scalar) and is_there(old) and is_there(new))
 

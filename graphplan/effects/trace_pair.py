@@ -8,7 +8,7 @@ from typing import Any
 
 from graphplan.effects.allowed import is_allowed
 from graphplan.owners.slots import Scalar, Walk
-from graphplan.owners.tensor_metadata import GONE
+from graphplan.owners.tensor_metadata import ABSENT
 from graphplan.owners.views import Given
 from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace
@@ -65,5 +65,5 @@ class TracePair:
 
     def at_entry(self, path: str) -> tuple[Any, Any]:
         """What lay at ``path`` when each trace began: a tensor's metadata, or a Python value."""
-        old, new = (trace.entry_metadata.get(path, trace.entry_scalars.get(path, GONE)) for trace in self.both)
+        old, new = (trace.entry_metadata.get(path, trace.entry_scalars.get(path, ABSENT)) for trace in self.both)
         return old, new

@@ -153,7 +153,9 @@ class LearningRateError(HostScalarError):
 
 
 class HostSyncError(RefusalError, RuntimeError, reason=SkipReason.HOST_SYNC):
-    """The step reads a tensor's values, or a shape that depends on them, on the host."""
+    """The step reads a tensor's values, or a shape that depends on them, on the host: ``where``, in words."""
+
+    where: str = ""
 
 
 class HostEffectError(RefusalError, RuntimeError, reason=SkipReason.HOST_EFFECT):

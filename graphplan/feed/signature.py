@@ -25,7 +25,7 @@ from graphplan.feed.placeholders import is_placeholder
 from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_own_operators, is_freed
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.records import has_attributes
-from graphplan.tensors.trees import Literals, flatten_arguments, names_of, rebuild, text_of
+from graphplan.tensors.trees import Literals, flatten_arguments, names_of, path_of_module, rebuild, text_of
 
 Key = tuple[Hashable, ...]
 WIDEST_LOAD = 64
@@ -203,6 +203,13 @@ def _is_told_by_content(kind: Any) -> bool:
 
 
 def _without_key(leaf: Any) -> FeedError:
+    path = path_of_module(leaf)
+    if path:
+        return FeedError(
+            f"a {type(leaf).__name__} is fed that holds a module at {path}, and the copies that replays make of what "
+            "is fed could not hold it: leave it out, and hold it on the model, or feed it beside the batch, as an item "
+            "of a tuple or a dict"
+        )
     as_array = "feed torch.as_tensor(array), or " if hasattr(type(leaf), "__array__") else ""
     advice = as_array + (
         "feed tensors in dicts, tuples, lists, dataclasses or objects, or register the type with torch.utils._pytree"

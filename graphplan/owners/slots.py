@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphplan.owners.kinds import SCALARS
-from graphplan.owners.tensor_metadata import GONE, metadata_of
+from graphplan.owners.tensor_metadata import ABSENT, metadata_of
 from graphplan.owners.views import Cell, GroupCounts, Inherited, Members, Numbers, attributes_of, present
 from graphplan.specs.paths import free_name
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
@@ -253,11 +253,11 @@ class Walk:
         return self.scalars.get(path) or self.objects.get(path)
 
     def metadata(self, path: str) -> Any:
-        """What the tensors of that path are like, or the Python value that lies there now; or ``GONE``."""
+        """What the tensors of that path are like, or the Python value that lies there now; or ``ABSENT``."""
         place = self.slots.get(path) or self.scalars.get(path)
         if place is not None:
             return metadata_of(place.get())
-        return None if path in self.empty else GONE
+        return None if path in self.empty else ABSENT
 
     def by_storage(self) -> dict[int, list[Slot]]:
         """Slots grouped by the identity of the storage behind them."""

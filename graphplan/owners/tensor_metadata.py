@@ -21,8 +21,8 @@ class StandIn:
         return self.text
 
 
-GONE = StandIn("gone")
-"""For what a place holds in which there is nothing any more, or nothing that could be compared."""
+ABSENT = StandIn("nothing")
+"""For what a place holds in which there is nothing, or nothing that could be compared."""
 THERE = StandIn("a tensor")
 """For the metadata of a tensor, or a tuple with tensors, of which it only matters that it is there."""
 

@@ -213,7 +213,7 @@ class AdoptedTensors:
         """
         changed = self._plan.reads.changed(walk, self.guards.values)
         if changed is not None:
-            return f"the step's code reads {changed}"
+            return f"{changed}, and the step's code reads it"
         gone = self.guards.changed_structure() or self._lost_memory()
         if gone is not None:
             return gone
@@ -335,7 +335,9 @@ class AdoptedTensors:
             if still is not None:
                 return f"{path} was replaced, and {still}, which lay there too, is still what it was"
             if any(count > own[storage] for storage, count in others_uses(self._aliases[path]).items()):
-                return f"{path} lies elsewhere, and something else has the memory where it was"
+                is_new = slots[path].get() is not self._held[path]
+                how = "was replaced by a new tensor (a metric's reset() does that)" if is_new else "lies elsewhere"
+                return f"{path} {how}, and something else still has the memory where it was"
         return None
 
     def _shared(self, moved: list[tuple[str, Slot]]) -> str | None:

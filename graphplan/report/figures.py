@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any
 
 from graphplan.plan.plan import COLUMNS, Plan
@@ -11,6 +12,8 @@ from graphplan.program.program import Program
 from graphplan.report.stats import COUNTS, KINDS, Stats
 from graphplan.specs.roles import Role
 
+_LONGEST = 100
+"""Characters that the headline has of why most eager steps were eager."""
 CLOSED = "no step of this fit can be captured"
 """How the note on a fit begins that is refused as a whole, before its first step."""
 
@@ -36,11 +39,16 @@ class Figures:
         """One line: plans, steps replayed of all, why others were not, recaptures, time per step, extra memory."""
         stats = self.stats
         reasons = [f"{count}: {reason.value}" for reason, count in stats.skipped.most_common(2)]
+        for reason, _ in stats.skipped.most_common(1):
+            detail = stats.detail_of(reason)
+            reasons[0] += f": {shorten(detail, _LONGEST, placeholder=' ...')}" if detail else ""
+        given_up = stats.phase_counts["trace"] - stats.traced
+        traced = f"{stats.traced} traced" + (f" and {given_up} given up" if given_up > 0 else "")
         why = f" ({'; '.join(reasons)})" if reasons else ""
         parts = [
             f"{self.plans} plan{'' if self.plans == 1 else 's'}",
             f"{stats.replayed} of {stats.calls} steps replayed{self.part and f' ({self.part})'}",
-            f"{stats.eager} eager{why}, {stats.traced} traced, {stats.captured} captured",
+            f"{stats.eager} eager{why}, {traced}, {stats.captured} captured",
         ]
         if stats.recaptured:
             parts.append(f"{stats.recaptured} recaptured")

@@ -74,6 +74,8 @@ class Stats:
     bytes_verified: int = 0
     skipped: Counter[SkipReason] = field(default_factory=Counter)
     reasons: dict[str, int] = field(default_factory=dict)
+    details: dict[str, SkipReason] = field(default_factory=dict)
+    """What each of ``reasons`` is a wording of."""
     events: dict[str, int] = field(default_factory=dict)
     bytes_copied: int = 0
     bytes_static: int = 0
@@ -97,8 +99,14 @@ class Stats:
     def skip(self, reason: SkipReason, detail: str = "", count: int = 1) -> None:
         """Count eager calls under ``reason``, and ``detail`` as its wording in reports."""
         self.skipped[reason] += count
-        _tally(self.reasons, detail or reason.value, count)
+        self.details[_tally(self.reasons, detail or reason.value, count)] = reason
         logging.getLogger("graphplan.eager").debug("%s", detail or reason.value)
+
+    def detail_of(self, reason: SkipReason) -> str:
+        """The wording under which most calls of ``reason`` were counted; empty if it says no more than that."""
+        texts = [text for text, kind in self.details.items() if kind is reason and text in self.reasons]
+        most = max(texts, key=lambda text: self.reasons[text], default=OTHERS)
+        return "" if most in (OTHERS, reason.value) else most
 
     def note(self, text: str, kind: str = "captures") -> None:
         """Count an event that is worth a line in reports; ``kind`` is the logger that hears of it."""
@@ -213,6 +221,7 @@ class Stats:
         for own, table in ((self.events, other.events), (self.reasons, other.reasons)):
             for text, count in table.items():
                 _tally(own, text, count)
+        self.details |= other.details
         self.measured |= other.measured
         self.follow &= other.follow
         self.laps += other.laps
@@ -221,7 +230,8 @@ class Stats:
             self.phase_counts[phase] += other.phase_counts[phase]
 
 
-def _tally(table: dict[str, int], text: str, count: int = 1) -> None:
+def _tally(table: dict[str, int], text: str, count: int = 1) -> str:
     known = text in table or len(table) < TEXTS
     key = text if known else OTHERS
     table[key] = table.get(key, 0) + count
+    return key

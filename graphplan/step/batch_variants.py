@@ -55,11 +55,18 @@ class BatchVariants:
         if self._misses < _MISSES and not self._is_over:
             return None
         share = f"{_MISSES} in a row" if self._misses >= _MISSES else "most of them"
+        first, *others = self._known
+        error = next(filter(None, map(first.differs_from, others)), self._error)
         return HostSyncError(
-            f"{str(self._error).rstrip('.')}. What the batch, or a draw on the host, decides may be read before the "
-            f"step, but the batches differ too much: {share} were unlike those that were traced",
-            component=self._error.component,
+            f"the batches differ too much in what the step reads of them, or draws, on the host: {share} were unlike "
+            f"those that were traced. {error}",
+            component=error.component,
         )
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether a further batch of the key has come."""
+        return bool(self._looks)
 
     def extend(self, feed: Feed) -> Feed | None:
         """``feed`` with what is read of it before the step; None if that takes no known way."""
@@ -93,6 +100,16 @@ class BatchVariants:
         reads.taken = 0
         self.add(reads)
         return _extended(feed, reads, tensors)
+
+
+def unlike_in_shape(error: HostSyncError, number: int) -> HostSyncError:
+    """What refuses a step whose batches have ever new shapes, where ``error`` does so for a read of one of them."""
+    return HostSyncError(
+        f"{number} signatures of batches were traced for what the step reads of them on the host, first at "
+        f"{error.where}, and none of these came again: pad the batches to a few shapes (shapes='bucket', or in "
+        "collate_fn), or read nothing of them on the host",
+        component=error.component,
+    )
 
 
 def _extended(feed: Feed, reads: BatchReads, tensors: Sequence[Tensor]) -> Feed:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from graphplan.errors import NotCapturedError, RecaptureError
+from graphplan.errors import HostSyncError, NotCapturedError, RecaptureError
 from graphplan.feed.signature import Feed, first_difference, without_geometry
 from graphplan.program.program import Program
 from graphplan.report.stats import Stats
+from graphplan.step.batch_variants import unlike_in_shape
 from graphplan.step.entries import Entry, Key
 from graphplan.step.options import Options
 
@@ -96,6 +97,11 @@ class Programs:
     def guesses(self) -> int:
         """Ways through the step, by what it reads of its batch, that no batch has taken again."""
         return sum(entry.batch.guesses for entry in self._entries.values() if entry.batch is not None)
+
+    def never_again(self, error: HostSyncError) -> HostSyncError:
+        """What refuses a further trace for what the step reads of its batches; ``error`` does so for its first read."""
+        ways = [entry.batch for entry in self._entries.values() if entry.batch is not None and entry.batch.guesses]
+        return error if any(way.has_looked for way in ways) else unlike_in_shape(error, len(ways))
 
     def knows(self, geometry: Hashable) -> bool:
         """Whether a program was captured for such a feed."""
@@ -285,6 +291,7 @@ class Programs:
             f"no step was captured in {self._stats.calls} steps, though {needed} with one signature are enough: the "
             f"batches differ each time in shape, dtype, structure or Python values ({signatures} signatures so far"
             f"{'' if found is None else f'; {found}'}). Expected batches that repeat a signature: pad them, leave "
-            "Python values that the step does not need out of what it is fed, and where it only decides by one "
-            "(i % 2 == 0), feed what it decides"
+            "Python values that the step does not need out of what it is fed, tokenize strings in the data loader's "
+            "collate_fn, so that the batch holds tensors, and where the step only decides by a value (i % 2 == 0), "
+            "feed what it decides"
         )

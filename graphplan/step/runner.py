@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 import warnings
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class Backends:
         return self._known[key]
 
 
+_NUMBER = re.compile(r"(?<![\w.:\[])-?\d[\w.+-]*")  # Neither that of a line nor one in a path.
 ADVICE = "Or pass on_failure='eager' to go on without replays"  # What the text of a refusal that is raised ends with.
 
 
@@ -77,9 +79,12 @@ class Refusals:
 
     @hands_over
     def warn(self, text: str) -> None:
-        """Warn once. Where warnings are errors, the caller gets one."""
-        if text not in self._warned:
-            self._warned.add(text)
+        """Warn once, whatever numbers are in the sentence: each program of a step may be refused with others. Where
+        warnings are errors, the caller gets one.
+        """
+        sentence = _NUMBER.sub("0", text)
+        if sentence not in self._warned:
+            self._warned.add(sentence)
             warnings.warn(text, UserWarning, stacklevel=6)
 
 

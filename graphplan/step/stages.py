@@ -388,12 +388,10 @@ class Stages:
         if found is None:
             assert reads.error is not None
             if self._programs.guesses >= MOST_GUESSES:
-                raise reads.error
+                raise self._programs.never_again(reads.error)
             call.entry.batch = call.entry.batch or BatchVariants(reads.error)
             call.entry.batch.add(reads)
-            self._stats.note(
-                f"the batch is read before the step, which does so first at {reads.reads[0].place}", "traces"
-            )
+            self._stats.note(f"read before the step: {reads.what}, first at {reads.error.where}", "traces")
             return False
         found.is_outdated = not reads.begins(found)
         return not found.is_outdated

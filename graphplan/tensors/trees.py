@@ -8,11 +8,13 @@ from __future__ import annotations
 import weakref
 from collections import namedtuple
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 from torch.utils import _pytree as pytree
 
 from graphplan.tensors.records import (
@@ -53,6 +55,7 @@ class GivenNumber(Literals):
 PLAIN_LEAVES = frozenset({Tensor, bool, int, float, complex, str, bytes, type(None), Literals, GivenNumber})
 """Types of tensors and of immutable literals."""
 _CONTAINERS = (dict, tuple, list)
+_MOST_RECORDS = 1000  # Objects in which a module is looked for.
 
 
 class _Reference:
@@ -147,6 +150,19 @@ def _flatten(
 def flatten_arguments(arguments: Any) -> tuple[list[Any], Structure]:
     """Flatten what a step is called with: leaves, and the structure. What :func:`has_attributes` is a leaf."""
     return _flatten(arguments, is_record)
+
+
+def path_of_module(thing: Any) -> str | None:
+    """What leads from ``thing`` to the first module in it; None if nothing does, or it cannot be taken apart."""
+    left = iter(range(_MOST_RECORDS))
+    with suppress(Exception):
+        leaves, structure = _flatten(
+            thing, lambda node: base_of(type(node)) is not None and next(left, None) is not None
+        )
+        return next(
+            (path for path, leaf in zip(names_of(structure, ""), leaves, strict=True) if isinstance(leaf, Module)), None
+        )
+    return None
 
 
 def flatten_result(result: Any) -> tuple[list[Any], Structure]:

@@ -177,6 +177,12 @@ class BatchReads:
         """What refuses the first read that was not made before the step."""
         return next((read.error for read in self.reads if read.error is not None), None)
 
+    @property
+    def what(self) -> str:
+        """What is read, in words: the batch, tensors of owners, draws."""
+        found = ["the batch"] * (len(self._slots) < len(self._sources)) + sorted(slot.path for slot in self._slots)
+        return " and ".join(found + ["a draw on the host"] * self._draws)
+
     def is_among(self, others: Sequence[HostRead]) -> bool:
         """Return True if one of the reads is at the place of a read of another kind: places tell reads apart."""
         return not {read.place for read in self.reads}.isdisjoint(other.place for other in others)
@@ -253,6 +259,11 @@ class BatchReads:
     def is_in(self, slots: Mapping[str, Slot]) -> bool:
         """Return True if the owners' tensors that it begins with are those in ``slots``, by path."""
         return all(slot.path in slots and slots[slot.path].get() is slot.get() for slot in self._slots)
+
+    def differs_from(self, other: BatchReads) -> HostSyncError | None:
+        """What refuses the first read that has found something else than in ``other``."""
+        pairs = zip(self.reads, other.reads, strict=False)
+        return next((read.error for read, known in pairs if not _is_same(read, known)), None)
 
     def begins(self, other: BatchReads) -> bool:
         """Return True if the reads are those that ``other`` begins with, by the same operators: a way through the step

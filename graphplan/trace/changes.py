@@ -20,7 +20,7 @@ from graphplan.environment.origin import is_librarys
 from graphplan.owners.flags import COMPUTED, Flags
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.slots import Items, Slot, Walk, holds_plain, tensor_leaves
-from graphplan.owners.tensor_metadata import THERE, is_there, metadata_of
+from graphplan.owners.tensor_metadata import ABSENT, THERE, difference, is_there, metadata_of
 from graphplan.owners.walk import walk_owners
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.dtensors import local
@@ -158,7 +158,7 @@ class Recorder:
             if is_new and path in self.walk.scalars:
                 found.renewed.add(path)
             value = scalar.get()
-            old = self.scalars.get(path, ABSENT)
+            old = self.scalars.get(path, THERE if path in self.places else ABSENT)
             if not same_value(old, value) and not path.startswith(grown):
                 found.scalars[path] = (old, value)
         for path in self.scalars.keys() - now.scalars.keys() - found.rebindings.keys():
@@ -248,15 +248,6 @@ def _new_items(old: tuple[Any, ...], items: Items, *, may_drop: bool) -> list[An
     return None
 
 
-class _Absent:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-ABSENT = _Absent()
-"""Stands for the value of a place that has none."""
-
-
 def is_alike(known: Any, metadata: Any) -> bool:
     """Whether the metadata of what lies somewhere now are those that are known, as far as these matter."""
     return is_there(metadata) if known is THERE else same_value(known, metadata)
@@ -270,6 +261,18 @@ def told_apart(first: Any, second: Any, tell: Callable[[Any], str] = repr) -> tu
     if type(first) is not type(second):
         return f"{one} ({type(first).__name__})", f"{other} ({type(second).__name__})"
     return one, f"another one that reads {other}"
+
+
+def told(path: str, old: Any, new: Any, when: str = "") -> str:
+    """In words: what lies at ``path``, a value or a tensor's metadata, was ``old`` (``when``), and is ``new``."""
+    what, was, now = difference(path, old, new)
+    before = "was not set" if old is ABSENT else f"was {was}"
+    return f"{what} {before}{when} and {is_now(new, now)}"
+
+
+def is_now(value: Any, text: str = "") -> str:
+    """In words: what a place holds now; ``text`` tells it if it was compared."""
+    return "is gone" if value is ABSENT else f"is {text or repr(value)}"
 
 
 def same_value(first: Any, second: Any) -> bool:

@@ -19,6 +19,7 @@ from graphplan.environment.origin import is_ours
 from graphplan.errors import HostSyncError, TemporaryCopyError
 from graphplan.observe.conversions import validates
 from graphplan.observe.source import Source, find_source, optimizer_fix, with_users_line
+from graphplan.tensors.storages import storage_id
 from graphplan.trace.host_reads import HostRead, find_place, is_asserted
 from graphplan.trace.host_transfers import HostRecorder, Transfer
 from graphplan.trace.operands import Operand, Operands
@@ -41,6 +42,14 @@ _FIX = (
 _SHAPE_FIX = (
     "Where a tensor of fixed shape does as well (a mask, torch.where, indices of a fixed number), take that; an "
     "operator that itself reads lengths or sizes on the host, as some losses do, keeps the step eager"
+)
+_DRAWN_FIX = (
+    "It is drawn in the step: draw it in the data loader (collate_fn), and feed it, or keep it on the device "
+    "(torch.where, a mask of fixed shape)"
+)
+_UNOWNED_FIX = (
+    "The tensor belongs to no object that graphplan knows (it lies in a cache, a tuple, or a closure in C): keep it as "
+    "a buffer or an attribute of the model, and replays can compare what is read of it"
 )
 _METRIC_FIX = (
     "Update the metric after the step, with what the step returns for it (in a Trainer: return a dictionary with the "
@@ -65,9 +74,9 @@ class HostSyncs:
             return
         self._trace.violate(
             HostSyncError,
-            f"{name} reads a tensor's values on the host at {find_source()}; a replay would keep the value it saw. "
-            "Keep the value in a tensor, or read it after the step from what the step returns; where only some calls "
-            "do it, eager_if= names those",
+            f"{name} reads a tensor's values on the host at {with_users_line(find_source())}; a replay would keep the "
+            "value it saw. Keep the value in a tensor, or read it after the step from what the step returns; where "
+            "only some calls do it, eager_if= names those",
         )
 
     def check(self, call: OperatorCall, out: Any, source: Source, given: _Given) -> None:
@@ -82,7 +91,8 @@ class HostSyncs:
             else:
                 what = "a mask" if name == POSITIONS else name
                 fix = _FIX if name == POSITIONS else _SHAPE_FIX
-                self._refuse(f"{what} makes a tensor whose shape depends on values", source, (call, out), fix=fix)
+                what = f"{what} makes a tensor whose shape depends on values"
+                self._refuse(what, source, (call, out), fix=self._fix_of(given) or fix)
         if name in TRANSFERS:
             self._check_copy(call, out, source)
         for tensor in call.host_operands():
@@ -103,7 +113,7 @@ class HostSyncs:
             read = [pair for pair in given if pair[0] is not call.args[0]] or given
             if not self._are_constants(read):
                 of_batch = (call, out) if name == PACKING else None
-                self._refuse(f"{name} {hidden.what}", source, of_batch, fix=hidden.fix)
+                self._refuse(f"{name} {hidden.what}", source, of_batch, fix=self._fix_of(read) or hidden.fix)
             if name == PACKING:
                 # How many rows there are at each step follows from the lengths alone.
                 self._operands.add_constant(out[1])
@@ -161,7 +171,8 @@ class HostSyncs:
         # A replay can compare a truth value.
         may_be_expected = type(out) is bool and is_of_step and self._trace.expects and name == _VALUE
         what = f"{name} {what} (.item(), float(), bool(), if, an index or a size)"
-        self._refuse(what, source, (call, out), may_be_expected=may_be_expected)
+        fix = self._fix_of(given) or _FIX
+        self._refuse(what, source, (call, out), fix=fix, may_be_expected=may_be_expected)
 
     def _check_copy(self, call: OperatorCall, out: Tensor, source: Source) -> None:
         name = call.schema.name
@@ -169,6 +180,20 @@ class HostSyncs:
         if isinstance(origin, Tensor) and out.device.type == "cpu" and origin.device.type != "cpu":
             of_batch = (call, out) if name == TO_COPY else None
             self._refuse(f"{name} copies from {origin.device} to the host", source, of_batch)
+
+    def _fix_of(self, given: _Given) -> str | None:
+        """What to do about a read of such tensors, where it is known what they are."""
+        operands, trace = {operand for _, operand in given}, self._trace
+        externals = trace.externals
+        random, fed = self._operands.random, trace.leaf_storages.values()
+        if not random.isdisjoint(operands) and operands <= random | self._operands.fixed:
+            return _DRAWN_FIX
+        for storage in externals.keys() & {storage_id(tensor) for tensor, _ in given}:
+            slots = trace.entry_slots.get(storage, ())
+            is_owned = storage in fed or any(isinstance(slot.get(), Tensor) for slot in slots)
+            if not is_owned and id(externals[storage].tensor) not in trace.symbolic.given:
+                return _UNOWNED_FIX
+        return None
 
     def _are_fixed(self, given: _Given) -> bool:
         """Return True if all values are computed from Python's numbers alone."""
@@ -232,8 +257,11 @@ class HostSyncs:
             fix = _METRIC_FIX
         place = find_place()
         by = "" if source.by is not None or place.filename == source.filename else f" (by {place})"
-        text = f"{what} at {source}{by}; a replay would keep the first value. {fix}"
-        return HostSyncError(text, component=source.component)
+        error = HostSyncError(
+            f"{what} at {source}{by}; a replay would keep the first value. {fix}", component=source.component
+        )
+        error.where = f"{source}{by}"
+        return error
 
     def _told(self, source: Source) -> Source:
         """What a message names: the backward that is waited for, if autograd's own thread runs the operator."""

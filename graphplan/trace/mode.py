@@ -112,6 +112,8 @@ class TraceMode(OperatorMode):
             fixed.update(map(self.operands.internal, made))
         if schema.is_random:
             self.operands.note_draw(name, out)
+        if schema.is_random or self.operands.random:
+            self.operands.follow_draws(call, operands, made)
         launches = (bool(written) or is_fresh) and not schema.allocates and constant is None
         is_threaded = get_ident() != self._thread
         self._note_gradients(call, tensors, is_threaded=is_threaded)
@@ -209,6 +211,7 @@ class TraceMode(OperatorMode):
             operand = self.operands.by_storage.get(storage, NOWHERE)
             self.operands.fixed.discard(operand)
             self.operands.drawn.pop(operand, None)
+            self.operands.random.discard(operand)
             return
         external.communicated |= call.schema.communicates
         if not external.mutated:

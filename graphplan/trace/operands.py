@@ -39,6 +39,9 @@ class Operands:
         self.drawn: dict[Operand, torch.dtype] = {}
         """What was drawn on the host from 0 to 1, without 1, with its type, and was not written to since."""
 
+        self.random: set[Operand] = set()
+        """What was drawn in the step, or is computed of that and of Python's numbers alone."""
+
     @property
     def footprint(self) -> Footprint:
         """The bytes that the step makes, and how many are alive at once."""
@@ -86,6 +89,15 @@ class Operands:
         """Note what a random operator gives."""
         if name in _UNIFORM and out.device.type == "cpu" and out.dtype in (torch.float32, torch.float64):
             self.drawn[self.internal(out)] = out.dtype
+
+    def follow_draws(self, call: OperatorCall, operands: Sequence[Operand], made: Sequence[Tensor]) -> None:
+        """Note what an operator has ``made`` of draws alone."""
+        if call.schema.is_random and "_like." in call.schema.name:
+            # Of what it is given only the shape counts.
+            operands = ()
+        draws = call.schema.is_random or not self.random.isdisjoint(operands)
+        if draws and (self.random | self.fixed).issuperset(operands):
+            self.random.update(map(self.internal, made))
 
     def is_certain(self, call: OperatorCall, operands: Sequence[Operand]) -> bool:
         """Return True if an operator compares a draw, with a certain result: code that leaves out a layer by chance

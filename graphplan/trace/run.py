@@ -16,7 +16,7 @@ from graphplan.feed.placeholders import index_of, is_placeholder
 from graphplan.feed.signature import Feed, changed_object, is_dense, is_literal
 from graphplan.observe.capture_state import presenting_capture
 from graphplan.observe.profile import Profile
-from graphplan.observe.source import find_source, runs_step
+from graphplan.observe.source import find_source, runs_step, with_users_line
 from graphplan.owners.generators import HostGenerators
 from graphplan.owners.sharding import Sharding, come_to_rest
 from graphplan.owners.slots import Scalar, Walk
@@ -130,7 +130,7 @@ def _run(
     fn: Callable[..., Any], feed: Feed, fed: CallArguments, mode: TraceMode, record: Trace, sharding: Sharding
 ) -> Any:
     """Run the step under everything that watches it, and note what it ran, read and drew."""
-    profile = Profile(mode.syncs.read, lambda: record.prints.append(str(find_source())))
+    profile = Profile(mode.syncs.read, lambda: record.prints.append(str(with_users_line(find_source()))))
     generators, held = HostGenerators(), sharding.holds_gradients()
     deferring = nullcontext() if record.deferred is None else record.deferred
     with presenting_capture(), saving_states(mode.generators.save, mode.generators.put), mode, profile, deferring:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphplan.errors import CaptureError, HostScalarError
 from graphplan.feed.signature import is_literal
 from graphplan.observe.host_draws import DRAWN, Draw, HostDraws
-from graphplan.observe.source import Source, find_source
+from graphplan.observe.source import Source, find_source, with_users_line
 from graphplan.owners.slots import Item, Namespace, Scalar, Walk, lasting
 from graphplan.owners.views import Attributes, Cell, Given, Members, Numbers, attributes_of, home
 from graphplan.tensors.deferred import NumberForm, form_of, in_order, value_of
@@ -213,8 +213,9 @@ class SymbolicNumbers:
         """Note that the step does with a random number what replays could not do with another one."""
         self.touched.add(path)
         if self.refusal is None:
+            where = with_users_line(find_source())
             self.refusal = HostScalarError(
-                f"the step {does} a random number that Python draws ({path}), at {find_source()}. Replays draw again, "
+                f"the step {does} a random number that Python draws ({path}), at {where}. Replays draw again, "
                 "and compute with what they draw, but an index, a size or a text is the traced one, and several ranks "
                 "take one way. Draw with torch on the step's device, or draw before the step and feed the result",
                 path=next(draw.generator for draw in self.draws if draw.path == path),
@@ -244,7 +245,7 @@ class SymbolicNumbers:
         if path in self.drawn:
             self._refuse_drawn(path, "needs the value of")
         elif path not in self.used and self._hears():
-            self.used[path] = find_source()
+            self.used[path] = with_users_line(find_source())
             self.touched.add(path)
 
     def _hears(self) -> bool:

@@ -181,7 +181,7 @@ def test_a_function_in_a_box_under_a_bare_plan() -> None:
     program = capture(plan, feed=rig.calls[0], backend="tape")
     program.replay(rig.calls[0])
     rig.after(CHANGED)
-    with pytest.raises(GuardError, match=f"no longer fits: the step's code reads .*{CHANGE}; capture it again"):
+    with pytest.raises(GuardError, match=f"no longer fits: .*{CHANGE}, and the step's code reads it; capture it again"):
         program.replay(rig.calls[1])
 
 

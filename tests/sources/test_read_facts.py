@@ -63,7 +63,8 @@ class Reader(nn.Module):
         self.made = defaultdict(partial(torch.zeros, 3), a=torch.zeros(2))
         self.queue = deque([torch.zeros(1), torch.zeros(2)], maxlen=2)
         self.aux = nn.Linear(2, 2)
-        self.record = Memory(bank=torch.zeros(2))
+        self.record = Memory(bank=torch.zeros(2), list=[3])
+        self.late: Any = None
 
 
 def _set(name: str, value: Any) -> Callable[[Any], object]:
@@ -173,6 +174,23 @@ CASES: dict[str, Case] = {
         lambda r: torch.zeros(r.seen.shape).numel(),
         _set("seen", partial(torch.ones, 6, 8)),
         r"seen\.shape was \(4, 8\) and is \(6, 8\)",
+    ),
+    "a late tensor": (lambda r: 1 + (r.late is None), _set("late", torch.zeros(())), r"late was None and is a Tensor"),
+    "a late list": (lambda r: 1 + (r.late is None), _set("late", [3]), r"late was None and is an object"),
+    "keys": (
+        lambda r: len(r.table),
+        lambda r: r.table.update(c=torch.zeros(1)),
+        r"table had the keys \('a', 'b'\) and has the keys \('a', 'b', 'c'\)",
+    ),
+    "no dictionary": (
+        lambda r: len(r.table or ()),
+        _set("table", None),
+        r"table had the keys \('a', 'b'\) and is None",
+    ),
+    "no list": (
+        lambda r: len(r.record.list or ()),
+        lambda r: setattr(r.record, "list", None),
+        r"list had the length 1 and is None, and the step's code reads it",
     ),
 }
 
@@ -386,7 +404,10 @@ def test_a_program_by_hand() -> None:
     program = capture(plan, feed=(x,))
     assert program.replay((x,)) == 8
     reader.seen = torch.zeros(5, 8)
-    with pytest.raises(GuardError, match=r"reads reader\.seen\.shape was \(4, 8\) and is \(5, 8\); capture it again"):
+    with pytest.raises(
+        GuardError,
+        match=r"fits: reader\.seen\.shape was \(4, 8\) and is \(5, 8\), and the step.s code reads it; capture",
+    ):
         program.replay((x,))
     with pytest.raises(GuardError, match=r"reader\.seen\.shape was \(4, 8\) when the step was traced and is \(5, 8\)"):
         capture(plan, feed=(x,))

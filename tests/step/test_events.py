@@ -14,7 +14,7 @@ from torch import nn
 from graphplan import OptionError, RecaptureError, SkipReason, graph_step
 from tests.failure_modes.naive import WHEN, changing_rig, stay
 from tests.models import attributes
-from tests.twins import assert_equals_eager, assert_same_runs, build, drive, managed
+from tests.twins import assert_equals_eager, assert_same_as_eager, assert_same_runs, build, drive, managed
 
 
 def _add_group(model: Any, optimizer: Any) -> None:
@@ -91,6 +91,44 @@ def test_captures_that_do_not_pay_raise_before_the_first_replay() -> None:
     with pytest.raises(RecaptureError, match=r"fewer than 16 replays each.*max_recaptures \(now 1\)"):
         drive(rig, step)
     assert step.stats.replayed == 0
+
+
+def test_a_sentence_is_warned_of_once_whatever_its_numbers() -> None:
+    """Each shape is refused by itself, with the values that it had then."""
+    model = nn.Linear(2, 2)
+    attributes(number=1)(model)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        model.number = hash((model.number, 1)) % 1009
+        return model(x) * (model.number % 5)
+
+    step = graph_step(body, owners=[model], on_failure="eager", warmup_steps=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(24):
+            step(torch.ones(1 + number // 8, 2))
+    assert len(said) == 1, [str(each.message) for each in said]
+    assert len([text for text in step.stats.reasons if "the step" in text]) > 1, step.stats.reasons
+
+
+def test_state_that_was_replaced_while_something_keeps_the_old() -> None:
+    """As a metric's ``reset()`` leaves its total, of which a logger has the last one."""
+    kept: list[torch.Tensor] = []
+
+    def reset(model: Any, optimizer: Any) -> None:
+        kept.append(model.total.view(1))
+        model.total = torch.zeros(())
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        found = nn.functional.cross_entropy(model(x), y)
+        model.total += found.detach()
+        return found
+
+    make = partial(changing_rig, reset, loss, prepare=lambda model: setattr(model, "total", torch.zeros(())))
+    step = assert_same_as_eager(make)
+    text = "model.total was replaced by a new tensor (a metric's reset() does that), and something else still has the"
+    assert text in step.report()
+    assert step.stats.replayed > 12
 
 
 def test_a_bad_bound() -> None:

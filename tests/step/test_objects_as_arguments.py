@@ -86,6 +86,31 @@ def test_a_scheduler_is_no_such_argument() -> None:
             step(scheduler, torch.randn(5, 6))
 
 
+class Scaled:
+    """A batch with the module that undoes its scaling."""
+
+    def __init__(self, x: Tensor, scaler: nn.Module) -> None:
+        self.x, self.by = x, {"y": scaler}
+
+
+def test_a_module_in_a_batch() -> None:
+    """It is named, and may be fed beside the batch, as the refusal says."""
+    scaler = nn.BatchNorm1d(6, affine=False)
+    step = graph_step(lambda batch: batch.by["y"](batch.x), backend="tape")
+    text = r"args\[0\]: a Scaled is fed that holds a module at \.by\['y'\].*hold it on the model, or feed it beside"
+    with pytest.raises(FeedError, match=text):
+        for _ in range(8):
+            step(Scaled(torch.randn(5, 6), scaler))
+    scaler.reset_running_stats()
+    fast = graph_step(lambda batch: batch["by"](batch["x"]), backend="tape")
+    twin = nn.BatchNorm1d(6, affine=False)
+    for _ in range(20):
+        x = torch.randn(5, 6)
+        assert torch.equal(fast({"x": x, "by": scaler}), twin(x))
+    assert torch.equal(scaler.running_var, twin.running_var)
+    assert fast.stats.replayed == 14
+
+
 def test_gradients_leave_memory_that_another_program_writes_to() -> None:
     """Programs of one step share memory on CUDA: what one has left at other parameters lies elsewhere before that."""
     rig = build(lambda: rig_of(2))

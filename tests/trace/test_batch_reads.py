@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan import HostSyncError, SkipReason, graphed
+from graphplan import HostSyncError, SkipReason, graph_step, graphed
 from graphplan.owners.slots import Slot
 from graphplan.trace import batch_reads, host_reads
 from graphplan.trace.operator_schemas import POSITIONS
@@ -168,7 +168,7 @@ def test_reads_of_the_batch(forward: Forward) -> None:
     """One program for all batches in which as many rows are selected, whichever they are."""
     step = assert_same_as_eager(partial(rig_of, forward))
     assert counts(step) == (1, CALLS - BEFORE), step.report()
-    assert "the batch is read before the step" in step.report()
+    assert "read before the step: the batch, first at test_batch_reads.py" in step.report()
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -957,6 +957,72 @@ def test_a_way_that_ends_before_another_tensor_is_read(second: Callable[..., Ten
     assert step.stats.replayed >= 40
 
 
+def by_a_draw(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x) * float(torch.rand_like(x[:, 0]).sum() * 2)
+
+
+def by_a_used_draw(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x) * float((torch.rand(ROWS) * model(x)[:, 0]).sum().detach())
+
+
+@cache
+def kept(index: int) -> Tensor:
+    return torch.tensor([index, 2])
+
+
+def by_a_cache(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x) * int(kept(1)[1])
+
+
+@pytest.mark.parametrize(
+    ("forward", "text"),
+    [
+        (by_a_draw, r"It is drawn in the step: draw it in the data loader"),
+        (by_a_used_draw, r"Keep it on the device"),
+        (by_a_cache, r"belongs to no object that graphplan knows .*keep it as a buffer or an attribute"),
+    ],
+)
+def test_the_way_out_fits_what_is_read(forward: Forward, text: str) -> None:
+    assert_falls_back(partial(rig_of, forward, partial(batches, calls=40)), SkipReason.HOST_SYNC, text)
+
+
+def test_an_attribute_is_the_way_out_for_what_a_cache_holds() -> None:
+    """As that refusal says."""
+
+    def make() -> Rig:
+        rig = rig_of(lambda model, x, mask: model(x) * int(model.kept[1]))
+        rig.owners["model"].kept = torch.tensor([1, 2])
+        return rig
+
+    step = assert_same_as_eager(make)
+    assert counts(step) == (1, CALLS - BEFORE), step.report()
+    assert "read before the step: model.kept, first at test_batch_reads.py" in step.report()
+
+
+def by_two_numbers(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    out = model(x) * int(torch.tensor(ROWS) + 0 * mask.sum())
+    return out * int(mask.sum())  # culprit
+
+
+def test_the_read_that_differs_is_named() -> None:
+    """Not the first one, which never does."""
+
+    def calls() -> list[tuple[Any, ...]]:
+        return [(torch.randn(ROWS, 8), torch.arange(99) < index) for index in range(40)]
+
+    text = rf"^graphplan .*: the batches differ too much .*: 16 in a row .* at {line_of(by_two_numbers)}"
+    assert_falls_back(partial(rig_of, by_two_numbers, calls), SkipReason.HOST_SYNC, text)
+
+
+def test_signatures_that_do_not_come_again() -> None:
+    """Each is traced for a read that finds the same in all of them."""
+    step = graph_step(lambda x: x * int((x > 2).any()), backend="tape", on_failure="eager", verify="off")
+    calls = [torch.ones(1 + number // 2) for number in range(60)]
+    with pytest.warns(UserWarning, match=r"6 signatures of batches were traced .* none of these came again: pad the"):
+        found = [step(x) for x in calls]
+    assert all(torch.equal(one, x * 0) for one, x in zip(found, calls, strict=True))
+
+
 @EAGERLY
 def test_batches_of_which_few_take_a_known_way() -> None:
     """To look for a way takes time: where two thirds of the batches take none, it ends, though some do now and then."""
@@ -972,7 +1038,10 @@ def test_batches_of_which_few_take_a_known_way() -> None:
 
     step = assert_same_as_eager(partial(rig_of, forward, calls), verify="off", on_failure="eager")
     assert step.stats.replayed >= 8
-    assert "the batches differ too much: most of them were unlike those that were traced" in step.report()
+    assert (
+        "the batches differ too much in what the step reads of them, or draws, on the host: most of them were unlike"
+        in step.report()
+    )
 
 
 def by_half_the_model(model: Any, x: Tensor, mask: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def set_once(when: int, model: Any, index: int) -> None:
 
 
 READERS = [scaled, chosen, shown, with_default, by_setting]
-NAMES = {with_default: r"model\.late was nothing", by_setting: r".*SETTINGS\.factor was 1\.0"}
+NAMES = {with_default: r"model\.late was not set", by_setting: r".*SETTINGS\.factor was 1\.0"}
 
 
 def reading_rig(update: Callable[..., Any], after: Callable[..., Any]) -> Rig:
@@ -224,7 +224,7 @@ def test_a_tensor_that_the_host_leaves_where_the_step_puts_nothing() -> None:
 
     make = partial(updating_rig, adding, attributes(metric=Cached), partial(work_out, BETWEEN - 1))
     step = assert_equals_eager(make, replayed=CALLS - BEFORE_REPLAY - 1)
-    assert events_of(step) == ["traced anew: model.metric.computed was nothing one step before and is None"]
+    assert events_of(step) == ["traced anew: model.metric.computed was a Tensor one step before and is None"]
     make = partial(updating_rig, adding, attributes(metric=Cached), lambda model, index: work_out(index, model, index))
     assert_refused(make, HostEffectError, r"changes model\.metric\.computed in Python", done=SECOND_TRACE)
 
