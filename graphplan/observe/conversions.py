@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphplan.observe.replacements import Replacements
 from graphplan.observe.watching import is_silent
@@ -209,12 +210,17 @@ def _made_of(make: Callable[..., Tensor], data: Any, options: Mapping[str, Any])
     if not (waiting and are_numbers) or any(number.is_array for number in waiting.values()):
         return None
     known = [number._kind() if is_deferred(number) else number for number in numbers]
-    like = make(known if is_list else known[0], **options)
-    given = {place: each._reader.tensor_of(each, like.dtype, like.device) for place, each in waiting.items()}
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        dtype = make(known if is_list else known[0], dtype=options.get("dtype"), device="cpu").dtype
+    device = torch.get_default_device() if options.get("device") is None else torch.device(options["device"])
+    given = {place: each._reader.tensor_of(each, dtype, device) for place, each in waiting.items()}
     if any(tensor is None for tensor in given.values()):
         return None
-    made = [given.get(place, constant) for place, constant in enumerate(like.view(-1).unbind())]
-    return torch.stack(made) if is_list else made[0].clone()
+    if not is_list:
+        return given[0].clone()
+    # What is made of Python's numbers would be copied from the host.
+    parts = [given[at] if at in given else torch.full((), n, dtype=dtype, device=device) for at, n in enumerate(known)]
+    return torch.stack(parts)
 
 
 def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
