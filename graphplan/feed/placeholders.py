@@ -87,8 +87,9 @@ class Asked(NamedTuple):
     in_errors: bool = False
 
     def are_stand_ins(self, frame: FrameType) -> bool:
-        """Whether one lies at a path now, as the code begins."""
-        return any(is_stand_in(_found(frame.f_locals.get(first), inner)) for first, *inner in self.paths)
+        """Whether one lies at a path now, as the code begins, or may be what a property there gives."""
+        there = (_found(frame.f_locals.get(first), inner) for first, *inner in self.paths)
+        return any(is_stand_in(value) or hasattr(type(value), "__get__") for value in there)
 
     def classes(self, frame: FrameType) -> list[Any]:
         """The classes at the ``names``; None for one that is not found."""

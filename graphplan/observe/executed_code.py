@@ -133,8 +133,8 @@ class ExecutedCode:
     ) -> Iterator[tuple[str, Any, Any]]:
         own = getattr(function_of(fn), "__globals__", None)
         for code, space in self._globals.items():
-            if not (space is own or _is_of_module(space) or has_met(code)):
-                # The step has compiled it: a ``namedtuple`` that is made in each call has its methods in such a space.
+            if not (space is own or _is_of_module(space)):
+                # A ``namedtuple`` has its methods in a space that it makes, in each call if the step makes it there.
                 continue
             found = names_of(code)
             # A variable of a function around it is no global, though there may be one of that name.

@@ -73,7 +73,7 @@ class DeferredReads:
         deferring = Conversions(on_item=self._defer, on_copy=self._copy, on_list=self._stack, on_truth=self._ask)
         conversions = deferring if defers else Conversions()
         # Compiled code, which gets stand-ins for arguments alone, is best left with torch's own methods.
-        self._conversions = conversions if defers or self.symbolic.places else nullcontext()
+        self._conversions = conversions if defers or self.symbolic.may_be_there else nullcontext()
 
     def __enter__(self) -> DeferredReads:
         self._thread = get_ident()

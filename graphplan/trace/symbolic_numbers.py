@@ -291,6 +291,11 @@ class SymbolicNumbers:
         self.given[id(found.tensor)] = found
         return found.tensor
 
+    @property
+    def may_be_there(self) -> bool:
+        """Whether code may get stand-ins: for numbers of owners, or for what it draws."""
+        return bool(self.places or self._follows)
+
     def is_seen(self) -> bool:
         """Return True if code of the step's own would see a tensor where it expects a number: in modes, and in hooks on
         what autograd saves, which are not called for numbers.

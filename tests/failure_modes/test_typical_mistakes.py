@@ -70,7 +70,7 @@ def goes_to_numpy() -> None:
 
 
 def chooses_with_python() -> None:
-    train(lambda model, x: loss_of(model, x) * random.choice((0.5, 2.0, 3.0)))
+    train(lambda model, x: loss_of(model, x) * random.choice(range(1, 10**6)))
 
 
 def seeds_in_the_step() -> None:
@@ -196,7 +196,7 @@ MISTAKES: dict[Callable[[], None], tuple[str, str]] = {
     seeds_in_the_step: ("manual_seed", "Seed outside the step"),
     schedules_in_the_step: ("`scheduler.step()`", "Call scheduler.step() after the step"),
     steps_on_the_host: ("LBFGS cannot be captured", "use Adam or SGD"),
-    takes_batches_in_the_step: ("tensor that is neither fed nor owned", "feed it as an argument of the step"),
+    takes_batches_in_the_step: ("takes the next item of batches", "take it before the step and feed it"),
     goes_two_ways: ("return loss_of(model, x) / 2 if len(calls) % 2", "give each path a step of its own"),
     pads_without_a_mask: ("changes what the step leaves", "mask what is padding"),
     asks_for_a_device_that_is_not_there: ("needs tensors on a CUDA device, found cpu", "pass backend='tape' or 'auto'"),
