@@ -89,6 +89,7 @@ class StateMachine:
         self.unread = UnreadValues()
         # Other callers have numbers that vary among their owners already.
         self.given = GivenNumbers(fn, self.managed)
+        self._is_alone = peers is None
         self._gives = is_alone and peers is None and not is_eager
         parts = Parts(options, self.managed, self.runner, self.refusals, self.programs, peers, self.given)
         self.stages = Stages(parts, self.buffers, self.memory, self.unread)
@@ -164,7 +165,9 @@ class StateMachine:
             reason, detail, way = error.reason, str(error), self.refused
         self.latest = reason
         self._idles = self._idles + 1 if reason in _IDLE and way in (self.wait, self.plainly) else 0
-        self._rests, self._idle_for = _RESTS if self._idles >= _RESTS else 0, (reason, detail)
+        # Ranks would not leave out the same calls, and ask each other in those that they look up.
+        self._rests = _RESTS if self._idles >= _RESTS and self._is_alone else 0
+        self._idle_for = reason, detail
         result = way(call, reason, detail)
         self.programs.attempts += call.is_on_way
         return result

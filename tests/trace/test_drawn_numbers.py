@@ -60,9 +60,7 @@ USES: dict[str, Callable[[Mixed, Tensor], Tensor]] = {
     "several": lambda model, x: x * random.random() + np.random.rand() - random.betavariate(2, 3) * np.random.normal(),
     "beside torch's": lambda model, x: x * random.random() * torch.rand(8, device=x.device),
     "by their own names": lambda model, x: x * betavariate(2, 3) + standard_normal(),
-    "in a tensor": lambda model, x: (
-        x * torch.tensor(random.random(), device=x.device) + torch.as_tensor(np.random.rand())
-    ),
+    "in a tensor": lambda model, x: x * torch.tensor(random.random(), device=x.device),
     "in a list": lambda model, x: x * torch.tensor([random.random(), 2.0, np.random.rand()], device=x.device).sum(),
     "unused": lambda model, x: [random.random(), np.random.poisson(3.0), x][-1],
     "computed with": lambda model, x: x * np.sqrt(1 - np.random.uniform(low=0.2, high=0.8)),
