@@ -133,7 +133,7 @@ class StateMachine:
     def _serve_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_closed:
             raise ClosedError("this step was closed; make a new one with graph_step")
-        if self._rests and not self.fast_path.knows:
+        if self._rests and not (kwargs or self.fast_path.knows):
             self._rests -= 1
             self.latest = self._idle_for[0]
             self.programs.pass_by(is_for_good=self.latest is SkipReason.MAX_GRAPHS)
