@@ -15,7 +15,7 @@ from graphplan.effects.allowed import allowing, shorten
 from graphplan.effects.appended_lists import AppendedLists
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
-from graphplan.feed.placeholders import asks_classes
+from graphplan.observe.asked_classes import asks_classes
 from graphplan.observe.source import find_load
 from graphplan.owners.contents import is_proxy, unseen
 from graphplan.owners.slots import Scalar, Walk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 from types import CodeType
@@ -134,15 +135,18 @@ def _find_names(code: CodeType) -> Names:
     return Names(_is_dynamic(steps), frozenset(imports), *map(frozenset, groups))
 
 
+def loaded_path(steps: Sequence[dis.Instruction], loads: Sequence[str]) -> tuple[str, ...]:
+    """The name that the first instruction loads, one of ``loads``, and its attributes as far as they follow."""
+    if not steps or steps[0].opname not in loads:
+        return ()
+    attributes = takewhile(lambda step: step.opname == "LOAD_ATTR", steps[1:])
+    return (str(steps[0].argval), *(str(step.argval) for step in attributes))
+
+
 def _iterated(steps: list[dis.Instruction]) -> set[str]:
     """What is given to ``next``, where it has a name."""
-    found = set()
-    for index in (index for index, step in enumerate(steps) if step.opname in _LOADS and step.argval == "next"):
-        first, *others = [*steps[index + 1 :], steps[-1]]
-        path = [first, *takewhile(lambda step: step.opname == "LOAD_ATTR", others)]
-        if first.opname in _LOADS or first.opname == "LOAD_FAST":
-            found.add(str(path[-1].argval))
-    return found
+    places = (at for at, step in enumerate(steps, 1) if step.opname in _LOADS and step.argval == "next")
+    return {name for at in places for name in loaded_path(steps[at:], (*_LOADS, "LOAD_FAST"))[-1:]}
 
 
 def _is_dynamic(steps: list[dis.Instruction]) -> bool:

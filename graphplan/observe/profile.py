@@ -26,7 +26,7 @@ from graphplan.environment.collector import no_collections
 from graphplan.environment.origin import file_of, is_library, is_librarys, is_users, is_users_file
 from graphplan.environment.switches import USED
 from graphplan.errors import Faults
-from graphplan.feed.placeholders import Asked, asked_classes, handles_errors
+from graphplan.observe.asked_classes import Asked, asked_classes, handles_errors
 from graphplan.observe.conversions import READERS, Conversions
 from graphplan.observe.executed_code import ExecutedCode, function_of
 from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_of_saving, name_of_start, name_of_write

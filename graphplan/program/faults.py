@@ -16,7 +16,7 @@ from graphplan.backends.backend import first_line, is_out_of_memory
 from graphplan.environment.origin import OURS, is_users_file
 from graphplan.errors import EffectError, FaultError, GraphPlanError
 from graphplan.feed.call_arguments import is_callers
-from graphplan.feed.placeholders import asks_classes
+from graphplan.observe.asked_classes import asks_classes
 
 _NAMES = ("path", "label", "place")
 """What its own functions call the path of what they look at."""

@@ -216,7 +216,6 @@ class FastPath:
 
     def find(self, args: Sequence[Any]) -> tuple[KnownCall, Sequence[Any]] | None:
         """Find a known call like this one whose program may be replayed, and the leaves of this one."""
-        self.knows = False
         try:
             found = self._search(args)
             self.knows = found is not None
@@ -230,6 +229,7 @@ class FastPath:
             holds = call.checks.hold() or (program.adopted.take_gradients() and call.checks.hold())
             return found if holds else None
         except Exception:  # noqa: BLE001 - something is gone, or an object raises: the long way says what
+            self.knows = False
             return None
 
     def _search(self, args: Sequence[Any]) -> tuple[KnownCall, Sequence[Any]] | None:

@@ -1,0 +1,128 @@
+"""What code asks for its class: ``type`` tells a stand-in from what it stands for, and no stand-in notices."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from inspect import getattr_static
+from itertools import pairwise
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from graphplan.environment.origin import is_users_file
+from graphplan.feed.placeholders import is_stand_in
+from graphplan.observe.names import loaded_path, plain_steps
+
+_RAISE = "RAISE_VARARGS"
+
+
+class Asked(NamedTuple):
+    """What code calls ``type`` on, which no stand-in notices: its own arguments and what lies in them (``paths``), what
+    it compares with certain classes (the ``names`` of these, each with its attributes), and whether on anything else;
+    ``in_errors``: only where it raises one then (``raise TypeError(f"expected a tensor, got {type(x)}")``).
+    """
+
+    paths: frozenset[tuple[str, ...]] = frozenset()
+    names: frozenset[tuple[str, ...]] = frozenset()
+    others: bool = False
+    in_errors: bool = False
+
+    def are_stand_ins(self, frame: FrameType) -> bool:
+        """Whether one lies at a path now, as the code begins, or may be what a property there gives."""
+        there = (_found(frame.f_locals.get(first), inner) for first, *inner in self.paths)
+        return any(is_stand_in(value) or hasattr(type(value), "__get__") for value in there)
+
+    def classes(self, frame: FrameType) -> list[Any]:
+        """The classes at the ``names``; None for one that is not found."""
+        spaces = (frame.f_globals, frame.f_builtins)
+        firsts = ((next((s[first] for s in spaces if first in s), None), inner) for first, *inner in self.names)
+        return [found if isinstance(found := _found(*names), type) else None for names in firsts]
+
+
+_NOTHING = Asked()
+
+
+def _found(value: Any, attributes: Iterable[str]) -> Any:
+    """What ``attributes`` lead to from ``value`` without code of its own; None if that does not tell."""
+    for name in attributes:
+        value = getattr_static(value, name, None)
+    return value
+
+
+@lru_cache(4096)
+def asked_classes(code: CodeType) -> Asked:
+    """What the user's ``code`` calls ``type`` on."""
+    if "type" not in code.co_names or not is_users_file(code.co_filename):
+        return _NOTHING
+    steps = plain_steps(code)
+    bound = {step.argval for step in steps if step.opname in ("STORE_FAST", "DELETE_FAST")}
+    own = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]} - bound
+    stored = {step.argval for step in steps if step.opname == "STORE_ATTR"}
+    paths: set[tuple[str, ...]] = set()
+    names: set[tuple[str, ...]] = set()
+    elsewhere = set()
+    for at, step in enumerate(steps):
+        if step.opname != "LOAD_GLOBAL" or step.argval != "type":
+            continue
+        end = _end_of_call(code, step.offset)
+        given = [inner for inner in steps[at + 1 :] if inner.offset < end]
+        path = loaded_path(given, ("LOAD_FAST",))
+        if path and path[0] in own and stored.isdisjoint(path[1:]) and len(path) == len(given):
+            paths.add(path)
+        elif [inner.opname for inner in given] != ["LOAD_CONST"]:
+            compared = _compared([inner for inner in steps[at + 1 :] if inner.offset > end]) if given else []
+            names.update(compared)
+            if not compared:
+                elsewhere.add(_ends_in_raise(steps[at:]))
+    return Asked(frozenset(paths), frozenset(names), False in elsewhere, True in elsewhere)
+
+
+def _end_of_call(code: CodeType, start: int) -> int:
+    """Where the call of what the instruction at ``start`` loads is, with one argument; -1 if there is none, or a branch
+    in its argument.
+    """
+    depth = 0
+    for step in dis.get_instructions(code):
+        if step.offset < start:
+            continue
+        if "JUMP" in step.opname:
+            break
+        depth += dis.stack_effect(step.opcode, step.arg)
+        if step.offset > start and depth <= 1:
+            return step.offset if depth == 1 and step.opname.startswith("CALL") and step.arg == 1 else -1
+    return -1
+
+
+def _compared(steps: Sequence[dis.Instruction]) -> list[tuple[str, ...]]:
+    """The names of what a value is compared with next: ``is C``, ``== pkg.C``, ``in (A, B)``; none if it is not."""
+    names, at = [], 0
+    while path := loaded_path(steps[at:], ("LOAD_GLOBAL",)):
+        names.append(path)
+        at += len(path)
+    following = [step.opname for step in steps[at : at + 2]]
+    is_one = len(names) == 1 and following[:1] in (["IS_OP"], ["COMPARE_OP"])
+    is_among = following in (["BUILD_TUPLE", "CONTAINS_OP"], ["BUILD_LIST", "CONTAINS_OP"])
+    return names if is_one or (is_among and steps[at].arg == len(names)) else []
+
+
+def asks_classes(code: CodeType) -> bool:
+    """Return True if the user's ``code`` calls ``type`` on anything."""
+    return asked_classes(code) != _NOTHING
+
+
+@lru_cache(4096)
+def handles_errors(code: CodeType) -> bool:
+    """Return True if ``code`` may go on after an error: what it has raised, or a function that it calls."""
+    names = [step.opname for step in dis.get_instructions(code)]
+    handlers = (pair for pair in pairwise(names) if pair[0] == "PUSH_EXC_INFO" and pair[1] != "WITH_EXCEPT_START")
+    return "SETUP_FINALLY" in names or "suppress" in code.co_names or any(handlers)
+
+
+def _ends_in_raise(steps: Iterable[dis.Instruction]) -> bool:
+    ends = (
+        name
+        for name in (step.opname for step in steps)
+        if name.startswith("RETURN") or "JUMP" in name or name == _RAISE
+    )
+    return next(ends, None) == _RAISE
