@@ -15,12 +15,12 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 def is_allowed(path: str, allow: Iterable[str]) -> bool:
     """Whether ``path`` lies at or within what ``allow`` names, by patterns such as ``model.stats.*`` too."""
-    return _allows(tuple(allow))(path)
+    return allowed_by(tuple(allow))(path)
 
 
 @lru_cache(256)
-def _allows(allow: tuple[str, ...]) -> Callable[[str], bool]:
-    # Asked for each of hundreds of paths.
+def allowed_by(allow: tuple[str, ...]) -> Callable[[str], bool]:
+    """:func:`is_allowed` for thousands of paths."""
     if not allow:
         return lambda path: False
     within = tuple(name + end for name in allow for end in ".[")

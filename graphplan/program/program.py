@@ -94,6 +94,8 @@ class Program:
         self._draws_from = {draw.generator for draw in plan.drawn}
         self.outcomes = self.outcomes_in_a_row = 0
         """Replays that ended at a value that was another one than in the traces; the latest ones, with none between."""
+        self.differs = False
+        """A check found other bits than the eager step's, which may be noise: further ones keep copies to compare."""
         self._replays_before_outcome = 0
         self._flags = Flags(walk) if plan.left else None
         asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.names())}

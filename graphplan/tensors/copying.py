@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -38,7 +38,8 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     return first.is_meta or torch.equal(bits(first), bits(second))
 
 
-_flat = torch._C._nn.flatten_dense_tensors
+flat: Callable[[Sequence[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors
+"""Copies of tensors of one dtype, one after the other in one piece of memory; of a single one, perhaps itself."""
 _unflat = torch._C._nn.unflatten_dense_tensors
 
 
@@ -54,7 +55,7 @@ def _home(tensor: Tensor) -> Hashable | None:
     return (tensor.device, tensor.dtype) if not _is_on_host(tensor) and _is_plain(tensor) else None
 
 
-def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: int) -> Iterator[tuple[bool, list[int]]]:
+def groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: int) -> Iterator[tuple[bool, list[int]]]:
     """Positions of tensors that belong together by their keys, in at most ``most`` bytes, and whether they do; those
     without a key alone.
     """
@@ -81,13 +82,13 @@ def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> l
     copies: list[Tensor] = list(tensors)
     leave = [not (device is None or tensor.is_cpu or tensor.device == device) for tensor in tensors]
     # What goes elsewhere is put together first, which takes room here.
-    for are_plain, members in _groups(tensors, map(_home, tensors), _TOGETHER if any(leave) else _COPIED):
+    for are_plain, members in groups(tensors, map(_home, tensors), _TOGETHER if any(leave) else _COPIED):
         originals, leaves = [tensors[index] for index in members], leave[members[0]]
         if not are_plain or len(members) == 1:
             copies[members[0]] = _moved(originals[0], device) if leaves else originals[0].clone()
             continue
-        flat = _moved(_flat(originals), device) if leaves else _flat(originals)
-        for index, part in zip(members, _unflat(flat, originals), strict=True):
+        copied = _moved(flat(originals), device) if leaves else flat(originals)
+        for index, part in zip(members, _unflat(copied, originals), strict=True):
             copies[index] = part
     return copies
 
@@ -105,14 +106,14 @@ def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
 @torch.no_grad()
 def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy ``values`` into ``targets`` of the same shapes and dtypes."""
-    groups: dict[Hashable, list[tuple[Tensor, Tensor]]] = {}
+    together: dict[Hashable, list[tuple[Tensor, Tensor]]] = {}
     for target, value in zip(targets, values, strict=True):
         # Tensors from inference mode may not be written to outside of it, other tensors on their memory may.
         open_ = target.detach() if target.is_inference() else target
-        groups.setdefault(_home(open_) and (_home(open_), value.device), []).append((open_, value))
-    for target, value in groups.pop(None, ()):
+        together.setdefault(_home(open_) and (_home(open_), value.device), []).append((open_, value))
+    for target, value in together.pop(None, ()):
         target.copy_(value, non_blocking=not target.is_cpu)
-    for pairs in groups.values():
+    for pairs in together.values():
         torch._foreach_copy_([target for target, _ in pairs], [value for _, value in pairs], non_blocking=True)
 
 
@@ -124,13 +125,13 @@ def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
     rows = [(two, one) if _is_on_host(one) else (one, two) for one, two in zip(ones, twos, strict=True)]
     homes = [_home(one) if one.nbytes <= _SMALL and _is_plain(two) else None for one, two in rows]
     keys = [home and (home, two.device) for home, (_, two) in zip(homes, rows, strict=True)]
-    groups = [members for _, members in _groups([one for one, _ in rows], keys, _TOGETHER)]
-    marks = (_mark([rows[index] for index in members]) for members in groups)
+    parts = [members for _, members in groups([one for one, _ in rows], keys, _TOGETHER)]
+    marks = (_mark([rows[index] for index in members]) for members in parts)
     found: list[int] = []
-    for members, differs in zip(groups, values_of([mark.any() for mark in marks]), strict=True):
+    for members, differs in zip(parts, values_of([mark.any() for mark in marks]), strict=True):
         if differs:
-            parts = _mark([rows[index] for index in members]).flatten().split([ones[i].numel() for i in members])
-            found += [index for index, part in zip(members, parts, strict=True) if part.any()]
+            marked = _mark([rows[index] for index in members]).flatten().split([ones[i].numel() for i in members])
+            found += [index for index, part in zip(members, marked, strict=True) if part.any()]
     return sorted(found)
 
 
@@ -138,7 +139,7 @@ def _mark(rows: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Which elements have other bits, those of several tensors one after the other."""
     ones = [one for one, _ in rows]
     twos = [two.to(one.device, non_blocking=not one.is_cpu) for one, two in rows]
-    mark = bits(_flat(ones)) != bits(_flat(twos)) if rows[1:] else bits(ones[0]) != bits(twos[0])
+    mark = bits(flat(ones)) != bits(flat(twos)) if rows[1:] else bits(ones[0]) != bits(twos[0])
     return mark.any(-1) if ones[0].is_complex() else mark
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphplan.backends.backend import first_line
-from graphplan.effects.allowed import is_allowed
+from graphplan.effects.allowed import allowed_by
 from graphplan.errors import OutcomeError, PeerError
 from graphplan.feed.call_arguments import BATCH_READS
 from graphplan.owners.generators import HostGenerators
@@ -27,6 +27,7 @@ from graphplan.tensors.copying import copy_all
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import map_result, named_leaves
+from graphplan.verify.checksums import Checksums
 from graphplan.verify.compare import Run, describe, differing, differing_values, nudged, unexplained
 from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 
@@ -64,8 +65,9 @@ class Check:
     ) -> None:
         self._program = program
         self._on_any = on_any
+        self._sums: Checksums | None = None
         self._feed = feed
-        self._is_allowed: Callable[[str], bool] = partial(is_allowed, allow=tuple(allow))
+        self._is_allowed = allowed_by(tuple(allow))
         self._place = place
         plan = program.plan
         self._walk = plan.handles.walk
@@ -155,16 +157,56 @@ class Check:
         return self.left(self._owned if self._program.bindings.keep_places(self._owned) else self._walk(), result)
 
     def first_replay(self) -> None:
-        """Keep copies of what a replay leaves."""
+        """Keep copies of what a replay leaves, or where they have no room on the device, sums of that."""
         left = self.replay()
-        copies = copy_all(list(left.tensors.values()), self._place())
-        self._replayed, self._values = dict(zip(left.tensors, copies, strict=True)), left.values
+        self._values = left.values
+        place = self._place()
+        # All ranks replay as often.
+        if self._is_beside(place) or self._program.plan.communicates or self._is_inexact:
+            self._keep(left.tensors, place)
+        else:
+            self._sums = Checksums(left.tensors)
+
+    def _is_beside(self, place: torch.device) -> bool:
+        """Whether copies at ``place`` are made and compared fast: that is where the step computes."""
+        return place.type == self._program.plan.device.type
+
+    def _keep(self, tensors: Mapping[str, Tensor], place: torch.device) -> None:
+        self._replayed = dict(zip(tensors, copy_all(list(tensors.values()), place), strict=True))
+
+    @property
+    def _is_inexact(self) -> bool:
+        """Whether a replay and the eager step are known to differ, or likely do."""
+        return self._is_noisy or self._program.differs
+
+    @property
+    def _is_noisy(self) -> bool:
+        """Whether two replays from one state may differ."""
+        return self._program.plan.may_reorder or self._program.plan.traced.in_mode
+
+    def _replay_for_copies(self, walk: Walk) -> None:
+        """Replay once more: the eager step has left something else than the first replay, of which there are sums."""
+        self._program.differs = True
+        end, _ = self.snapshot(walk)
+        try:
+            self._go_back()
+            self._keep(self.replay().tensors, self._place())
+        finally:
+            self.undo(end)
 
     def compare(self, result: Any, walk: Callable[[], Walk]) -> dict[str, str]:
         """Differences between what the first replay left and what the eager step did, to which ``walk()`` leads."""
         # The device runs the eager step meanwhile.
         left = self.left(walk(), result)
         differences = differing_values(self._values, left.values)
+        if self._sums is not None:
+            if not self._sums.differ(Checksums(left.tensors)):
+                return differences
+            try:
+                self._replay_for_copies(walk())
+            except OutcomeError:
+                # From other last bits, the step goes another way: there is nothing to compare.
+                return differences
         sides = self._replayed, left.tensors
         beyond = differing(*sides)
         if not self._on_any(bool(beyond)):
@@ -174,7 +216,6 @@ class Check:
         try:
             found = self._unexplained(beyond, eager)
         except OutcomeError:
-            # From other last bits, the step goes another way: there is nothing to compare.
             found = {}
         finally:
             self.undo(end)
@@ -186,7 +227,7 @@ class Check:
         """
         again: list[Run] = []
         found = dict.fromkeys(paths, 0.0)
-        noisy = self._program.plan.may_reorder or self._program.plan.traced.in_mode
+        noisy = self._is_noisy
         explain = partial(unexplained, one=self._replayed, again=again, eager=eager)
         for _ in range(_REPLAYS):
             again.append(self._repeat(nudge=False))
@@ -243,12 +284,16 @@ class Check:
         with torch._C.DisableTorchFunctionSubclass():
             return {path for path, parts in tensors.items() if any(storage_id(part) in lent for part in parts)}
 
-    def _repeat(self, *, nudge: bool) -> Run:
-        """One more replay beside the first one; with ``nudge``, of parameters with other last bits."""
+    def _go_back(self) -> None:
+        """Put back what was before the first replay, for another one."""
         self.undo(self._before)
         if not self._program.fits():
             # The eager step gave tensors other memory (``tensor.data = ...``), which has their values now.
             self._program.resync()
+
+    def _repeat(self, *, nudge: bool) -> Run:
+        """One more replay beside the first one; with ``nudge``, of parameters with other last bits."""
+        self._go_back()
         if not nudge:
             return Run.of(self._replayed, self.replay().tensors)
         params = {path: local(param) for path, param in self._owned.parameters.values()}

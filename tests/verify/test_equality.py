@@ -30,6 +30,8 @@ from tests.step.test_step_forms import OUTPUTS, mlp_rig, two_models_rig
 from tests.step.test_step_forms import accumulating_rig as stepping_outside_rig
 from tests.twins import BEFORE_REPLAY, Record, Rig, assert_same_as_eager, assert_same_runs, build, drive, managed
 
+pytestmark = pytest.mark.usefixtures("room")
+
 EIGHTS = (8,) * 20
 
 

@@ -23,6 +23,7 @@ from tests.models import Box
 from tests.step.test_messages import WAY_OUT
 from tests.twins import BEFORE_REPLAY, Rig, assert_same_runs, build, drive, keep, managed, state_of
 
+pytestmark = pytest.mark.usefixtures("room")
 EARLY, LATE = BEFORE_REPLAY, BEFORE_REPLAY + 2
 """The call that a fault begins in: replay 1, which is checked, or replay 3, which is not."""
 FOUND = BEFORE_REPLAY + 3

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from graphplan import graph_step
 from tests.models import Box, descent
 
+pytestmark = pytest.mark.usefixtures("room")
 NOISE = Box(np.random.default_rng(3))
 RUNS = Box(0)
 

@@ -1,0 +1,72 @@
+"""What tensors held, by sums of their bits: enough to tell that they hold the same again, where copies have no room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.copying import bits, copy_all, flat, groups, unequal, values_of
+
+_BYTES = 2**22
+"""Bytes that are summed at a time, of which that takes three copies."""
+_STEP, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
+"""Multipliers of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), signed."""
+
+
+class Checksums:
+    """Sums of the bits of ``tensors``, by path, made where these lie; copies of those that have a layout or a class of
+    their own.
+
+    Each word of 64 bits is multiplied by an odd number that depends on its place, modulo 2**64. If one word becomes
+    another, so does the sum; if several do, the sum stays by a chance of one in 2**64.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._forms = {path: (tensor.shape, tensor.dtype, tensor.device) for path, tensor in tensors.items()}
+        self._paths = sorted(path for path, tensor in tensors.items() if not _has_words(tensor))
+        self._copies = copy_all([tensors[path] for path in self._paths])
+        self._sums = _sums([tensors[path] for path in sorted(self._forms.keys() - set(self._paths))])
+
+    def differ(self, other: Checksums) -> bool:
+        """Whether ``other`` is of tensors with other paths, forms or bits. Waits for the device."""
+        if (self._forms, self._paths) != (other._forms, other._paths) or unequal(self._copies, other._copies):
+            return True
+        return values_of(self._sums) != values_of(other._sums)
+
+
+def _has_words(tensor: Tensor) -> bool:
+    is_plain = type(tensor) in PLAIN_KINDS and tensor.layout is torch.strided and not tensor.is_quantized
+    return is_plain and not (tensor.is_conj() or tensor.is_neg())
+
+
+@torch.no_grad()
+def _sums(tensors: Sequence[Tensor]) -> list[Tensor]:
+    keys = [(tensor.device, tensor.dtype) for tensor in tensors]
+    factors = {device: _factors().to(device) for device in {tensor.device for tensor in tensors}}
+    return [
+        (words * factors[words.device][: words.numel()]).sum()
+        for _, members in groups(tensors, keys, _BYTES)
+        for words in _words([tensors[index] for index in members])
+    ]
+
+
+@lru_cache(maxsize=1)
+def _factors() -> Tensor:
+    """Odd numbers for as many words as are summed at a time, on the host: a device takes longer to load what makes
+    them.
+    """
+    numbers = torch.arange(1, _BYTES // 8 + 1).mul_(_STEP)
+    return numbers.bitwise_xor_(numbers >> 31).mul_(_MIX).bitwise_or_(1)
+
+
+def _words(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The bits of tensors on one device and of one dtype, one after the other, in pieces; the last one is filled up."""
+    for part in bits(flat(tensors)).reshape(-1).view(torch.uint8).split(_BYTES):
+        missing = -part.numel() % 8
+        if missing or part.storage_offset() % 8:
+            part = torch.cat([part, part.new_zeros(missing)])
+        yield part.view(torch.int64)
