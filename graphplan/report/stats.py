@@ -53,7 +53,7 @@ class Stats:
     ``phase_counts`` the calls they cover; ``"steady"`` is every replay of a program but its first. ``laps`` are seconds
     from one replay's end to the next one's: what a training step takes all in all, on a busy device too, where the host
     runs ahead of it. ``measured`` are seconds of a step, ``"eager"`` without graphplan and ``"replayed"``, where it was
-    measured whether replays pay.
+    measured whether replays pay. ``eager_calls`` are seconds of the latest eager calls, those of checks included.
 
     Examples:
         >>> import torch
@@ -82,6 +82,7 @@ class Stats:
     bytes_estimated: int = 0
     laps: deque[float] = field(default_factory=lambda: deque(maxlen=LAPS))
     measured: dict[str, float] = field(default_factory=dict)
+    eager_calls: deque[float] = field(default_factory=lambda: deque(maxlen=LAPS))
     follow: bool = True
     """True for the steps of a loop, which follow each other; False for requests, with idle time between them."""
     last_end: float = 0.0
@@ -199,6 +200,19 @@ class Stats:
         saved, spent = (eager - replayed) / 1e6 * (self.replayed - self.verified), self.spent(eager)
         return Gain(saved, spent, saved - spent)
 
+    def balance(self) -> Gain:
+        """What replays have saved so far, in eager steps. Where these are not timed from end to end, calls are compared:
+        those of the warm-up, which take longer, until there are others.
+        """
+        eager, gain = self.step_us("eager"), self.gain()
+        if eager is not None:
+            saved = 0.0 if gain is None else gain.saved
+        else:
+            eager = median(self.eager_calls) * 1e6 if self.eager_calls else self.mean_us("warmup") or 0.0
+            saved = (eager - (self.mean_us("steady") or eager)) / 1e6 * self.phase_counts["steady"]
+        spent = self.spent(eager)
+        return Gain(*(seconds / eager * 1e6 if eager else 0.0 for seconds in (saved, spent, saved - spent)))
+
     def spent(self, eager: float) -> float:
         """Seconds of warm-up, traces, captures and checks beyond their steps, of ``eager`` microseconds each."""
         return sum(max(0.0, self.phases[phase] - self.phase_counts[phase] * eager / 1e6) for phase in STARTING)
@@ -225,6 +239,7 @@ class Stats:
         self.measured |= other.measured
         self.follow &= other.follow
         self.laps += other.laps
+        self.eager_calls += other.eager_calls
         for phase in PHASES:
             self.phases[phase] += other.phases[phase]
             self.phase_counts[phase] += other.phase_counts[phase]

@@ -54,8 +54,7 @@ class Way:
     on the host, whose numbers count as owners'; ``kinds`` are the classes of the numbers that code used, by path.
 
     ``used`` are those whose values code needs: each value is a way of its own; ``where`` describes the first. ``lines``
-    has one for each variant. ``is_met``: a call has had these values before; ``is_known``: it was traced; ``recurs``:
-    it was taken again after another one.
+    has one for each variant. ``is_met``: a call has had these values before; ``is_known``: it was traced.
     """
 
     asked: dict[Question, bool] = field(default_factory=dict)
@@ -67,7 +66,6 @@ class Way:
     refusal: RefusalError | None = None
     is_met: bool = True
     is_known: bool = False
-    recurs: bool = False
 
     def is_taken(self, numbers: Mapping[str, Any], *, values: bool = True) -> bool:
         """Return True if a step takes it with ``numbers`` by path; without ``values``, with other ``used`` ones."""
@@ -93,9 +91,9 @@ class Entry:
     a program. ``captured``: it has or had one. ``gate`` times its replays until ``is_decided``. ``outside``: gradients
     flow through its results, so calls are eager. ``batch``: reads of the batch choose another entry, whose ``base`` is
     this one. The last of ``ways`` is that of the latest call; the numbers at ``places`` decide. ``untried`` ways were
-    traced since the latest capture, until they are ``too_many``. ``recurs``: it was used again after another one.
-    ``flows_out``: what a backward pass outside the step has come to, by the number of the call that returned it.
-    ``pause`` says why this call is eager, in place of a replay of ``paused``, which had made ``paused_at`` of them.
+    traced since the latest capture, until they are ``too_many``. ``flows_out``: what a backward pass outside the step
+    has come to, by the number of the call that returned it. ``pause`` says why this call is eager, in place of a replay
+    of ``paused``, which had made ``paused_at`` of them.
     """
 
     key: Key = ()
@@ -116,7 +114,6 @@ class Entry:
     too_many: HostScalarError | None = None
     gate: Gate | None = None
     is_decided: bool = False
-    recurs: bool = False
     flows_out: dict[int, str] = field(default_factory=dict)
     pause: str | None = None
     paused: Program | None = None
@@ -199,8 +196,6 @@ class Entry:
             known.refusal = self.too_many
         elif known is self.way:
             return
-        else:
-            known.recurs = True
         if not self.way.lines and (self.way.refusal in (None, self.too_many)):
             self.ways.pop()
         self.ways = [*(way for way in self.ways if way is not known), known]

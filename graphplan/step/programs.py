@@ -14,12 +14,7 @@ from graphplan.step.options import Options
 
 _KEYS_PER_GRAPH = 8
 _IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
-_ALLOWANCE = 50  # Eager steps that starting may take beyond what replays save: a twentieth of the first thousand.
-_TRACE, _CAPTURE, _CHECK, _SAVES = 12, 5, 3, 0.6
-"""Eager steps that a trace, a capture and a check take on a CPU, and that a replay saves, for where none are timed: the
-median of 21 models of recipes.zoo.
-"""
-_AGAIN = 3  # Times the allowance for what comes again, where none are timed.
+_ALLOWANCE = 40  # Eager steps that starting may take beyond what replays save, before a further program waits.
 _UNPAID = 2  # Captures in a row that did not pay, after which further ones wait.
 _LONGEST = 128  # Waits in a row, of which a call has up to two, and how many times as many after each that was in vain.
 _LONGER = 4
@@ -61,7 +56,6 @@ class Programs:
 
     def touch(self, entry: Entry) -> None:
         """Count ``entry`` as the one used last."""
-        entry.recurs |= 0 < entry.used < self._lookups
         self._lookups += 1
         entry.used = self._lookups
 
@@ -207,7 +201,7 @@ class Programs:
         # What has begun is brought to its end.
         if entry.progress or not (is_further or self._unpaid >= _UNPAID):
             return None
-        if not self.has_spent(recurs=is_further and (entry.way.recurs if has_ways else entry.recurs)):
+        if not self.has_spent():
             self._longest = _LONGEST
             return None
         if self._waits_at != self._progress:
@@ -237,21 +231,12 @@ class Programs:
         why = "; ".join(reasons) or "its signature or its flags change each time"
         return f"the step was captured again {self._unpaid} times in a row for fewer than {_PAYS} replays each: {why}"
 
-    def has_spent(self, *, recurs: bool = False) -> bool:
-        """Return True if starting, with one more program like those so far, takes more than replays have saved. Where
-        eager steps are not timed, counts decide, and what ``recurs`` may take more: it will come again.
-        """
+    def has_spent(self) -> bool:
+        """Return True if starting, with one more program like those so far, takes more than replays have saved."""
         if not self._may_wait:
             return False
-        stats = self._stats
-        eager, gain = stats.step_us("eager"), stats.gain()
-        if eager is None:
-            spent = float(_TRACE * stats.traced + _CAPTURE * stats.captured + _CHECK * stats.verified)
-            saved, allowance = _SAVES * stats.replayed, float(_ALLOWANCE * (_AGAIN if recurs else 1))
-        else:
-            spent, saved = stats.spent(eager), 0.0 if gain is None else gain.saved
-            allowance = _ALLOWANCE * eager / 1e6
-        return spent + spent / max(1, stats.captured) - saved >= allowance
+        balance = self._stats.balance()
+        return balance.spent / max(1, self._stats.captured) - balance.net >= _ALLOWANCE
 
     def _is_behind(self, entry: Entry) -> bool:
         """Return True if another entry is nearer to its program."""

@@ -38,7 +38,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     return first.is_meta or torch.equal(bits(first), bits(second))
 
 
-flat: Callable[[Sequence[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors
+flat: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors
 """Copies of tensors of one dtype, one after the other in one piece of memory; of a single one, perhaps itself."""
 _unflat = torch._C._nn.unflatten_dense_tensors
 

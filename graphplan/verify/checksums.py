@@ -63,7 +63,7 @@ def _factors() -> Tensor:
     return numbers.bitwise_xor_(numbers >> 31).mul_(_MIX).bitwise_or_(1)
 
 
-def _words(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def _words(tensors: list[Tensor]) -> Iterator[Tensor]:
     """The bits of tensors on one device and of one dtype, one after the other, in pieces; the last one is filled up."""
     for part in bits(flat(tensors)).reshape(-1).view(torch.uint8).split(_BYTES):
         missing = -part.numel() % 8

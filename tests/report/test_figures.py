@@ -119,6 +119,19 @@ def test_seconds_saved_and_spent() -> None:
     assert "step 3000000 -> 1000000 µs; saved 8.0 s and spent 2.0 s on it: net +6.0 s" in Figures(stats).headline()
 
 
+def test_what_replays_have_saved_in_eager_steps() -> None:
+    """By steps if they were timed from end to end, else by calls: those of the warm-up until there are others."""
+    stats = made("eerrrr")
+    assert stats.balance() == (0.0, 0.0, 0.0)
+    stats.phases |= {"warmup": 12.0, "trace": 20.0, "steady": 4.0}
+    stats.phase_counts |= {"warmup": 3, "trace": 2, "steady": 4}
+    assert stats.balance() == (3.0, 3.0, 0.0)
+    stats.eager_calls.extend([2.0, 2.0, 9.0])
+    assert stats.balance() == (2.0, 11.0, -9.0)
+    stats.measured = {"eager": 5.0, "replayed": 1.0}
+    assert stats.balance() == pytest.approx((3.2, 2.0, 1.2))
+
+
 def test_steps_are_batches() -> None:
     """Where an optimizer steps after several of them, too; a second fit begins anew."""
     callback = GraphPlanCallback(backend="tape")

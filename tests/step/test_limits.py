@@ -79,24 +79,9 @@ def test_ways_wait_for_what_they_cost() -> None:
     assert "another way through the step's code is traced once replays have saved what" in step.report()
 
 
-@pytest.mark.frugal
-@pytest.mark.parametrize("recurs", [True, False])
-def test_shapes_that_do_not_come_again_wait(recurs: bool) -> None:
-    """Those that take turns have programs at once; of those that come for a while each, few do."""
-    sizes = [8, 7, 6, 5, 4, 3] * 20 if recurs else [size for size in range(3, 9) for _ in range(20)]
-    rig = build(lambda: rig_of(sizes))
-    expected = drive(rig, rig.step)
-    rig = build(lambda: rig_of(sizes))
-    step = managed(rig)
-    assert_same_runs(expected, drive(rig, step))
-    assert step.stats.captured == (6 if recurs else 2), step.report()
-    waits = "another signature is traced once replays have saved what" in step.report()
-    assert waits is not recurs
-
-
 def test_a_shape_that_does_not_come_again_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was traced once, and is nearer to a program than the other, which waits for it only for a while."""
-    monkeypatch.setattr(Programs, "has_spent", lambda self, recurs=False: True)
+    monkeypatch.setattr(Programs, "has_spent", lambda self: True)
     rig = build(lambda: rig_of([8] * (BEFORE_REPLAY - 2) + [6] * 120))
     step = managed(rig)
     for args in rig.calls:
@@ -107,7 +92,7 @@ def test_a_shape_that_does_not_come_again_holds_up_no_other(monkeypatch: pytest.
 
 def test_captures_that_do_not_pay_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list that the step looks at grows now and then, as that of a player's rewards after each game: it is said."""
-    monkeypatch.setattr(Programs, "has_spent", lambda self, recurs=False: True)
+    monkeypatch.setattr(Programs, "has_spent", lambda self: True)
     rig = build(lambda: rig_of([8] * 120))
     given, model = rig.step, rig.owners["model"]
     model.rewards = [1.0]
@@ -130,7 +115,7 @@ def test_captures_that_do_not_pay_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("turns", ["shape", "way"])
 def test_what_comes_for_good_waits_for_a_while_alone(turns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program before is not replayed any more, and cannot save what it took."""
-    monkeypatch.setattr(Programs, "has_spent", lambda self, recurs=False: True)
+    monkeypatch.setattr(Programs, "has_spent", lambda self: True)
     before, after = [8] * (BEFORE_REPLAY + 5), [6 if turns == "shape" else 8] * 120
     rig = build(lambda: rig_of([*before, *after]))
     given, model = rig.step, rig.owners["model"]
