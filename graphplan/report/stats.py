@@ -201,8 +201,8 @@ class Stats:
         return Gain(saved, spent, saved - spent)
 
     def balance(self) -> Gain:
-        """What replays have saved so far, in eager steps. Where these are not timed from end to end, calls are compared:
-        those of the warm-up, which take longer, until there are others.
+        """What replays have saved so far, in eager steps. Where these are not timed from end to end, calls are: those
+        of the warm-up, which take longer, until there are others.
         """
         eager, gain = self.step_us("eager"), self.gain()
         if eager is not None:
