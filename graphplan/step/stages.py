@@ -42,9 +42,8 @@ from graphplan.step.planner import FICKLE_TRACES, Planner
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
 from graphplan.tensors.trees import flatten_result, named_leaves
-from graphplan.trace.batch_recorder import BatchRecorder, recorder_of
+from graphplan.trace.batch_recorder import BatchRecorder, EarlierReads, recorder_of
 from graphplan.trace.deferred_reads import DeferredReads
-from graphplan.trace.host_reads import Place
 from graphplan.trace.records import Trace
 
 _NO_ACCIDENT = 2  # Steps in a row that are no coincidence.
@@ -64,7 +63,7 @@ class Stages:
         self._keeping = 0  # Warm-up steps in a row that have made modules or optimizers, and kept them.
         self._has_begun = False
         self._defers = True  # Reads of numbers wait until values are needed.
-        self._expected: set[Place] = set()  # Reads of truth values that only replays can make.
+        self._earlier = EarlierReads()
         self._planner = Planner(parts)
 
     def forget(self) -> None:
@@ -247,7 +246,7 @@ class Stages:
         rehearses = self._managed.runs_compiled(call.walk)
         facts.expects = not rehearses and self._peers is None
         if facts.expects:
-            facts.batch = recorder_of(feed, self._expected)
+            facts.batch = recorder_of(feed, self._earlier)
         symbolic = self._planner.make_symbolic(call.walk, self._runner.device, arguments_alone=rehearses)
         facts.deferred = DeferredReads(defers=self._defers and not rehearses, symbolic=symbolic)
         placeholders = Placeholders(feed, feed.unread)

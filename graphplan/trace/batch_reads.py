@@ -31,8 +31,21 @@ from graphplan.tensors.copying import same_bits
 from graphplan.trace.host_reads import HostRead, Place, find_place
 from graphplan.trace.operator_schemas import PACKING, POSITIONS, TO_COPY, OperatorCall, tensors_in
 
-BatchSource = Slot | int
-"""A tensor to begin with: an owner's, or the leaf of the batch with that index."""
+
+class Owned(NamedTuple):
+    """A tensor of an owner: the one at ``position`` among those in a slot."""
+
+    slot: Slot
+    position: int
+
+    def get(self) -> Tensor | None:
+        """The tensor now; None if it is gone."""
+        tensors = self.slot.tensors()
+        return tensors[self.position] if self.position < len(tensors) else None
+
+
+BatchSource = Owned | Tensor | int
+"""A tensor to begin with: an owner's, one that no owner has, or the leaf of the batch with that index."""
 _numbers = count()
 _made: WeakValueDictionary[int, BatchReads] = WeakValueDictionary()
 
@@ -161,7 +174,7 @@ class BatchReads:
         self._calls, self._sources, self._beside = calls, sources, beside
         self._of_call = {read.call: read for read in reads}
         self._forms = [f"{call.form} {call.made}" for call in calls]
-        self._slots = [source for source in sources.values() if isinstance(source, Slot)]
+        self._owned = [source for source in sources.values() if isinstance(source, Owned)]
         self._draws = any(call.draws for call in calls)
         self._is_pure = not any(call.writes for call in calls)
         self.number = next(_numbers)
@@ -180,7 +193,9 @@ class BatchReads:
     @property
     def what(self) -> str:
         """What is read, in words: the batch, tensors of owners, draws."""
-        found = ["the batch"] * (len(self._slots) < len(self._sources)) + sorted(slot.path for slot in self._slots)
+        found = ["the batch"] * any(isinstance(source, int) for source in self._sources.values())
+        found += sorted({source.slot.path for source in self._owned})
+        found += ["a tensor that no owner has"] * any(isinstance(source, Tensor) for source in self._sources.values())
         return " and ".join(found + ["a draw on the host"] * self._draws)
 
     def is_among(self, others: Sequence[HostRead]) -> bool:
@@ -224,7 +239,8 @@ class BatchReads:
             return None
         known: dict[int, Any] = {}
         for number, source in self._sources.items():
-            known[number] = source.get() if isinstance(source, Slot) else leaves[source]
+            held = source.get() if isinstance(source, Owned) else source
+            known[number] = leaves[held] if isinstance(held, int) else held
             if not isinstance(known[number], Tensor):
                 return None
         found: list[Tensor] = []
@@ -258,7 +274,8 @@ class BatchReads:
 
     def is_in(self, slots: Mapping[str, Slot]) -> bool:
         """Return True if the owners' tensors that it begins with are those in ``slots``, by path."""
-        return all(slot.path in slots and slots[slot.path].get() is slot.get() for slot in self._slots)
+        held = {source.slot.path: source.slot.get() for source in self._owned}
+        return all(path in slots and slots[path].get() is value for path, value in held.items())
 
     def differs_from(self, other: BatchReads) -> HostSyncError | None:
         """What refuses the first read that has found something else than in ``other``."""
@@ -277,8 +294,11 @@ class BatchReads:
         return {*self._beside} <= {*other._beside} and all(map(_is_same, self.reads, other.reads))
 
 
-def _named(source: BatchSource) -> str | int:
-    return source.path if isinstance(source, Slot) else source
+def _named(source: BatchSource) -> Any:
+    """What is equal for the same source."""
+    if isinstance(source, Owned):
+        return source.slot.path, source.position
+    return ("unowned", id(source)) if isinstance(source, Tensor) else source
 
 
 def _is_same(one: Read, other: Read) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from graphplan.trace.batch_reads import (
     BatchSource,
     Call,
     Kind,
+    Owned,
     Read,
     contents_of,
     is_right,
@@ -43,16 +45,34 @@ class _Leaf(NamedTuple):
     begin: int
 
 
-class BatchRecorder(CallRecorder):
-    """Follows, in one trace, what is computed from the batch alone, and from what torch draws on the host before
-    anything that cannot be drawn again.
+@dataclass(slots=True)
+class EarlierReads:
+    """What the traces of a step learn of its reads for those that follow.
+
+    Attributes:
+        expected: where it reads what cannot be read before the step, and replays compare it.
+        unowned: where it reads a tensor that no owner has (one in a cache), with that tensor: it is constant if the
+            next trace meets it again.
     """
 
-    def __init__(self, leaves: Sequence[tuple[int, Tensor]], expected: set[Place]) -> None:
+    expected: set[Place] = field(default_factory=set)
+    unowned: dict[Place, Tensor] = field(default_factory=dict)
+
+
+class BatchRecorder(CallRecorder):
+    """Follows, in one trace, what is computed from the batch alone, from tensors that the step finds and does not
+    train, and from what torch draws on the host before anything that cannot be drawn again.
+    """
+
+    def __init__(self, leaves: Sequence[tuple[int, Tensor]], earlier: EarlierReads) -> None:
         super().__init__()
         self._draws = True
-        self.expected = expected
-        """Where traces have read what cannot be read before the step, and replays compare it."""
+        self.earlier = earlier
+        self._constants = {id(tensor) for tensor in earlier.unowned.values()}
+        self._unowned: dict[int | None, Tensor] = {}
+        """Tensors that no owner has, by storage."""
+        self.is_to_be_repeated = False
+        """A tensor that no owner has was read: the next trace shows whether it is the same one."""
         self.is_outdated = False
         """What was read before the step is not what is read in it."""
         self._beyond: set[Place] = set()
@@ -75,14 +95,18 @@ class BatchRecorder(CallRecorder):
         storage = storage_id(tensor)
         if slots and storage in self._outside:
             self._ambiguous.add(storage)
-        for slot in slots:
-            held = slot.get()
-            if type(held) not in PLAIN_KINDS or held.requires_grad or storage in self._outside or not is_plain(held):
-                continue
-            # By now there may be another tensor.
-            if storage_id(held) == storage:
+        if not slots and id(tensor) not in self._constants:
+            if storage not in self._outside:
+                self._unowned[storage] = tensor
+            return
+        # By now there may be other tensors in the slots.
+        owned = [(leaf, Owned(slot, at)) for slot in slots for at, leaf in enumerate(slot.tensors())]
+        found: list[tuple[Tensor, BatchSource]] = [*owned] if slots else [(tensor, tensor)]
+        for held, source in found:
+            is_here = storage_id(held) == storage and storage not in self._outside
+            if is_here and type(held) in PLAIN_KINDS and not held.requires_grad and is_plain(held):
                 self._owned.add(storage)
-                self._sources.setdefault(self._begin_with(held), slot)
+                self._sources.setdefault(self._begin_with(held), source)
 
     def reads(self) -> BatchReads | None:
         """The reads of the trace, and what leads to them; None if there are none."""
@@ -137,10 +161,16 @@ class BatchRecorder(CallRecorder):
         ``may_be_expected`` see :class:`Read`.
         """
         place = find_place()
-        is_of_batch = self._take(call, out, place, error, may_be_expected=may_be_expected)
-        if not is_of_batch:
-            self._beyond.add(place)
-        return is_of_batch
+        if self._take(call, out, place, error, may_be_expected=may_be_expected):
+            return True
+        self._beyond.add(place)
+        known = (self._unowned[key] for key in map(storage_id, call.tensors()) if key in self._unowned)
+        tensor = next(known, None) if place not in self.earlier.unowned else None
+        if tensor is None or tensor.requires_grad or tensor.numel() > _LARGEST:
+            return False
+        self.earlier.unowned[place] = tensor
+        self.is_to_be_repeated = True
+        return True
 
     def _take(
         self,
@@ -167,7 +197,7 @@ class BatchRecorder(CallRecorder):
             read = Read(place, Kind.CONTENT, contents[0].detach().cpu().clone(), refusal)
             self._add(Tensor.detach, "content", (contents[0],), {}, [], read=read)
         elif schema.reads_values:
-            if place in self.expected:
+            if place in self.earlier.expected:
                 return False
             read = Read(place, Kind.VALUE, out, refusal, may_be_expected=may_be_expected)
             self._add(schema.call, schema.name, call.args, call.kwargs, [], read=read)
@@ -236,11 +266,11 @@ def _draws_on_host(call: OperatorCall, made: Sequence[Tensor]) -> bool:
     return not any(isinstance(given, torch.Generator) for given in (*call.args, *call.kwargs.values()))
 
 
-def recorder_of(feed: Feed, expected: set[Place]) -> BatchRecorder:
-    """A recorder for a step that is fed so. What was read before it is no part of the batch. ``expected`` grows with
-    the step's traces.
+def recorder_of(feed: Feed, earlier: EarlierReads) -> BatchRecorder:
+    """A recorder for a step that is fed so. What was read before it is no part of the batch. ``earlier`` grows with the
+    step's traces.
     """
     found = reads_in(feed.given[1]) if feed.given is not None else None
     size = len(feed.leaves) - (0 if found is None else 1 + len(found[1]))
     leaves = [(index, leaf) for index, leaf in feed.tensors() if index < size]
-    return BatchRecorder(leaves, expected)
+    return BatchRecorder(leaves, earlier)

@@ -48,8 +48,9 @@ _DRAWN_FIX = (
     "(torch.where, a mask of fixed shape)"
 )
 _UNOWNED_FIX = (
-    "The tensor belongs to no object that graphplan knows (it lies in a cache, a tuple, or a closure in C): keep it as "
-    "a buffer or an attribute of the model, and replays can compare what is read of it"
+    "The tensor belongs to no object that graphplan knows (it lies in a cache or a closure in C), and is another one in "
+    "each step, or one that is computed with: keep it as a buffer or an attribute of the model, and replays can compare "
+    "what is read of it"
 )
 _METRIC_FIX = (
     "Update the metric after the step, with what the step returns for it (in a Trainer: return a dictionary with the "

@@ -102,10 +102,11 @@ def _may_read(record: Trace, scalar: Scalar) -> bool:
 
 def _check_reads(record: Trace, batch: BatchRecorder) -> None:
     """Leave reads that cannot be made before the step to replays, in the traces that follow, or refuse them."""
+    record.is_to_be_repeated |= batch.is_to_be_repeated
     changed = {storage for storage, outer in record.externals.items() if outer.mutated}
     for read in batch.impossible(changed):
-        if read.may_be_expected and read.place not in batch.expected:
-            batch.expected.add(read.place)
+        if read.may_be_expected and read.place not in batch.earlier.expected:
+            batch.earlier.expected.add(read.place)
             record.is_to_be_repeated = True
         else:
             assert read.error is not None

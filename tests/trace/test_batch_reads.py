@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan import HostSyncError, SkipReason, graph_step, graphed
+from graphplan import HostSyncError, SkipReason, UnownedTensorError, graph_step, graphed
 from graphplan.owners.slots import Slot
 from graphplan.trace import batch_reads, host_reads
 from graphplan.trace.operator_schemas import POSITIONS
@@ -341,6 +341,82 @@ def test_an_owners_tensor_that_is_fed_and_later_another() -> None:
                 [step(x, model.kept if index < 10 else mask_of(index, 3)) for index, (x, _) in enumerate(rig.calls)]
             )
     assert torch.equal(*map(torch.stack, found))
+
+
+@cache
+def cached() -> Tensor:
+    """A tensor that no owner has."""
+    return mask_of(0, 3)
+
+
+def of_cache(model: Any, x: Tensor, *_: Any) -> Tensor:
+    return model(x)[cached()]  # culprit
+
+
+def cache_rig(forward: Forward, after: Callable[[int], object] = lambda index: None) -> Rig:
+    """A step that reads a tensor which nothing leads to."""
+    cached.cache_clear()
+    return rig_of(forward, partial(batches, calls=40), lambda model, index: after(index))
+
+
+@pytest.mark.parametrize(
+    ("after", "captured"),
+    [
+        (lambda index: None, 1),
+        (lambda index: cached().copy_(mask_of(index, 3)), 1),
+        (lambda index: cached().copy_(mask_of(index, 3 + index // 10 % 2)), 2),
+    ],
+    ids=["stays", "moves", "resized"],
+)
+def test_a_tensor_that_no_owner_has(after: Callable[[int], object], captured: int) -> None:
+    """It is the same one in two traces, and is read before each replay; the first trace only meets it."""
+    step = assert_same_as_eager(partial(cache_rig, of_cache, after), verify=3)
+    assert counts(step) == (captured, 40 - BEFORE - 1 - FURTHER * (captured - 1)), step.report()
+    assert "read before the step: a tensor that no owner has, first at" in step.report()
+
+
+@pytest.mark.parametrize(
+    "after",
+    [lambda index: (cached.cache_clear(), cached()), lambda index: index == 3 and (cached.cache_clear(), cached())],
+    ids=["each", "once"],
+)
+def test_another_tensor_that_no_owner_has_in_the_next_trace(after: Callable[[int], object]) -> None:
+    """Whatever is in it, the next call may have another one."""
+    text = "belongs to no object that graphplan knows .*keep it as a buffer or an attribute"
+    assert_refused(partial(cache_rig, of_cache, after), HostSyncError, line_of(of_cache), text, done=4)
+
+
+def test_a_tensor_that_no_owner_has_and_the_step_writes() -> None:
+    def forward(model: Any, x: Tensor, *_: Any) -> Tensor:
+        kept = cached()
+        out = model(x[kept])
+        kept.copy_(kept.roll(1))
+        return out
+
+    assert_refused(partial(cache_rig, forward), UnownedTensorError, "without an owner is changed by", done=6)
+
+
+class Mask(NamedTuple):
+    """A mask and its name."""
+
+    name: str
+    rows: Tensor
+
+
+@pytest.mark.parametrize("is_another", [False, True], ids=["stays", "another"])
+def test_an_owners_tensor_in_a_tuple(is_another: bool) -> None:
+    def after(model: Any, index: int) -> None:
+        if is_another and index % 10 == 9:
+            model.mask = Mask("rows", mask_of(index, 3 + index // 10 % 2))
+
+    def make() -> Rig:
+        rig = rig_of(lambda model, x, _: model(x)[model.mask.rows], partial(batches, calls=40), after)
+        rig.owners["model"].mask = Mask("rows", mask_of(0, 3))
+        return rig
+
+    step = assert_same_as_eager(make, verify=3)
+    assert step.stats.replayed > 10, step.report()
+    assert "read before the step: model.mask" in step.report()
 
 
 def full_batch_rig(after: Callable[[Any, int], object] = lambda model, index: None) -> Rig:
@@ -748,7 +824,10 @@ def way_of(source: Any, found: int, *operators: tuple[Any, ...]) -> batch_reads.
 
 def test_one_path_in_two_places() -> None:
     """What ran on the tensor of a part that was replaced is not taken for what runs on the new one's."""
-    old, new = (way_of(Slot({"n": torch.tensor(number)}, "n", path="model.part.n"), 1) for number in (0, 1))
+    old, new = (
+        way_of(batch_reads.Owned(Slot({"n": torch.tensor(number)}, "n", path="model.part.n"), 0), 1)
+        for number in (0, 1)
+    )
     search = batch_reads.Search([])
     assert [reads.find(search) for reads in (old, new, old)] == [None, [], None]
 
@@ -965,21 +1044,11 @@ def by_a_used_draw(model: Any, x: Tensor, mask: Tensor) -> Tensor:
     return model(x) * float((torch.rand(ROWS) * model(x)[:, 0]).sum().detach())
 
 
-@cache
-def kept(index: int) -> Tensor:
-    return torch.tensor([index, 2])
-
-
-def by_a_cache(model: Any, x: Tensor, mask: Tensor) -> Tensor:
-    return model(x) * int(kept(1)[1])
-
-
 @pytest.mark.parametrize(
     ("forward", "text"),
     [
         (by_a_draw, r"It is drawn in the step: draw it in the data loader"),
         (by_a_used_draw, r"Keep it on the device"),
-        (by_a_cache, r"belongs to no object that graphplan knows .*keep it as a buffer or an attribute"),
     ],
 )
 def test_the_way_out_fits_what_is_read(forward: Forward, text: str) -> None:
