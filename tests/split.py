@@ -24,7 +24,7 @@ class Parts:
 
     def branching(self, x: Tensor) -> Tensor:
         loss = self.model(x).square().mean()
-        loss = loss * 2 if float(loss.detach()) > self.threshold else loss.sqrt()
+        loss = loss * 2 if complex(loss.detach()).real > self.threshold else loss.sqrt()
         loss.backward()
         return loss.detach()
 

@@ -2,7 +2,8 @@
 
 To make a tensor of a list, torch turns its modes off and asks each tensor in it for a number (``t.__float__()``), which
 a profile function does not hear of either. ``one_hot`` reads classes only to see whether they are in range.
-``Tensor.item``, ``cpu`` and ``to`` may give what waits, ``torch.tensor`` and :mod:`math` get such numbers.
+``Tensor.item``, ``cpu`` and ``to`` may give what waits, and ``float(tensor)``; ``torch.tensor``, :mod:`math`, ``float``
+and ``int`` get such numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphplan.observe import number_calls
 from graphplan.observe.replacements import Replacements
 from graphplan.observe.watching import is_silent
 from graphplan.tensors.attributes import PLAIN_KINDS
@@ -223,13 +225,40 @@ def _made_of(make: Callable[..., Tensor], data: Any, options: Mapping[str, Any])
     return torch.stack(parts)
 
 
+_AS_COMPARED: dict[str, Callable[[Any], bool]] = {
+    "isnan": lambda number: number != number, "isinf": lambda number: abs(number) == math.inf,
+    "isfinite": lambda number: abs(number) < math.inf,
+}  # fmt: skip
+"""What they ask of a number, as a comparison, which can be made where the number is."""
+
+
 def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
+    compared = _AS_COMPARED.get(function.__name__)
+
     @wraps(function)
     def computing(*args: Any, **kwargs: Any) -> Any:
-        symbolic = next((each for each in args if is_deferred(each) and each.is_symbolic), None)
-        return function(*args, **kwargs) if symbolic is None or kwargs else symbolic.apply(function, args)
+        waiting = [each for each in args if is_deferred(each) and not each.is_array]
+        symbolic = next((each for each in waiting if each.is_symbolic), None)
+        if symbolic is not None and not kwargs:
+            return symbolic.apply(function, args)
+        is_compared = compared is not None and len(args) == 1 and bool(waiting) and not kwargs
+        return compared(args[0]) if compared is not None and is_compared else function(*args, **kwargs)
 
     return computing
+
+
+def _converted(kind: type, value: Any) -> Any:
+    """What waits, or is followed, in place of ``kind(value)``; None for that."""
+    if is_deferred(value) and not value.is_array:
+        if value.is_symbolic:
+            return value.apply(kind, (value,))
+        # A product is computed on the device, too.
+        number: Any = value
+        return (number if number._kind is float else number * 1.0) if kind is float else None
+    is_number = kind is float and type(value) in PLAIN_KINDS and value.numel() == 1 and not value.is_complex()
+    on_item = Conversions._innermost("_on_item") if is_number else None
+    number = None if on_item is None else on_item(value)
+    return _converted(kind, number) if is_deferred(number) else number
 
 
 class _Here(local):
@@ -294,6 +323,7 @@ def _find_readers() -> list[tuple[Any, str, Any]]:
         *((torch._C, name, _reader(name, torch._C)) for name in READERS if hasattr(torch._C, name)),
         *((torch, make.__name__, _making(make)) for make in (torch.tensor, torch.as_tensor)),
         (torch, "equal", _comparing(torch)),
+        *number_calls.replacements(_converted),
         (functional, "one_hot", _validating(functional.one_hot)),
         *((math, name, _computing(getattr(math, name))) for name in _OF_NUMBERS if hasattr(math, name)),
         *((kind, "__call__", _calling(kind.__call__)) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)),

@@ -31,6 +31,7 @@ from graphplan.observe.conversions import READERS, Conversions
 from graphplan.observe.executed_code import ExecutedCode, function_of
 from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_of_saving, name_of_start, name_of_write
 from graphplan.observe.names import Names, names_of
+from graphplan.observe.number_calls import note_code
 from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside, Watcher, is_silent, new_watcher
 from graphplan.owners.discovery import CALLS, INITIALIZERS, note_called, note_made
@@ -233,6 +234,8 @@ class Profile:
             if not known:
                 self.executed.note_write(name_of_saving(frame, code.co_name, owner))
             return name is None
+        if not known:
+            note_code(code, frame.f_globals)
         if is_users_file(file_of(code, frame.f_globals)):
             if number not in self._users:
                 self._note_asked(frame, code)

@@ -210,6 +210,8 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
     """Bind carried slots that the step only replaces to tensors of the program, which replays write to: what lay there
     (the zeros that a hidden state begins with) stays what it is.
     """
+    if not plan.rebindings.carries:
+        return
     _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in bound})
     sharing, own = walk.by_storage(), own_tensors() | set(map(id, homes.values()))
     partners = plan.rebindings.partners

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -53,7 +54,8 @@ class Stats:
     ``phase_counts`` the calls they cover; ``"steady"`` is every replay of a program but its first. ``laps`` are seconds
     from one replay's end to the next one's: what a training step takes all in all, on a busy device too, where the host
     runs ahead of it. ``measured`` are seconds of a step, ``"eager"`` without graphplan and ``"replayed"``, where it was
-    measured whether replays pay. ``eager_calls`` are seconds of the latest eager calls, those of checks included.
+    measured whether replays pay. ``checked`` are seconds of the latest checks' eager steps and replays, ``warm`` those
+    of the shortest call of a warm-up.
 
     Examples:
         >>> import torch
@@ -82,7 +84,8 @@ class Stats:
     bytes_estimated: int = 0
     laps: deque[float] = field(default_factory=lambda: deque(maxlen=LAPS))
     measured: dict[str, float] = field(default_factory=dict)
-    eager_calls: deque[float] = field(default_factory=lambda: deque(maxlen=LAPS))
+    checked: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LAPS))
+    warm: float = math.inf
     follow: bool = True
     """True for the steps of a loop, which follow each other; False for requests, with idle time between them."""
     last_end: float = 0.0
@@ -127,6 +130,8 @@ class Stats:
         """Add one call of ``seconds`` to ``phase``."""
         self.phases[phase] += seconds
         self.phase_counts[phase] += 1
+        if phase == "warmup":
+            self.warm = min(self.warm, seconds)
 
     def count_replay(self, start: float, now: float, nbytes: int, *, first: bool) -> None:
         """Count a replay that took from ``start`` to ``now`` on the host, and copied ``nbytes`` in."""
@@ -201,21 +206,25 @@ class Stats:
         return Gain(saved, spent, saved - spent)
 
     def balance(self) -> Gain:
-        """What replays have saved so far, in eager steps. Where these are not timed from end to end, calls are: those
-        of the warm-up, which take longer, until there are others.
+        """What replays have saved so far, in eager steps. Where these are not timed from end to end, the two halves of
+        checks are compared, which are of the same step each; without checks, calls of the warm-up and replays.
         """
         eager, gain = self.step_us("eager"), self.gain()
         if eager is not None:
-            saved = 0.0 if gain is None else gain.saved
+            saved, spent = 0.0 if gain is None else gain.saved, self.spent(eager)
         else:
-            eager = median(self.eager_calls) * 1e6 if self.eager_calls else self.mean_us("warmup") or 0.0
-            saved = (eager - (self.mean_us("steady") or eager)) / 1e6 * self.phase_counts["steady"]
-        spent = self.spent(eager)
+            seconds = self.warm if math.isfinite(self.warm) else 0.0
+            replay = self.phases["steady"] / (self.phase_counts["steady"] or 1)
+            pairs = self.checked or [(seconds, replay)]
+            eager = median(seconds for seconds, _ in pairs) * 1e6
+            saved = median(one - other for one, other in pairs) * self.phase_counts["steady"]
+            # What is loaded in the first steps takes as long without graphplan.
+            spent = self.spent(eager, STARTING[1:])
         return Gain(*(seconds / eager * 1e6 if eager else 0.0 for seconds in (saved, spent, saved - spent)))
 
-    def spent(self, eager: float) -> float:
+    def spent(self, eager: float, phases: Sequence[str] = STARTING) -> float:
         """Seconds of warm-up, traces, captures and checks beyond their steps, of ``eager`` microseconds each."""
-        return sum(max(0.0, self.phases[phase] - self.phase_counts[phase] * eager / 1e6) for phase in STARTING)
+        return sum(max(0.0, self.phases[phase] - self.phase_counts[phase] * eager / 1e6) for phase in phases)
 
     def mean_us(self, phase: str) -> float | None:
         """Mean host time of one call of ``phase`` in microseconds, or None if there was none."""
@@ -239,7 +248,8 @@ class Stats:
         self.measured |= other.measured
         self.follow &= other.follow
         self.laps += other.laps
-        self.eager_calls += other.eager_calls
+        self.checked += other.checked
+        self.warm = min(self.warm, other.warm)
         for phase in PHASES:
             self.phases[phase] += other.phases[phase]
             self.phase_counts[phase] += other.phase_counts[phase]

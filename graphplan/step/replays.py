@@ -130,6 +130,7 @@ class Replays:
             return verdict.result, VerifyError(text, result=verdict.result)
         series.note(program, number)
         self._count(program)
+        self._stats.checked.append(verdict.seconds)
         self._stats.replayed += 1
         self._stats.bytes_copied += program.bytes_per_replay
         if verdict.open:
@@ -165,7 +166,6 @@ class Replays:
 
     def _eager(self, program: Program, fed: CallArguments, leaves: Sequence[Any], walk: Callable[[], Walk]) -> Any:
         """The eager step of a check. ``walk`` leads to what its owners hold afterwards."""
-        start = perf_counter()
         try:
             return self._between(program, fed, leaves, walk)
         except torch.OutOfMemoryError as error:
@@ -176,8 +176,6 @@ class Replays:
                 "other ranks wait for. A check needs room for an eager step beside the program; make the batch "
                 "smaller, or leave checks out with verify='off'"
             ) from error
-        finally:
-            self._stats.eager_calls.append(perf_counter() - start)
 
     def _between(self, program: Program, fed: CallArguments, leaves: Sequence[Any], walk: Callable[[], Walk]) -> Any:
         """Run the step eagerly between two replays of ``program``."""

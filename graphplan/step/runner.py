@@ -8,7 +8,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -138,13 +137,11 @@ class Runner:
 
     def eager(self, fed: CallArguments, reason: SkipReason | None, detail: str = "", *, managed: bool = False) -> Any:
         """An eager call: ``managed``, as before a trace, or with numbers for learning rates."""
-        start = perf_counter()
         if managed:
             result = self.run(lambda: self.call(fed))
         else:
             with self._managed.rates.kernels():
                 result = self.call(fed)
-        self.stats.eager_calls.append(perf_counter() - start)
         self.count_eager(reason, detail)
         return result
 

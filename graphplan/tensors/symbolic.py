@@ -116,6 +116,12 @@ class SymbolicNumber(DeferredNumber):
             return self.apply(operator.pow if is_power else ufunc, numbers)
         return getattr(ufunc, method)(*map(value_of, inputs), **kwargs)
 
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Others (``clip``), too."""
+        if not kwargs:
+            return self.apply(function, args)
+        return function(*map(value_of, args), **{name: value_of(value) for name, value in kwargs.items()})
+
     def __round__(self, digits: int | None = None) -> Any:
         return self.apply(round, (self,) if digits is None else (self, digits))
 

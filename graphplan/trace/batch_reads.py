@@ -28,6 +28,7 @@ from graphplan.feed.call_arguments import BATCH_READS
 from graphplan.feed.signature import leaf_key
 from graphplan.owners.slots import Slot
 from graphplan.tensors.copying import same_bits
+from graphplan.trace.caches import Cached
 from graphplan.trace.host_reads import HostRead, Place, find_place
 from graphplan.trace.operator_schemas import PACKING, POSITIONS, TO_COPY, OperatorCall, tensors_in
 
@@ -44,8 +45,8 @@ class Owned(NamedTuple):
         return tensors[self.position] if self.position < len(tensors) else None
 
 
-BatchSource = Owned | Tensor | int
-"""A tensor to begin with: an owner's, one that no owner has, or the leaf of the batch with that index."""
+BatchSource = Owned | Cached | int
+"""A tensor to begin with: an owner's, one in a cache, or the leaf of the batch with that index."""
 _numbers = count()
 _made: WeakValueDictionary[int, BatchReads] = WeakValueDictionary()
 
@@ -195,7 +196,7 @@ class BatchReads:
         """What is read, in words: the batch, tensors of owners, draws."""
         found = ["the batch"] * any(isinstance(source, int) for source in self._sources.values())
         found += sorted({source.slot.path for source in self._owned})
-        found += ["a tensor that no owner has"] * any(isinstance(source, Tensor) for source in self._sources.values())
+        found += ["a tensor in a cache"] * any(isinstance(source, Cached) for source in self._sources.values())
         return " and ".join(found + ["a draw on the host"] * self._draws)
 
     def is_among(self, others: Sequence[HostRead]) -> bool:
@@ -239,8 +240,7 @@ class BatchReads:
             return None
         known: dict[int, Any] = {}
         for number, source in self._sources.items():
-            held = source.get() if isinstance(source, Owned) else source
-            known[number] = leaves[held] if isinstance(held, int) else held
+            known[number] = leaves[source] if isinstance(source, int) else source.get()
             if not isinstance(known[number], Tensor):
                 return None
         found: list[Tensor] = []
@@ -298,7 +298,7 @@ def _named(source: BatchSource) -> Any:
     """What is equal for the same source."""
     if isinstance(source, Owned):
         return source.slot.path, source.position
-    return ("unowned", id(source)) if isinstance(source, Tensor) else source
+    return ("cached", id(source.tensor)) if isinstance(source, Cached) else source
 
 
 def _is_same(one: Read, other: Read) -> bool:

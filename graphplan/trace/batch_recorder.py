@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from graphplan.trace.batch_reads import (
     is_right,
     reads_in,
 )
+from graphplan.trace.caches import Cached, find_cached
 from graphplan.trace.call_recorder import CallRecorder, is_plain
 from graphplan.trace.host_reads import Place, find_place
 from graphplan.trace.operator_schemas import OperatorCall, tensors_in
@@ -34,6 +36,8 @@ _LARGEST = 4096
 """Elements of a tensor that the host may read as a whole: each content of it needs a program of its own."""
 _SHARE, _FEW = 4, 32
 """The operators that lead to a read may be a quarter of the step's, or that many."""
+_LOOKS = 4
+"""Traces in which it is looked for tensors in caches: one that each step makes anew is another one each time."""
 
 
 class _Leaf(NamedTuple):
@@ -51,12 +55,13 @@ class EarlierReads:
 
     Attributes:
         expected: where it reads what cannot be read before the step, and replays compare it.
-        unowned: where it reads a tensor that no owner has (one in a cache), with that tensor: it is constant if the
-            next trace meets it again.
+        cached: tensors that cached functions remember, by identity: reads that none else explained began with them.
+        looks: how often it was looked for these.
     """
 
     expected: set[Place] = field(default_factory=set)
-    unowned: dict[Place, Tensor] = field(default_factory=dict)
+    cached: dict[int, Cached] = field(default_factory=dict)
+    looks: int = 0
 
 
 class BatchRecorder(CallRecorder):
@@ -68,11 +73,10 @@ class BatchRecorder(CallRecorder):
         super().__init__()
         self._draws = True
         self.earlier = earlier
-        self._constants = {id(tensor) for tensor in earlier.unowned.values()}
-        self._unowned: dict[int | None, Tensor] = {}
-        """Tensors that no owner has, by storage."""
+        self._unowned: list[weakref.ref[Tensor]] = []
+        """Tensors that no owner has."""
         self.is_to_be_repeated = False
-        """A tensor that no owner has was read: the next trace shows whether it is the same one."""
+        """What was read may follow from a tensor in a cache, which the next trace begins with."""
         self.is_outdated = False
         """What was read before the step is not what is read in it."""
         self._beyond: set[Place] = set()
@@ -95,13 +99,14 @@ class BatchRecorder(CallRecorder):
         storage = storage_id(tensor)
         if slots and storage in self._outside:
             self._ambiguous.add(storage)
-        if not slots and id(tensor) not in self._constants:
-            if storage not in self._outside:
-                self._unowned[storage] = tensor
+        cached = self.earlier.cached.get(id(tensor)) if not slots else None
+        if not slots and cached is None:
+            if tensor.numel() <= _LARGEST and storage not in self._outside:
+                self._unowned.append(weakref.ref(tensor))
             return
         # By now there may be other tensors in the slots.
         owned = [(leaf, Owned(slot, at)) for slot in slots for at, leaf in enumerate(slot.tensors())]
-        found: list[tuple[Tensor, BatchSource]] = [*owned] if slots else [(tensor, tensor)]
+        found: list[tuple[Tensor, BatchSource]] = [*owned] if cached is None else [(tensor, cached)]
         for held, source in found:
             is_here = storage_id(held) == storage and storage not in self._outside
             if is_here and type(held) in PLAIN_KINDS and not held.requires_grad and is_plain(held):
@@ -164,13 +169,19 @@ class BatchRecorder(CallRecorder):
         if self._take(call, out, place, error, may_be_expected=may_be_expected):
             return True
         self._beyond.add(place)
-        known = (self._unowned[key] for key in map(storage_id, call.tensors()) if key in self._unowned)
-        tensor = next(known, None) if place not in self.earlier.unowned else None
-        if tensor is None or tensor.requires_grad or tensor.numel() > _LARGEST:
-            return False
-        self.earlier.unowned[place] = tensor
-        self.is_to_be_repeated = True
-        return True
+        return self._finds_cached()
+
+    def _finds_cached(self) -> bool:
+        """Whether there are tensors in caches that reads may follow from, for the next trace."""
+        tensors = [tensor for ref in self._unowned if (tensor := ref()) is not None and not tensor.requires_grad]
+        self._unowned = []
+        if not tensors or self.earlier.looks >= _LOOKS:
+            return self.is_to_be_repeated
+        self.earlier.looks += 1
+        found = find_cached(tensors)
+        self.earlier.cached |= found
+        self.is_to_be_repeated |= bool(found)
+        return self.is_to_be_repeated
 
     def _take(
         self,

@@ -36,7 +36,7 @@ from graphplan.trace.records import Trace
 
 _FIX = (
     "Keep it on the device (torch.where, a mask of fixed shape), or read it after the step from what the step returns "
-    "(a number of .item(), not float(), or a copy of .cpu() that is only logged, appended or returned is read then); "
+    "(a number of .item() or a copy of .cpu() that is only logged, appended or returned is read then); "
     "where only some calls do it, eager_if= names those"
 )
 _SHAPE_FIX = (
@@ -48,9 +48,8 @@ _DRAWN_FIX = (
     "(torch.where, a mask of fixed shape)"
 )
 _UNOWNED_FIX = (
-    "The tensor belongs to no object that graphplan knows (it lies in a cache or a closure in C), and is another one in "
-    "each step, or one that is computed with: keep it as a buffer or an attribute of the model, and replays can compare "
-    "what is read of it"
+    "The tensor belongs to no object that graphplan knows (it lies in a closure in C, or in a cache that is cleared in "
+    "each step): keep it as a buffer or an attribute of the model, and replays can compare what is read of it"
 )
 _METRIC_FIX = (
     "Update the metric after the step, with what the step returns for it (in a Trainer: return a dictionary with the "
@@ -191,7 +190,7 @@ class HostSyncs:
             return _DRAWN_FIX
         for storage in externals.keys() & {storage_id(tensor) for tensor, _ in given}:
             slots = trace.entry_slots.get(storage, ())
-            is_owned = storage in fed or any(isinstance(slot.get(), Tensor) for slot in slots)
+            is_owned = storage in fed or bool(slots)
             if not is_owned and id(externals[storage].tensor) not in trace.symbolic.given:
                 return _UNOWNED_FIX
         return None

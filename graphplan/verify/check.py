@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -38,12 +39,13 @@ _REPLAYS = 3  # The most replays that are made until two of them differ.
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Outcome of a check: the eager step's ``result``, and where the replay differed; ``open`` says why that could not
-    be found out, if so.
+    be found out, if so. ``seconds`` are those of the host for the eager step and for the replay.
     """
 
     result: Any
     differences: dict[str, str]
     open: str = ""
+    seconds: tuple[float, float] = (0.0, 0.0)
 
 
 class Check:
@@ -99,9 +101,10 @@ class Check:
             hosts = HostGenerators()
         finally:
             self.undo(self._before)
-        walk = cache(self._walk)
+        walk, start = cache(self._walk), perf_counter()
         try:
             result = eager(walk)
+            seconds = perf_counter() - start, self._seconds
         except torch.OutOfMemoryError:
             # The copies and a second set of activations are the check's doing; without it there was room.
             self.undo(self._before)
@@ -114,7 +117,7 @@ class Check:
         except (torch.OutOfMemoryError, PeerError) as error:
             # The batch has been trained on: the caller must not go on as if it had not.
             reason = first_line(error)
-        return Verdict(detached(result), found, reason)
+        return Verdict(detached(result), found, reason, seconds)
 
     def snapshot(self, walk: Walk) -> tuple[Snapshot, dict[str, Tensor]]:
         """Copies of all that the step may change, also of what only a name leads to; and these tensors by path."""
@@ -153,7 +156,9 @@ class Check:
 
     def replay(self) -> State:
         """Replay, and collect what that leaves."""
+        start = perf_counter()
         result = self._program.run(self._feed, is_settled=True)
+        self._seconds = perf_counter() - start
         return self.left(self._owned if self._program.bindings.keep_places(self._owned) else self._walk(), result)
 
     def first_replay(self) -> None:

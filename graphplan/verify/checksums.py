@@ -12,8 +12,8 @@ from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.copying import bits, copy_all, flat, groups, unequal, values_of
 
 _BYTES = 2**22
-"""Bytes that are summed at a time, of which that takes three copies."""
-_STEP, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
+"""Bytes that are summed at a time, of which that takes four copies."""
+_STEP, _MIX, _LAST = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """Multipliers of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), signed."""
 
 
@@ -21,8 +21,10 @@ class Checksums:
     """Sums of the bits of ``tensors``, by path, made where these lie; copies of those that have a layout or a class of
     their own.
 
-    Each word of 64 bits is multiplied by an odd number that depends on its place, modulo 2**64. If one word becomes
-    another, so does the sum; if several do, the sum stays by a chance of one in 2**64.
+    Each word of 32 bits is multiplied by an odd number of 64 bits that depends on its place, modulo 2**64: Carter and
+    Wegman's multilinear hash (Universal classes of hash functions, 1979). If one word becomes another, so does the sum.
+    If several do, a sum of random factors would stay by a chance of at most one in 2**32: the highest bit of a word, a
+    sign, meets the 33 lowest bits of its factor, of which one is known.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -59,14 +61,17 @@ def _factors() -> Tensor:
     """Odd numbers for as many words as are summed at a time, on the host: a device takes longer to load what makes
     them.
     """
-    numbers = torch.arange(1, _BYTES // 8 + 1).mul_(_STEP)
-    return numbers.bitwise_xor_(numbers >> 31).mul_(_MIX).bitwise_or_(1)
+    numbers = torch.arange(1, _BYTES // 4 + 1).mul_(_STEP)
+    for bits_down, factor in ((30, _MIX), (27, _LAST)):
+        # The lowest bits of a product depend on the lowest bits alone: here they get the highest ones'.
+        numbers = numbers.bitwise_xor_((numbers >> bits_down) & ((1 << (64 - bits_down)) - 1)).mul_(factor)
+    return numbers.bitwise_xor_((numbers >> 31) & ((1 << 33) - 1)).bitwise_or_(1)
 
 
 def _words(tensors: list[Tensor]) -> Iterator[Tensor]:
     """The bits of tensors on one device and of one dtype, one after the other, in pieces; the last one is filled up."""
     for part in bits(flat(tensors)).reshape(-1).view(torch.uint8).split(_BYTES):
-        missing = -part.numel() % 8
-        if missing or part.storage_offset() % 8:
+        missing = -part.numel() % 4
+        if missing or part.storage_offset() % 4:
             part = torch.cat([part, part.new_zeros(missing)])
-        yield part.view(torch.int64)
+        yield part.view(torch.int32)

@@ -30,9 +30,9 @@ class Bad(Good):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.net(batch[0]).square().mean()
-        if float(loss) > self.best:  # line of the first
+        if int(loss) > self.best:  # line of the first
             loss = loss * 2
-        if int(loss) > 5:  # line of the second
+        if int(loss + 1) > 5:  # line of the second
             loss = loss * 2
         kept = loss.detach().cpu()
         self.seen = torch.rand(()).tolist()  # line of the fourth, and of a changed attribute
@@ -51,7 +51,7 @@ class OptimizerOnly(Good):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.net(batch[0]).square().mean()
-        return loss if float(loss) > 0 else loss * 2
+        return loss if int(loss) >= 0 else loss * 2
 
 
 class HostOptimizer(Good):

@@ -47,7 +47,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def branches_on_a_value() -> None:
-    train(lambda model, x: loss_of(model, x) * (2 if float(loss_of(model, x).detach()) > 3 else 1))
+    train(lambda model, x: loss_of(model, x) * (2 if complex(loss_of(model, x).detach()).real > 3 else 1))
 
 
 def selects_rows_by_a_mask() -> None:
@@ -59,7 +59,7 @@ def keeps_numbers_of_losses() -> None:
 
     def body(model: nn.Module, x: Tensor) -> Tensor:
         loss = loss_of(model, x)
-        losses.append(float(loss.detach()))
+        losses.append(int(loss.detach()))
         return loss
 
     train(body)
@@ -165,7 +165,7 @@ class LogsANumber(Module):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.log("loss", float(loss.detach()))
+        self.log("loss", int(loss.detach()))
         return loss
 
 
@@ -190,7 +190,7 @@ HERE = Path(__file__).name
 MISTAKES: dict[Callable[[], None], tuple[str, str]] = {
     branches_on_a_value: (f"at {HERE}:", "torch.where"),
     selects_rows_by_a_mask: ("x[model(x)[:, 0] > 0]", "a mask of fixed shape"),
-    keeps_numbers_of_losses: ("`losses.append(float(loss.detach()))`", "read it after the step"),
+    keeps_numbers_of_losses: ("`losses.append(int(loss.detach()))`", "read it after the step"),
     goes_to_numpy: ("Tensor.numpy reads", "Keep the value in a tensor"),
     chooses_with_python: ("random.choice(", "feed it to the step"),
     seeds_in_the_step: ("manual_seed", "Seed outside the step"),
@@ -202,7 +202,7 @@ MISTAKES: dict[Callable[[], None], tuple[str, str]] = {
     asks_for_a_device_that_is_not_there: ("needs tensors on a CUDA device, found cpu", "pass backend='tape' or 'auto'"),
     misspells_an_option: ("graph_step has no option 'warmup'", "did you mean warmup_steps?"),
     passes_a_module_for_owners: ("owners is a Linear", "expected a mapping from name to object"),
-    logs_a_number_in_a_trainer: ('`self.log("loss", float(loss.detach()))`', "Keep it on the device"),
+    logs_a_number_in_a_trainer: ('`self.log("loss", int(loss.detach()))`', "Keep it on the device"),
     gives_a_trainer_two_callbacks: ("callbacks[0] and callbacks[1]", "Leave out the others"),
 }  # fmt: skip
 

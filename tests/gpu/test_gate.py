@@ -228,7 +228,7 @@ def test_a_refusal_leaves_a_stock_step() -> None:
     def train_step(x: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         loss = model(x).square().mean()
-        if float(loss.detach()) > 1e9:
+        if complex(loss.detach()).real > 1e9:
             loss = loss * 2
         loss.backward()
         optimizer.step()

@@ -139,7 +139,7 @@ def test_branches_on_what_is_drawn(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[type[Exception], Callable[[Tensor], Tensor]]] = {
-    "a number": (HostSyncError, lambda x: x * float(torch.rand([]))),
+    "a number": (HostSyncError, lambda x: x * complex(torch.rand([])).real),
     "a parameter": (TemporaryCopyError, lambda x: x * WEIGHT.to(x.device)),
 }
 WEIGHT = nn.Parameter(torch.ones(8))

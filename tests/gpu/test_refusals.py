@@ -196,7 +196,7 @@ def test_groups_are_multiplied_in_bfloat16_only() -> None:
 
 
 def moving_constant(model: Any, x: Tensor, loss: Tensor) -> Tensor:
-    return loss * torch.tensor([float(model.temperature)], device=x.device)  # culprit
+    return loss * torch.tensor([complex(model.temperature).real], device=x.device)  # culprit
 
 
 def _halve(model: Any, index: int) -> None:

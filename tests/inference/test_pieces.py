@@ -156,7 +156,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
-        scale = 1.0 if float(by_chance(x).sum().detach()) > 0 else 0.5
+        scale = 1.0 if complex(by_chance(x).sum().detach()).real > 0 else 0.5
         return F.scaled_dot_product_attention(q, k, v) * scale
 
 

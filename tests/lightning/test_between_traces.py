@@ -24,11 +24,11 @@ from tests.lightning.parts import (
 
 
 def by_epoch(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    return self.loss_of(batch) * float(1 + self.current_epoch / 50)
+    return self.loss_of(batch) * complex(1 + self.current_epoch / 50).real
 
 
 def by_attribute(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    return self.loss_of(batch) * float(self.beta)
+    return self.loss_of(batch) * complex(self.beta).real
 
 
 def set_beta(self: Any, last: int) -> None:
@@ -138,7 +138,7 @@ def _computed(self: Any, loss: Tensor) -> Tensor:
 
 
 def _divided(self: Any, loss: Tensor) -> Tensor:
-    return loss * float(1 + self.current_epoch)
+    return loss * complex(1 + self.current_epoch).real
 
 
 LOOKS = [(_unused, 1, 21), (_compared, 2, 17), (_computed, 1, 21), (_divided, 3, 13)]

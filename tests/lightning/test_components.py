@@ -19,7 +19,7 @@ class Branching(LitDigits):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = super().training_step(batch, batch_idx)
-        return loss * 1.5 if float(loss.detach()) > 1.0 else loss
+        return loss * 1.5 if complex(loss.detach()).real > 1.0 else loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         norms = [param.grad.norm() for param in self.parameters() if param.grad is not None]

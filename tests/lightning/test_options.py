@@ -101,7 +101,7 @@ def test_max_graphs_bounds_what_is_kept(tmp_path: Path) -> None:
 
 
 def _sharpened(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    return self.loss_of(batch) * float(self.sharpness)
+    return self.loss_of(batch) * complex(self.sharpness).real
 
 
 def sharpened(every: int, ahead: int = 0) -> LitDigits:

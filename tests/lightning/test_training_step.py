@@ -84,7 +84,7 @@ def branching_on_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
 
 
 def divided_by_index(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    return self.loss_of(batch) * float(batch_idx)
+    return self.loss_of(batch) * complex(batch_idx).real
 
 
 def picking_by_index(self: Any, batch: Any, batch_idx: int) -> Tensor:

@@ -120,16 +120,18 @@ def test_seconds_saved_and_spent() -> None:
 
 
 def test_what_replays_have_saved_in_eager_steps() -> None:
-    """By steps if they were timed from end to end, else by calls: those of the warm-up until there are others."""
+    """By steps if they were timed from end to end, else by the halves of checks; without these, by the warm-up."""
     stats = made("eerrrr")
     assert stats.balance() == (0.0, 0.0, 0.0)
-    stats.phases |= {"warmup": 12.0, "trace": 20.0, "steady": 4.0}
-    stats.phase_counts |= {"warmup": 3, "trace": 2, "steady": 4}
+    for seconds in (30.0, 4.0, 5.0):
+        stats.add_time("warmup", seconds)
+    stats.phases |= {"trace": 20.0, "steady": 4.0}
+    stats.phase_counts |= {"trace": 2, "steady": 4}
     assert stats.balance() == (3.0, 3.0, 0.0)
-    stats.eager_calls.extend([2.0, 2.0, 9.0])
-    assert stats.balance() == (2.0, 11.0, -9.0)
+    stats.checked.extend([(2.0, 1.5), (2.0, 1.0), (9.0, 1.5)])
+    assert stats.balance() == (2.0, 8.0, -6.0)
     stats.measured = {"eager": 5.0, "replayed": 1.0}
-    assert stats.balance() == pytest.approx((3.2, 2.0, 1.2))
+    assert stats.balance() == pytest.approx((3.2, 6.8, -3.6))
 
 
 def test_steps_are_batches() -> None:

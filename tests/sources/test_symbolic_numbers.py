@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import re
 import warnings
 from collections.abc import Callable
@@ -104,7 +105,7 @@ def test_a_number_that_differs_in_each_step_and_whose_value_is_needed() -> None:
     """A function that would round otherwise for a tensor."""
 
     def body(model: Any, x: Tensor) -> Tensor:
-        y: Tensor = model.net(x) * float(model.scale)
+        y: Tensor = model.net(x) * complex(model.scale).real
         return y.detach()
 
     model = Model()
@@ -164,7 +165,7 @@ def test_an_outcome_that_is_refused() -> None:
 
     def body(model: Any, x: Tensor) -> Tensor:
         y: Tensor = model.net(x).sum().detach()
-        if model.step % 12 == 11 and float(y) > 0:
+        if model.step % 12 == 11 and divmod(y.item(), 1)[0] >= 0:
             y = y * 2
         return y
 
@@ -191,9 +192,9 @@ class Showing(Model):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.net(x)
         if self.step % 10 == 0:
-            self.rows.append((int(self.step), y.detach().sum().item()))
+            self.rows.append((operator.index(self.step), y.detach().sum().item()))
         if self.step < self.warm_up:
-            y = y * float(self.step)
+            y = y * complex(self.step).real
         return y
 
 
@@ -238,7 +239,7 @@ def test_a_number_that_code_computes_with_and_that_stays_for_a_while() -> None:
 
     def body(model: Any, x: Tensor) -> Tensor:
         y: Tensor = model.net(x)
-        return y * float(model.step) if model.step < 4 else y
+        return y * complex(model.step).real if model.step < 4 else y
 
     torch.manual_seed(0)
     model = Model()
@@ -342,6 +343,8 @@ COMPUTED: dict[str, tuple[Callable[[Any], Any], int]] = {
     ),
     "powers of NumPy's": (lambda model: np.float64(0.991) ** model.step + np.power(np.float64(0.971), model.step), 1),
     "asked": (lambda model: 2.0 if math.isnan(model.share) or np.isinf(model.share) else model.share, 1),
+    "clipped by NumPy": (lambda model: np.clip(model.share, 0.1, 0.8) + np.round(model.share, 2), 1),
+    "converted": (lambda model: float(model.step) / 40 + int(10 * model.share) + int(model.step), 1),
     "of another class": (lambda model: 2 ** (model.step - 20), 2),
     "undefined at first": (lambda model: math.log(model.step - 3) if model.step > 3 else 0.0, 1),
 }

@@ -26,7 +26,7 @@ class Box:
 
 
 ACTS: dict[str, Callable[[Box, Tensor], Tensor]] = {
-    "a number": lambda box, loss: loss * float(box.number),
+    "a number": lambda box, loss: loss * complex(box.number).real,
     "a branch": lambda box, loss: loss * 2 if box.number % 2 else loss + 1,
 }
 CALLS: dict[int, int] = {1: 7, 2: 8, 5: 16, 20: 61}
@@ -75,7 +75,7 @@ def _double(box: Box, loss: Tensor) -> Tensor:
 
 
 def _read(box: Box, loss: Tensor) -> Tensor:
-    box.kept = float(by_chance(loss.detach()))
+    box.kept = complex(by_chance(loss.detach())).real
     return loss
 
 

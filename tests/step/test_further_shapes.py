@@ -291,7 +291,7 @@ def test_a_value_that_the_host_changes_from_some_call_on() -> None:
     """What changes after each trace is not traced once more for ever."""
 
     def make() -> Rig:
-        rig = rig_of(lambda model, x: plain(model, x) * float(model.scale), [8] * 7 + [4] * 20)
+        rig = rig_of(lambda model, x: plain(model, x) * complex(model.scale).real, [8] * 7 + [4] * 20)
         model = rig.owners["model"]
         rig.after = lambda index: setattr(model, "scale", 1.0 if index < 7 else 1.0 + index)
         return rig

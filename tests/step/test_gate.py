@@ -344,7 +344,7 @@ def test_a_refusal_takes_everything_away(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def loss(x: Tensor) -> Tensor:
         found: Tensor = rig.model(x).square().mean()
-        return found * (2.0 if float(found.detach()) > 1e9 else 1.0)
+        return found * (2.0 if complex(found.detach()).real > 1e9 else 1.0)
 
     step = graph_step(
         descent(rig.model, rig.optimizer, loss), owners=[rig.model, rig.optimizer], backend="tape", on_failure="eager"

@@ -62,7 +62,7 @@ def _decides_by_a_number(loop: Loop, loss: Tensor) -> Tensor:
 
 
 def _reads(loop: Loop, loss: Tensor) -> Tensor:
-    loop.kept = float(loss.detach())
+    loop.kept = complex(loss.detach()).real
     return loss
 
 

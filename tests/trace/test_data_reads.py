@@ -26,7 +26,7 @@ READS: dict[str, Step] = {
     "between": lambda x, m: x * 2 if 1 < m.sum() < 4 else x * 3,
     "item": lambda x, m: x ** m.sum().item(),
     "int": lambda x, m: x * int(m.sum()),
-    "float": lambda x, m: x * float(m.sum()),
+    "float": lambda x, m: x * complex(m.sum()).real,
     "tolist": lambda x, m: x * m.tolist()[1],
     "numpy": lambda x, m: x * float(m.numpy()[1]),
     "format": lambda x, m: x * len(f"{m.all()}"),

@@ -223,8 +223,8 @@ def test_too_many_ways_by_chance() -> None:
 REFUSED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "an index": ("needs the value of a random number", lambda x: x[random.randrange(2)]),
     "in a library": (
-        r"that Python draws .* at test_drawn_numbers\.py:.*`.*np\.clip.*` \(by \w+\.py:",
-        lambda x: x * float(np.clip(np.random.rand(), 0, 1)),
+        r"that Python draws .* at test_drawn_numbers\.py:.*`.*np\.full.*` \(by \w+\.py:",
+        lambda x: x * np.full(1, np.random.rand())[0],
     ),
     "a text": ("needs the value of a random number", lambda x: [f"{np.random.rand():.2f}", x * 2][1]),
     "an array": ("draws from NumPy's random generator", lambda x: [np.random.rand(3), x * 2][1]),

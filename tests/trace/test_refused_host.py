@@ -38,7 +38,7 @@ def read_item(model: nn.Module, x: Tensor, loss: Tensor) -> None:
 
 
 def read_float(model: nn.Module, x: Tensor, loss: Tensor) -> None:
-    float(loss.detach())  # culprit
+    complex(loss.detach())  # culprit
 
 
 def read_format(model: nn.Module, x: Tensor, loss: Tensor) -> None:
@@ -255,7 +255,7 @@ def _flip(model: Any, index: int) -> None:
 
 
 def signed_list(model: Any, x: Tensor, loss: Tensor) -> Tensor:
-    return torch.tensor([float(model.zero)]) * loss  # culprit
+    return torch.tensor([complex(model.zero).real]) * loss  # culprit
 
 
 def test_zeros_of_two_signs_are_two_numbers() -> None:

@@ -35,6 +35,35 @@ def test_one_element_among_many(dtype: torch.dtype, device: torch.device) -> Non
     assert not known.differ(Checksums(tensors))
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128], ids=str
+)
+@pytest.mark.parametrize("count", [2, 3, 64, 1000, 4096])
+def test_changes_of_high_bits(dtype: torch.dtype, count: int) -> None:
+    """Signs, exponents, zeros, of some and of all: what a bit adds to a sum must not cancel what others add."""
+    torch.manual_seed(count)
+    for number in range(40):
+        tensor = torch.randn(2, count, dtype=dtype)
+        known = Checksums({"x": tensor})
+        some = torch.randperm(2 * count)[: 2 + number % (2 * count - 1)]
+        flat = tensor.flatten()
+        changed = [
+            -tensor,
+            2 * tensor,
+            tensor / 4,
+            tensor.index_fill(0, torch.tensor([1]), 0),
+            tensor.flip(1),
+            1 / tensor,
+        ]
+        changed += [flat.index_copy(0, some, factor * flat[some]).view_as(tensor) for factor in (-1, 2, 0.5)]
+        changed += [tensor.conj().resolve_conj()] if dtype.is_complex else []
+        for other in changed:
+            assert known.differ(Checksums({"x": other})) is not torch.equal(other, tensor)
+    zeros = torch.zeros(count, dtype=dtype)
+    signed = torch.complex(zeros.real, -zeros.imag) if dtype.is_complex else -zeros
+    assert Checksums({"x": zeros}).differ(Checksums({"x": signed}))
+
+
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "two rows are exchanged": lambda t: t.flip(0),
     "the numbers are negative": lambda t: -t,

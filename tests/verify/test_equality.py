@@ -241,7 +241,7 @@ def test_read_only_memory_is_left_alone(tmp_path: Path) -> None:
     assert_same_runs(expected, found)
     assert step.stats.verified == CALLS - BEFORE_REPLAY
     # A refusal puts the batch back as well.
-    rig = build(partial(rig_of, lambda model, x, y: model(x).sum() * float(model(x).detach().sum()), calls))
+    rig = build(partial(rig_of, lambda model, x, y: model(x).sum() * complex(model(x).detach().sum()).real, calls))
     with pytest.raises(HostSyncError, match=r"\.item\(\)"):
         drive(rig, managed(rig))
 
