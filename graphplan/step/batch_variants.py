@@ -28,7 +28,7 @@ class BatchVariants:
     def __init__(self, error: HostSyncError) -> None:
         self._error = error
         self._known: list[BatchReads] = []
-        self._misses = self._taken = self._looks = self._found = 0
+        self._misses = self._taken = self._looks = self._found = self._progress = 0
         self._is_over = False
 
     def add(self, reads: BatchReads) -> None:
@@ -68,8 +68,10 @@ class BatchVariants:
         """Whether a further batch of the key has come."""
         return bool(self._looks)
 
-    def extend(self, feed: Feed) -> Feed | None:
-        """``feed`` with what is read of it before the step; None if that takes no known way."""
+    def extend(self, feed: Feed, progress: int | None = None) -> Feed | None:
+        """``feed`` with what is read of it before the step; None if that takes no known way. Where further ways wait
+        for others to be replayed, ``progress`` is how often these were: as long as they are, none is missed.
+        """
         taken, search = sum(reads.taken for reads in self._known), Search(feed.leaves)
         if taken != self._taken:
             # Calls that are like earlier ones do not come here.
@@ -85,7 +87,8 @@ class BatchVariants:
                 self._known.remove(reads)
                 self._known.insert(0, reads)
                 return _extended(feed, reads, tensors)
-        self._misses += 1
+        self._misses += progress in (None, self._progress)
+        self._progress = progress or 0
         return None
 
     def guess(self, feed: Feed) -> Feed | None:

@@ -180,7 +180,7 @@ class Programs:
     def turns_away(self, entry: Entry) -> str | None:
         """Why ``entry`` may not have another program; None if it may."""
         is_first, limit = entry.used == entry.since, _PATIENCE * (self._options.warmup_steps + 3)
-        if is_first and self._latest and self._misses >= limit and self._progress == self._paid:
+        if is_first and self._latest and self._misses >= limit and self.progress == self._paid:
             return f"{self._misses} new signatures came in a row, and none of them again"
         others = [other.used for other in self._entries.values() if other is not entry and other.programs()]
         if len(self.all()) < self._options.max_graphs or not others:
@@ -204,10 +204,10 @@ class Programs:
         if not self.has_spent():
             self._longest = _LONGEST
             return None
-        if self._waits_at != self._progress:
+        if self._waits_at != self.progress:
             # What was captured after the longest wait has not paid.
             self._longest *= _LONGER if self._waits > self._longest else 1
-            self._waits, self._waits_at = 0, self._progress
+            self._waits, self._waits_at = 0, self.progress
         self._waits += 1
         if self._waits > self._longest:
             return None
@@ -243,13 +243,14 @@ class Programs:
         return any(other.progress > entry.progress for other in self._entries.values())
 
     @property
-    def _progress(self) -> int:
+    def progress(self) -> int:
+        """How many captures and replays there were."""
         return self._stats.replayed + self._stats.captured
 
     def count_new(self) -> None:
         """Count a call with a new signature."""
-        self._misses = self._misses + 1 if self._progress == self._paid else 1
-        self._paid = self._progress
+        self._misses = self._misses + 1 if self.progress == self._paid else 1
+        self._paid = self.progress
 
     def churn(self) -> RecaptureError | None:
         """Return the error if captures follow each other without paying."""

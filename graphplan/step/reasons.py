@@ -114,7 +114,8 @@ class Reasons:
         if base.batch is None or base.refusal is not None:
             return None
         programs, moved = self._step.programs, lookup.moved(call.feed)
-        feed = base.batch.extend(moved)
+        waits = bool(programs.all()) and programs.has_spent()
+        feed = base.batch.extend(moved, programs.progress if waits else None)
         if feed is None:
             base.refusal = base.batch.refusal
             if base.refusal is not None:
@@ -123,7 +124,7 @@ class Reasons:
                 programs.close_ways(base)
                 self._step.fast_path.forget()
                 return False
-            if base.batch.is_full or (bool(programs.all()) and programs.has_spent()):
+            if base.batch.is_full or waits:
                 return True
             feed = base.batch.guess(moved) if programs.guesses < MOST_GUESSES else None
         if feed is not None:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan import HostSyncError, SkipReason, UnownedTensorError, graph_step, graphed
 from graphplan.owners.slots import Slot
+from graphplan.step.programs import Programs
 from graphplan.trace import batch_reads, host_reads
 from graphplan.trace.operator_schemas import POSITIONS
 from tests.lightning.parts import assert_fit_equals_eager, tape, with_step
@@ -635,6 +636,25 @@ def test_branches_on_anything_else_are_none_of_the_batch(forward: Forward) -> No
 def changing(index: int) -> int:
     """How many rows masks select: as many ways, of which six come in turns."""
     return index % ROWS + 1
+
+
+def test_a_way_that_waits_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not among those that are never met again, as long as others are replayed meanwhile."""
+    waits = [False]
+    monkeypatch.setattr(Programs, "has_spent", lambda self: waits[0])
+
+    def calls() -> list[tuple[Any, ...]]:
+        # Of every second one, another number of rows is selected from some call on.
+        sizes = [(6, 3) if index % 2 else (9, 3 if index < 20 else 5) for index in range(160)]
+        return [(torch.randn(size, 8), torch.arange(size) < count) for size, count in sizes]
+
+    rig = build(partial(rig_of, in_loss, calls))
+    step = managed(rig, verify="off")
+    for index, args in enumerate(rig.calls):
+        waits[0] = 20 <= index < 120
+        step(*args)
+    assert step.stats.captured == 3, step.report()
+    assert step.stats.last_kind == "replayed"
 
 
 def test_more_ways_than_are_known() -> None:
