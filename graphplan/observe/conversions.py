@@ -237,12 +237,11 @@ def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def computing(*args: Any, **kwargs: Any) -> Any:
-        waiting = [each for each in args if is_deferred(each) and not each.is_array]
-        symbolic = next((each for each in waiting if each.is_symbolic), None)
-        if symbolic is not None and not kwargs:
-            return symbolic.apply(function, args)
-        is_compared = compared is not None and len(args) == 1 and bool(waiting) and not kwargs
-        return compared(args[0]) if compared is not None and is_compared else function(*args, **kwargs)
+        waiting = () if kwargs else [each for each in args if is_deferred(each) and not each.is_array]
+        for number in waiting:
+            if number.is_symbolic:
+                return number.apply(function, args)
+        return compared(*args) if waiting and compared is not None else function(*args, **kwargs)
 
     return computing
 

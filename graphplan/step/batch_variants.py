@@ -68,10 +68,8 @@ class BatchVariants:
         """Whether a further batch of the key has come."""
         return bool(self._looks)
 
-    def extend(self, feed: Feed, progress: int | None = None) -> Feed | None:
-        """``feed`` with what is read of it before the step; None if that takes no known way. Where further ways wait
-        for others to be replayed, ``progress`` is how often these were: as long as they are, none is missed.
-        """
+    def extend(self, feed: Feed) -> Feed | None:
+        """``feed`` with what is read of it before the step; None if that takes no known way."""
         taken, search = sum(reads.taken for reads in self._known), Search(feed.leaves)
         if taken != self._taken:
             # Calls that are like earlier ones do not come here.
@@ -87,9 +85,14 @@ class BatchVariants:
                 self._known.remove(reads)
                 self._known.insert(0, reads)
                 return _extended(feed, reads, tensors)
+        return None
+
+    def miss(self, progress: int | None) -> None:
+        """Count a batch that takes no known way. Where further ways wait for others to be replayed, ``progress`` is how
+        often these were: as long as they are, none is missed.
+        """
         self._misses += progress in (None, self._progress)
         self._progress = progress or 0
-        return None
 
     def guess(self, feed: Feed) -> Feed | None:
         """The same for a batch that takes no known way, if it may make the reads of the latest one, and find something

@@ -114,9 +114,10 @@ class Reasons:
         if base.batch is None or base.refusal is not None:
             return None
         programs, moved = self._step.programs, lookup.moved(call.feed)
-        waits = bool(programs.all()) and programs.has_spent()
-        feed = base.batch.extend(moved, programs.progress if waits else None)
+        feed = base.batch.extend(moved)
         if feed is None:
+            waits = bool(programs.all()) and programs.has_spent()
+            base.batch.miss(programs.progress if waits else None)
             base.refusal = base.batch.refusal
             if base.refusal is not None:
                 self._step.refusals.refuse(base.refusal)
