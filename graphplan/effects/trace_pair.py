@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from graphplan.effects.allowed import is_allowed
+from graphplan.observe.profile import Reads
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.tensor_metadata import ABSENT
 from graphplan.owners.views import Given
@@ -22,6 +23,11 @@ class TracePair:
     second: Trace
     walk: Walk
     allow: Iterable[str]
+    either: Reads = field(init=False)
+    """What code may have read in either of them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "either", self.first.reads | self.second.reads)
 
     @property
     def both(self) -> tuple[Trace, Trace]:
@@ -41,11 +47,11 @@ class TracePair:
 
     def reads(self, scalar: Scalar) -> bool:
         """Whether the step's code may have read ``scalar`` by its name."""
-        return any(trace.reads.covers(scalar) for trace in self.both)
+        return self.either.covers(scalar)
 
     def may_read(self, scalar: Scalar) -> bool:
         """Whether it may have read ``scalar`` by a name that it computes."""
-        return any(trace.reads.may_cover(scalar) for trace in self.both)
+        return self.either.may_cover(scalar)
 
     def uses(self, path: str, scalar: Scalar) -> bool:
         """Whether code needed the value of a number with a stand-in, or of an argument without one."""

@@ -101,8 +101,10 @@ def _holders(count: int) -> Mapping[str, list[ModuleType]]:
     """Modules with something of such a name, by that, among ``count`` modules that are imported now."""
     found: dict[str, list[ModuleType]] = {}
     for module in list(sys.modules.values()):
-        for name in vars(module).keys() & _NAMES if type(module) is ModuleType else ():
-            found.setdefault(name, []).append(module)
+        # Most have none.
+        if type(module) is ModuleType and not vars(module).keys().isdisjoint(_NAMES):
+            for name in vars(module).keys() & _NAMES:
+                found.setdefault(name, []).append(module)
     return found
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphplan.environment.collector import no_collections
-from graphplan.environment.origin import file_of, is_library, is_librarys, is_users, is_users_file
+from graphplan.environment.origin import TORCH, file_of, is_library, is_librarys, is_users, is_users_file
 from graphplan.environment.switches import USED
 from graphplan.errors import Faults
 from graphplan.observe.asked_classes import Asked, asked_classes, handles_errors
@@ -39,7 +39,10 @@ from graphplan.owners.kinds import is_known
 from graphplan.owners.slots import Namespace, Scalar
 
 _IMPORTS = "<frozen importlib."
-_DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo") + os.sep
+_FROZEN = "<frozen "
+"""Code that the interpreter holds: ``abc``, whose methods have no attributes of the user's."""
+_DYNAMO = os.path.join(TORCH, "_dynamo") + os.sep
+_OF_TENSORS = (os.path.join(TORCH, "_tensor.py"), os.path.join(TORCH, "nn", "parameter.py"))
 _COMPILES, _ENTERS_COMPILED = f"{_DYNAMO}convert_frame.py", f"{_DYNAMO}eval_frame.py"
 """Where ``torch.compile`` compiles, and where what it compiled is entered."""
 _LOOKED_AT = WRITERS | READERS.keys() | USED.keys() | {"print"} | {function.__name__ for function in STARTERS_IN_C}
@@ -75,6 +78,27 @@ class Reads:
     dynamic: bool = False
     ask_classes: bool = False
     compared: set[type] = field(default_factory=set)
+
+    def __or__(self, other: Reads) -> Reads:
+        """What code may have read in either of two steps."""
+        methods = {owner: list(codes) for owner, codes in self.methods_on.items()}
+        for owner, codes in other.methods_on.items():
+            known = methods.setdefault(owner, [])
+            held = set(map(id, known))
+            known += [code for code in codes if id(code) not in held]
+        return Reads(
+            anywhere=self.anywhere | other.anywhere,
+            by_packages=self.by_packages | other.by_packages,
+            called=self.called | other.called,
+            methods_on=methods,
+            variables=self.variables | other.variables,
+            assigned=self.assigned | other.assigned,
+            stored=self.stored | other.stored,
+            codes=self.codes + other.codes,
+            dynamic=self.dynamic or other.dynamic,
+            ask_classes=self.ask_classes or other.ask_classes,
+            compared=self.compared | other.compared,
+        )
 
     def may_tell(self, kinds: tuple[type, ...]) -> bool:
         """Whether code may have told stand-ins for values of ``kinds`` from these."""
@@ -216,6 +240,10 @@ class Profile:
         if self._importing is not None and self._is_importing():
             return False
         number = id(code)
+        if number in CALLS:
+            # It leads to the method that has the module's names.
+            note_called(frame.f_locals["self"])
+            return False
         name, is_closure = self._owners.get(number) or self._meet(frame, code, number)
         # The object or class whose method runs.
         owner = None if name is None else frame.f_locals.get(name)
@@ -263,9 +291,7 @@ class Profile:
             self._importing = frame
             return None, True
         found = _owner_name(frame, code), bool(code.co_freevars)
-        if number in CALLS:
-            note_called(frame.f_locals["self"])
-        elif code.co_filename == _ENTERS_COMPILED and {"self", "fn"} <= {*code.co_freevars}:
+        if code.co_filename == _ENTERS_COMPILED and {"self", "fn"} <= {*code.co_freevars}:
             self.executed.note_compiled(frame.f_locals["self"], frame.f_locals["fn"])
         elif code is self._setattr:
             self._stored.add((id(frame.f_locals["self"]), frame.f_locals["name"]))
@@ -337,9 +363,13 @@ def _is_text(constant: Any) -> bool:
 
 def _owner_name(frame: FrameType, code: CodeType) -> str | None:
     """The variable that has the object or class whose method runs."""
+    if code.co_filename.startswith(_FROZEN):
+        return None
     arguments = code.co_varnames[: code.co_argcount]
     if "self" in arguments or "self" in code.co_freevars:
-        return "self"
+        # Nobody looks for what torch's methods of tensors read of these; they run for each parameter.
+        is_torchs = code.co_filename.startswith(_OF_TENSORS) and isinstance(frame.f_locals.get("self"), Tensor)
+        return None if is_torchs else "self"
     if not arguments or not is_users_file(code.co_filename):
         return "cls" if arguments[:1] == ("cls",) else None
     thing = frame.f_locals.get(arguments[0])

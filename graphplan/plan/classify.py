@@ -30,10 +30,14 @@ def classify(
     earlier = list(first.externals)
     fed = set(second.leaf_storages.values())
     unowned = 0
+    # Most share one.
+    sources = {id(external.source): external.source for external in second.externals.values()}
+    places = {number: str(source) for number, source in sources.items()}
     for position, (storage, external) in enumerate(second.externals.items()):
         owned = _distinct(slots.get(storage, ()))
         for slot in owned:
-            found.append(_owned(slot, storage, external, carried=slot.path in rebindings.carries))
+            carried, where = slot.path in rebindings.carries, places[id(external.source)]
+            found.append(_owned(slot, storage, external, where, carried=carried))
             if storage in shadows:
                 # It is in its slot only while the step runs: the program keeps the tensor, not the slot.
                 found[-1] = replace(found[-1], path=None, tensor=external.tensor)
@@ -69,13 +73,13 @@ def _input(index: int, name: str, feed: Feed, trace: Trace) -> External:
     return External(name, Role.INPUT, TensorSpec.of(tensor), mutated, leaf=index)
 
 
-def _owned(slot: Slot, storage: int, traced: TracedExternal, *, carried: bool) -> External:
+def _owned(slot: Slot, storage: int, traced: TracedExternal, where: str, *, carried: bool) -> External:
     # A slot that the step rebound holds something else by now; what it held came in through the trace.
     tensor = next((t for t in slot.tensors() if storage_id(t) == storage), traced.tensor)
     changes = traced.mutated or carried
     is_of_optimizer = is_optimizer_state(slot.path) or ".param_groups[" in slot.path
     is_state = not slot.is_parameter and (changes or slot.param is not None or is_of_optimizer)
-    role, where = Role.STATE if is_state else Role.PARAM, str(traced.source)
+    role = Role.STATE if is_state else Role.PARAM
     return External(slot.path, role, TensorSpec.of(tensor), changes, carried, path=slot.path, where=where)
 
 

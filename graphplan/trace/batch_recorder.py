@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -84,8 +84,10 @@ class BatchRecorder(CallRecorder):
         self._operators = 0
         self._places: list[_Leaf] = []
         self._sources: dict[int, BatchSource] = {}
+        self._met: dict[int | None, Sequence[Slot]] = {}
+        """Memory of owners that was not asked for yet, and their slots."""
         self._owned: set[int | None] = set()
-        """Memory that owners have."""
+        """Memory of owners that something may follow from."""
         self._ambiguous: set[int | None] = set()
         """Memory that is both an owner's and fed: the next call may be fed something else."""
         for index, leaf in leaves:
@@ -97,21 +99,40 @@ class BatchRecorder(CallRecorder):
     def meet(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
         """Take in a tensor of an owner, which is in one of ``slots``, unless it is trained: its values change."""
         storage = storage_id(tensor)
-        if slots and storage in self._outside:
-            self._ambiguous.add(storage)
         cached = self.earlier.cached.get(id(tensor)) if not slots else None
-        if not slots and cached is None:
-            if tensor.numel() <= _LARGEST and storage not in self._outside:
-                self._unowned.append(weakref.ref(tensor))
-            return
-        # By now there may be other tensors in the slots.
-        owned = [(leaf, Owned(slot, at)) for slot in slots for at, leaf in enumerate(slot.tensors())]
-        found: list[tuple[Tensor, BatchSource]] = [*owned] if cached is None else [(tensor, cached)]
+        if storage in self._outside:
+            if slots:
+                self._ambiguous.add(storage)
+        elif slots:
+            # Most are only written: what the optimizer keeps.
+            self._met[storage] = slots
+            self._outside.add(storage)
+        elif cached is not None:
+            self._begin_at(storage, [(tensor, cached)])
+        elif tensor.numel() <= _LARGEST:
+            self._unowned.append(weakref.ref(tensor))
+
+    def _begin_at(self, storage: int | None, found: Iterable[tuple[Tensor, BatchSource]]) -> None:
+        """Begin with those that were ``found`` for a storage, and lie there."""
         for held, source in found:
-            is_here = storage_id(held) == storage and storage not in self._outside
+            is_here = storage_id(held) == storage
             if is_here and type(held) in PLAIN_KINDS and not held.requires_grad and is_plain(held):
                 self._owned.add(storage)
                 self._sources.setdefault(self._begin_with(held), source)
+
+    def has(self, tensor: Tensor) -> bool:
+        """See :class:`CallRecorder`."""
+        slots = self._met.pop(storage_id(tensor), ())
+        if slots:
+            # By now there may be other tensors in the slots.
+            owned = ((leaf, Owned(slot, at)) for slot in slots for at, leaf in enumerate(slot.tensors()))
+            self._begin_at(storage_id(tensor), owned)
+        return super().has(tensor)
+
+    def _let_go(self, written: Collection[int | None]) -> None:
+        super()._let_go(written)
+        for storage in written:
+            self._met.pop(storage, None)
 
     def reads(self) -> BatchReads | None:
         """The reads of the trace, and what leads to them; None if there are none."""

@@ -27,7 +27,7 @@ class CallRecorder:
         self._calls: list[Call] = []
         self._dtype = torch.get_default_dtype()
         self._outside: set[int | None] = set()
-        """Known memory that the step does not make."""
+        """Memory that the step does not make, and of which something is or was known."""
 
     def _begin_with(self, tensor: Tensor) -> int:
         self._known.add(storage_id(tensor))
@@ -54,19 +54,24 @@ class CallRecorder:
         if schema.name in OF_GEOMETRY and not self.has(call.args[0]) and is_plain(call.args[0]):
             self._note_filled(call, made[0])
             return
-        follows = self._may_repeat(call, made) and all(map(self.has, given))
-        if not (follows or schema.may_write):
+        written = list(map(storage_id, call.written())) if schema.may_write else []
+        if not self._outside.isdisjoint(written):
+            self._let_go(written)
             return
-        written = list(map(storage_id, call.written()))
+        follows = self._may_repeat(call, made) and all(map(self.has, given))
         # By now, what has another shape in place is no longer what the operator was given.
         is_kept = torch.get_default_dtype() == self._dtype and torch.Tag.inplace_view not in schema.operator.tags
-        if not (follows and is_kept and all(map(is_plain, made)) and self._outside.isdisjoint(written)):
-            self._known.difference_update(written)
+        if not (follows and is_kept and all(map(is_plain, made))):
+            self._let_go(written)
         elif made or written:
             is_random = schema.is_random
             self._add(
                 schema.call, schema.name, call.args, call.kwargs, made, written, has_effect=is_random, draws=is_random
             )
+
+    def _let_go(self, written: Collection[int | None]) -> None:
+        """Nothing is known any more of memory that was ``written``."""
+        self._known.difference_update(written)
 
     def note_saved(self, state: Tensor) -> None:
         """Take in a state of the host's generator that the step saves."""

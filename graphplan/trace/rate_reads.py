@@ -45,6 +45,8 @@ class RateWatch:
     def finish(self, after: Walk, returned: Iterable[object]) -> None:
         """Look at what the step returned, and at what is left where."""
         rates = self._rates()
+        if not rates:
+            return
         if any(isinstance(value, Tensor) and storage_id(value) in rates for value in returned):
             self._refuse("returns a learning rate")
         known = {slot.path for storage in rates for slot in self._trace.entry_slots.get(storage, ())}

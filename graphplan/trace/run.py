@@ -82,7 +82,7 @@ def trace(
     fed_ids = {id(leaf) for _, leaf in feed.tensors()}
     left = _left(after, changes) | {name: [leaf] for name, leaf in named if id(leaf) not in paths}
     _note_left(record, left, fed_ids)
-    _note_unowned(record, after, {id(t): p for t, p in recorder.kept(after)}, paths, fed_ids, mode.operands)
+    _note_unowned(record, after, recorder, paths, fed_ids, mode.operands)
     for path, items in changes.appended.items():
         changes.appended[path] = pytree.tree_map_only(Tensor, lambda tensor: OutputTensor(), items)
     watch.finish(after, leaves)
@@ -176,22 +176,23 @@ def _note_left(record: Trace, left: Mapping[str, list[Any]], fed: Collection[int
 def _note_unowned(
     record: Trace,
     after: Walk,
-    kept: Mapping[int, str],
+    recorder: Recorder,
     paths: Mapping[int, str],
     fed: Collection[int],
     operands: Operands,
 ) -> None:
-    """Note the tensors that get gradients and are no parameters: of those that are ``kept`` where they were, the paths,
-    since gradients that the step drops may be there when it begins.
+    """Note the tensors that get gradients and are no parameters: of those that are where they were, the paths, since
+    gradients that the step drops may be there when it begins.
     """
     with_slots = {id(slot.param) for slot in after.slots.values() if slot.param is not None}
+    found = [each for each in record.externals.values() if each.tensor.requires_grad]
+    found = [each for each in found if id(each.tensor) not in with_slots and id(each.tensor) not in fed]
+    kept = {id(tensor): path for tensor, path in recorder.kept(after)} if found else {}
     names_gradients = "grad" in record.reads.anywhere or "grad" in record.reads.by_packages
-    for external in record.externals.values():
+    for external in found:
         tensor = external.tensor
         number, gradient = id(tensor), tensor.grad if _has_gradient(tensor) else None
-        if number in with_slots or number in fed:
-            continue
-        if tensor.is_leaf and tensor.requires_grad and number in kept and (names_gradients or gradient is not None):
+        if tensor.is_leaf and number in kept and (names_gradients or gradient is not None):
             record.leaves.add(kept[number])
         elif gradient is not None and operands.is_internal(gradient):
             record.unowned_gradients.append(paths.get(number, f"a tensor that is used at {external.source}"))

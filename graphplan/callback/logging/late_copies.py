@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graphplan.callback.lightning_code import is_known
 from graphplan.callback.patches import Patches
+from graphplan.observe.watching import Aside
 from graphplan.program.capture import is_recorded
 from graphplan.tensors.deferred import HostCopy, is_deferred
 from graphplan.tensors.storages import storage_id
@@ -48,9 +49,12 @@ class LateCopies:
 
     def settle(self) -> None:
         """The step is over."""
-        owners = (*self._module.parameters(), *self._module.buffers()) if self._watched else ()
-        # A change of a parameter or a buffer does not count up the version of a tensor that ``.data`` has returned.
-        owned = set(map(storage_id, owners))
+        owned: set[int | None] = set()
+        if self._watched:
+            # No part of the step: a trace would hear of each call.
+            with Aside():
+                # A change of a parameter or a buffer does not count up the version of what ``.data`` has returned.
+                owned.update(map(storage_id, (*self._module.parameters(), *self._module.buffers())))
         for key, tensor, version in self._watched:
             is_left_alone = tensor._version == version and storage_id(tensor) not in owned
             is_small = 0 < tensor.untyped_storage().nbytes() <= _MOST_BYTES
