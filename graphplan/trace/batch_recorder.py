@@ -75,6 +75,8 @@ class BatchRecorder(CallRecorder):
         self.earlier = earlier
         self._unowned: list[weakref.ref[Tensor]] = []
         """Tensors that no owner has."""
+        self._of_unowned: set[int | None] = set()
+        """Their memory, and that of what follows from them, and perhaps from what is known."""
         self.is_to_be_repeated = False
         """What was read may follow from a tensor in a cache, which the next trace begins with."""
         self.is_outdated = False
@@ -109,8 +111,9 @@ class BatchRecorder(CallRecorder):
             self._outside.add(storage)
         elif cached is not None:
             self._begin_at(storage, [(tensor, cached)])
-        elif tensor.numel() <= _LARGEST:
+        elif tensor.numel() <= _LARGEST and not tensor.requires_grad:
             self._unowned.append(weakref.ref(tensor))
+            self._of_unowned.add(storage)
 
     def _begin_at(self, storage: int | None, found: Iterable[tuple[Tensor, BatchSource]]) -> None:
         """Begin with those that were ``found`` for a storage, and lie there."""
@@ -131,6 +134,7 @@ class BatchRecorder(CallRecorder):
 
     def _let_go(self, written: Collection[int | None]) -> None:
         super()._let_go(written)
+        self._of_unowned.difference_update(written)
         for storage in written:
             self._met.pop(storage, None)
 
@@ -168,9 +172,20 @@ class BatchRecorder(CallRecorder):
         self._operators += 1
         before = len(self._calls)
         super().note(call, made, given)
-        if _draws_on_host(call, made) and len(self._calls) == before:
+        if len(self._calls) > before:
+            return
+        if self._needs_unowned(given) and self._may_repeat(call, made):
+            self._of_unowned.update(map(storage_id, made))
+        if _draws_on_host(call, made):
             # What is drawn after this depends on how much is drawn here.
             self._draws = False
+
+    def _needs_unowned(self, given: Sequence[Tensor]) -> bool:
+        """Whether it would be known how tensors were made if it was known where those come from that no owner has."""
+        unowned = self._of_unowned
+        if not unowned or unowned.isdisjoint(map(storage_id, given)):
+            return False
+        return all(storage_id(tensor) in unowned or self.has(tensor) for tensor in given)
 
     def _may_repeat(self, call: OperatorCall, made: Sequence[Tensor]) -> bool:
         return call.schema.is_certain or (self._draws and call.schema.is_native and _draws_on_host(call, made))
@@ -190,19 +205,19 @@ class BatchRecorder(CallRecorder):
         if self._take(call, out, place, error, may_be_expected=may_be_expected):
             return True
         self._beyond.add(place)
-        return self._finds_cached()
-
-    def _finds_cached(self) -> bool:
-        """Whether there are tensors in caches that reads may follow from, for the next trace."""
-        tensors = [tensor for ref in self._unowned if (tensor := ref()) is not None and not tensor.requires_grad]
-        self._unowned = []
-        if not tensors or self.earlier.looks >= _LOOKS:
-            return self.is_to_be_repeated
-        self.earlier.looks += 1
-        found = find_cached(tensors)
-        self.earlier.cached |= found
-        self.is_to_be_repeated |= bool(found)
+        if self._needs_unowned(call.tensors()):
+            self._look_in_caches()
         return self.is_to_be_repeated
+
+    def _look_in_caches(self) -> None:
+        """Look for tensors in caches that reads may follow from, for the next trace."""
+        tensors = [tensor for ref in self._unowned if (tensor := ref()) is not None]
+        self._unowned = []
+        if tensors and self.earlier.looks < _LOOKS:
+            self.earlier.looks += 1
+            found = find_cached(tensors)
+            self.earlier.cached |= found
+            self.is_to_be_repeated |= bool(found)
 
     def _take(
         self,
