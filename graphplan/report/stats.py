@@ -207,7 +207,8 @@ class Stats:
 
     def balance(self) -> Gain:
         """What replays have saved so far, in eager steps. Where these are not timed from end to end, the two halves of
-        checks are compared, which are of the same step each; without checks, calls of the warm-up and replays.
+        checks are compared, which are of the same step each; without checks, calls of the warm-up and replays. Checks
+        run on cold caches: replays tell by how much both halves are slower there.
         """
         eager, gain = self.step_us("eager"), self.gain()
         if eager is not None:
@@ -216,8 +217,9 @@ class Stats:
             seconds = self.warm if math.isfinite(self.warm) else 0.0
             replay = self.phases["steady"] / (self.phase_counts["steady"] or 1)
             pairs = self.checked or [(seconds, replay)]
-            eager = median(seconds for seconds, _ in pairs) * 1e6
-            saved = median(one - other for one, other in pairs) * self.phase_counts["steady"]
+            pace = min(1.0, replay / median(other for _, other in pairs)) if replay else 1.0
+            eager = pace * median(seconds for seconds, _ in pairs) * 1e6
+            saved = pace * median(one - other for one, other in pairs) * self.phase_counts["steady"]
             # What is loaded in the first steps takes as long without graphplan.
             spent = self.spent(eager, STARTING[1:])
         return Gain(*(seconds / eager * 1e6 if eager else 0.0 for seconds in (saved, spent, saved - spent)))
