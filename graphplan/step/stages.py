@@ -324,6 +324,9 @@ class Stages:
             return
         if facts.is_to_be_repeated:
             line.traces = []
+            if facts.batch is not None and facts.violation is None and not facts.batch.is_to_be_repeated:
+                # Replays compare some of the reads; the others can be made before the step from now on.
+                self._take_reads(call, facts.batch, facts)
             return
         if self._managed.take_leaves(facts.leaves):
             # Their gradients had no places yet.

@@ -140,13 +140,17 @@ class BatchRecorder(CallRecorder):
 
     def reads(self) -> BatchReads | None:
         """The reads of the trace, and what leads to them; None if there are none."""
-        calls = self._leading_to(lambda call: call.read is not None)
+        calls = self._leading_to(self._is_made_before)
         if any(call.draws for call in calls):
             # The numbers drawn depend on how many were drawn before.
-            calls = self._leading_to(lambda call: call.read is not None or call.has_effect)
-            while calls[-1].read is None:
+            calls = self._leading_to(lambda call: self._is_made_before(call) or call.has_effect)
+            while not self._is_made_before(calls[-1]):
                 calls.pop()
         return _made_once(calls, self._sources, self._places) if calls else None
+
+    def _is_made_before(self, call: Call) -> bool:
+        """Whether it is a read that is made before the step: others are left to replays from the next trace on."""
+        return call.read is not None and call.read.place not in self.earlier.expected
 
     def impossible(self, changed: Collection[int | None]) -> list[Read]:
         """The reads that cannot be made before the step: they take long, or need what it has ``changed`` itself, given

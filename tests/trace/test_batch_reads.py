@@ -345,6 +345,24 @@ def test_an_owners_tensor_that_is_fed_and_later_another() -> None:
     assert torch.equal(*map(torch.stack, found))
 
 
+def test_reads_of_both_kinds_take_no_trace_more() -> None:
+    """One trace finds what is read before the step (the mask), and what replays compare: the step changes it later."""
+
+    def forward(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        factor = 2 if model.seen < 100 else 3
+        model.seen += 1
+        return model(x)[mask] * factor
+
+    def rig() -> Rig:
+        made = rig_of(forward)
+        made.owners["model"].register_buffer("seen", torch.zeros(()))
+        return made
+
+    step = assert_same_as_eager(rig, verify=3)
+    assert (step.stats.traced, *counts(step)) == (3, 1, CALLS - BEFORE), step.report()
+    assert "read before the step: the batch" in step.report() and "which replays compare" in step.report()
+
+
 cached: Any = None
 """A cached function that gives a tensor which no owner has."""
 cached_for: Any = None
