@@ -39,8 +39,8 @@ from graphplan.owners.kinds import is_known
 from graphplan.owners.slots import Namespace, Scalar
 
 _IMPORTS = "<frozen importlib."
-_FROZEN = "<frozen "
-"""Code that the interpreter holds: ``abc``, whose methods have no attributes of the user's."""
+_ABC = "<frozen abc>"
+"""Its methods have no attributes of the user's, and run for each parameter."""
 _DYNAMO = os.path.join(TORCH, "_dynamo") + os.sep
 _OF_TENSORS = (os.path.join(TORCH, "_tensor.py"), os.path.join(TORCH, "nn", "parameter.py"))
 _COMPILES, _ENTERS_COMPILED = f"{_DYNAMO}convert_frame.py", f"{_DYNAMO}eval_frame.py"
@@ -241,8 +241,10 @@ class Profile:
             return False
         number = id(code)
         if number in CALLS:
-            # It leads to the method that has the module's names.
-            note_called(frame.f_locals["self"])
+            # Before all else: it runs more often than any other method, and to ask for variables takes long.
+            module = frame.f_locals["self"]
+            note_called(module)
+            self._codes[number, id(module)] = code
             return False
         name, is_closure = self._owners.get(number) or self._meet(frame, code, number)
         # The object or class whose method runs.
@@ -363,7 +365,7 @@ def _is_text(constant: Any) -> bool:
 
 def _owner_name(frame: FrameType, code: CodeType) -> str | None:
     """The variable that has the object or class whose method runs."""
-    if code.co_filename.startswith(_FROZEN):
+    if code.co_filename == _ABC:
         return None
     arguments = code.co_varnames[: code.co_argcount]
     if "self" in arguments or "self" in code.co_freevars:

@@ -217,7 +217,8 @@ class Stats:
             seconds = self.warm if math.isfinite(self.warm) else 0.0
             replay = self.phases["steady"] / (self.phase_counts["steady"] or 1)
             pairs = self.checked or [(seconds, replay)]
-            pace = min(1.0, replay / median(other for _, other in pairs)) if replay else 1.0
+            in_checks = median(other for _, other in pairs)
+            pace = min(1.0, replay / in_checks) if replay and in_checks else 1.0
             eager = pace * median(seconds for seconds, _ in pairs) * 1e6
             saved = pace * median(one - other for one, other in pairs) * self.phase_counts["steady"]
             # What is loaded in the first steps takes as long without graphplan.

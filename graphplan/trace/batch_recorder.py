@@ -87,7 +87,7 @@ class BatchRecorder(CallRecorder):
         self._places: list[_Leaf] = []
         self._sources: dict[int, BatchSource] = {}
         self._met: dict[int | None, Sequence[Slot]] = {}
-        """Memory of owners that was not asked for yet, and their slots."""
+        """Memory of owners that the operator at hand came to first, and their slots."""
         self._owned: set[int | None] = set()
         """Memory of owners that something may follow from."""
         self._ambiguous: set[int | None] = set()
@@ -106,7 +106,7 @@ class BatchRecorder(CallRecorder):
             if slots:
                 self._ambiguous.add(storage)
         elif slots:
-            # Most are only written: what the optimizer keeps.
+            # What the operator writes need not be looked at: that is most of what there is, the optimizer's.
             self._met[storage] = slots
             self._outside.add(storage)
         elif cached is not None:
@@ -116,21 +116,28 @@ class BatchRecorder(CallRecorder):
             self._of_unowned.add(storage)
 
     def _begin_at(self, storage: int | None, found: Iterable[tuple[Tensor, BatchSource]]) -> None:
-        """Begin with those that were ``found`` for a storage, and lie there."""
+        """Begin with the first one that was ``found`` for a storage, and lies there: of several, the step may have each
+        take another one's place.
+        """
         for held, source in found:
             is_here = storage_id(held) == storage
             if is_here and type(held) in PLAIN_KINDS and not held.requires_grad and is_plain(held):
                 self._owned.add(storage)
                 self._sources.setdefault(self._begin_with(held), source)
+                return
 
     def has(self, tensor: Tensor) -> bool:
         """See :class:`CallRecorder`."""
-        slots = self._met.pop(storage_id(tensor), ())
-        if slots:
-            # By now there may be other tensors in the slots.
-            owned = ((leaf, Owned(slot, at)) for slot in slots for at, leaf in enumerate(slot.tensors()))
-            self._begin_at(storage_id(tensor), owned)
+        if self._met:
+            self._begin_with_met()
         return super().has(tensor)
+
+    def _begin_with_met(self) -> None:
+        """Before the step comes to other operators: then there may be other tensors in the slots."""
+        met, self._met = self._met, {}
+        for storage, slots in met.items():
+            owned = ((leaf, Owned(slot, at)) for slot in slots for at, leaf in enumerate(slot.tensors()))
+            self._begin_at(storage, owned)
 
     def _let_go(self, written: Collection[int | None]) -> None:
         super()._let_go(written)
@@ -149,8 +156,9 @@ class BatchRecorder(CallRecorder):
         return _made_once(calls, self._sources, self._places) if calls else None
 
     def _is_made_before(self, call: Call) -> bool:
-        """Whether it is a read that is made before the step: others are left to replays from the next trace on."""
-        return call.read is not None and call.read.place not in self.earlier.expected
+        """Whether it is a read that is made before the step: others are left to replays, from the next trace on."""
+        read = call.read
+        return read is not None and not (read.kind is Kind.VALUE and read.place in self.earlier.expected)
 
     def impossible(self, changed: Collection[int | None]) -> list[Read]:
         """The reads that cannot be made before the step: they take long, or need what it has ``changed`` itself, given
@@ -174,11 +182,13 @@ class BatchRecorder(CallRecorder):
     def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
         """See :class:`CallRecorder`; reads are noted as such."""
         self._operators += 1
-        before = len(self._calls)
+        before, needs_unowned = len(self._calls), self._needs_unowned(given)
         super().note(call, made, given)
+        if self._met:
+            self._begin_with_met()
         if len(self._calls) > before:
             return
-        if self._needs_unowned(given) and self._may_repeat(call, made):
+        if needs_unowned and self._may_repeat(call, made):
             self._of_unowned.update(map(storage_id, made))
         if _draws_on_host(call, made):
             # What is drawn after this depends on how much is drawn here.
@@ -209,7 +219,7 @@ class BatchRecorder(CallRecorder):
         if self._take(call, out, place, error, may_be_expected=may_be_expected):
             return True
         self._beyond.add(place)
-        if self._needs_unowned(call.tensors()):
+        if self._needs_unowned(contents_of(call) or call.tensors()):
             self._look_in_caches()
         return self.is_to_be_repeated
 

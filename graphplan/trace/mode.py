@@ -157,16 +157,11 @@ class TraceMode(OperatorMode):
         """Where an operator comes from: as in the previous trace if the operator in its place is the same, since to
         look for it takes a fifth of a trace.
         """
-        before = self._earlier(name)
-        if before is not None and before.operands == operands:
-            return before.source
-        return self._source or self._find()
-
-    def _earlier(self, name: str) -> Operator | None:
-        """The operator in the same place in the previous trace, if it has that name."""
         position = len(self.record.operators)
         before = self._before[position] if position < len(self._before) else None
-        return before if before is not None and before.name == name else None
+        if before is not None and before.name == name and before.operands == operands:
+            return before.source
+        return self._source or self._find()
 
     def _find(self) -> Source:
         return self._sources.find() if get_ident() == self._thread else find_source()
@@ -185,10 +180,7 @@ class TraceMode(OperatorMode):
 
     def _meet(self, tensor: Tensor, storage: int | None, name: str) -> Operand:
         """The operand of a storage that turns up for the first time."""
-        source = self._source
-        if source is None:
-            before = self._earlier(name)
-            source = self._source = self._find() if before is None else before.source
+        source = self._source = self._source or self._find()
         record, known = self.record, self.operands.by_storage
         if storage is None:
             record.violate(

@@ -187,6 +187,17 @@ def _local() -> Any:
     return here
 
 
+def _environment() -> Any:
+    os.environ["GRAPHPLAN_TEST_SCALE"] = "0.5"
+    return os.environ
+
+
+def _called_otherwise() -> Any:
+    module = nn.Identity()
+    module._call_impl = types.MethodType(lambda self, x: 0.5 * x, module)  # type: ignore[method-assign]
+    return module
+
+
 def _set(name: str) -> Callable[[Any], object]:
     return lambda thing: setattr(thing, name, 0.25)
 
@@ -217,6 +228,16 @@ CASES: dict[str, Case] = {
     "one's own in place of the class's": (_tables, lambda thing: thing.scale, _set("scale")),
     "attributes of a dictionary": (_extended, lambda thing: thing.scale, _set("scale")),
     "attributes of a tensor": (_marked, lambda thing: thing.scale, _set("scale")),
+    "the environment": (
+        _environment,
+        lambda thing: float(thing["GRAPHPLAN_TEST_SCALE"]),
+        lambda thing: thing.__setitem__("GRAPHPLAN_TEST_SCALE", "0.25"),
+    ),
+    "how a module is called": (
+        _called_otherwise,
+        lambda thing: thing(1.0),
+        lambda thing: setattr(thing, "_call_impl", types.MethodType(lambda self, x: 0.25 * x, thing)),
+    ),
     "attributes of a function": (_with_attribute, lambda thing: thing(), _set("scale")),
     "a deep dictionary": (_deep, lambda thing: _leaf(thing)["scale"], lambda thing: _leaf(thing).update(scale=0.25)),
     "a long list": (lambda: [0.5] * 6000, lambda thing: thing[5500], _put(5500)),

@@ -363,6 +363,74 @@ def test_reads_of_both_kinds_take_no_trace_more() -> None:
     assert "read before the step: the batch" in step.report() and "which replays compare" in step.report()
 
 
+def pick(tensor: Tensor, index: Tensor) -> Tensor:
+    return tensor[index]
+
+
+def test_another_read_where_replays_compare_one() -> None:
+    """One helper is given a condition on what the step changes, and the mask of the batch."""
+
+    def forward(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        out = pick(model(x), mask) if len(x) == ROWS else pick(model(x), model.seen < 100)
+        model.seen += 1
+        return out
+
+    def rig() -> Rig:
+        rows = [ROWS, 4]
+        made = rig_of(forward, lambda: [(torch.randn(rows[i % 2], 8), mask_of(i, 3)[: rows[i % 2]]) for i in range(50)])
+        made.owners["model"].register_buffer("seen", torch.zeros(()))
+        return made
+
+    step = assert_same_as_eager(rig, verify="off")
+    assert step.stats.replayed > 30, step.report()
+
+
+def turned_over(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    out = model(x).sum() * model.front
+    model.front, model.back = model.back, model.front
+    return model(x)[: int(model.front.sum()) + 2] + 0 * out.sum()  # culprit
+
+
+def test_two_views_that_take_each_others_places() -> None:
+    """The one that is read lies elsewhere before the step than when it is read."""
+
+    def rig() -> Rig:
+        made = rig_of(turned_over)
+        model = made.owners["model"]
+        model.front, model.back = torch.tensor([[1.0, 0.0], [1.0, 0.0]]).unbind(0)
+        return made
+
+    assert_refused(rig, HostSyncError, line_of(turned_over).replace("return", ".*return"), "would keep the first value")
+
+
+def carried(model: Any, x: Tensor, *_: Any) -> Tensor:
+    before = model.hidden
+    out = model(x) * before
+    model.hidden = out.detach() * 0 + 1
+    return out[before[:, 0] > 0.5]
+
+
+def asked_for_gradients(model: Any, x: Tensor, *_: Any) -> Tensor:
+    out = model(x) * model.hidden
+    model.hidden.requires_grad_(True)
+    rows = int(model.hidden.detach().sum()) // 8
+    model.hidden.requires_grad_(False)
+    return out[:rows]
+
+
+@pytest.mark.parametrize("forward", [carried, asked_for_gradients])
+def test_a_buffer_that_is_another_one_by_the_time_it_is_read(forward: Forward) -> None:
+    """It is known from the operator on that used it first."""
+
+    def rig() -> Rig:
+        made = rig_of(forward)
+        made.owners["model"].register_buffer("hidden", torch.ones(ROWS, 4))
+        return made
+
+    step = assert_same_as_eager(rig, verify="off")
+    assert counts(step) == (1, CALLS - BEFORE), step.report()
+
+
 cached: Any = None
 """A cached function that gives a tensor which no owner has."""
 cached_for: Any = None
@@ -385,11 +453,25 @@ def cache_rig(forward: Forward, after: Callable[[int], object] = lambda index: N
     return rig_of(forward, partial(batches, calls=40), lambda model, index: after(index))
 
 
+def of_changed(model: Any, x: Tensor, *_: Any) -> Tensor:
+    mask = cached().clone()
+    mask[0] = False
+    mask |= cached().roll(1)
+    return model(x)[~mask]
+
+
+def of_lengths(model: Any, x: Tensor, *_: Any) -> Tensor:
+    packed = pack_padded_sequence(model(x)[:2, None].expand(2, 5, 4), cached_for("aaaaa"), batch_first=True)
+    return packed.data
+
+
 CACHED: dict[str, tuple[Forward, Callable[[int], object], int]] = {
     "stays": (of_cache, lambda index: None, 1),
     "moves": (of_cache, lambda index: cached().copy_(mask_of(index, 3)), 1),
     "resized": (of_cache, lambda index: cached().copy_(mask_of(index, 3 + index // 10 % 2)), 2),
     "two": (of_two, lambda index: None, 1),
+    "changed": (of_changed, lambda index: None, 1),
+    "lengths": (of_lengths, lambda index: None, 1),
 }
 
 
