@@ -53,7 +53,7 @@ def find_counters(pair: TracePair) -> dict[str, int | float]:
                 path=path,
             )
         # Of an item, no name tells whether it is raised or set; two traces do.
-        is_item_set = pair.first is not pair.second and old == new
+        is_item_set = pair.first is not pair.second and same_value(old, new)
         is_set = is_item_set if is_item else scalar is not None and scalar.key in pair.second.reads.assigned
         is_set &= not all(path in trace.symbolic.counted for trace in pair.both)
         if delta is None or is_set:

@@ -19,6 +19,7 @@ from torch import Tensor
 from graphplan.compare.fast_compare import register_own
 from graphplan.errors import Faults, OptimizerError
 from graphplan.tensors.dtensors import is_sharded
+from graphplan.tensors.storages import overlaps, span
 
 _REFUSED = {
     "LBFGS": "it evaluates its closure a data-dependent number of times; use Adam or SGD, or step it eagerly",
@@ -87,6 +88,21 @@ def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *,
     if isinstance(optimizer, fusable) and "fused" in group:
         flags |= {"fused": True, "foreach": False}
     return flags
+
+
+def _is_in_order(param: Tensor, state: Mapping[str, Any]) -> bool:
+    """Whether a parameter, its gradient and its state have their elements in one order in memory, without gaps: torch's
+    fused kernels on the CPU take them as they lie there, and on CUDA they refuse others.
+    """
+    shape = param.shape
+    beside = (value for value in state.values() if isinstance(value, Tensor) and value.shape == shape)
+    strides = {_strides(tensor) for tensor in (param, param.grad, *beside) if isinstance(tensor, Tensor)}
+    stride = param.stride()
+    return len(strides) == 1 and span(shape, stride) == param.numel() and not overlaps(shape, stride)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
 def around_closure(
@@ -207,16 +223,20 @@ class Preparation:
         return changed
 
     def _check_gradients(self) -> None:
-        """Put a group's flags back if only stock kernels take it: sparse gradients for good, newcomers for a step."""
+        """Put a group's flags back if only stock kernels take it: sparse gradients, and memory that fused kernels do
+        not go through in one order, for good; newcomers for a step.
+        """
         with self.faults.noting():
             for index, group in enumerate(self.optimizer.param_groups if self._entered else ()):
                 stepped = [param for param in group["params"] if param.grad is not None]
-                is_sparse = any(param.grad.layout is not torch.strided for param in stepped)
-                if is_sparse:
+                is_unfit = any(param.grad.layout is not torch.strided for param in stepped)
+                if not is_unfit and group.get("fused"):
+                    is_unfit = any(not _is_in_order(param, self.optimizer.state.get(param, {})) for param in stepped)
+                if is_unfit:
                     self._unfit.add(index)
-                has_newcomers = not is_sparse and self._has_newcomers(group, stepped)
+                has_newcomers = not is_unfit and self._has_newcomers(group, stepped)
                 self.stepped_newcomers |= has_newcomers
-                if is_sparse or has_newcomers:
+                if is_unfit or has_newcomers:
                     group.update(self._originals.get(index, {}))
 
     def _has_newcomers(self, group: Mapping[str, Any], stepped: Sequence[Any]) -> bool:

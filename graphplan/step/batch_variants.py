@@ -19,7 +19,7 @@ each.
 _UNPROVEN = 3  # Maximum ways as long as no batch has taken one of them again.
 MOST_GUESSES = 6  # Maximum of these for all keys of a step.
 _MISSES = 16  # Batches in a row that take no known way, after which none is looked for.
-_LOOKS = 64  # Batches of which a third has to take a known way.
+_LOOKS = 64  # Batches that were looked at, after which a third of all has to have taken a known way.
 
 
 class BatchVariants:
@@ -28,7 +28,7 @@ class BatchVariants:
     def __init__(self, error: HostSyncError) -> None:
         self._error = error
         self._known: list[BatchReads] = []
-        self._misses = self._taken = self._looks = self._found = self._progress = 0
+        self._misses = self._taken = self._taken_before = self._looks = self._found = self._progress = 0
         self._is_over = False
 
     def add(self, reads: BatchReads) -> None:
@@ -75,8 +75,10 @@ class BatchVariants:
             # Calls that are like earlier ones do not come here.
             self._misses, self._taken = 0, taken
         if self._looks == _LOOKS:
-            self._is_over = 3 * self._found < self._looks
+            known = taken - self._taken_before
+            self._is_over = 3 * known < self._looks - self._found + known
             self._looks = self._found = 0
+            self._taken_before = taken
         self._looks += 1
         for reads in self._known:
             tensors = None if reads.is_outdated else reads.find(search)

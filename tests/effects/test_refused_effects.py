@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -46,7 +46,24 @@ def renaming(model: Any, x: Tensor, loss: Tensor) -> None:
     model.weird = model.weird + "x"
 
 
-EFFECTS: dict[Callable[..., None], Any] = {doubling: 3, irregular: dict, appending_numbers: list, renaming: "x"}
+class Kept(NamedTuple):
+    """Numbers by name, under a name."""
+
+    name: str
+    numbers: dict[str, Tensor]
+
+
+def keeping(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.weird = [Kept("scale", {"drawn": x[:, :1] + 1, "size": torch.tensor(x.shape)})]
+
+
+EFFECTS: dict[Callable[..., None], Any] = {
+    doubling: 3,
+    irregular: dict,
+    appending_numbers: list,
+    renaming: "x",
+    keeping: None,
+}
 
 
 def putting_first(model: Any, x: Tensor, loss: Tensor) -> None:

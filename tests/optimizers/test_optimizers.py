@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -229,3 +230,71 @@ def test_parameters_that_a_later_path_takes_have_no_momentum_yet() -> None:
     for path, value in expected.items():
         if isinstance(value, torch.Tensor):
             torch.testing.assert_close(found[path], value, msg=path)
+
+
+def _gappy() -> tuple[torch.Tensor, Callable[[nn.Parameter], None]]:
+    return torch.randn(8, 8)[:, ::2], lambda param: None
+
+
+def _turned() -> tuple[torch.Tensor, Callable[[nn.Parameter], None]]:
+    def turn(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        param.grad = param.grad.t().contiguous().t()
+
+    return torch.randn(8, 4), turn
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, partial(optim.SGD, momentum=0.9), optim.Adagrad])
+@pytest.mark.parametrize("make", [_gappy, _turned], ids=["gaps", "another order"])
+def test_memory_that_fused_kernels_go_through_otherwise(kind: Callable[..., Any], make: Callable[[], Any]) -> None:
+    """torch's kernels on the CPU take all tensors as they lie there: the stock optimizer steps."""
+    found = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        data, after = make()
+        base = data._base
+        param = nn.Parameter(data)
+        optimizer = kind([param], lr=0.1)
+
+        def step(x: torch.Tensor, param: nn.Parameter = param, after: Any = after, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = (param * x).sum()
+            loss.backward()
+            after(param)
+            optimizer.step()
+            return loss.detach()
+
+        fast: Any = graph_step(step, owners={"optimizer": optimizer}, on_failure="eager") if is_graphed else step
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="graphplan runs this step eagerly")
+            losses = [fast(torch.randn(8, 4)) for _ in range(20)]
+        found.append([param.detach(), *losses, *([] if base is None else [base])])
+    assert all(map(torch.equal, *found))
+    assert fast.stats.eager > 10
+    assert "none that lie otherwise in memory" in fast.report() or "in Python" in fast.report(), fast.report()
+
+
+def test_parameters_in_another_order_than_their_checkpoint() -> None:
+    """Its momentum was that of parameters in the usual order."""
+    found = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        usual = nn.Parameter(torch.randn(4, 3, 2, 2))
+        first = optim.AdamW([usual], lr=0.1)
+        usual.grad = torch.randn(4, 3, 2, 2)
+        first.step()
+        param = nn.Parameter(usual.detach().to(memory_format=torch.channels_last))
+        optimizer = optim.AdamW([param], lr=0.1)
+        optimizer.load_state_dict(first.state_dict())
+
+        def step(x: torch.Tensor, param: nn.Parameter = param, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            (param * x).sum().backward()
+            optimizer.step()
+
+        fast: Any = graph_step(step, owners={"optimizer": optimizer}, on_failure="eager") if is_graphed else step
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="graphplan runs this step eagerly")
+            [fast(torch.randn(4, 3, 2, 2)) for _ in range(20)]
+        found.append(param.detach())
+    assert torch.equal(*found)
