@@ -331,7 +331,7 @@ def optimizer_fix(source: Source) -> str:
         )
     return (
         f"It comes from the Python code of the optimizer {source.optimizer}: use fused=True or, on CUDA, "
-        "capturable=True where the optimizer has them (prepare_optimizers=True sets them; fused kernels take no complex "
-        "parameters, and none that lie otherwise in memory than their gradients), keep the value constant, step the "
-        "optimizer outside, or take one that has them (AdamW, Adam, SGD, Adagrad)"
+        "capturable=True where the optimizer has them (prepare_optimizers=True sets them; fused kernels take neither "
+        "complex parameters nor any that lie otherwise in memory than their gradients), keep the value constant, step "
+        "the optimizer outside, or take one that has them (AdamW, Adam, SGD, Adagrad)"
     )
