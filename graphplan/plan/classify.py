@@ -14,6 +14,7 @@ from graphplan.owners.slots import Slot, Walk, is_optimizer_state
 from graphplan.specs.roles import External, Role, TensorSpec
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.storages import storage_id
+from graphplan.trace.operator_schemas import OF_GEOMETRY
 from graphplan.trace.records import Trace, TracedExternal
 
 
@@ -44,6 +45,7 @@ def classify(
         if not owned and storage not in fed and not external.is_passing:
             number = second.symbolic.given.get(id(external.tensor))
             unchanged = number is not None or (position < len(earlier) and earlier[position] == storage)
+            unchanged |= _is_only_like(second, position)
             found.append(_unowned(external, unowned, unchanged=unchanged))
             unowned += 1
             if number is not None:
@@ -54,6 +56,12 @@ def classify(
     _check_devices([each for each in found if each.mutated or each.path not in covered], second.device)
     _check_shared(feed, found, second, rebindings.replaced)
     return tuple(sorted(found, key=lambda external: list(Role).index(external.role)))
+
+
+def _is_only_like(trace: Trace, number: int) -> bool:
+    """Whether operators make others like an external, and read nothing of it."""
+    operators = [operator for operator in trace.operators if ("external", number) in operator.operands]
+    return bool(operators) and all(operator.name in OF_GEOMETRY for operator in operators)
 
 
 def _distinct(slots: Iterable[Slot]) -> list[Slot]:

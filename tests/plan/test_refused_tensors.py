@@ -56,6 +56,8 @@ def closure_rig(kind: str, holder: Any = Box) -> Rig:
             logits = logits + noise.item
         if kind == "passing":
             logits = logits * noise.item.pop()
+        if kind == "like":
+            logits = logits + torch.zeros_like(noise.item)
         loss = F.cross_entropy(logits, y)
         loss.backward()
         if kind == "mutated":
@@ -96,6 +98,11 @@ def test_unowned_tensors_are_refused(kind: str) -> None:
     ]
     assert_refused(make, UnownedTensorError, *patterns, done=SECOND_TRACE)
     assert_falls_back(make, SkipReason.UNOWNED_TENSOR, *patterns)
+
+
+def test_a_tensor_of_which_only_the_shape_counts() -> None:
+    """It is another one in each call, and nothing of it is read: ``zeros_like``."""
+    assert_equals_eager(partial(closure_rig, "like"))
 
 
 @pytest.mark.parametrize("kind", ["fresh", "mutated", "chained"])
