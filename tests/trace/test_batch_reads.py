@@ -1263,20 +1263,20 @@ def test_signatures_that_do_not_come_again() -> None:
     assert all(torch.equal(one, x * 0) for one, x in zip(found, calls, strict=True))
 
 
+def of_sum(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x) * int((mask.sum() * 1000 + x.shape[0]) % 97)
+
+
+def with_sums(calls: int, sums: Callable[[int], int]) -> list[tuple[Any, ...]]:
+    """Masks of 240 numbers, of which so many are true."""
+    return [(torch.randn(ROWS, 8), (torch.arange(240) < sums(index)).view(ROWS, 40)) for index in range(calls)]
+
+
 @EAGERLY
 def test_batches_of_which_few_take_a_known_way() -> None:
     """To look for a way takes time: where two thirds of the batches take none, it ends, though some do now and then."""
-
-    def forward(model: Any, x: Tensor, mask: Tensor) -> Tensor:
-        return model(x) * int((mask.sum() * 1000 + x.shape[0]) % 97)
-
-    def calls() -> list[tuple[Any, ...]]:
-        wide = [torch.zeros(ROWS, 40, dtype=torch.bool) for _ in range(160)]
-        for index, mask in enumerate(wide):
-            mask.view(-1)[: 1 if index % 5 == 0 or index < 8 else 2 + index] = True
-        return [(torch.randn(ROWS, 8), mask) for mask in wide]
-
-    step = assert_same_as_eager(partial(rig_of, forward, calls), verify="off", on_failure="eager")
+    calls = partial(with_sums, 160, lambda index: 1 if index % 5 == 0 or index < 8 else 2 + index)
+    step = assert_same_as_eager(partial(rig_of, of_sum, calls), verify="off", on_failure="eager")
     assert step.stats.replayed >= 8
     assert (
         "the batches differ too much in what the step reads of them, or draws, on the host: most of them were unlike"
@@ -1287,17 +1287,8 @@ def test_batches_of_which_few_take_a_known_way() -> None:
 @EAGERLY
 def test_batches_of_which_most_are_like_the_one_before() -> None:
     """They are replayed without a look; of those that are looked at, three of four take no known way."""
-
-    def forward(model: Any, x: Tensor, mask: Tensor) -> Tensor:
-        return model(x) * int((mask.sum() * 1000 + x.shape[0]) % 97)
-
-    def calls() -> list[tuple[Any, ...]]:
-        wide = [torch.zeros(ROWS, 40, dtype=torch.bool) for _ in range(240)]
-        for index, mask in enumerate(wide):
-            mask.view(-1)[: 1 if index % 10 > 2 or index < 8 else index % 239] = True
-        return [(torch.randn(ROWS, 8), mask) for mask in wide]
-
-    step = assert_same_as_eager(partial(rig_of, forward, calls), verify="off", on_failure="eager")
+    calls = partial(with_sums, 240, lambda index: 1 if index % 10 > 2 or index < 8 else index % 239)
+    step = assert_same_as_eager(partial(rig_of, of_sum, calls), verify="off", on_failure="eager")
     assert step.stats.replayed > 120 and "most of them" not in step.report(), step.report()
 
 
