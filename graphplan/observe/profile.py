@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from inspect import getattr_static
 from types import CodeType, FrameType
 from typing import Any
@@ -39,10 +39,7 @@ from graphplan.owners.kinds import is_known
 from graphplan.owners.slots import Namespace, Scalar
 
 _IMPORTS = "<frozen importlib."
-_ABC = "<frozen abc>"
-"""Its methods have no attributes of the user's, and run for each parameter."""
 _DYNAMO = os.path.join(TORCH, "_dynamo") + os.sep
-_OF_TENSORS = (os.path.join(TORCH, "_tensor.py"), os.path.join(TORCH, "nn", "parameter.py"))
 _COMPILES, _ENTERS_COMPILED = f"{_DYNAMO}convert_frame.py", f"{_DYNAMO}eval_frame.py"
 """Where ``torch.compile`` compiles, and where what it compiled is entered."""
 _LOOKED_AT = WRITERS | READERS.keys() | USED.keys() | {"print"} | {function.__name__ for function in STARTERS_IN_C}
@@ -81,24 +78,15 @@ class Reads:
 
     def __or__(self, other: Reads) -> Reads:
         """What code may have read in either of two steps."""
-        methods = {owner: list(codes) for owner, codes in self.methods_on.items()}
-        for owner, codes in other.methods_on.items():
-            known = methods.setdefault(owner, [])
-            held = set(map(id, known))
-            known += [code for code in codes if id(code) not in held]
-        return Reads(
-            anywhere=self.anywhere | other.anywhere,
-            by_packages=self.by_packages | other.by_packages,
-            called=self.called | other.called,
-            methods_on=methods,
-            variables=self.variables | other.variables,
-            assigned=self.assigned | other.assigned,
-            stored=self.stored | other.stored,
-            codes=self.codes + other.codes,
-            dynamic=self.dynamic or other.dynamic,
-            ask_classes=self.ask_classes or other.ask_classes,
-            compared=self.compared | other.compared,
-        )
+        joined: dict[str, Any] = {}
+        for name in (each.name for each in fields(self)):
+            one, two = getattr(self, name), getattr(other, name)
+            joined[name] = one + two if isinstance(one, list) else one | two
+        for owner, codes in self.methods_on.items():
+            known = set(map(id, codes))
+            more = [code for code in other.methods_on.get(owner, ()) if id(code) not in known]
+            joined["methods_on"][owner] = codes + more
+        return Reads(**joined)
 
     def may_tell(self, kinds: tuple[type, ...]) -> bool:
         """Whether code may have told stand-ins for values of ``kinds`` from these."""
@@ -365,13 +353,9 @@ def _is_text(constant: Any) -> bool:
 
 def _owner_name(frame: FrameType, code: CodeType) -> str | None:
     """The variable that has the object or class whose method runs."""
-    if code.co_filename == _ABC:
-        return None
     arguments = code.co_varnames[: code.co_argcount]
     if "self" in arguments or "self" in code.co_freevars:
-        # Nobody looks for what torch's methods of tensors read of these; they run for each parameter.
-        is_torchs = code.co_filename.startswith(_OF_TENSORS) and isinstance(frame.f_locals.get("self"), Tensor)
-        return None if is_torchs else "self"
+        return "self"
     if not arguments or not is_users_file(code.co_filename):
         return "cls" if arguments[:1] == ("cls",) else None
     thing = frame.f_locals.get(arguments[0])

@@ -92,7 +92,7 @@ def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *,
 
 def _is_in_order(param: Tensor, state: Mapping[str, Any]) -> bool:
     """Whether a parameter, its gradient and its state have their elements in one order in memory, without gaps: torch's
-    fused kernels on the CPU take them as they lie there, and on CUDA they refuse others.
+    fused kernels on the CPU take them as they lie there.
     """
     shape = param.shape
     beside = (value for value in state.values() if isinstance(value, Tensor) and value.shape == shape)

@@ -101,7 +101,6 @@ class BatchRecorder(CallRecorder):
     def meet(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
         """Take in a tensor of an owner, which is in one of ``slots``, unless it is trained: its values change."""
         storage = storage_id(tensor)
-        cached = self.earlier.cached.get(id(tensor)) if not slots else None
         if storage in self._outside:
             if slots:
                 self._ambiguous.add(storage)
@@ -109,7 +108,7 @@ class BatchRecorder(CallRecorder):
             # What the operator writes need not be looked at: that is most of what there is, the optimizer's.
             self._met[storage] = slots
             self._outside.add(storage)
-        elif cached is not None:
+        elif (cached := self.earlier.cached.get(id(tensor))) is not None:
             self._begin_at(storage, [(tensor, cached)])
         elif tensor.numel() <= _LARGEST and not tensor.requires_grad:
             self._unowned.append(weakref.ref(tensor))
