@@ -30,7 +30,7 @@ from graphplan.trace.batch_reads import (
 from graphplan.trace.caches import Cached, find_cached
 from graphplan.trace.call_recorder import CallRecorder, is_plain
 from graphplan.trace.host_reads import Place, find_place
-from graphplan.trace.operator_schemas import OperatorCall, tensors_in
+from graphplan.trace.operator_schemas import OF_GEOMETRY, OperatorCall, tensors_in
 
 _LARGEST = 4096
 """Elements of a tensor that the host may read as a whole: each content of it needs a program of its own."""
@@ -181,6 +181,10 @@ class BatchRecorder(CallRecorder):
     def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
         """See :class:`CallRecorder`; reads are noted as such."""
         self._operators += 1
+        if self._is_beyond(call, given):
+            if self._met:
+                self._begin_with_met()
+            return
         before, needs_unowned = len(self._calls), self._needs_unowned(given)
         super().note(call, made, given)
         if self._met:
@@ -192,6 +196,18 @@ class BatchRecorder(CallRecorder):
         if _draws_on_host(call, made):
             # What is drawn after this depends on how much is drawn here.
             self._draws = False
+
+    def _is_beyond(self, call: OperatorCall, given: Sequence[Tensor]) -> bool:
+        """Whether an operator needs what is unknown, and does nothing else that matters here, as most do."""
+        schema = call.schema
+        if schema.may_write or schema.is_random or schema.name in OF_GEOMETRY:
+            return False
+        known, met, unowned = self._known, self._met, self._of_unowned
+        for tensor in given:
+            storage = storage_id(tensor)
+            if not (storage in known or storage in met or storage in unowned):
+                return True
+        return False
 
     def _needs_unowned(self, given: Sequence[Tensor]) -> bool:
         """Whether it would be known how tensors were made if it was known where those come from that no owner has."""

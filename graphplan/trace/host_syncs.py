@@ -119,7 +119,13 @@ class HostSyncs:
                 self._operands.add_constant(out[1])
 
     def follow_host(
-        self, call: OperatorCall, made: list[Tensor], given: _Given, constant: Tensor | None, source: Source
+        self,
+        call: OperatorCall,
+        made: list[Tensor],
+        given: list[Tensor],
+        operands: Sequence[Operand],
+        constant: Tensor | None,
+        source: Source,
     ) -> None:
         """Take in what an operator has ``made`` in host memory, or computed on the device with numbers that lie there;
         ``constant`` is what it was given of Python's.
@@ -129,14 +135,15 @@ class HostSyncs:
             return
         if constant is not None:
             host.note_constant(made[0], constant)
-        elif all(tensor.device.type == "cpu" for tensor in made):
-            host.note(call, made, [tensor for tensor, _ in given])
+        elif all(tensor.is_cpu for tensor in made):
+            host.note(call, made, given)
         elif name not in TRANSFERS:
-            numbers = [tensor for tensor, operand in given if not tensor.dim() and operand not in self._operands.fixed]
-            for tensor in numbers:
+            for tensor, operand in zip(given, operands, strict=True):
+                if tensor.dim() or not tensor.is_cpu or operand in self._operands.fixed:
+                    continue
                 # Others are an operator's own, such as the seed of a dropout.
                 is_sent = any(tensor is sent for sent in call.host_operands())
-                if tensor.device.type == "cpu" and host.has(tensor) and not is_sent:
+                if host.has(tensor) and not is_sent:
                     self._compute_with(call, tensor, made[0], source)
 
     def _compute_with(self, call: OperatorCall, number: Tensor, out: Tensor, source: Source) -> None:

@@ -25,6 +25,8 @@ from graphplan.trace.rate_reads import RateWatch
 from graphplan.trace.records import Operator, Trace, TracedExternal
 from graphplan.trace.rng import TracedGenerators
 
+_NEAR = 8
+"""Operators of the previous trace among which the one at hand may be."""
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 
 
@@ -58,7 +60,7 @@ class TraceMode(OperatorMode):
         self.syncs = HostSyncs(record, self.operands, self._host)
         self.generators = TracedGenerators(record.violate, self.recorders)
         self._rates = rates
-        self._before = before.operators
+        self._before, self._at = before.operators, 0
         self._source: Source | None = None
         """Where the operator at hand comes from, if that was looked for."""
         self._sources = Sources()
@@ -96,7 +98,7 @@ class TraceMode(OperatorMode):
         if schema.may_synchronize:
             self.syncs.check(call, out, source, list(zip(tensors, operands, strict=True)))
         if self._host is not None:
-            self.syncs.follow_host(call, made, list(zip(tensors, operands, strict=True)), constant, source)
+            self.syncs.follow_host(call, made, tensors, operands, constant, source)
         self._follow_batch(call, tensors, out, made, constant)
         is_fresh = False
         for tensor in made:
@@ -139,7 +141,7 @@ class TraceMode(OperatorMode):
             return
         if constant is not None:
             batch.note_constant(out, constant)
-        elif not is_read(asked):
+        elif not (asked.schema.may_synchronize and is_read(asked)):
             batch.note(asked, made, given if call is asked else asked.tensors())
 
     def finish(self) -> None:
@@ -155,13 +157,18 @@ class TraceMode(OperatorMode):
 
     def _source_of(self, name: str, operands: tuple[Operand, ...]) -> Source:
         """Where an operator comes from: as in the previous trace if the operator in its place is the same, since to
-        look for it takes a fifth of a trace.
+        look for it takes a fifth of a trace. A few may be in one trace alone.
         """
-        position = len(self.record.operators)
-        before = self._before[position] if position < len(self._before) else None
-        if before is not None and before.name == name and before.operands == operands:
-            return before.source
-        return self._source or self._find()
+        near = self._before[self._at : self._at + 1]
+        if near and near[0].name == name and near[0].operands == operands:
+            self._at += 1
+            return near[0].source
+        source = self._source or self._find()
+        for at, before in enumerate(self._before[self._at : self._at + _NEAR], self._at + 1):
+            if before.name == name and before.operands == operands and before.source == source:
+                self._at = at
+                break
+        return source
 
     def _find(self) -> Source:
         return self._sources.find() if get_ident() == self._thread else find_source()

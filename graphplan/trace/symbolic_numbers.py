@@ -116,12 +116,14 @@ class SymbolicNumbers:
         self.behind: set[str] = set()
         self._expected, self._follows, self._may_fill, self._is_shared = expected, follows, may_fill, is_shared
         self._made: list[weakref.ref[Any]] = []
+        self._shown: dict[str, SymbolicNumber] = {}
+        """What properties give, by path. Their classes have none of it: only the collector frees a class."""
         self._is_over = False
         self._thread, self._modes, self._functions = get_ident(), 0, 0
 
     def __enter__(self) -> SymbolicNumbers:
         self._modes, self._functions = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
-        shown: dict[int, tuple[Any, dict[str, SymbolicNumber]]] = {}
+        shown: dict[int, tuple[Any, dict[Any, str]]] = {}
         with ExitStack() as undo:
             # Before what a property computes one of has a stand-in.
             known = {path: place.get() for path, place in self.places.items()}
@@ -132,13 +134,15 @@ class SymbolicNumbers:
                 container = _container_of(place)
                 if container is None:
                     thing = place.container.thing
-                    shown.setdefault(id(thing), (thing, {}))[1][place.key] = number
+                    shown.setdefault(id(thing), (thing, {}))[1][place.key] = path
+                    self._shown[path] = number
                 else:
                     undo.callback(_take_back, container, place.key, number, known[path])
                     container[place.key] = number
-            for thing, numbers in shown.values():
+            undo.callback(self._shown.clear)
+            for thing, paths in shown.values():
                 undo.callback(setattr, thing, "__class__", type(thing))
-                thing.__class__ = self._showing(type(thing), numbers)
+                thing.__class__ = self._showing(type(thing), paths)
             shown.clear()
             if self._follows:
                 undo.enter_context(HostDraws(self._draw))
@@ -162,15 +166,14 @@ class SymbolicNumbers:
             for index in range(len(items)):
                 _put_number(items, index)
 
-    def _showing(self, kind: type, numbers: Mapping[str, SymbolicNumber]) -> type:
-        """A class that shows ``numbers`` in place of properties of ``kind``."""
+    def _showing(self, kind: type, paths: Mapping[Any, str]) -> type:
+        """A class that shows numbers in place of properties of ``kind``, whose ``paths`` are given by name."""
         space: dict[str, Any] = {"__slots__": (), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        for name, number in numbers.items():
-            space[name] = property(self._getter(getattr(kind, name), number))
+        for name, path in paths.items():
+            space[name] = property(self._getter(getattr(kind, name), path, self._shown[path]._known))
         return type(kind)(kind.__name__, (kind,), space)
 
-    def _getter(self, plain: Any, number: SymbolicNumber) -> Callable[[Any], Any]:
-        path, known = number._source, number._known
+    def _getter(self, plain: Any, path: str, known: Any) -> Callable[[Any], Any]:
 
         def get(thing: Any) -> Any:
             now = plain.__get__(thing)
@@ -178,7 +181,7 @@ class SymbolicNumbers:
                 # What it is computed of has a stand-in, too.
                 return now
             if same_value(now, known):
-                return number
+                return self._shown[path]
             self.behind.add(path)
             self._note_use(path)
             return now

@@ -8,6 +8,7 @@ import warnings
 from collections import deque
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torchmetrics.classification import MulticlassAUROC
 
 from graphplan import HostScalarError, HostSyncError
 from graphplan.tensors.symbolic import SymbolicNumber
+from graphplan.trace import symbolic_numbers
 from graphplan.trace.symbolic_numbers import SymbolicNumbers
 from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
 
@@ -374,6 +376,15 @@ def test_questions_have_pythons_answers() -> None:
         lent = SymbolicNumbers()
         assert str(use(SymbolicNumber(lent, 3, "n"))) == str(use(3))
         assert list(lent.used) == ["n"]
+
+
+def test_no_stand_in_waits_for_the_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What shows the Trainer's numbers is a class of its own, which only the collector frees."""
+    collected: list[int] = []
+    monkeypatch.setattr(symbolic_numbers, "gc", SimpleNamespace(collect=collected.append))
+    callback = tape(verify="off")
+    fit(with_step(lambda self, batch, batch_idx: self.loss_of(batch) * (1 + self.current_epoch)), tmp_path, callback)
+    assert callback.stats.traced and callback.stats.replayed and not collected
 
 
 def test_the_index_is_an_int_in_messages(tmp_path: Path) -> None:

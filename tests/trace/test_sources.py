@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from graphplan import graph_step
 from graphplan.observe.source import Source, Sources, find_source, runs_step
+from graphplan.trace.mode import TraceMode
+from graphplan.trace.rate_reads import RateWatch
+from graphplan.trace.records import Trace
 
 Ask = Callable[[], None]
 
@@ -115,3 +118,32 @@ def test_frames_are_let_go_with_the_trace(fails: bool) -> None:
             assert held[-1]() is None
     finally:
         gc.enable()
+
+
+def test_an_operator_of_one_trace_alone_is_stepped_over() -> None:
+    """Those after it are where they were in the trace before, and are not looked for again."""
+    weight = torch.ones(3)
+
+    @runs_step
+    def step(extra: int) -> Tensor:
+        out = torch.zeros(3)
+        for _ in range(extra):
+            out.detach()
+        for _ in range(10):
+            out = out * weight
+            out = out + 1
+        return out
+
+    def traced(extra: int, before: Trace | None = None) -> tuple[Trace, int]:
+        record = Trace()
+        with TraceMode(record, RateWatch(record, tuple), before) as mode:
+            step(extra)
+        return record, mode._at
+
+    first, at = traced(2)
+    assert not at
+    for extra in (0, 2, 4):
+        again, at = traced(extra, first)
+        assert at == len(first.operators) == len(again.operators) + 2 - extra
+        expected = [each.source for each in first.operators[-20:]]
+        assert [each.source for each in again.operators[-20:]] == expected
