@@ -218,9 +218,8 @@ class Sources:
         self._beyond: dict[tuple[int | str, ...], Source] = {}
         """What was found there, by its instruction and what has led from there to the operator: code, or its module."""
 
-    def find(self) -> Source:
-        """Where what is called by the caller's caller comes from."""
-        innermost = sys._getframe(2)
+    def find(self, innermost: FrameType) -> Source:
+        """Where what is called in the frame ``innermost`` comes from."""
         frame: FrameType | None = innermost
         inner, passed = list[tuple[FrameType, _Place]](), list[int | str]()
         called_back = 0

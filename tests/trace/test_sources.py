@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,11 +30,8 @@ class _Asked:
         self.pairs: list[tuple[Source, Source]] = []
 
     def __call__(self) -> None:
-        # Each of them looks at who calls its caller.
-        self.pairs.append((self._at_once(), find_source()))
-
-    def _at_once(self) -> Source:
-        return self.sources.find()
+        caller = sys._getframe(1)
+        self.pairs.append((self.sources.find(caller), find_source(caller)))
 
 
 class Descends(torch.optim.Optimizer):
