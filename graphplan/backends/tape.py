@@ -196,8 +196,8 @@ class _TapeMode(OperatorMode):
                 self.storages[memory._cdata] = memory.nbytes()
                 writes.append(memory._cdata)
             outs.append(result.detach() if is_new else None)
-        # None is what an operator gives that only looks at values, and raises.
-        if schema.allocates or not (writes or out is None):
+        # None is what an operator gives that only looks at values, and raises. A tensor that was turned stays so.
+        if schema.allocates or schema.turns or not (writes or out is None):
             return
         aliases: list[tuple[Tensor, Tensor]] = []
         given, named = _alias(call.args, aliases), {name: _alias(value, aliases) for name, value in call.kwargs.items()}

@@ -156,7 +156,8 @@ def find_numbers(pair: TracePair) -> dict[str, NumberForm]:
         if scalar is not None and not pair.tracks(path) and pair.second.reads.uses(scalar):
             raise HostScalarError(
                 f"the step's code reads {path}, which it also sets to what it reads or computes; a replay "
-                f"would act on one value for ever. Keep it in a tensor, or read it outside the step; or, "
+                f"would act on one value for ever. Keep it in a buffer: a few values that are read there before the "
+                f"step changes them (int(self.pointer)) have a program each. Or read it outside the step; or, "
                 f"{allowing(path)}",
                 path=path,
             )

@@ -299,7 +299,9 @@ def validates() -> bool:
 def _validating(one_hot: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(one_hot)
     def validating(*args: Any, **kwargs: Any) -> Any:
-        is_told = (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) != -1
+        told = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+        # A tensor is read for it, as any other is.
+        is_told = not isinstance(told, Tensor) and bool(told != -1)
         _HERE.validating += is_told
         try:
             return one_hot(*args, **kwargs)

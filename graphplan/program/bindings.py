@@ -340,7 +340,10 @@ class Bindings:
     def keep_places(self, walk: Walk) -> bool:
         """Whether ``walk``, made before :meth:`repeat`, leads to everything after it."""
         stay = (path in walk.slots and make is not None for path, make in self._fresh.items())
-        return not self._appended and all(stay)
+        # Parameters that ask for gradients in the step alone have no places for them before.
+        given = set(map(id, self._written_params))
+        found = (Path.gradient(path) in walk.slots for path, param in walk.parameters.values() if id(param) in given)
+        return not self._appended and all(stay) and all(found)
 
     def repeat(self) -> None:
         """Repeat the step's Python effects after a replay."""

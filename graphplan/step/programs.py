@@ -277,7 +277,7 @@ class Programs:
             f"no step was captured in {self._stats.calls} steps, though {needed} with one signature are enough: the "
             f"batches differ each time in shape, dtype, structure or Python values ({signatures} signatures so far"
             f"{'' if found is None else f'; {found}'}). Expected batches that repeat a signature: pad them, leave "
-            "Python values that the step does not need out of what it is fed, tokenize strings in the data loader's "
-            "collate_fn, so that the batch holds tensors, and where the step only decides by a value (i % 2 == 0), "
-            "feed what it decides"
+            "Python values that the step does not need out of what it is fed, make tensors of numbers and tokenize "
+            "strings in the data loader's collate_fn, and where the step only decides by a value (i % 2 == 0), feed "
+            "what it decides"
         )

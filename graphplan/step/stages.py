@@ -48,6 +48,7 @@ from graphplan.trace.records import Trace
 
 _NO_ACCIDENT = 2  # Steps in a row that are no coincidence.
 _RENAMED = 8  # Traces in a row that use new names, after which no other one is made.
+_WELL_KNOWN = 4  # Warm-up steps in a row that were watched for nothing, after which those of further keys are not.
 _OFTEN = 32  # A key that comes again within so many calls gets its program early, if that costs less than usual.
 
 
@@ -60,6 +61,7 @@ class Stages:
         self._buffers, self._memory, self._unread, self._peers = buffers, memory, unread, parts.peers
         self._given = parts.given
         self._changes: list[str] = []  # What first calls in a row, each of a new key, changed in what they were fed.
+        self._learnt_nothing = 0  # Warm-up steps in a row.
         self._keeping = 0  # Warm-up steps in a row that have made modules or optimizers, and kept them.
         self._has_begun = False
         self._defers = True  # Reads of numbers wait until values are needed.
@@ -102,9 +104,12 @@ class Stages:
                 result = self._runner.run(call)
             else:
                 self._planner.note_numbers(self._managed.walk_before())
-                result = self._runner.run(partial(self._managed.discover, call, fed=fed.objects()))
+                if self._learnt_nothing < _WELL_KNOWN:
+                    call = partial(self._managed.discover, call, fed=fed.objects())
+                result = self._runner.run(call)
                 if self._managed.has_learnt or self._managed.is_outdated:
                     self._managed.refresh()
+                self._learnt_nothing = 0 if self._managed.has_learnt else self._learnt_nothing + 1
                 self._keeping = self._keeping + 1 if self._managed.kept else 0
         if not entry.eager_calls:
             change = fed.change()

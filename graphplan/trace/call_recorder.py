@@ -60,7 +60,7 @@ class CallRecorder:
             return
         follows = self._may_repeat(call, made) and all(map(self.has, given))
         # By now, what has another shape in place is no longer what the operator was given.
-        is_kept = torch.get_default_dtype() == self._dtype and torch.Tag.inplace_view not in schema.operator.tags
+        is_kept = torch.get_default_dtype() == self._dtype and not schema.turns
         if not (follows and is_kept and all(map(is_plain, made))):
             self._let_go(written)
         elif made or written:

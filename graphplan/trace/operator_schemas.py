@@ -157,6 +157,7 @@ class Schema:
         own_state: position of a state of its own to draw from.
         is_ignored: whether it is no part of what a step computes.
         is_composite: whether torch puts it together from other operators, on every device.
+        turns: whether it gives a tensor another shape where it lies (``squeeze_``), and does nothing else to it.
         may_synchronize: whether the host may have to wait for what it reads or makes.
         is_certain: whether its results follow from its arguments. Those of collectives and of extensions may differ.
         derives_otherwise: whether autograd, within a dispatch mode, takes a formula for its derivative that does not
@@ -175,6 +176,7 @@ class Schema:
         self.own_state = self.arguments.index(OWN_STATE) if OWN_STATE in self.arguments else None
         self.may_write = bool(self.written or self.hidden)
         self.is_native = name.startswith("aten.") and not _has_python_kernel(operator)
+        self.turns = torch.Tag.inplace_view in tags
         self.is_random = torch.Tag.nondeterministic_seeded in tags
         self.reads_values = torch.Tag.data_dependent_output in tags
         self.has_dynamic_shape = torch.Tag.dynamic_output_shape in tags

@@ -172,3 +172,14 @@ def test_a_value_that_alternates(tmp_path: Path) -> None:
     """Each of two programs leaves what the other one begins with."""
     found = check(lambda: with_step(_decays_in_turns)(schedule=None), tmp_path, replayed=15)
     assert found.callback.stats.captured <= 3
+
+
+def _freezes_by_turns(self: Any, batch: Any, batch_idx: int) -> Any:
+    self.net[0].requires_grad_(self.global_step % 2 == 0)
+    return LitDigits.training_step(self, batch, batch_idx)
+
+
+def test_a_layer_that_is_frozen_by_turns(tmp_path: Path) -> None:
+    """Its gradients have places only in every other step: a check looked for them where there were none before."""
+    found = check(lambda: with_step(_freezes_by_turns)(schedule=None), tmp_path, replayed=15)
+    assert found.callback.stats.verified >= 2

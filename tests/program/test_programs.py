@@ -253,3 +253,34 @@ def test_gradients_that_a_step_accumulates_into_and_then_drops() -> None:
     assert eager == graphed
     assert (step.stats.captured, step.stats.recaptured) == (2, 0), step.report()
     assert step.stats.replayed == 28
+
+
+TURNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "squeeze_": lambda x: x[:, :1].clone().squeeze_(1),
+    "squeeze_ of dimensions": lambda x: torch.ops.aten.squeeze_.dims(x[:, :1, None].clone(), [1, 2]),
+    "unsqueeze_": lambda x: x.clone().unsqueeze_(0) * x,
+    "t_": lambda x: x.clone().t_() @ x,
+    "swapaxes_": lambda x: x.clone().swapaxes_(0, 1) @ x,
+    "as_strided_": lambda x: x.clone().as_strided_((4,), (1,)),
+    "set_": lambda x: torch.empty(0).set_(x.detach().clone()) * x,
+    "of what the step reads again": lambda x: (y := x.sin()).unsqueeze_(0).sum() * y.squeeze_(0).t_() @ x,
+}
+
+
+@pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
+def test_tensors_that_a_step_turns_where_they_lie(turn: Callable[[Tensor], Tensor]) -> None:
+    """A replay has them as the recorded step left them: it would turn them once more each time, or fail."""
+    weight = nn.Parameter(torch.randn(4, 4))
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        weight.grad = None
+        out = turn(x @ weight)
+        out.sum().backward()
+        assert weight.grad is not None
+        return out.detach(), weight.grad
+
+    fast = graph_step(step, owners={"weight": weight}, backend="tape", verify="off")
+    for x in [torch.randn(6, 4) for _ in range(12)]:
+        found = [part.clone() for part in fast(x)]
+        assert all(map(torch.equal, found, step(x)))
+    assert fast.stats.replayed == 6

@@ -19,6 +19,7 @@ from torch.optim import AdamW
 
 from graphplan import graph_step, graphed
 from graphplan.errors import SkipReason
+from graphplan.step.managed import Managed
 from graphplan.step.reasons import Reasons
 from tests.models import Box, training_rig
 from tests.twins import BEFORE_REPLAY, FURTHER, Rig, assert_same_as_eager, assert_same_runs, build, drive, managed
@@ -502,3 +503,14 @@ def test_outputs_that_follow_from_the_shape() -> None:
         for _ in range(8):
             assert step(torch.ones(size, 2))[1] == size
     assert (step.stats.captured, step.stats.traced) == (3, 6)
+
+
+def test_warm_up_steps_of_ever_new_shapes_are_not_all_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To watch a step takes several times as long as a small one, and the first steps have told what there is."""
+    watched: list[None] = []
+    discover = Managed.discover
+    monkeypatch.setattr(Managed, "discover", lambda *args, **kwargs: watched.append(None) or discover(*args, **kwargs))
+    rig = build(partial(rig_of, plain, tuple(range(4, 24))))
+    step = managed(rig, on_failure="eager")
+    assert kinds_of(step, rig.calls) == [E] * 20
+    assert len(watched) <= 6

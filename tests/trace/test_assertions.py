@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from graphplan import GraphedStep, HostSyncError, RefusalError, graph_step, graphed
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import flatten
+from graphplan.observe.conversions import validates
 from graphplan.trace.given_values import GivenValues
 from graphplan.trace.host_reads import HostRead, Place
 from graphplan.trace.records import Trace
@@ -753,6 +754,28 @@ def test_a_class_out_of_range_is_found_in_replays() -> None:
         fast(torch.tensor([0, 1]))
     with pytest.raises(RuntimeError, match="out of bounds"):
         fast(torch.tensor([0, 3]))
+
+
+def test_a_number_of_classes_in_a_tensor_is_a_read() -> None:
+    """torch takes it as a number. It counted as one that is told, and so did what other steps of the thread read."""
+    counts = torch.tensor(3), torch.tensor(4)
+    inputs = [torch.randint(3, (6,)) for _ in range(12)]
+
+    def of_batch(x: Tensor) -> Tensor:
+        return F.one_hot(x, max(x.max() + 1, *counts)).sum(0)
+
+    fast = graph_step(of_batch, backend="tape", on_failure="eager")
+    for x in inputs:
+        assert torch.equal(fast(x), of_batch(x))
+    assert not validates()
+
+    def branches(x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x - 1
+
+    fast = graph_step(branches, backend="tape", verify="off")
+    values = [torch.full((2,), float(sign)) for sign in (1, 1, 1, 1, 1, 1, 1, 1, -1, 1, -1)]
+    assert [fast(x).tolist() for x in values] == [branches(x).tolist() for x in values]
+    assert fast.stats.replayed
 
 
 def test_other_functions_stay_what_they_are() -> None:
