@@ -230,6 +230,7 @@ _AS_COMPARED: dict[str, Callable[[Any], bool]] = {
     "isfinite": lambda number: abs(number) < math.inf,
 }  # fmt: skip
 """What they ask of a number, as a comparison, which can be made where the number is."""
+_WHOLE = ("ceil", "floor", "trunc")
 
 
 def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,7 +242,15 @@ def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
         for number in waiting:
             if number.is_symbolic:
                 return number.apply(function, args)
-        return compared(*args) if waiting and compared is not None else function(*args, **kwargs)
+        if not waiting:
+            return function(*args, **kwargs)
+        if compared is not None:
+            return compared(*args)
+        number = waiting[0]
+        are_numbers = all(is_deferred(each) or type(each) in (bool, int, float) for each in args)
+        if function is math.isclose or not are_numbers or not number._reader.may_fail():
+            return function(*args)
+        return number._computed(function, args, int if function.__name__ in _WHOLE else float)
 
     return computing
 

@@ -408,6 +408,12 @@ def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:
         return made[id(number)].to(dtype)
 
 
+def may_be_on_device(number: DeferredNumber) -> bool:
+    """Whether :func:`on_device` need not read the value."""
+    nodes = (node for node in in_order(number) if not node.is_symbolic and node._source is None)
+    return all(_device_function(node)[0] is not None for node in nodes)
+
+
 def _filled(number: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A scalar tensor with a number that is not read from the device; replays fill in an owner's number."""
     tensor: Tensor | None = number._reader.tensor_of(number, dtype, device) if is_deferred(number) else None

@@ -36,8 +36,7 @@ from graphplan.trace.records import Trace
 
 _FIX = (
     "Keep it on the device (torch.where, a mask of fixed shape), or read it after the step from what the step returns "
-    "(a number of .item() or a copy of .cpu() that is only logged, appended or returned is read then; for "
-    "math.exp(loss.item()) that takes torch.exp(loss).item()); "
+    "(a number of .item() or a copy of .cpu() that is only logged, appended or returned is read then); "
     "where only some calls do it, eager_if= names those"
 )
 _SHAPE_FIX = (

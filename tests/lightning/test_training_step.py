@@ -387,6 +387,29 @@ def test_no_stand_in_waits_for_the_collector(tmp_path: Path, monkeypatch: pytest
     assert callback.stats.traced and callback.stats.replayed and not collected
 
 
+LOGGED: dict[str, Any] = {
+    "exp": lambda self, loss: self.log("perplexity", math.exp(loss.item()), on_step=True, on_epoch=True),
+    "round": lambda self, loss: self.log("rounded", round(loss.item(), 3), prog_bar=True),
+    "several": lambda self, loss: self.log_dict({"root": math.sqrt(loss.item()), "share": loss.item() // 0.1}),
+    "largest": lambda self, loss: self.log("above", math.ceil(loss.item() * 3), reduce_fx="max", on_epoch=True),
+    "now and then": lambda self, loss: self.log("p", math.exp(loss.item()) if self.current_epoch else 0.5),
+}
+
+
+@pytest.mark.parametrize("log", LOGGED.values(), ids=LOGGED)
+def test_numbers_that_only_the_host_computes_are_logged(log: Any, tmp_path: Path) -> None:
+    """Beside others, which are summed in the step."""
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss_of(batch)
+        log(self, loss)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    found = assert_fit_equals_eager(with_step(training_step), tmp_path, replayed=10)
+    assert found.callback.stats.verified
+
+
 def test_the_index_is_an_int_in_messages(tmp_path: Path) -> None:
     """The stand-in for ``batch_idx`` says nothing of its class in Python's own errors."""
     with pytest.raises(AttributeError, match="'int' object has no attribute 'item'"):

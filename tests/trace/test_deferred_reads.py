@@ -60,6 +60,15 @@ def computes(model: Any, loss: Tensor, hits: Tensor) -> Any:
     ]  # fmt: skip
 
 
+def computes_in_c(model: Any, loss: Tensor, hits: Tensor) -> Any:
+    value, count = loss.item(), hits.long().sum().item()
+    return [
+        math.exp(value), math.sqrt(value + 1), math.log1p(count), math.ceil(value * 3), math.trunc(-value * 9),
+        math.pow(value, 2), math.atan2(count, value), math.hypot(3, value), math.exp(value) / 2 + 1,
+        round(math.exp(value), 1), math.exp(True + value),
+    ]  # fmt: skip
+
+
 def norm_of_gradients(model: Any, loss: Tensor, hits: Tensor) -> Any:
     total = 0.0
     for parameter in model.parameters():
@@ -118,8 +127,8 @@ def asserts_and_returns(model: Any, loss: Tensor, hits: Tensor) -> Any:
 
 
 ENGAGED: list[Body] = [
-    returns, returns_several, computes, norm_of_gradients, sums, keeps_the_last, appends, reads_parameters,
-    reads_between_changes, passes_on, makes_lists, asserts_and_returns,
+    returns, returns_several, computes, computes_in_c, norm_of_gradients, sums, keeps_the_last, appends,
+    reads_parameters, reads_between_changes, passes_on, makes_lists, asserts_and_returns,
 ]  # fmt: skip
 
 
@@ -197,7 +206,7 @@ def raises_to(model: Any, loss: Tensor, hits: Tensor) -> Any:
 
 
 def rounds_in_c(model: Any, loss: Tensor, hits: Tensor) -> Any:
-    return math.exp(loss.item())  # culprit
+    return math.erf(loss.item())  # culprit
 
 
 def counts_on(model: Any, loss: Tensor, hits: Tensor) -> Any:
@@ -211,7 +220,14 @@ def catches(model: Any, loss: Tensor, hits: Tensor) -> Any:
         return 0.0
 
 
-NEEDED: list[Body] = [shows, decides, raises_to, rounds_in_c, counts_on, catches]
+def catches_what_c_raises(model: Any, loss: Tensor, hits: Tensor) -> Any:
+    try:
+        return math.exp(loss.item())  # culprit
+    except OverflowError:
+        return math.inf
+
+
+NEEDED: list[Body] = [shows, decides, raises_to, rounds_in_c, counts_on, catches, catches_what_c_raises]
 
 
 @pytest.mark.parametrize("body", NEEDED, ids=lambda body: body.__name__)

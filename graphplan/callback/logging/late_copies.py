@@ -5,6 +5,7 @@ its end, of what the step does not change until then, which the originals' versi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Number
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from graphplan.callback.lightning_code import is_known
 from graphplan.callback.patches import Patches
 from graphplan.observe.watching import Aside
 from graphplan.program.capture import is_recorded
-from graphplan.tensors.deferred import HostCopy, is_deferred
+from graphplan.tensors.deferred import HostCopy, is_deferred, may_be_on_device, value_of
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.mode import is_traced
 
@@ -32,6 +33,8 @@ class LateCopies:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._may_wait: dict[str, bool] = {}
+        self._numbers: set[str] = set()
+        """Keys of numbers that only the host can compute."""
         self._watched: list[tuple[str, Tensor, int]] = []
         """In a trace, scalars' keys, their originals, and the versions of these."""
 
@@ -68,13 +71,18 @@ class LateCopies:
         if plain is None or _TO_TENSOR in vars(module):
             return
 
-        def to_tensor(value: Any, name: str) -> Tensor:
+        def to_tensor(value: Any, name: str) -> Any:
+            key = f"{module._current_fx_name}.{name}"
+            if is_deferred(value) and not may_be_on_device(value):
+                self._numbers.add(key)
+            if key in self._numbers and isinstance(value, Number):
+                # It is made a tensor as it is logged for real.
+                return value
             if is_deferred(value):
                 # In the dtype that Lightning gives numbers.
                 like = plain(0.0, name)
                 return value.as_tensor(like.dtype, like.device)
             value = value.source if type(value) is HostCopy else value
-            key = f"{module._current_fx_name}.{name}"
             if not isinstance(value, Tensor) or not is_late(key):
                 return plain(value, name)
             if value.numel() == 1 and self.may_wait(key):
@@ -84,6 +92,11 @@ class LateCopies:
 
         self._watched = []
         left.method(module, _TO_TENSOR, to_tensor)
+
+    def as_logged(self, value: Any, name: str) -> Any:
+        """``value``, or the tensor that Lightning makes of a number."""
+        known = value_of(value)
+        return getattr(self._module, _TO_TENSOR)(known, name) if isinstance(known, Number) else value
 
     def defer_loss(self, loop: Any, left: Patches) -> None:
         """While a step of automatic optimization runs, neither copy its loss nor divide it by one if it can wait."""

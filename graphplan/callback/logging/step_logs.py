@@ -29,6 +29,7 @@ from graphplan.errors import Faults, HostEffectError, HostSyncError
 from graphplan.feed.call_arguments import hands_over
 from graphplan.observe.source import Source, find_source
 from graphplan.program.faults import refusal_of
+from graphplan.tensors.deferred import is_deferred
 from graphplan.trace.mode import refuse_trace
 
 _DTYPES = (torch.float32, torch.float64)  # Lightning casts values of others.
@@ -161,7 +162,8 @@ class StepLogs:
             with self._noting_faults():
                 value = self._in_known_dtype(f"{fx}.{name}", value)
                 source = find_source()
-            latest = (vars(value)[_LATEST],) if _LATEST in getattr(value, "__dict__", ()) else None
+            has_latest = not is_deferred(value) and _LATEST in getattr(value, "__dict__", ())
+            latest = (vars(value)[_LATEST],) if has_latest else None
             notes.append((LogCall(fx, name, tuple(options.items()), source, latest=latest), value))
 
         def log_now() -> None:
@@ -301,7 +303,7 @@ class StepLogs:
                 if call.latest is not None or not self._is_metric_again(results, call, value):
                     by_lightning = True
                     with _as_in_step(call, value):
-                        _log(results, call, value)
+                        _log(results, call, self.late.as_logged(value, call.name))
             connector._current_fx = self._last_hook = call.fx
         return by_lightning
 
@@ -333,7 +335,7 @@ class StepLogs:
             # A learning rate is for the optimizer alone: not even a logged one is summed in the step.
             is_rate = isinstance(value, Tensor) and any(_is_rate(value, rate) for rate in rates)
             new = metric is not None and call.key not in self._grouped and not is_rate
-            if new and self._may_be_grouped(metric, value):
+            if new and isinstance(value, Tensor) and self._may_be_grouped(metric, value):
                 self._grouped[call.key], found[call.key] = (call, metric), metric
         if found:
             group = Group(len(self._groups), found, self._patches)
