@@ -392,6 +392,7 @@ LOGGED: dict[str, Any] = {
     "round": lambda self, loss: self.log("rounded", round(loss.item(), 3), prog_bar=True),
     "several": lambda self, loss: self.log_dict({"root": math.sqrt(loss.item()), "share": loss.item() // 0.1}),
     "largest": lambda self, loss: self.log("above", math.ceil(loss.item() * 3), reduce_fx="max", on_epoch=True),
+    "quotient": lambda self, loss: self.log("share", loss.item() / (loss * 2).item()),
     "now and then": lambda self, loss: self.log("p", math.exp(loss.item()) if self.current_epoch else 0.5),
 }
 
