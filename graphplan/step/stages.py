@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -48,7 +49,7 @@ from graphplan.trace.records import Trace
 
 _NO_ACCIDENT = 2  # Steps in a row that are no coincidence.
 _RENAMED = 8  # Traces in a row that use new names, after which no other one is made.
-_WELL_KNOWN = 4  # Warm-up steps in a row that were watched for nothing, after which those of further keys are not.
+_WELL_KNOWN = 4  # First calls of keys in a row that were watched for nothing, after which those of others are not.
 _OFTEN = 32  # A key that comes again within so many calls gets its program early, if that costs less than usual.
 
 
@@ -61,7 +62,7 @@ class Stages:
         self._buffers, self._memory, self._unread, self._peers = buffers, memory, unread, parts.peers
         self._given = parts.given
         self._changes: list[str] = []  # What first calls in a row, each of a new key, changed in what they were fed.
-        self._learnt_nothing = 0  # Warm-up steps in a row.
+        self._learnt_nothing = 0  # First calls of keys in a row.
         self._keeping = 0  # Warm-up steps in a row that have made modules or optimizers, and kept them.
         self._has_begun = False
         self._defers = True  # Reads of numbers wait until values are needed.
@@ -104,13 +105,11 @@ class Stages:
                 result = self._runner.run(call)
             else:
                 self._planner.note_numbers(self._managed.walk_before())
-                if self._learnt_nothing < _WELL_KNOWN:
-                    call = partial(self._managed.discover, call, fed=fed.objects())
-                result = self._runner.run(call)
+                result = self._runner.run(
+                    call if self._is_well_known(entry) else partial(self._watch, call, fed, entry)
+                )
                 if self._managed.has_learnt or self._managed.is_outdated:
                     self._managed.refresh()
-                self._learnt_nothing = 0 if self._managed.has_learnt else self._learnt_nothing + 1
-                self._keeping = self._keeping + 1 if self._managed.kept else 0
         if not entry.eager_calls:
             change = fed.change()
             self._changes = [] if change is None else [*self._changes, change]
@@ -127,6 +126,17 @@ class Stages:
             entry.warm += 1
             if self._stats.captured:
                 self._stats.skip(SkipReason.SHAPE)
+        return result
+
+    def _is_well_known(self, entry: Entry) -> bool:
+        """Whether the first call of one more key need not be watched: further ones are, before the key is traced."""
+        return not entry.eager_calls and self._learnt_nothing >= _WELL_KNOWN
+
+    def _watch(self, call: Callable[[], Any], fed: CallArguments, entry: Entry) -> Any:
+        result = self._managed.discover(call, fed=fed.objects())
+        is_first = not entry.eager_calls
+        self._learnt_nothing = 0 if self._managed.has_learnt else self._learnt_nothing + is_first
+        self._keeping = self._keeping + 1 if self._managed.kept else 0
         return result
 
     def _watch_results(self, entry: Entry, result: Any) -> None:

@@ -61,7 +61,7 @@ class TraceMode(OperatorMode):
         self.syncs = HostSyncs(record, self.operands, self._host)
         self.generators = TracedGenerators(record.violate, self.recorders)
         self._rates = rates
-        self._before, self._at = before.operators, 0
+        self._before, self._at, self._is_beside = before.operators, 0, True
         self._source: Source | None = None
         """Where the operator at hand comes from, if that was looked for."""
         self._sources = Sources()
@@ -94,6 +94,8 @@ class TraceMode(OperatorMode):
             out = finish(name, out)
         if schema.is_random:
             self.generators.take()
+        if schema.turns and "resize" in name:
+            self.operands.count_again()
         made = tensors_in(out)
         self._rates.check(name, tensors, made, source)
         if schema.may_synchronize:
@@ -160,14 +162,14 @@ class TraceMode(OperatorMode):
         """Where an operator comes from: as in the previous trace if the operator in its place is the same, since to
         look for it takes a fifth of a trace. A few may be in one trace alone.
         """
-        near = self._before[self._at : self._at + 1]
+        near = self._before[self._at : self._at + 1] if self._is_beside else ()
         if near and near[0].name == name and near[0].operands == operands:
             self._at += 1
             return near[0].source
-        source = self._source or self._find()
+        source, self._is_beside = self._source or self._find(), False
         for at, before in enumerate(self._before[self._at : self._at + _NEAR], self._at + 1):
             if before.name == name and before.operands == operands and before.source == source:
-                self._at = at
+                self._at, self._is_beside = at, True
                 break
         return source
 

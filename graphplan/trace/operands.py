@@ -89,16 +89,17 @@ class Operands:
         while self._freed:
             self._current -= self._freed.pop().nbytes
         if self._current > self._checked * _STRIDE:
-            self._look_for_resized()
-            self._checked = max(self._checked, self._current)
+            self.count_again()
         self._peak = max(self._peak, self._current)
 
-    def _look_for_resized(self) -> None:
+    def count_again(self) -> None:
+        """Count what is alive: some may have been given another size."""
         living = [(held, memory) for held in self._counted if (memory := held()) is not None]
-        self._counted = [held for held, _ in living]
+        self._counted, self._freed[:] = [held for held, _ in living], []
         for held, memory in living:
-            self._current += memory.nbytes() - held.nbytes
             held.nbytes = memory.nbytes()
+        self._current = sum([held.nbytes for held in self._counted])
+        self._checked, self._peak = max(self._checked, self._current), max(self._peak, self._current)
 
     def add_constant(self, tensor: Tensor) -> None:
         """Number memory whose contents are always the same."""

@@ -97,6 +97,21 @@ def test_memory_that_is_given_back_is_not_counted() -> None:
     assert step.plan.footprint.peak < 4 * 4096
 
 
+def test_memory_that_grows_where_it_lies_is_counted() -> None:
+    """A loop that frees as much as it makes comes after it."""
+
+    def fn(x: Tensor) -> Tensor:
+        grown = [torch.empty(1024).resize_(4096).zero_() for _ in range(20)]
+        for _ in range(100):
+            x = x.sin()
+        return x.sum() + sum(each.sum() for each in grown)
+
+    step = graph_step(fn, backend="tape")
+    for _ in range(6):
+        step(torch.zeros(1024))
+    assert 20 * 4 * 4096 <= step.plan.footprint.peak < 1.2 * 20 * 4 * 4096
+
+
 def test_a_program_that_is_too_large_is_not_captured() -> None:
     """Eager's numbers, one warning, the reason in the report; also where refusals raise."""
     budget = needed() - 1

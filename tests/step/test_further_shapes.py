@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from graphplan import graph_step, graphed
-from graphplan.errors import SkipReason
+from graphplan.errors import HostEffectError, SkipReason
 from graphplan.step.managed import Managed
 from graphplan.step.reasons import Reasons
 from tests.models import Box, training_rig
@@ -514,3 +514,28 @@ def test_warm_up_steps_of_ever_new_shapes_are_not_all_watched(monkeypatch: pytes
     step = managed(rig, on_failure="eager")
     assert kinds_of(step, rig.calls) == [E] * 20
     assert len(watched) <= 6
+
+
+def test_a_module_that_one_step_made_is_no_matter_for_other_shapes() -> None:
+    """What the last step that was watched left says nothing of those that are not."""
+    model, made = nn.Linear(4, 4), [0]
+    model.extra = None  # type: ignore[assignment]
+
+    def step(x: Tensor) -> Tensor:
+        if len(x) == 7:
+            made[0] += 1
+            if made[0] == 4:
+                model.extra = nn.Linear(4, 4)
+        model.zero_grad()
+        out = model(x)
+        out.sum().backward()
+        return out.detach()
+
+    fast = graph_step(step, owners={"model": model}, backend="tape")
+    for size in [1, 2, 3, 4, 5, 6, *[7] * 3]:
+        fast(torch.randn(size, 4))
+    with pytest.raises(HostEffectError, match=r"the step makes model\.extra \(Linear"):
+        fast(torch.randn(7, 4))
+    for size in [8, 9, 10, 11, *[8] * 14]:
+        fast(torch.randn(size, 4))
+    assert fast.stats.replayed == 11

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import graph_step
+from graphplan.errors import LearningRateError
 from graphplan.observe.source import Source, Sources, find_source, runs_step
+from graphplan.tensors.storages import storage_id
 from graphplan.trace.mode import TraceMode
 from graphplan.trace.rate_reads import RateWatch
 from graphplan.trace.records import Trace
@@ -145,3 +147,35 @@ def test_an_operator_of_one_trace_alone_is_stepped_over() -> None:
         assert at == len(first.operators) == len(again.operators) + 2 - extra
         expected = [each.source for each in first.operators[-20:]]
         assert [each.source for each in again.operators[-20:]] == expected
+
+
+def test_one_of_the_steps_own_is_not_taken_for_the_optimizers() -> None:
+    """After an operator that the trace before has not got, the next one there may only look like it."""
+    rate, weight = torch.tensor(0.1), torch.ones(3)
+
+    class Scales(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            super().__init__([nn.Parameter(torch.ones(3))], {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            weight.mul_(rate)
+
+    optimizer = Scales()
+
+    @runs_step
+    def step(branches: bool) -> None:
+        x = torch.zeros(3)
+        if branches:
+            x.detach()
+            weight.mul_(rate)
+        optimizer.step()
+
+    before: Trace | None = None
+    for branches, components in ((False, "so"), (True, "ssso"), (True, "ssso")):
+        record = Trace()
+        with TraceMode(record, RateWatch(record, lambda: {storage_id(rate) or 0}), before):
+            step(branches)
+        assert "".join(each.source.component[0] for each in record.operators) == components
+        assert isinstance(record.violation, LearningRateError) is branches
+        before = record
