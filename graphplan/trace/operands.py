@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -16,22 +15,13 @@ from graphplan.trace.operator_schemas import OperatorCall
 Operand = tuple[str, int]
 """``("external" | "internal", number)``: memory from outside and the step's own are numbered separately."""
 NOWHERE: Operand = ("internal", -1)
+_STRIDE = 1.1
+"""Freed memory is subtracted once the count exceeds the largest one so far by this factor. The peak that is reported
+may be too large by the same factor.
+"""
 _UNIFORM = ("aten.rand.default", "aten.rand.generator")
 _SPLITTING = ("aten.lt.Scalar", "aten.ge.Scalar")
 """Comparisons whose result is certain where no number from 0 to 1, without 1, lies on one side of the bound."""
-
-
-_STRIDE = 1.1
-"""Memory that was given back but not freed is looked for once the count exceeds the largest one so far by this factor.
-The peak that is reported may be too large by the same factor.
-"""
-
-
-class _Memory(weakref.ref[UntypedStorage]):
-    """Memory that is counted, with its size. torch keeps one object for a storage for as long as there is that."""
-
-    __slots__ = ("nbytes",)
-    nbytes: int
 
 
 class Operands:
@@ -40,10 +30,9 @@ class Operands:
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._held: list[StorageWeakRef] = []
-        """All that the step made: no other storage gets their identities."""
-        self._counted: list[_Memory] = []
-        self._freed: list[_Memory] = []
-        self._current = self._peak = self._checked = self._total = 0
+        """All that the step made: no other storage gets their identities, and what is alive can be counted."""
+        self._counting: list[StorageWeakRef] = []
+        self._current = self._peak = self._counted = self._total = 0
         self.by_storage: dict[int | None, Operand] = {}
         self.fixed: set[Operand] = set()
         """What is made of Python's numbers alone, or is certain whatever is drawn. It is the same in each step."""
@@ -76,30 +65,20 @@ class Operands:
         memory = tensor.untyped_storage()
         self._held.append(StorageWeakRef(memory))
         if tensor.device == self._device:
-            self._count(memory)
+            self._count(self._held[-1], memory.nbytes())
         return True
 
-    def _count(self, memory: UntypedStorage) -> None:
-        # What is called as memory is freed is no Python code, which would be watched.
-        held = _Memory(memory, self._freed.append)
-        held.nbytes = memory.nbytes()
-        self._counted.append(held)
-        self._total += held.nbytes
-        self._current += held.nbytes
-        while self._freed:
-            self._current -= self._freed.pop().nbytes
-        if self._current > self._checked * _STRIDE:
-            self.count_again()
+    def _count(self, held: StorageWeakRef, nbytes: int) -> None:
+        self._counting.append(held)
+        self._current += nbytes
+        self._total += nbytes
+        if self._current > self._counted * _STRIDE:
+            living = [(held, UntypedStorage._new_with_weak_ptr(held.cdata)) for held in self._counting]
+            self._counting = [held for held, storage in living if storage is not None]
+            # One may have been resized.
+            self._current = sum([storage.nbytes() for _, storage in living if storage is not None])
+            self._counted = max(self._counted, self._current)
         self._peak = max(self._peak, self._current)
-
-    def count_again(self) -> None:
-        """Count what is alive: some may have been given another size."""
-        living = [(held, memory) for held in self._counted if (memory := held()) is not None]
-        self._counted, self._freed[:] = [held for held, _ in living], []
-        for held, memory in living:
-            held.nbytes = memory.nbytes()
-        self._current = sum([held.nbytes for held in self._counted])
-        self._checked, self._peak = max(self._checked, self._current), max(self._peak, self._current)
 
     def add_constant(self, tensor: Tensor) -> None:
         """Number memory whose contents are always the same."""
