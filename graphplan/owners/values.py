@@ -376,5 +376,6 @@ class ValueWalker:
 
 
 def has_own_gradient(tensor: Tensor) -> bool:
-    """Return True for a tensor that is no parameter and has a gradient as parameters have."""
-    return tensor.requires_grad and tensor.is_leaf
+    """Return True for a tensor that is no parameter and has a gradient as parameters have, or asks for one."""
+    # One may ask for it within the step alone, and keep it.
+    return tensor.is_leaf and (tensor.requires_grad or tensor.grad is not None)

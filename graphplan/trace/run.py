@@ -185,13 +185,14 @@ def _note_unowned(
     gradients that the step drops may be there when it begins.
     """
     with_slots = {id(slot.param) for slot in after.slots.values() if slot.param is not None}
-    found = [each for each in record.externals.values() if each.tensor.requires_grad]
+    found = [each for each in record.externals.values() if _asks_or_has_asked(each.tensor)]
     found = [each for each in found if id(each.tensor) not in with_slots and id(each.tensor) not in fed]
     kept = {id(tensor): path for tensor, path in recorder.kept(after)} if found else {}
     names_gradients = "grad" in record.reads.anywhere or "grad" in record.reads.by_packages
     for external in found:
         tensor = external.tensor
-        number, gradient = id(tensor), tensor.grad if _has_gradient(tensor) else None
+        has_gradient = _has_gradient(tensor) or not tensor.requires_grad
+        number, gradient = id(tensor), tensor.grad if has_gradient else None
         if tensor.is_leaf and number in kept and (names_gradients or gradient is not None):
             record.leaves.add(kept[number])
         elif gradient is not None and operands.is_internal(gradient):
@@ -204,6 +205,11 @@ def _left(after: Walk, changes: Changes) -> dict[str, list[Any]]:
     slots = (after.slots[path] for path in rebound)
     left = {slot.path: slot.tensors() for slot in slots if slot.param is None and not slot.is_parameter}
     return left | {f"{path}[-1]": pytree.tree_leaves(items) for path, items in changes.appended.items()}
+
+
+def _asks_or_has_asked(tensor: Tensor) -> bool:
+    """Whether a tensor asks for gradients, or has one of the time when it did."""
+    return tensor.requires_grad or (tensor.is_leaf and tensor.grad is not None)
 
 
 def _has_gradient(tensor: Tensor) -> bool:

@@ -231,3 +231,39 @@ def test_one_that_the_step_binds_anew_is_refused() -> None:
     wrap = lambda net: graph_step(net.step, owners={"net": net}, backend="tape")  # noqa: E731
     with pytest.raises(HostEffectError, match=r"leaves a gradient at "):
         drive(Rebound, stay, wrap)
+
+
+@pytest.mark.parametrize("where", ["buffer", "list"])
+def test_a_tensor_that_asks_for_gradients_within_the_step_alone(where: str) -> None:
+    """Its gradient stays: after a check, replays wrote to the one that nobody had any more."""
+    inputs = [torch.randn(3, 4) for _ in range(24)]
+
+    def gradients(graphs: bool) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        model, shift, items = nn.Linear(4, 2), torch.zeros(4), list[Tensor]()
+        if where == "buffer":
+            model.register_buffer("shift", shift)
+        else:
+            items.append(shift)
+
+        def step(x: Tensor) -> Tensor:
+            offset = model.shift if where == "buffer" else items[0]
+            offset.requires_grad_(True)
+            offset.grad = None
+            model.zero_grad()
+            loss = model(x + offset).square().mean()
+            loss.backward()
+            offset.requires_grad_(False)
+            return loss.detach()
+
+        run: Any = graph_step(step, owners={"model": model, "items": items}, backend="tape") if graphs else step
+        found = []
+        for x in inputs:
+            run(x)
+            assert shift.grad is not None
+            found.append(shift.grad.clone())
+        return found, run
+
+    expected, (found, fast) = gradients(False)[0], gradients(True)
+    assert all(map(torch.equal, expected, found))
+    assert fast.stats.replayed >= 12 and fast.stats.verified >= 2
