@@ -25,8 +25,6 @@ _OF_NUMPY = (
     "rand", "randint", "randn", "random", "random_sample", "standard_normal", "triangular", "uniform", "weibull",
 )  # fmt: skip
 _NAMES = frozenset(_OF_PYTHON + _OF_NUMPY)
-_OTHERS = ("torch.", "lightning.")
-"""Modules that do not take these by name: two fifths of all."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,9 @@ def _find_functions() -> Iterator[tuple[Any, str, Any]]:
 def _holders(count: int) -> Mapping[str, list[ModuleType]]:
     """Modules with something of such a name, by that, among ``count`` modules that are imported now."""
     found: dict[str, list[ModuleType]] = {}
-    for path, module in list(sys.modules.items()):
-        # Most have none, and to look takes a hundredth of a second.
-        if type(module) is ModuleType and not path.startswith(_OTHERS) and not vars(module).keys().isdisjoint(_NAMES):
+    for module in list(sys.modules.values()):
+        # Most have none.
+        if type(module) is ModuleType and not vars(module).keys().isdisjoint(_NAMES):
             for name in vars(module).keys() & _NAMES:
                 found.setdefault(name, []).append(module)
     return found

@@ -142,7 +142,7 @@ class TraceMode(OperatorMode):
             return
         if constant is not None:
             batch.note_constant(out, constant)
-        elif not (asked.schema.may_synchronize and is_read(asked)):
+        elif not is_read(asked):
             batch.note(asked, made, given if call is asked else asked.tensors())
 
     def finish(self) -> None:

@@ -157,7 +157,7 @@ class Schema:
         own_state: position of a state of its own to draw from.
         is_ignored: whether it is no part of what a step computes.
         is_composite: whether torch puts it together from other operators, on every device.
-        turns: whether it gives a tensor another shape where it lies (``squeeze_``), and does nothing else to it.
+        turns: whether all that it does is to give a tensor another shape or memory (``squeeze_``, ``set_``).
         may_synchronize: whether the host may have to wait for what it reads or makes.
         is_certain: whether its results follow from its arguments. Those of collectives and of extensions may differ.
         derives_otherwise: whether autograd, within a dispatch mode, takes a formula for its derivative that does not

@@ -163,7 +163,7 @@ def _note_left(record: Trace, left: Mapping[str, list[Any]], fed: Collection[int
     """Note of what the step has ``left`` or returned, by path, what replays could not leave. ``fed`` are identities."""
     for path, parts in left.items():
         own = [part for part in parts if isinstance(part, Tensor) and id(part) not in fed]
-        if any(map(_has_gradient, own)):
+        if any(tensor.requires_grad and _gradient_of(tensor) is not None for tensor in own):
             record.gradients.append(path)
         if any(has_memory(tensor) and is_freed(tensor) for tensor in own):
             text = (
@@ -185,14 +185,15 @@ def _note_unowned(
     gradients that the step drops may be there when it begins.
     """
     with_slots = {id(slot.param) for slot in after.slots.values() if slot.param is not None}
-    found = [each for each in record.externals.values() if _asks_or_has_asked(each.tensor)]
+    found = [
+        each for each in record.externals.values() if each.tensor.requires_grad or _gradient_of(each.tensor) is not None
+    ]
     found = [each for each in found if id(each.tensor) not in with_slots and id(each.tensor) not in fed]
     kept = {id(tensor): path for tensor, path in recorder.kept(after)} if found else {}
     names_gradients = "grad" in record.reads.anywhere or "grad" in record.reads.by_packages
     for external in found:
         tensor = external.tensor
-        has_gradient = _has_gradient(tensor) or not tensor.requires_grad
-        number, gradient = id(tensor), tensor.grad if has_gradient else None
+        number, gradient = id(tensor), _gradient_of(tensor)
         if tensor.is_leaf and number in kept and (names_gradients or gradient is not None):
             record.leaves.add(kept[number])
         elif gradient is not None and operands.is_internal(gradient):
@@ -207,14 +208,9 @@ def _left(after: Walk, changes: Changes) -> dict[str, list[Any]]:
     return left | {f"{path}[-1]": pytree.tree_leaves(items) for path, items in changes.appended.items()}
 
 
-def _asks_or_has_asked(tensor: Tensor) -> bool:
-    """Whether a tensor asks for gradients, or has one of the time when it did."""
-    return tensor.requires_grad or (tensor.is_leaf and tensor.grad is not None)
-
-
-def _has_gradient(tensor: Tensor) -> bool:
+def _gradient_of(tensor: Tensor) -> Tensor | None:
     # torch warns where another one is asked for its gradient.
-    return tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad) and tensor.grad is not None
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
 def _lasting_paths(after: Walk, changes: Changes) -> dict[int, str]:

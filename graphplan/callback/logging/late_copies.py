@@ -93,10 +93,10 @@ class LateCopies:
         self._watched = []
         left.method(module, _TO_TENSOR, to_tensor)
 
-    def as_logged(self, value: Any, name: str) -> Any:
-        """``value``, or the tensor that Lightning makes of a number."""
-        known = value_of(value)
-        return getattr(self._module, _TO_TENSOR)(known, name) if isinstance(known, Number) else value
+    def as_logged(self, value: Any, key: str, name: str) -> Any:
+        """``value``, or the tensor that Lightning makes of it if it is a number that only the host can compute."""
+        is_number = key in self._numbers and not isinstance(value, Tensor)
+        return getattr(self._module, _TO_TENSOR)(value_of(value), name) if is_number else value
 
     def defer_loss(self, loop: Any, left: Patches) -> None:
         """While a step of automatic optimization runs, neither copy its loss nor divide it by one if it can wait."""

@@ -303,7 +303,7 @@ class StepLogs:
                 if call.latest is not None or not self._is_metric_again(results, call, value):
                     by_lightning = True
                     with _as_in_step(call, value):
-                        _log(results, call, self.late.as_logged(value, call.name))
+                        _log(results, call, self.late.as_logged(value, call.key, call.name))
             connector._current_fx = self._last_hook = call.fx
         return by_lightning
 
