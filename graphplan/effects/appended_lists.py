@@ -15,7 +15,7 @@ from graphplan.errors import HostEffectError
 from graphplan.observe.looks import Look, looks_of
 from graphplan.observe.source import Source
 from graphplan.owners.kinds import MAX_ITEMS
-from graphplan.owners.slots import Items, Scalar
+from graphplan.owners.slots import Items, Namespace, Scalar
 from graphplan.owners.views import Cell, home
 from graphplan.specs.paths import Path
 from graphplan.trace.changes import same_value, told_apart
@@ -83,7 +83,10 @@ def _only_to_append(pair: TracePair) -> Iterator[str]:
         length = pair.walk.objects.get(Path.length(path))
         if length is not None and any(read.covers(length) for read in reads):
             more = replace(length, attribute=f"{length.attribute}[:]")
-            if length.name is None and not any(read.covers(more) for read in reads):
+            # Of variables it is only known that code loads them.
+            if length.name is not None or isinstance(length.owner, Namespace):
+                yield path
+            elif not any(read.covers(more) for read in reads):
                 yield path
 
 

@@ -95,9 +95,11 @@ def _is_in_order(param: Tensor, state: Mapping[str, Any]) -> bool:
     fused kernels on the CPU take them as they lie there.
     """
     shape = param.shape
-    beside = (value for value in state.values() if isinstance(value, Tensor) and value.shape == shape)
-    strides = {_strides(tensor) for tensor in (param, param.grad, *beside) if isinstance(tensor, Tensor)}
-    stride = param.stride()
+    held = (param, param.grad, *state.values())
+    tensors = [value for value in held if isinstance(value, Tensor) and value.shape == shape]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    strides, stride = set(map(_strides, tensors)), param.stride()
     return len(strides) == 1 and span(shape, stride) == param.numel() and not overlaps(shape, stride)
 
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphplan import HostScalarError, graph_step
+from graphplan import HostScalarError, SkipReason, graph_step
 from graphplan.observe.looks import looks_of
 from tests.models import attributes, updating_rig
-from tests.twins import SECOND_TRACE, Rig, assert_equals_eager, assert_refused, line_of
+from tests.twins import SECOND_TRACE, Rig, assert_equals_eager, assert_refused, assert_same_as_eager, line_of
 
 Update = Callable[[Any, Tensor, Tensor], Any]
 MANY = 10
@@ -107,6 +107,51 @@ def test_a_list_that_a_variable_has(kind: Callable[[], Any]) -> None:
         return rig
 
     assert_equals_eager(make, verify="off")
+
+
+_RARE: list[tuple[int, float]] = []
+"""What a step logs now and then."""
+
+
+def _logging_rig(history: list[Any], text: Callable[[int, Tensor], object], scale: Callable[[], int]) -> Rig:
+    """A step that logs its loss in each fourth call, into a list of a variable around it and into a global one."""
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    history.clear()
+    _RARE.clear()
+
+    def step(x: Tensor, number: int) -> Tensor:
+        optimizer.zero_grad()
+        loss = layer(x).square().mean() * scale()
+        loss.backward()
+        optimizer.step()
+        if number % 4 == 0:
+            history.append(text(number, loss))
+            _RARE.append((number, loss.item()))
+        return loss
+
+    calls = [(torch.randn(2, 4), number) for number in range(60)]
+    return Rig(step, {"layer": layer, "optimizer": optimizer}, calls, extra={"history": history, "rare": _RARE})
+
+
+@pytest.mark.parametrize("text", [lambda _, loss: loss.item(), lambda _, loss: f"{loss:.3f}"], ids=["number", "text"])
+@pytest.mark.filterwarnings("ignore:graphplan runs such calls eagerly")
+def test_lists_that_another_way_through_the_code_appends_to(text: Callable[[int, Tensor], object]) -> None:
+    """Ways that append nothing do not depend on how long the lists are."""
+    step = assert_same_as_eager(lambda: _logging_rig([], text, lambda: 1), on_failure="eager", verify="off")
+    assert step.stats.recaptured == 0
+    assert step.stats.replayed >= 35
+    assert SkipReason.GUARD not in step.stats.skipped
+
+
+@pytest.mark.filterwarnings("ignore:graphplan runs such calls eagerly")
+def test_a_list_that_another_way_appends_to_and_each_looks_at() -> None:
+    """Its length is compared before each replay."""
+
+    history: list[float] = []
+    rig = partial(_logging_rig, history, lambda _, loss: loss.item(), lambda: 2 if len(history) > MANY else 1)
+    step = assert_same_as_eager(rig, on_failure="eager", verify="off")
+    assert "history had the length" in step.report()
 
 
 class _Private:
