@@ -64,6 +64,11 @@ class BatchVariants:
         )
 
     @property
+    def has_turned(self) -> bool:
+        """Whether none of the latest batches has taken a known way: what is read may have changed for good."""
+        return self._misses >= _MISSES // 2
+
+    @property
     def has_looked(self) -> bool:
         """Whether a further batch of the key has come."""
         return bool(self._looks)

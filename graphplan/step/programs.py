@@ -182,14 +182,15 @@ class Programs:
         is_first, limit = entry.used == entry.since, _PATIENCE * (self._options.warmup_steps + 3)
         if is_first and self._latest and self._misses >= limit and self.progress == self._paid:
             return f"{self._misses} new signatures came in a row, and none of them again"
-        others = [other.used for other in self._entries.values() if other is not entry and other.programs()]
-        if len(self.all()) < self._options.max_graphs or not others:
+        begun = [other for other in self._entries.values() if other.programs() or other.progress]
+        others = [other.used for other in begun if other is not entry]
+        if max(len(self.all()), len(begun)) < self._options.max_graphs or entry in begun or not others:
             return None
         oldest = min(others)
         is_unused = oldest < entry.since and not entry.captured
         if is_unused or self._lookups >= oldest + _IDLE * len(self._entries):
             return None
-        return f"all {self._options.max_graphs} programs (max_graphs) are in use"
+        return f"all {self._options.max_graphs} programs (max_graphs) are in use, or on the way"
 
     def waits(self, entry: Entry) -> str | None:
         """Why a new signature, another way through the step, or a capture after some that did not pay, waits: for

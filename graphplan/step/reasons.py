@@ -73,7 +73,7 @@ class Reasons:
             (on.GUARD, lambda call: call.entry.take_pause(), step.as_traced),
             (on.SHAPE, self._is_overdue, step.plainly),
             (on.MAX_GRAPHS, lambda call: programs.turns_away(call.entry), step.plainly),
-            (on.SHAPE, lambda call: programs.waits(call.entry), step.wait),
+            (on.SHAPE, self._waits, step.wait),
             (None, lambda call: programs.churn() or step.stages.change(call.entry), None),
             (on.PEERS, lambda call: not may_advance(bool(call.entry.plans)), step.as_traced),
             (None, self._is_cold, step.warm_up),
@@ -116,7 +116,7 @@ class Reasons:
         programs, moved = self._step.programs, lookup.moved(call.feed)
         feed = base.batch.extend(moved)
         if feed is None:
-            waits = bool(programs.all()) and programs.has_spent()
+            waits = bool(programs.all()) and programs.has_spent() and not base.batch.has_turned
             base.batch.miss(programs.progress if waits else None)
             base.refusal = base.batch.refusal
             if base.refusal is not None:
@@ -133,6 +133,11 @@ class Reasons:
             if base.batch is not None:
                 call.feed, call.entry, call.program = feed, entry, program
         return None
+
+    def _waits(self, call: Call) -> Found:
+        """Where what the step reads has changed for good, nothing is going to be saved by what was captured before."""
+        has_turned = call.entry.batch is not None and call.entry.batch.has_turned
+        return None if has_turned else self._step.programs.waits(call.entry)
 
     def _is_refused(self, call: Call) -> Found:
         entry = call.entry

@@ -181,6 +181,8 @@ def test_more_shapes_than_programs(order: str) -> None:
     step, kinds = run(plain, sizes, max_graphs=3)
     captured, recaptured, eager = counts_of(step)
     assert (captured, recaptured) == (3, 0)
+    # None is traced for which there is going to be no room.
+    assert step.stats.traced == 2 * 3
     assert eager > 80
     assert "all 3 programs (max_graphs) are in use" in step.report()
     # Neither a trace nor a warm-up comes late.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan import HostSyncError, SkipReason, UnownedTensorError, graph_step, graphed
 from graphplan.owners.slots import Slot
+from graphplan.step import programs
 from graphplan.step.programs import Programs
 from graphplan.trace import batch_reads, host_reads
 from graphplan.trace.operator_schemas import POSITIONS
@@ -944,6 +946,29 @@ def test_rows_of_one_memory() -> None:
 
     step = assert_same_as_eager(partial(rig_of, by_two_masks, calls))
     assert step.stats.replayed > 5, step.report()
+
+
+def test_an_owners_value_that_changes_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new way through the step is traced, though further ones wait for replays to save more: none are made."""
+    monkeypatch.setattr(programs, "_ALLOWANCE", -math.inf)
+    monkeypatch.setattr(programs, "_LONGEST", 2)
+
+    def by_flag(model: Any, x: Tensor) -> Tensor:
+        return model(x).clamp(-1, 1) if model.flag[0] == 1 else model(x)
+
+    def make() -> Rig:
+        change = {BEFORE + 10: 0, BEFORE + 60: 1}
+        rig = rig_of(
+            by_flag,
+            lambda: [(torch.randn(ROWS, 8),) for _ in range(90)],
+            lambda model, index: model.flag.fill_(change.get(index, model.flag.item())),
+        )
+        rig.owners["model"].register_buffer("flag", torch.ones(1, dtype=torch.uint8))
+        return rig
+
+    step = assert_same_as_eager(make)
+    assert step.stats.captured == 2
+    assert step.stats.replayed > 60, step.report()
 
 
 class Part(nn.Module):
