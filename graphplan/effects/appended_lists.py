@@ -84,9 +84,8 @@ def _only_to_append(pair: TracePair) -> Iterator[str]:
         if length is not None and any(read.covers(length) for read in reads):
             more = replace(length, attribute=f"{length.attribute}[:]")
             # Of variables it is only known that code loads them.
-            if length.name is not None or isinstance(length.owner, Namespace):
-                yield path
-            elif not any(read.covers(more) for read in reads):
+            is_variable = length.name is not None or isinstance(length.owner, Namespace)
+            if is_variable or not any(read.covers(more) for read in reads):
                 yield path
 
 

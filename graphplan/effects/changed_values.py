@@ -128,10 +128,11 @@ def find_left_flags(pair: TracePair) -> dict[str, Any]:
     left: dict[str, Any] = {}
     for path, one, two in pair.changed("flags"):
         if one is None or two is None or not same_value(one[1], two[1]):
+            rates = ": each replay reads the learning rate that is there" if path.endswith(".lr") else ""
             raise HostEffectError(
                 f"the step leaves {path} otherwise on one call ({describe(one)}) than on the next ({describe(two)}), "
-                "and a replay leaves one value. Set it outside the step, put it back within the step, or, if replays "
-                f"may leave it alone, pass allow=({path!r},)",
+                f"and a replay leaves one value. Set it outside the step{rates}, put it back within the step, or, if "
+                f"replays may leave it alone, pass allow=({path!r},)",
                 path=path,
             )
         if two[1] is ABSENT or not is_assignable(path, two[1]):

@@ -63,10 +63,12 @@ def build_plan(
     """
     walk = walk or handles.walk()
     pair = TracePair(first, second, walk, allow)
+    # What the step sets anew each time is told as such, not as what it computes that of.
+    left = find_left_flags(pair)
     _check(pair, feed)
     # A list that changes its length is told as such, not as the numbers that it holds.
     appends, numbers, counters = find_appends(pair), find_numbers(pair), find_counters(pair)
-    left, rebindings = find_left_flags(pair), Rebindings.find(pair)
+    rebindings = Rebindings.find(pair)
     changed = {*numbers, *counters}
     launched = [operator for operator in second.operators if operator.launches]
     shadows = handles.rates.storages

@@ -179,7 +179,7 @@ class Entry:
         # What each step raises does not come again, and what lay behind a property has a stand-in in further traces.
         used = paths & facts.symbolic.used.keys() - facts.symbolic.counted - facts.symbolic.behind
         way.used = {path: facts.entry_scalars[path] for path in used}
-        way.where = next((f"{path} at {facts.symbolic.used[path]}" for path in way.used), "")
+        way.where = next(map(facts.symbolic.told, way.used), "")
 
     def _turn(self) -> None:
         """Turn to the way that the numbers of now lead to."""

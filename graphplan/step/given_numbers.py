@@ -79,12 +79,13 @@ class GivenNumbers:
             self._managed.owners[self._owner] = Given(self._held, tuple(self.given.values()))
         return bool(fresh)
 
-    def give_up(self, paths: Collection[str]) -> bool:
-        """Leave those in the key that lie at ``paths``. Return True if there are any."""
-        places = {place for place, name in self.given.items() if f"{self._owner}.{name}" in paths}
-        self._literal |= places
+    def give_up(self, paths: Collection[str]) -> list[str]:
+        """Leave those in the key that lie at ``paths``, and return which of these are any."""
+        places = {place: f"{self._owner}.{name}" for place, name in self.given.items()}
+        places = {place: path for place, path in places.items() if path in paths}
+        self._literal |= places.keys()
         self.given = {place: name for place, name in self.given.items() if place not in places}
-        return bool(places)
+        return list(places.values())
 
     @property
     def paths(self) -> set[str]:

@@ -366,8 +366,11 @@ class Stages:
         if facts.batch is not None and not self._take_reads(call, facts.batch, facts):
             line.traces = []
             return
-        if self._given.give_up(facts.symbolic.used):
-            # Each value has a program of its own, under another key.
+        given = self._given.give_up(facts.symbolic.used)
+        if given:
+            for path in given:
+                value = facts.symbolic.told(path)
+                self._stats.note(f"each value needs a program of its own: the step's code needs {value}", "traces")
             line.traces = []
             return
         self._planner.note(facts, walk)

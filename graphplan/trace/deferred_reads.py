@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphplan.observe.conversions import Conversions
+from graphplan.owners.flags import Flags
 from graphplan.owners.slots import Walk
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.deferred import (
@@ -236,6 +237,7 @@ class DeferredReads:
                 else:
                     scalar.container[scalar.key] = value_of(new)
                     has_put = True
+        self._settle_flags(changes, after)
         for path, items in changes.appended.items():
             held = after.lists[path]
             for number in range(-len(items), 0):
@@ -253,6 +255,17 @@ class DeferredReads:
                 self._memories.append(StorageWeakRef(copy.untyped_storage()))
         self.copies, self._real_copies = {}, {}
         return result, has_put
+
+    def _settle_flags(self, changes: Changes, after: Walk) -> None:
+        """Replays leave there what the traced steps leave: that is good for one value of each number alone."""
+        flags = {path: new for path, (_, new) in changes.flags.items() if is_deferred(new)}
+        for path, number in flags.items():
+            self._is_lost |= not number.is_symbolic
+            if number.is_symbolic:
+                self.symbolic.leave(number)
+            changes.flags[path] = changes.flags[path][0], value_of(number)
+        if flags:
+            Flags(after).assign({path: changes.flags[path][1] for path in flags})
 
     def _is_among(self, tree: Any) -> bool:
         """Whether what was deferred is among the leaves."""

@@ -24,7 +24,7 @@ from graphplan.observe.host_draws import DRAWN, Draw, HostDraws
 from graphplan.observe.source import Source, find_source, with_users_line
 from graphplan.owners.slots import Item, Namespace, Scalar, Walk, lasting
 from graphplan.owners.views import Attributes, Cell, Given, Members, Numbers, attributes_of, home
-from graphplan.tensors.deferred import NumberForm, form_of, in_order, value_of
+from graphplan.tensors.deferred import DeferredNumber, NumberForm, form_of, in_order, value_of
 from graphplan.tensors.symbolic import NUMBERS, Question, SymbolicNumber
 from graphplan.trace.changes import same_value
 from graphplan.trace.host_reads import sums_otherwise
@@ -73,7 +73,7 @@ class SymbolicNumbers:
     Attributes:
         asked: what the step has branched on, with the answers.
         device: where the step computes, if that is known.
-        used: the paths of numbers whose values code has needed, and where.
+        used: the paths of numbers whose values code has needed, and where, if that is known.
         given: the tensors that the step was given, by identity.
         touched: the paths of numbers that the step has compared or computed with.
         kinds: the classes of all numbers, and of truth values that count as asked, by path: code may ask for them.
@@ -101,7 +101,7 @@ class SymbolicNumbers:
         self._paths = {path: first.setdefault(_identity(place), path) for path, place in found.items()}
         self.places = {path: found[path] for path in first.values()}
         self.asked: dict[Question, bool] = {}
-        self.used: dict[str, Source] = {}
+        self.used: dict[str, Source | None] = {}
         self.given: dict[int, NumberTensor] = {}
         self.kinds: dict[str, type] = {}
         self.touched: set[str] = set()
@@ -251,6 +251,11 @@ class SymbolicNumbers:
             self.used[path] = with_users_line(find_source())
             self.touched.add(path)
 
+    def told(self, path: str) -> str:
+        """A ``path`` of :attr:`used` and where that is used, for a message."""
+        place = self.used[path]
+        return path if place is None else f"{path} at {place}"
+
     def _hears(self) -> bool:
         """Whether it is the step that runs: in the thread that has entered this, or in one of autograd's, which Python
         does not know.
@@ -326,6 +331,11 @@ class SymbolicNumbers:
             self.counted.add(path)
             return number._known
         return form
+
+    def leave(self, number: DeferredNumber) -> None:
+        """The step has left ``number`` where replays leave one value."""
+        for path in form_of(number)[1]:
+            self.used.setdefault(path, None)
 
     def are_over(self) -> bool:
         """Return True if no stand-in is anywhere."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,21 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
-from graphplan import HostScalarError, LearningRateError, SkipReason, compile_plan
+from graphplan import HostEffectError, HostSyncError, LearningRateError, SkipReason, compile_plan, graph_step
 from tests.facts import assert_same
-from tests.twins import WARMUP, Rig, assert_falls_back, assert_refused, build, drive, line_of, managed, state_of
+from tests.twins import (
+    LAST_TRACE,
+    WARMUP,
+    Rig,
+    assert_falls_back,
+    assert_refused,
+    assert_same_as_eager,
+    build,
+    drive,
+    line_of,
+    managed,
+    state_of,
+)
 
 Use = Callable[[Tensor, Any, nn.Module], Any]
 
@@ -149,26 +163,89 @@ def test_a_scheduler_inside_the_step() -> None:
     assert_falls_back(scheduled_rig, SkipReason.HOST_SCALAR, "computes with a learning rate")
 
 
-def test_a_step_that_sets_the_lr() -> None:
-    """As many training loops do at their beginning, from a count of their own."""
+def setting_rig(when: str) -> Rig:
+    """A step that sets the learning rate, from a count of its own or from what it has read."""
+    model, count = nn.Linear(4, 3), [0]
+    optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+    group = optimizer.param_groups[0]
+
+    def train_step(x: Tensor) -> Tensor:
+        if when == "before":
+            group["lr"] = 0.1 / (count[0] + 1)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        if when != "before":
+            group["lr"] = 0.1 / (count[0] + 1) if when == "after" else loss.item()
+        count[0] += 1
+        return loss
+
+    owners = {"model": model, "optimizer": optimizer, "count": count}
+    return Rig(train_step, owners, [(torch.randn(5, 4),) for _ in range(12)])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_that_sets_the_lr(when: str) -> None:
+    """As many training loops do at their beginning or at their end."""
+    make = partial(setting_rig, when)
+    text = (
+        r"leaves optimizer\.param_groups\[0\]\.lr otherwise on one call .*"
+        r"Set it outside the step: each replay reads the learning rate that is there"
+    )
+    # It is tried first whether the count can be followed.
+    assert_refused(make, HostEffectError, text, done=LAST_TRACE)
+    assert_falls_back(make, SkipReason.HOST_EFFECT, text)
+
+
+def test_a_step_that_sets_the_lr_to_what_it_reads() -> None:
+    make = partial(setting_rig, "read")
+    assert_refused(make, HostSyncError, r"loss\.item\(\)", done=WARMUP + 2)
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_step_that_sets_the_lr_to_an_owners_number(place: str) -> None:
+    """That changes now and then: a replay is good for one value."""
 
     def make() -> Rig:
-        model, count = nn.Linear(4, 3), [0]
+        model, rate = nn.Linear(4, 3), SimpleNamespace(value=0.1)
         optimizer = SGD(model.parameters(), lr=0.1, fused=True)
 
         def train_step(x: Tensor) -> Tensor:
-            optimizer.param_groups[0]["lr"] = 0.1 / (count[0] + 1)
+            if place == "before":
+                optimizer.param_groups[0]["lr"] = rate.value * 2
             optimizer.zero_grad()
             loss = model(x).square().mean()
             loss.backward()
             optimizer.step()
-            count[0] += 1
+            if place == "after":
+                optimizer.param_groups[0]["lr"] = rate.value * 2
             return loss
 
-        owners = {"model": model, "optimizer": optimizer, "count": count}
-        return Rig(train_step, owners, [(torch.randn(5, 4),) for _ in range(12)])
+        def after(index: int) -> None:
+            rate.value = 0.1 / (1 + index // 20)
 
-    text = r"_fused_sgd_.* gets lr=0\.\d+ on one step and .*The step itself sets the learning rate: set it before"
-    # It is tried first whether the count can be followed.
-    assert_refused(make, HostScalarError, text, done=WARMUP + 5)
-    assert_falls_back(make, SkipReason.HOST_SCALAR, text)
+        owners = {"model": model, "optimizer": optimizer, "rate": rate}
+        return Rig(train_step, owners, [(torch.randn(5, 4),) for _ in range(80)], after=after)
+
+    step = assert_same_as_eager(make, verify="off", on_failure="eager")
+    assert step.stats.replayed > 30
+
+
+def test_a_rate_that_is_an_argument() -> None:
+    """Each rate is another call, and the report says why."""
+    model = nn.Linear(4, 3)
+    optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+
+    def train_step(x: Tensor, rate: float) -> Tensor:
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = graph_step(train_step, backend="tape")
+    for number in range(20):
+        step(torch.randn(5, 4), 0.1 / (number + 1))
+    assert re.search(r"each value needs a program of its own: the step's code needs arguments\.rate at", step.report())
