@@ -84,6 +84,7 @@ class Managed:
         self._fn = fn
         self._prepare, self._fuse, self._trains = prepare, fuse, trains
         self.owners = name_owners(owners)
+        self._take_scalers()
         scalers = [owner for owner in self.owners.values() if isinstance(owner, GradScaler) and owner.is_enabled()]
         self._is_scaled = bool(scalers)
         self.scaled_steps = ScaledSteps(scalers)
@@ -118,6 +119,16 @@ class Managed:
                     self.manage(owner)
                 except FaultError as error:
                     self.refusal = error
+
+    def _take_scalers(self) -> None:
+        """Own the gradient scalers that the step's function has names for: which kernels optimizers get depends on
+        them, before any code has run.
+        """
+        known = set(map(id, self.owners.values()))
+        found = {id(thing): (name, thing) for name, thing in names_in(self._fn) if isinstance(thing, GradScaler)}
+        for number, (name, scaler) in found.items():
+            if number not in known and scaler.is_enabled():
+                self.owners[free_name(name, self.owners)] = scaler
 
     def walk(self) -> Walk:
         """Walk the owners; CaptureError if one of them cannot be read."""

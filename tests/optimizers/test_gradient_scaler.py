@@ -151,6 +151,28 @@ def test_the_first_steps_overflow(name: str, warmup_steps: int, missing: str | N
     assert "scaler skipped the step" in step.report()
 
 
+def test_a_scaler_that_the_step_has_a_name_for() -> None:
+    """It need not be named: modules, optimizers and scalers are found alike."""
+
+    def make() -> Rig:
+        model = Mlp()
+        optimizer = prepared(MAKERS["adamw"])(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", **ODD)
+
+        def train_step(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, x, y) * factor
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        rig = scaled_rig(prepared(MAKERS["adamw"]))
+        return Rig(train_step, {}, rig.calls, extra={"model": model, "optimizer": optimizer, "scaler": scaler})
+
+    assert_equals_eager(make)
+
+
 def test_two_optimizers_with_one_scaler() -> None:
     """An overflow skips the step of one, and backs off for both."""
 
