@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +23,11 @@ _WIDENING = {"cuda": frozenset({"mul", "add", "sub", "__rsub__"}), "cpu": frozen
 """Functions that do so, by device: sums on the host round the number first."""
 
 
+_WEIGHTS = {"add": "alpha", "sub": "alpha", "lerp": "weight"}
+"""Functions of two tensors that take a number to weigh the second one with, and what they call it."""
+_LISTS = "_foreach_"
+
+
 def with_operand(function: Any, tensor: Any, number: Any) -> Tensor | None:
     """What ``function`` of torch gives for ``tensor`` and a deferred ``number``, computed with a scalar tensor; None if
     that would not give the bits that the number itself gives.
@@ -37,6 +44,37 @@ def with_operand(function: Any, tensor: Any, number: Any) -> Tensor | None:
     if operand is None:
         return None
     return alike(tensor, operand) if dtype is wide else alike(tensor.to(wide), operand).to(dtype)
+
+
+def with_weight(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: Any) -> tuple[Any] | None:
+    """What ``function`` of torch gives with the deferred ``number`` among its arguments, if that weighs tensors, as in
+    an average of weights: ``addcmul`` and ``lerp`` with a scalar tensor round as ``add`` with ``alpha`` and ``lerp``
+    with a number do. Their derivatives do not, so it is None where a gradient is asked for.
+    """
+    base = function.__name__.removeprefix(_LISTS).removesuffix("_")
+    in_lists, in_place = function.__name__.startswith(_LISTS), function.__name__.endswith("_")
+    is_named = len(args) == 2 and [*kwargs] == [_WEIGHTS.get(base)]
+    if is_named or (base == "lerp" and len(args) == 3 and not kwargs):
+        pairs = list(zip(*args[:2], strict=True)) if in_lists else [tuple(args[:2])]
+    elif in_lists and base == "mul" and len(args) == 2 and not kwargs:
+        pairs = [(tensor,) for tensor in args[0]]
+    else:
+        return None
+    tensors = [tensor for pair in pairs for tensor in pair]
+    if not tensors or not all(map(_may_be_weighed, tensors)) or len({(t.dtype, t.device) for t in tensors}) > 1:
+        return None
+    factor = number._computed(operator.neg, (number,), number._kind) if base == "sub" else number
+    weight = number._reader.tensor_of(factor, tensors[0].dtype, tensors[0].device)
+    if weight is None:
+        return None
+    name = {"add": "addcmul", "sub": "addcmul"}.get(base, base) + "_" * in_place
+    made = [getattr(first, name)(*others, weight) for first, *others in pairs]
+    return (None if in_lists and in_place else made if in_lists else made[0],)
+
+
+def _may_be_weighed(tensor: Any) -> bool:
+    is_plain = isinstance(tensor, Tensor) and tensor.dtype in _EXACT and tensor.layout is torch.strided
+    return is_plain and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def inverse(number: Any) -> float:
