@@ -21,9 +21,10 @@ from graphplan.backends.cudapools import Loan, forget_workspaces
 from graphplan.backends.cudastates import CapturedStates
 from graphplan.backends.idleness import UNDISTURBED
 from graphplan.environment.collector import no_collections
+from graphplan.environment.origin import is_library
 from graphplan.environment.surroundings import surroundings
 from graphplan.errors import CaptureError, RefusalError
-from graphplan.observe.source import find_raise, is_raised_by_user
+from graphplan.observe.source import find_raise, raising_code
 from graphplan.specs.roles import Footprint
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.dtensors import local
@@ -405,4 +406,6 @@ def _is_own(error: BaseException, *, intact: bool) -> bool:
     """Return True for an error that an eager step would have raised, too, or that others are to handle."""
     if isinstance(error, RefusalError) or not isinstance(error, Exception) or is_out_of_memory(error):
         return True
-    return intact and (not isinstance(error, RuntimeError) or is_raised_by_user(error))
+    code = raising_code(error)
+    is_users = code is not None and not is_library(code.co_filename)
+    return intact and (is_users or not isinstance(error, RuntimeError))

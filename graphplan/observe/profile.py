@@ -207,7 +207,7 @@ class Profile:
         finally:
             self._others.close()
             for code in self._codes.values():
-                self.executed.mentioned.update(code.co_names, filter(_is_text, code.co_consts))
+                self.executed.mentioned.update(code.co_names, (each for each in code.co_consts if type(each) is str))
             # What ran is to be let go when this object is, not left to the collector by a cycle, nor held by a frame.
             del self._watcher
             self._importing = None
@@ -345,10 +345,6 @@ class Profile:
             found.variables.update(names.read)
             found.dynamic |= names.dynamic
         return found
-
-
-def _is_text(constant: Any) -> bool:
-    return type(constant) is str
 
 
 def _owner_name(frame: FrameType, code: CodeType) -> str | None:

@@ -76,15 +76,13 @@ def with_users_line(source: Source) -> Source:
     return source
 
 
-def is_raised_by_user(error: BaseException) -> bool:
-    """Whether a ``raise`` of the user's own code raised ``error``, rather than torch."""
+def raising_code(error: BaseException) -> CodeType | None:
+    """The code whose ``raise`` raised ``error``; None where C code did."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None:
-        return False
-    code = trace.tb_frame.f_code
-    return dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS" and not is_library(code.co_filename)
+    code = None if trace is None else trace.tb_frame.f_code
+    return code if code and trace and dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS" else None
 
 
 def find_raise(error: BaseException) -> Source | None:

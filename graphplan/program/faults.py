@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dis import opname
 from traceback import walk_tb
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -17,6 +16,7 @@ from graphplan.environment.origin import OURS, is_users_file
 from graphplan.errors import EffectError, FaultError, GraphPlanError
 from graphplan.feed.call_arguments import is_callers
 from graphplan.observe.asked_classes import asks_classes
+from graphplan.observe.source import raising_code
 
 _NAMES = ("path", "label", "place")
 """What its own functions call the path of what they look at."""
@@ -75,13 +75,8 @@ def is_raised_by_user(error: BaseException) -> bool:
     """Return True if a line of the user's own files raises ``error``, in code that does not ask for classes, of which a
     stand-in has another one.
     """
-    where = error.__traceback__
-    while where is not None and where.tb_next is not None:
-        where = where.tb_next
-    code = None if where is None else where.tb_frame.f_code
-    if where is None or code is None or not is_users_file(code.co_filename) or asks_classes(code):
-        return False
-    return opname[code.co_code[where.tb_lasti]] == "RAISE_VARARGS"
+    code = raising_code(error)
+    return code is not None and is_users_file(code.co_filename) and not asks_classes(code)
 
 
 def is_steps_own(error: BaseException) -> bool:

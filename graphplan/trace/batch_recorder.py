@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphplan.errors import HostSyncError
-from graphplan.feed.signature import Feed
+from graphplan.feed.signature import Feed, is_dense
 from graphplan.owners.slots import Slot
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.storages import storage_id
@@ -28,7 +28,7 @@ from graphplan.trace.batch_reads import (
     reads_in,
 )
 from graphplan.trace.caches import Cached, find_cached
-from graphplan.trace.call_recorder import CallRecorder, is_plain
+from graphplan.trace.call_recorder import CallRecorder
 from graphplan.trace.host_reads import Place, find_place
 from graphplan.trace.operator_schemas import OF_GEOMETRY, OperatorCall, tensors_in
 
@@ -93,7 +93,7 @@ class BatchRecorder(CallRecorder):
         self._ambiguous: set[int | None] = set()
         """Memory that is both an owner's and fed: the next call may be fed something else."""
         for index, leaf in leaves:
-            if storage_id(leaf) is not None and is_plain(leaf):
+            if storage_id(leaf) is not None and is_dense(leaf):
                 self._sources.setdefault(self._begin_with(leaf), index)
                 if leaf.numel():
                     self._places.append(_Leaf(index, self._number(leaf), storage_id(leaf), leaf.data_ptr()))
@@ -120,7 +120,7 @@ class BatchRecorder(CallRecorder):
         """
         for held, source in found:
             is_here = storage_id(held) == storage
-            if is_here and type(held) in PLAIN_KINDS and not held.requires_grad and is_plain(held):
+            if is_here and type(held) in PLAIN_KINDS and not held.requires_grad and is_dense(held):
                 self._owned.add(storage)
                 self._sources.setdefault(self._begin_with(held), source)
                 return

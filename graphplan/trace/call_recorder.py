@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.feed.signature import is_dense
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import Call, Read, TensorSlot
+from graphplan.trace.changes import place_of
 from graphplan.trace.operator_schemas import OF_GEOMETRY, OperatorCall, tensors_in
 
 RESTORE = "restore"
@@ -51,7 +53,7 @@ class CallRecorder:
     def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
         """Take in an operator that is no read, after it has run: it was ``given`` tensors, and ``made`` some."""
         schema = call.schema
-        if schema.name in OF_GEOMETRY and not self.has(call.args[0]) and is_plain(call.args[0]):
+        if schema.name in OF_GEOMETRY and not self.has(call.args[0]) and is_dense(call.args[0]):
             self._note_filled(call, made[0])
             return
         written = list(map(storage_id, call.written())) if schema.may_write else []
@@ -61,7 +63,7 @@ class CallRecorder:
         follows = self._may_repeat(call, made) and all(map(self.has, given))
         # By now, what has another shape in place is no longer what the operator was given.
         is_kept = torch.get_default_dtype() == self._dtype and not schema.turns
-        if not (follows and is_kept and all(map(is_plain, made))):
+        if not (follows and is_kept and all(map(is_dense, made))):
             self._let_go(written)
         elif made or written:
             is_random = schema.is_random
@@ -97,11 +99,11 @@ class CallRecorder:
 
     def has(self, tensor: Tensor) -> bool:
         """Return True if it is known how ``tensor`` was made."""
-        is_known = storage_id(tensor) in self._known and is_plain(tensor)
-        return is_known and _geometry(tensor) in self._numbers
+        is_known = storage_id(tensor) in self._known and is_dense(tensor)
+        return is_known and place_of(tensor) in self._numbers
 
     def _number(self, tensor: Tensor) -> int:
-        return self._numbers.setdefault(_geometry(tensor), len(self._numbers))
+        return self._numbers.setdefault(place_of(tensor), len(self._numbers))
 
     def _slotted(self, given: Any) -> Any:
         """``given`` with numbers for its tensors. What torch maps trees with is watched and takes ten times as long."""
@@ -131,13 +133,3 @@ class CallRecorder:
         numbers = tuple(map(self._number, made))
         slotted, writes = self._slotted(args), bool(written)
         self._calls.append(Call(run, name, slotted, named, numbers, given, changed, writes, read, has_effect, draws))
-
-
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    place = storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
-    return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Return True for a dense tensor."""
-    return not tensor.is_nested and tensor.layout is torch.strided

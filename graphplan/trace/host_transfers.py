@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graphplan.feed.signature import is_dense
 from graphplan.owners.slots import Slot
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.copying import same_bits
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import Call
-from graphplan.trace.call_recorder import RESTORE, CallRecorder, is_plain
+from graphplan.trace.call_recorder import RESTORE, CallRecorder
 from graphplan.trace.host_reads import Place
 from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 
@@ -72,7 +73,7 @@ class HostRecorder(CallRecorder):
         """Take in a tensor of an owner, which is in one of ``slots``."""
         for slot in slots if tensor.device.type == "cpu" else ():
             held = slot.get()
-            if type(held) in PLAIN_KINDS and is_plain(held) and storage_id(held) == storage_id(tensor):
+            if type(held) in PLAIN_KINDS and is_dense(held) and storage_id(held) == storage_id(tensor):
                 self._sources.setdefault(self._begin_with(held), (slot.path, held))
 
     def _may_repeat(self, call: OperatorCall, made: Sequence[Tensor]) -> bool:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from graphplan import CaptureError, SkipReason
-from graphplan.observe.source import find_raise, is_raised_by_user
+from graphplan.environment.origin import is_library
+from graphplan.observe.source import find_raise, raising_code
 from graphplan.trace.given_values import DeviceConstants
 from tests.crossing import each
 from tests.facts import assert_same
@@ -211,11 +212,12 @@ def test_who_raised_an_error(call: Callable[[], None], own: bool) -> None:
     """A ``raise`` of the user's, as opposed to errors of torch's operators and of torch's Python."""
     with pytest.raises((RuntimeError, AssertionError, ValueError), match=r"own|size|embed_dim") as caught:
         call()
-    assert is_raised_by_user(caught.value) is own
+    code = raising_code(caught.value)
+    assert (code is not None and not is_library(code.co_filename)) is own
     source = find_raise(caught.value)
     assert source is not None and (source.filename, source.function) == (__file__, call.__name__)
     assert source.line == call.__code__.co_firstlineno + (4 if call is _raise_again else 1)
-    assert not is_raised_by_user(Planted("never raised"))
+    assert raising_code(Planted("never raised")) is None
     assert find_raise(Planted("never raised")) is None
 
 
