@@ -5,18 +5,26 @@ from __future__ import annotations
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import wraps
 from itertools import cycle, islice
 from typing import Any
 
-from graphplan.check.cuda_rules import cuda_rules
-from graphplan.errors import RefusalError, SkipReason
+from torch import Tensor
+
+from graphplan.errors import HostSyncError, RefusalError, SkipReason
+from graphplan.observe.conversions import Conversions
+from graphplan.observe.replacements import Replacements
+from graphplan.observe.source import find_source
 from graphplan.plan.plan import Plan
 from graphplan.report.figures import CLOSED
 from graphplan.report.stats import Stats
 from graphplan.specs.roles import Role
 from graphplan.step.graphed_step import graph_step
+from graphplan.trace.mode import refuse_trace
+from graphplan.trace.operator_schemas import AS_ON_DEVICE
 from graphplan.trace.records import collecting
 
 _WIDTH = 100
@@ -28,6 +36,48 @@ _NO_REFUSALS = {
 """Reasons for eager calls that the way to a program has, too."""
 Ran = tuple[Stats, Plan | None, list[str]]
 """Counts of a run's training steps, their latest plan, and notes on what is replayed."""
+
+
+_COPIES = ("cpu", "to")  # Methods of tensors that copy to the host. What reads values is refused on the CPU, too.
+
+
+@contextmanager
+def cuda_rules() -> Iterator[None]:
+    """Refuse steps that are traced in the block for copies to the host, and for operators that read on the host, though
+    all their tensors are on the host.
+    """
+    rules = Replacements(lambda: [(Tensor, name, _copier(name)) for name in _COPIES])
+    token = AS_ON_DEVICE.set(True)
+    rules.enter(token)
+    try:
+        yield
+    finally:
+        rules.leave(token)
+        AS_ON_DEVICE.reset(token)
+
+
+def _copier(name: str) -> Callable[..., Any]:
+    original = getattr(Tensor, name)
+
+    @wraps(original)
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        targets = (*args, *kwargs.values())
+        # To the host wherever the step runs, by name; ``self.device`` is not.
+        if name == "cpu" or any(isinstance(target, str) and target == "cpu" for target in targets):
+            # What only keeps the copy can wait for it.
+            copy = Conversions.copy_of(self, args, kwargs)
+            if copy is not None:
+                return copy
+            refuse_trace(
+                HostSyncError,
+                f"the step copies a tensor to the host (.cpu(), .to()), and needs its values at {find_source()}: on a "
+                "CUDA device that waits for all work before it, and a replay runs no Python that could use the copy. "
+                "Return the tensor and copy it after the step; a copy that the step only returns or appends is made "
+                "then",
+            )
+        return original(self, *args, **kwargs)
+
+    return method
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,7 @@ from graphplan.owners.slots import Walk, holds_plain
 from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import own_tensors
 from graphplan.program.bindings import Bindings
-from graphplan.program.host_inputs import HostInputs
-from graphplan.program.inputs import MEMORY_IS_FED, StaticInputs
+from graphplan.program.inputs import MEMORY_IS_FED, HostInputs, StaticInputs
 from graphplan.program.outputs import Outputs, lend_outputs
 from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy

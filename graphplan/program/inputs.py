@@ -1,4 +1,4 @@
-"""Static inputs: where a program's feed is copied, and what the step changes there is copied back."""
+"""A program's inputs: what is made or fed is copied to static memory; what the step changes there is copied back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.backends.backend import TracedValues
 from graphplan.compare.moving import copy_in
 from graphplan.environment.devices import current_stream, is_accelerator, module_of, synchronize
 from graphplan.feed.buffers import Buffers, distinct
 from graphplan.feed.signature import Feed, shared_leaf
+from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
 from graphplan.program.leases import Lease, find_lease
 from graphplan.tensors.storages import storage_id
@@ -34,6 +36,24 @@ ELSEWHERE = (
     "the feed lies elsewhere than in the call that was captured, and copy_roles lacks input, so that it is not copied: "
     "feed the same memory each time, or add input to copy_roles"
 )
+
+
+class HostInputs:
+    """The host's part of one program; ``walk`` has the owners' tensors that it begins with."""
+
+    def __init__(self, traced: TracedValues, walk: Walk) -> None:
+        assert traced.host_program is not None
+        self._program = traced.host_program
+        self._transfers = [transfer for transfer in traced.transfers if not transfer.is_constant]
+        self._tensors = {number: walk.slots[path].tensors()[0] for number, path in self._program.sources.items()}
+
+    def load(self, *, is_recorded: bool) -> None:
+        """Make it again; or copy what the recorded call has made, if that is the one which is to be finished."""
+        if not is_recorded:
+            self._program.run(self._tensors)
+            return
+        for transfer in self._transfers:
+            transfer.load(transfer.value)
 
 
 class StaticInputs:

@@ -23,8 +23,7 @@ from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import AdoptedTensors
 from graphplan.program.bindings import Bindings
 from graphplan.program.faults import lost
-from graphplan.program.host_inputs import HostInputs
-from graphplan.program.inputs import MEMORY_IS_FED, StaticInputs
+from graphplan.program.inputs import MEMORY_IS_FED, HostInputs, StaticInputs
 from graphplan.program.outputs import Outputs
 from graphplan.program.statics import CopiedOwned
 from graphplan.program.undo import Undo

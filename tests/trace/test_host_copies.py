@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import HostSyncError, compile_plan, graphed
-from graphplan.check.cuda_rules import cuda_rules
+from graphplan.check.run import cuda_rules
 from graphplan.tensors.deferred import HostCopy
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.operator_schemas import AS_ON_DEVICE
