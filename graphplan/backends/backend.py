@@ -71,7 +71,6 @@ NOTHING_TRACED = TracedValues()
 class Backend(Protocol):
     """Records functions."""
 
-    name: str
     executes: bool
     """Whether :meth:`record` also executes the work (the tape does, stream capture does not)."""
 

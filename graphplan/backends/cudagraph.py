@@ -160,7 +160,6 @@ def _end_recordings() -> None:
 class CUDAGraphBackend(Backend):
     """Captures on one CUDA device. Capturing does not execute: the first replay is the captured step."""
 
-    name = "cudagraph"
     executes = False
 
     def __init__(self, device: torch.device) -> None:

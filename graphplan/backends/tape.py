@@ -397,7 +397,6 @@ class TapeRecording:
 class TapeBackend(Backend):
     """Records on the CPU. Recording executes: the recorded pass is a real step."""
 
-    name = "tape"
     executes = True
 
     def record(self, body: Callable[[], Any], traced: TracedValues = NOTHING_TRACED) -> tuple[TapeRecording, Any]:

@@ -194,7 +194,7 @@ class Stats:
         if kind in self.measured:
             return self.measured[kind] * 1e6
         if kind == "replayed" and not self.follow:
-            return self.mean_us("steady")
+            return self.replay_us()
         return median(self.laps) * 1e6 if kind == "replayed" and self.laps else None
 
     def gain(self) -> Gain | None:
@@ -229,10 +229,10 @@ class Stats:
         """Seconds of warm-up, traces, captures and checks beyond their steps, of ``eager`` microseconds each."""
         return sum(max(0.0, self.phases[phase] - self.phase_counts[phase] * eager / 1e6) for phase in phases)
 
-    def mean_us(self, phase: str) -> float | None:
-        """Mean host time of one call of ``phase`` in microseconds, or None if there was none."""
-        count = self.phase_counts[phase]
-        return self.phases[phase] / count * 1e6 if count else None
+    def replay_us(self) -> float | None:
+        """Mean host time of a replay after the first one in microseconds, or None if there was none."""
+        count = self.phase_counts["steady"]
+        return self.phases["steady"] / count * 1e6 if count else None
 
     def merge(self, other: Stats) -> None:
         """Add ``other``'s counts to these, and its calls to the end of the timeline."""

@@ -336,7 +336,7 @@ class Timing:
         stats.measured = gate.measured
         if pays:
             return None
-        plan, own = self._runner.plan, stats.mean_us("steady") or 0.0
+        plan, own = self._runner.plan, stats.replay_us() or 0.0
         costs = f", {own:.0f} µs of them in the replay itself on the host"
         error = gate.error("the step" if plan is None else plan.name, costs)
         stats.note(f"dropped: {error}")
