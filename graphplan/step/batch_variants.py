@@ -58,7 +58,7 @@ class BatchVariants:
         first, *others = self._known
         error = next(filter(None, map(first.differs_from, others)), self._error)
         return HostSyncError(
-            f"the batches differ too much in what the step reads of them, or draws, on the host: {share} were unlike "
+            f"what the step reads of {first.what} on the host differs too much from call to call: {share} were unlike "
             f"those that were traced. {error}",
             component=error.component,
         )

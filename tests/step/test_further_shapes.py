@@ -19,6 +19,7 @@ from torch.optim import AdamW
 
 from graphplan import graph_step, graphed
 from graphplan.errors import HostEffectError, SkipReason
+from graphplan.step import programs
 from graphplan.step.managed import Managed
 from graphplan.step.reasons import Reasons
 from tests.models import Box, training_rig
@@ -134,6 +135,7 @@ def test_calls_that_have_to_wait_are_looked_up_now_and_then(monkeypatch: pytest.
         return look(reasons, call)
 
     monkeypatch.setattr(Reasons, "of", counted)
+    monkeypatch.setattr(programs, "_LONGEST", 128)
     sizes = [8] * 9 + [*range(9, 21)] * 9
     _, kinds = run(plain, sizes + [8] * 400 + [9] * 60)
     assert kinds[: len(FIRST)] == FIRST
