@@ -30,7 +30,7 @@ class Recording(Protocol):
     generation: object
     """Recordings of one generation share memory, which comes back when the last of them is reset."""
     is_spoiled: bool
-    """Eager code has left something in that memory, which a replay would overwrite."""
+    """Eager code has left tensors in the recording's memory, which a replay would overwrite."""
 
     def replay(self) -> None:
         """Run the recorded work again, on the same storages, ordered on the current stream."""

@@ -58,12 +58,12 @@ class Modes:
         if self._rows is None or not self._checks.hold():
             known = tuple([tuple(value) if type(value) is list else value for value in read_all()])
             self._known = known if known != self._known else self._known
-            self._rows = _rows_of_today(self._getters)
+            self._rows = _current_rows(self._getters)
             self._checks = Checks(self._rows)
         return self._known
 
 
-def _rows_of_today(getters: list[Callable[[], Any]]) -> list[Row]:
+def _current_rows(getters: list[Callable[[], Any]]) -> list[Row]:
     """Comparisons that hold while torch's state guard, the default device, modes and ``getters`` say the same."""
     device = default_device()
     # Modes that change nothing may be active.

@@ -25,10 +25,11 @@ from graphplan.tensors.trees import Literals, flatten_result, rebuild
 
 _SHAPES = 256  # Structures of calls whose units are remembered.
 _FEW = (bool, int, float, complex, Enum, type(None), torch.dtype, torch.device, torch.memory_format)
-"""Values that mostly steer the code. There may be so many at one place, or in one list, before they are left out:"""
+"""Types of values that mostly choose a branch."""
 _VALUES = 8
+"""Maximum number of different values of these at one place, or in one list, that are part of the key."""
 _Group = tuple[str, bool]
-"""The values of a unit that are such, or those that are not."""
+"""A unit, and whether its values are of these types or of others."""
 _IN_C = torch.Generator.__module__
 _NUMBERED = re.compile(r"\[\d+\]$")
 

@@ -18,9 +18,9 @@ _RAISE = "RAISE_VARARGS"
 
 
 class Asked(NamedTuple):
-    """What code calls ``type`` on, which no stand-in notices: its own arguments and what lies in them (``paths``), what
-    it compares with certain classes (the ``names`` of these, each with its attributes), and whether on anything else;
-    ``in_errors``: only where it raises one then (``raise TypeError(f"expected a tensor, got {type(x)}")``).
+    """What code passes to ``type``, a call that stand-ins for numbers do not notice. ``paths``: arguments and parts of
+    them. ``names``: the classes that a type is compared with, each with its attributes. ``others``: anything else.
+    ``in_errors``: only for the text of an error (``raise TypeError(f"expected a tensor, got {type(x)}")``).
     """
 
     paths: frozenset[tuple[str, ...]] = frozenset()

@@ -122,8 +122,8 @@ def attributes_of(thing: Any) -> dict[str, Any] | None:
 
 
 class Told:
-    """What ``read`` tells of ``items``, as an item: read and guarded, never written. What is made anew for each look is
-    the same object for as long as it does not change.
+    """A read-only item that shows ``read(items)``: guards compare it, nothing is written through it. It gives the same
+    object until the value changes.
     """
 
     def __init__(self, items: Any, read: Callable[[Any], Any]) -> None:
@@ -199,7 +199,7 @@ class Inherited(Members):
 
 
 def home(container: Any) -> Any:
-    """What has to stay for a place in ``container`` to be where it is."""
+    """The object that has to stay the same one for places in ``container`` to remain valid."""
     if isinstance(container, Told):
         return container.items
     return container.thing if isinstance(container, Attributes) else container

@@ -39,7 +39,7 @@ _ACCUMULATED = WeakIdKeyDictionary()
 
 
 class _Turn:
-    """Of programs that share memory, what the one binds that was replayed last."""
+    """What programs that share memory have in common: the bindings of the one that was replayed last."""
 
     latest: weakref.ref[Bindings] | None = None
 
@@ -212,8 +212,8 @@ class Bindings:
         self._turn = _TURNS.setdefault(generation, _Turn())
 
     def take_turn(self) -> None:
-        """Before a replay that follows one of another program, whose memory it writes to: give the gradients that lie
-        there, and that it does not make anew, memory of their own.
+        """Before a replay after another program's: move gradients out of memory that this replay is going to overwrite,
+        unless it makes them anew.
         """
         before = self._turn.latest
         if before is self._own:

@@ -33,7 +33,7 @@ from graphplan.program.undo import Undo
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.tensors.attributes import dressed
-from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
+from graphplan.tensors.storages import memory_uses, overlaps, storage_id, with_leaves
 from graphplan.tensors.symbolic import NUMBERS
 from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.deferred_reads import DeferredReads
@@ -223,13 +223,21 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
         if path in plan.rebindings.replaced and holds_plain(slot.get()):
             with torch.inference_mode(False):
                 is_first = path not in partners
-                tensors = [t.clone() for t in slot.tensors()] if is_first else walk.slots[partners[path]].tensors()
+                tensors = list(map(_clone, slot.tensors())) if is_first else walk.slots[partners[path]].tensors()
                 slot.set(with_leaves(slot.get(), tensors))
         elif others:
             raise HostEffectError(
                 f"the step binds another tensor to {path}, which begins as {min(others)}: a replay would write the new "
                 f"values there. Begin with a copy: {path} = {min(others)}.detach().clone()"
             )
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    """A copy with the strides of ``tensor``, gaps included: those of steps' own results are compared with these."""
+    copy, stride = tensor.clone(), tensor.stride()
+    if copy.stride() == stride or overlaps(tensor.shape, stride):
+        return copy
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _check_shared(plan: Plan, feed: Feed, walk: Walk, inputs: StaticInputs) -> None:

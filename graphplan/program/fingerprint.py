@@ -125,7 +125,7 @@ class Fingerprint:
         self._facts: Any = None
         self._flags: tuple[Any, ...] = ()
 
-    def is_of_today(self) -> bool:
+    def matches_groups(self) -> bool:
         """Return True if the optimizers' groups are those of the walk, with the same parameters."""
         return bool(self._membership.hold())
 

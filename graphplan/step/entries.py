@@ -32,10 +32,12 @@ Variant = tuple[bool, ...]
 
 @dataclass(slots=True)
 class Line:
-    """One variant on its way to a program: traces, then a plan, then the program. ``state`` are the paths of optimizer
-    state in the latest trace. The numbers count pairs of traces that were dropped, because autograd ``reordered`` them
-    or the host changed something between them, traces that branched otherwise than one before, and those in a row that
-    ``renamed`` what they use.
+    """The path of one variant to a program: its traces, the plan that two of them give, the program. ``state`` are the
+    paths of optimizer state in the latest trace.
+
+    The counters are of traces that were thrown away, by cause: autograd ran the operators in another order
+    (``reordered``), the host changed a value between two traces (``straddling``), a branch went another way
+    (``outcomes``), the code used names that it had not used before (``renamed``, in a row).
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -88,12 +90,12 @@ class Entry:
     """What is known of the calls of one ``key``.
 
     ``since``, ``used`` and ``called`` number the lookup that made it, the latest one, and its latest call on the way to
-    a program. ``captured``: it has or had one. ``gate`` times its replays until ``is_decided``. ``outside``: gradients
-    flow through its results, so calls are eager. ``batch``: reads of the batch choose another entry, whose ``base`` is
-    this one. The last of ``ways`` is that of the latest call; the numbers at ``places`` decide. ``untried`` ways were
-    traced since the latest capture, until they are ``too_many``. ``flows_out``: what a backward pass outside the step
-    has come to, by the number of the call that returned it. ``pause`` says why this call is eager, in place of a replay
-    of ``paused``, which had made ``paused_at`` of them.
+    a program. ``captured``: it has or had one. ``gate`` times its replays until ``is_decided``. ``outside``: results
+    take part in a backward pass outside the step, so calls are eager. ``batch``: what the step reads of its batch
+    chooses another entry, whose ``base`` is this one. ``ways``: the one used last comes last; the numbers at ``places``
+    decide between them. ``untried`` ways were traced since the last capture, up to a limit (``too_many``).
+    ``flows_out``: what a backward pass outside the step has come to, by the number of the call that returned it.
+    ``pause``: why this call is eager though there is a program (``paused``, after ``paused_at`` replays).
     """
 
     key: Key = ()

@@ -38,7 +38,8 @@ program takes (two traces, a capture and checks took as long as 62 launches of a
 _WINDOWS = 3  # Times that replays are measured before they are found slower; the best counts.
 _CLEAR = 2.0  # Slower by this factor in one window is enough.
 _SINGLE = 64  # Other steps whose end is waited for, to time a replay after them.
-_UNEVEN = 0.5  # A step that takes more than this share of a window is none of the loop's: a validation, a checkpoint.
+_UNEVEN = 0.5
+"""A step that takes a larger share of a timing window is not counted: a validation or a checkpoint came between."""
 _PATIENCE = 1.0  # Seconds that a rank waits for the votes of the others.
 
 

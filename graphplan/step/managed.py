@@ -49,7 +49,7 @@ _STATES = "dropout_states"  # The owner of what operators draw from that is no g
 _STATE = ["_fingerprint", "_last_id", "refusal"]
 _FINGERPRINTS = 256  # Fingerprints that keep their numbers; of more, the latest ones.
 _CHURN = 3
-"""New values of a hyper-parameter without a capture between them: it changes faster than steps can be captured."""
+"""After so many new values of a hyper-parameter without a capture between them, the step is refused."""
 
 
 def _check_made(optimizer: torch.optim.Optimizer) -> None:
@@ -67,9 +67,10 @@ class Managed:
     """Owners of one step, named and discovered, and the optimizers among them, with the ``changes`` that made these
     capturable. A step that does not train (``trains``) owns optimizers that others step.
 
-    ``handles`` lead to the ``owners`` from plans, ``names`` are those in the step's code, ``refusal`` refuses the next
-    call. ``kept`` is what the latest call made and left behind, by path; ``has_learnt``: it may have led to new owners
-    or names. ``compiled`` says how compiled code that ran was compiled, with its name, by identity.
+    ``handles`` give plans access to the ``owners``, ``names`` are those in the step's code, ``refusal`` is raised at
+    the next call. ``kept`` are objects that the last call made and left on an owner, by path; ``has_learnt``: it may
+    have led to new owners or names. ``compiled`` says how compiled code that ran was compiled, with its name, by
+    identity.
     """
 
     def __init__(
@@ -412,7 +413,7 @@ class Managed:
 
     def next_fingerprint(self) -> int:
         """The fingerprint of a call. Raises OptimizerError for a hyper-parameter that keeps changing."""
-        if self._fingerprint is not None and not self._fingerprint.is_of_today():
+        if self._fingerprint is not None and not self._fingerprint.matches_groups():
             self.refresh()
         before, number = self._last, self.fingerprint()
         is_new, self._highest = number > self._highest, max(number, self._highest)

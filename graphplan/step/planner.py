@@ -102,8 +102,8 @@ class Planner:
                 self._changing_numbers.add(path)
 
     def replace_less(self, paths: frozenset[str], walk: Walk) -> None:
-        """Code needs what only real numbers are good for: of those at ``paths``, or if none is known, of those that
-        were seen to change, or of any.
+        """Leave real numbers at ``paths``, since code needs their values; without paths, at the places of numbers that
+        were seen to change, or if there are none, everywhere.
         """
         if not paths:
             places = {path: walk.scalars[path] for path in self._changing_numbers & walk.scalars.keys() - self._kept}

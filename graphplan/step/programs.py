@@ -16,8 +16,9 @@ _KEYS_PER_GRAPH = 8
 _IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
 _ALLOWANCE = 40  # Eager steps that starting may take beyond what replays save, before a further program waits.
 _UNPAID = 2  # Captures in a row that did not pay, after which further ones wait.
-_LONGEST = 32  # Waits in a row, of which a call has up to two, and how many times as many after each that was in vain.
-_LONGER = 4
+_LONGEST = 32
+"""Maximum number of waits in a row without a replay between them, of which a call may count two."""
+_LONGER = 4  # It is multiplied by this where the capture after the longest wait has not paid.
 _PATIENCE = 4  # A capture is overdue after this many times the calls that it needs.
 _GEOMETRIES = 256  # Geometries of feeds whose latest program is remembered.
 _PAYS = 16  # Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``.
@@ -193,9 +194,9 @@ class Programs:
         return f"all {self._options.max_graphs} programs (max_graphs) are in use, or on the way"
 
     def waits(self, entry: Entry) -> str | None:
-        """Why a new signature, another way through the step, or a capture after some that did not pay, waits: for
-        replays to save what starting took, less an allowance; None if it does not, or if nothing was replayed or
-        captured for a while, so that nothing is saved.
+        """Return why a new signature, another way through the step, or a capture after some that did not pay, has to
+        wait until replays have saved what starting took so far, less an allowance. None if it may start now, or has
+        waited long enough without a replay, which saves nothing.
         """
         has_ways = len(entry.ways) > 1
         is_further = (has_ways or not entry.captured) and (bool(self.all()) or self._is_behind(entry))

@@ -49,8 +49,8 @@ class Rebinding:
     ``plain``: others were as good as the tensors that it held (:func:`holds_plain`). ``moved``: it holds the same
     tensors, which the step gave other memory (``tensor.data = ...``); ``joined`` is the path of a tensor that shares
     memory with them before or after the step, in a way that no replay repeats. ``follows`` is the path of a tensor that
-    the step gives the memory of the new tensor here (``p.data = state["old"]``). ``objects`` are the identities of what
-    the slot held before and after, which mean something beside those of other slots in the same step.
+    the step gives the memory of the new tensor here (``p.data = state["old"]``). ``objects`` are the ids of what
+    the slot held before and after, to compare with those of other slots in the same step.
     """
 
     path: str

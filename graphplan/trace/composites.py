@@ -158,7 +158,9 @@ def _watching_autocast(casts: dict[str, bool]) -> Iterator[None]:
 
 @contextmanager
 def _as_outside(func: Any, casts: dict[str, bool]) -> Iterator[None]:
-    """Have parts of ``func`` cast, and views need gradients, as outside of the mode: ``matmul`` folds by that."""
+    """Run parts of ``func`` with autocast and view tracking as outside of the mode: ``matmul`` decides by them whether
+    to fold dimensions.
+    """
     keys = [key for device, key in _AUTOCAST.items() if casts.get(device)]
     # Where torch makes the result of the whole a view, those of its parts are none.
     keys += [] if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView") else [_VIEWS]

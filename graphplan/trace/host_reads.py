@@ -172,6 +172,6 @@ class KnownReads:
         return place in self._reads
 
     def take(self, place: Place) -> HostRead:
-        """The next read at ``place``; the last one once they are over."""
+        """Return the next recorded read at ``place``; where all were returned, the last one again."""
         reads = self._reads[place]
         return reads.pop(0) if len(reads) > 1 else reads[0]

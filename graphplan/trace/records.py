@@ -87,7 +87,7 @@ class TracedExternal:
     is_scripted: bool = False
     """Scripted code had it first, and was not given it."""
     is_passing: bool = False
-    """A number on the host that scripted code made unseen, and that nothing holds after the step; a copy then."""
+    """Scripted code made it of a number on the host, and nothing refers to it after the step: ``tensor`` is a copy."""
     _storage: torch.UntypedStorage | None = None
 
     def let_go(self) -> None:
@@ -138,7 +138,7 @@ class Trace:
     entry_scalars: dict[str, Any] = field(default_factory=dict)
     entry_metadata: dict[str, Any] = field(default_factory=dict)
     read_before: set[str] = field(default_factory=set)
-    """Of the values that lie in what the step makes anew, those that code may have read before it did."""
+    """Paths of values in objects that the step makes anew, which code may have read before the step made them."""
     reads: Reads = field(default_factory=Reads)
     unowned_gradients: list[str] = field(default_factory=list)
     leaves: set[str] = field(default_factory=set)

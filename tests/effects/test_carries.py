@@ -55,6 +55,11 @@ def _sliding_window(model: Any, x: Tensor, loss: Tensor) -> Tensor:
     return model.window.mean()
 
 
+def _slice_of_a_queue(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    model.queue = torch.cat([x[:1].T, model.queue], 1)[:, :4]
+    return model.queue.mean()
+
+
 def _last_loss(model: Any, x: Tensor, loss: Tensor) -> None:
     model.last = loss.detach()
 
@@ -86,6 +91,7 @@ CARRIES: dict[str, tuple[Callable[..., Any], Callable[[nn.Module], object]]] = {
     "swap and write in place": (_swap, _three),
     "dict and list items": (_in_containers, attributes(memory=lambda: {"h": ROW(), "parts": [torch.ones(()), ZERO()]})),
     "a sliding window": (_sliding_window, attributes(window=partial(torch.zeros, 3, 8))),
+    "a slice with gaps": (_slice_of_a_queue, _buffer("queue", torch.zeros(8, 4))),
     "the last loss": (_last_loss, attributes(last=None)),
     "in place": (_in_place, attributes(total=ZERO, seen=partial(torch.zeros, (), dtype=torch.int64))),
     "attribute of a submodule": (_submodule, lambda model: setattr(model[1], "extra", torch.zeros(()))),
