@@ -126,9 +126,10 @@ class Managed:
         them, before any code has run.
         """
         known = set(map(id, self.owners.values()))
-        found = {id(thing): (name, thing) for name, thing in names_in(self._fn) if isinstance(thing, GradScaler)}
-        for number, (name, scaler) in found.items():
-            if number not in known and scaler.is_enabled():
+        named = ((name, thing) for name, thing in names_in(self._fn) if issubclass(type(thing), GradScaler))
+        for name, scaler in named:
+            if id(scaler) not in known and scaler.is_enabled():
+                known.add(id(scaler))
                 self.owners[free_name(name, self.owners)] = scaler
 
     def walk(self) -> Walk:
