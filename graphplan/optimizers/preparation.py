@@ -132,18 +132,25 @@ class Preparation:
     stay where they are until it is stepped here.
 
     Attributes:
-        changes: what was changed, one line per flag.
+        changes: what was changed, one line per flag, also of groups that are added later; a list may be given.
         counted: integers in parameter groups that the optimizer's own step changes. A hyper-parameter, which the step's
             code may set, is one only if it went on from where the step before had left it.
         stepped_newcomers: whether stock kernels have taken a group because of parameters that no step took before.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, fused: bool = False, steps: bool = True) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        fused: bool = False,
+        steps: bool = True,
+        changes: list[str] | None = None,
+    ) -> None:
         check_optimizer(optimizer)
         self.optimizer = optimizer
         self._fused = fused
         self._steps = steps
-        self.changes: list[str] = []
+        self.changes = [] if changes is None else changes
         self.counted: set[_Place] = set()
         self._counts: dict[_Place, int] = {}
         self._left: dict[_Place, int] = {}

@@ -147,8 +147,8 @@ class Managed:
             return
         with refusing():
             if self._prepare:
-                preparation = Preparation(optimizer, fused=self._is_scaled or self._fuse, steps=self._trains)
-                self.changes += [change for change in preparation.changes if change not in self.changes]
+                fused = self._is_scaled or self._fuse
+                preparation = Preparation(optimizer, fused=fused, steps=self._trains, changes=self.changes)
                 self._managed.add(id(optimizer))
                 self.rates.keep(preparation)
             self.rates.attach([optimizer])

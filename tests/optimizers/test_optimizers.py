@@ -298,3 +298,24 @@ def test_parameters_in_another_order_than_their_checkpoint() -> None:
             [fast(torch.randn(4, 3, 2, 2)) for _ in range(20)]
         found.append(param.detach())
     assert torch.equal(*found)
+
+
+def test_a_group_that_is_added_is_reported() -> None:
+    """Its kernel rounds otherwise, too."""
+    body, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    optimizer = optim.Adam(head.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = head(body(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    graphed_step = graph_step(step, backend="tape")
+    for number in range(20):
+        if number == 10:
+            optimizer.add_param_group({"params": body.parameters()})
+        graphed_step(torch.randn(3, 4))
+    for index in range(2):
+        assert f"prepared: Adam.param_groups[{index}]['fused']: None -> True" in graphed_step.report()
