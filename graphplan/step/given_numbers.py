@@ -38,6 +38,8 @@ class GivenNumbers:
         self._held = _Arguments()
         self._seen: dict[_Place, set[Any]] = {}
         self._literal: set[_Place] = set()  # Those whose values code needs.
+        self.needed: list[str] = []
+        """Where code needs them, in words."""
         self.given: dict[_Place, str] = {}
         """Those that vary, with the names under which their numbers are held: each has one of its own."""
         self._made: dict[tuple[str, type], GivenNumber] = {}
@@ -79,13 +81,15 @@ class GivenNumbers:
             self._managed.owners[self._owner] = Given(self._held, tuple(self.given.values()))
         return bool(fresh)
 
-    def give_up(self, paths: Collection[str]) -> list[str]:
-        """Leave those in the key that lie at ``paths``, and return which of these are any."""
+    def give_up(self, paths: Collection[str], told: Callable[[str], str] = str) -> list[str]:
+        """Leave those in the key that lie at ``paths``, since code needs their values. Return which, as ``told``."""
         places = {place: f"{self._owner}.{name}" for place, name in self.given.items()}
         places = {place: path for place, path in places.items() if path in paths}
         self._literal |= places.keys()
         self.given = {place: name for place, name in self.given.items() if place not in places}
-        return list(places.values())
+        found = list(map(told, places.values()))
+        self.needed += found
+        return found
 
     @property
     def paths(self) -> set[str]:

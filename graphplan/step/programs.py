@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 from graphplan.errors import HostSyncError, NotCapturedError, RecaptureError
 from graphplan.feed.signature import Feed, first_difference, without_geometry
@@ -18,7 +18,7 @@ _ALLOWANCE = 40  # Eager steps that starting may take beyond what replays save, 
 _UNPAID = 2  # Captures in a row that did not pay, after which further ones wait.
 _LONGEST = 32
 """Maximum number of waits in a row without a replay between them, of which a call may count two."""
-_LONGER = 4  # It is multiplied by this where the capture after the longest wait has not paid.
+_LONGER = 4  # It is multiplied by this for ways through the code, and where the capture after it has not paid.
 _PATIENCE = 4  # A capture is overdue after this many times the calls that it needs.
 _GEOMETRIES = 256  # Geometries of feeds whose latest program is remembered.
 _PAYS = 16  # Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``.
@@ -206,12 +206,14 @@ class Programs:
         if not self.has_spent():
             self._longest = _LONGEST
             return None
+        # Where a step goes one of many ways by chance, most calls may be none that is known yet.
+        longest = self._longest * (_LONGER if has_ways else 1)
         if self._waits_at != self.progress:
             # What was captured after the longest wait has not paid.
-            self._longest *= _LONGER if self._waits > self._longest else 1
+            self._longest *= _LONGER if self._waits > longest else 1
             self._waits, self._waits_at = 0, self.progress
         self._waits += 1
-        if self._waits > self._longest:
+        if self._waits > longest:
             return None
         signature = "another signature" if is_further else "what was captured before"
         what = "another way through the step's code" if has_ways else signature
@@ -263,8 +265,10 @@ class Programs:
             f"{self._options.max_recaptures})"
         )
 
-    def check_due(self, feed: Feed) -> NotCapturedError | None:
-        """Return the error, once, if no capture has come in time. The entry of ``feed`` was found last."""
+    def check_due(self, feed: Feed, values: Sequence[str]) -> NotCapturedError | None:
+        """Return the error, once, if no capture has come in time. The entry of ``feed`` was found last; the step's code
+        needs the ``values`` of its arguments.
+        """
         if self._latest or self._said:
             return None
         needed = self._options.warmup_steps + 3
@@ -278,8 +282,8 @@ class Programs:
         return NotCapturedError(
             f"no step was captured in {self._stats.calls} steps, though {needed} with one signature are enough: the "
             f"batches differ each time in shape, dtype, structure or Python values ({signatures} signatures so far"
-            f"{'' if found is None else f'; {found}'}). Expected batches that repeat a signature: pad them, leave "
-            "Python values that the step does not need out of what it is fed, make tensors of numbers and tokenize "
-            "strings in the data loader's collate_fn, and where the step only decides by a value (i % 2 == 0), feed "
-            "what it decides"
+            f"{'' if found is None else f'; {found}'}{''.join(f'; the code needs the value of {v}' for v in values)}). "
+            "Expected batches that repeat a signature: pad them, leave Python values that the step does not need out "
+            "of what it is fed, make tensors of numbers and tokenize strings in the data loader's collate_fn, and "
+            "where the step only decides by a value (i % 2 == 0), feed what it decides"
         )

@@ -179,7 +179,7 @@ class Reasons:
         """No program has come in time. Raises that, if refusals are raised."""
         step = self._step
         call.feed = step.lookup.moved(call.feed)
-        overdue = step.programs.check_due(call.feed)
+        overdue = step.programs.check_due(call.feed, step.given.needed)
         if overdue is None:
             return None
         if step.options.on_failure == "raise":

@@ -366,10 +366,9 @@ class Stages:
         if facts.batch is not None and not self._take_reads(call, facts.batch, facts):
             line.traces = []
             return
-        given = self._given.give_up(facts.symbolic.used)
+        given = self._given.give_up(facts.symbolic.used, facts.symbolic.told)
         if given:
-            for path in given:
-                value = facts.symbolic.told(path)
+            for value in given:
                 self._stats.note(f"each value needs a program of its own: the step's code needs {value}", "traces")
             line.traces = []
             return

@@ -14,8 +14,9 @@ from graphplan.trace.records import Trace
 
 _COPIES = tuple(f"aten.{name}.default" for name in ("clone", "detach", "_to_copy", "alias", "squeeze"))
 _FIX = (
-    "Feed the number to the step, hold it in a tensor that is filled between steps, or leave optimizer.step() out of "
-    "the step (in a Trainer with automatic optimization that is done for you)"
+    "Set the rate outside the step; where the step needs it, feed the number, hold it in a tensor that is filled "
+    "between steps, or leave optimizer.step() out of the step (in a Trainer with automatic optimization that is done "
+    "for you)"
 )
 _SCHEDULED = "Call scheduler.step() after the step: a replay reads the rate that is there then"
 

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
-from graphplan import HostEffectError, HostSyncError, LearningRateError, SkipReason, compile_plan, graph_step
+from graphplan import (
+    HostEffectError,
+    HostSyncError,
+    LearningRateError,
+    NotCapturedError,
+    SkipReason,
+    compile_plan,
+    graph_step,
+)
 from tests.facts import assert_same
 from tests.twins import (
     LAST_TRACE,
@@ -79,7 +87,9 @@ def test_a_step_that_computes_with_the_lr(name: str) -> None:
     """Refused by name in the first trace; on the way there, and ever after, it gets the number that eager code gets."""
     make = partial(reading_rig, USES[name])
     where = line_of(USES[name])
-    assert_refused(make, LearningRateError, rf"computes with a learning rate at {where}.*Feed the number")
+    assert_refused(
+        make, LearningRateError, rf"computes with a learning rate at {where}.*Set the rate outside .* feed the number"
+    )
     assert_falls_back(make, SkipReason.HOST_SCALAR, rf"computes with a learning rate at {where}")
 
 
@@ -249,3 +259,6 @@ def test_a_rate_that_is_an_argument() -> None:
     for number in range(20):
         step(torch.randn(5, 4), 0.1 / (number + 1))
     assert re.search(r"each value needs a program of its own: the step's code needs arguments\.rate at", step.report())
+    with pytest.raises(NotCapturedError, match=r"; the code needs the value of arguments\.rate at .*in train_step"):
+        for number in range(20, 200):
+            step(torch.randn(5, 4), 0.1 / (number + 1))
