@@ -35,9 +35,9 @@ from graphplan.trace.operator_schemas import (
 from graphplan.trace.records import Trace
 
 _FIX = (
-    "Keep it on the device (torch.where, a mask of fixed shape), or read it after the step from what the step returns "
-    "(a number of .item() or a copy of .cpu() that is only logged, appended or returned is read then); "
-    "where only some calls do it, eager_if= names those"
+    "Keep it on the device (torch.where, a mask of fixed shape; as an index, index_copy_ and gather take a tensor), or "
+    "read it after the step from what the step returns (a number of .item() or a copy of .cpu() that is only logged, "
+    "appended or returned is read then); where only some calls do it, eager_if= names those"
 )
 _SHAPE_FIX = (
     "Where a tensor of fixed shape does as well (a mask, torch.where, indices of a fixed number), take that; an "
