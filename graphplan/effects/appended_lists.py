@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections import UserDict, UserList
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -14,8 +17,8 @@ from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError
 from graphplan.observe.looks import Look, looks_of
 from graphplan.observe.source import Source
-from graphplan.owners.kinds import MAX_ITEMS
-from graphplan.owners.slots import Items, Namespace, Scalar
+from graphplan.owners.kinds import MAX_ITEMS, PLAIN
+from graphplan.owners.slots import Items, Namespace, Scalar, Walk
 from graphplan.owners.views import Cell, home
 from graphplan.specs.paths import Path
 from graphplan.trace.changes import same_value, told_apart
@@ -53,6 +56,14 @@ def _alike(before: list[Any], after: list[Any]) -> bool:
     return shape == other and all(map(same_value, old, new))
 
 
+_BY_TEXT = frozenset(
+    {"globals", "locals", "eval", "exec", "getattr", "attrgetter", "__globals__", "__closure__", "__defaults__"}
+)
+"""What leads code to variables that it does not name."""
+_LOOKED_THROUGH = 10_000
+"""Maximum number of objects that are looked through for lists in them."""
+_ENDS = frozenset({ModuleType, FunctionType, CodeType, *PLAIN})
+"""What leads to whole modules, or nowhere."""
 _ANY_DEPTH = 99
 """More items within items than code can have looked at."""
 
@@ -76,17 +87,60 @@ class _Name:
         return look.depth <= self.depth
 
 
-def _only_to_append(pair: TracePair) -> Iterator[str]:
-    """The paths of lists that code has names for, but as far as names tell only to append to them."""
+def _only_to_append(pair: TracePair, variables: Mapping[int, bool]) -> Iterator[str]:
+    """The paths of lists that code has names for, but as far as names tell only to append to them. ``variables``: those
+    whose only name is that of a variable, by identity.
+    """
     reads = [trace.reads for trace in pair.both if not trace.reads.dynamic]
-    for path in pair.walk.lists:
+    for path, items in pair.walk.lists.items():
         length = pair.walk.objects.get(Path.length(path))
         if length is not None and any(read.covers(length) for read in reads):
             more = replace(length, attribute=f"{length.attribute}[:]")
             # Of variables it is only known that code loads them.
-            is_variable = length.name is not None or isinstance(length.owner, Namespace)
-            if is_variable or not any(read.covers(more) for read in reads):
+            if length.name is not None or isinstance(length.owner, Namespace):
+                is_only_appended = variables.get(id(items), False)
+            else:
+                is_only_appended = not any(read.covers(more) for read in reads)
+            if is_only_appended:
                 yield path
+
+
+def _variables(pair: TracePair) -> dict[int, bool]:
+    """Lists and dictionaries by identity, and whether there is one way to them alone, by a variable: code may have what
+    lies in defaults, tuples, partials or caches by any name.
+    """
+    codes = {code for trace in pair.both for code, _ in trace.reads.codes}
+    if any(trace.reads.dynamic for trace in pair.both) or any(not _BY_TEXT.isdisjoint(code.co_names) for code in codes):
+        return {}
+    found: dict[int, bool] = {}
+    for container, key, value in pair.walk.links:
+        is_variable = found.get(id(container), False) if type(container) is dict else type(container) is Cell
+        is_variable |= type(container) is dict and _is_namespace(container)
+        found[id(value)] = id(value) not in found and isinstance(key, str) and is_variable
+    wanted = {id(items) for items in pair.walk.lists.values() if found.get(id(items))}
+    if wanted:
+        found.update(dict.fromkeys(_reached(pair.walk, wanted), False))
+    return found
+
+
+def _reached(walk: Walk, wanted: set[int]) -> set[int]:
+    """Those of the identities ``wanted`` that values lead to which the walk does not enter: objects of libraries and
+    C, such as what a cached function remembers. All of them if that is too much to look through.
+    """
+    left = [scalar.get() for scalar in (*walk.scalars.values(), *walk.objects.values())]
+    met: set[int] = set()
+    while left and len(met) < _LOOKED_THROUGH:
+        thing = left.pop()
+        is_space = type(thing) is dict and _is_namespace(thing)
+        if id(thing) not in met and type(thing) not in _ENDS and not issubclass(type(thing), type) and not is_space:
+            met.add(id(thing))
+            # The lists themselves lie in what tells of their length.
+            left += gc.get_referents(thing) if id(thing) not in wanted else ()
+    return wanted if left else wanted & met
+
+
+def _is_namespace(space: dict[Any, Any]) -> bool:
+    return vars(sys.modules.get(str(space.get("__name__")), object)) is space
 
 
 class AppendedLists:
@@ -97,7 +151,7 @@ class AppendedLists:
         self._walk = walk = pair.walk
         self.lengths: dict[str, str] = {Path.length(path): path for path in appended}
         """By the path of its length, the path of each that was made longer."""
-        paths = dict.fromkeys([*appended, *_only_to_append(pair)])
+        paths = dict.fromkeys([*appended, *_only_to_append(pair, _variables(pair) if walk.lists else {})])
         self._lists = {path: walk.lists[path] for path in paths if path in walk.lists}
         self._codes = dict.fromkeys(code for trace in pair.both for code in trace.reads.codes) if paths else {}
         self._dynamic = any(trace.reads.dynamic for trace in pair.both)

@@ -235,7 +235,7 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
 def _clone(tensor: Tensor) -> Tensor:
     """A copy with the strides of ``tensor``, gaps included: those of steps' own results are compared with these."""
     copy, stride = tensor.clone(), tensor.stride()
-    if copy.stride() == stride or overlaps(tensor.shape, stride):
+    if copy.stride() == stride or overlaps(tensor.shape, stride) or tensor.is_conj() or tensor.is_neg():
         return copy
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 

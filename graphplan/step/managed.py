@@ -126,9 +126,10 @@ class Managed:
         them, before any code has run.
         """
         known = set(map(id, self.owners.values()))
-        named = ((name, thing) for name, thing in names_in(self._fn) if issubclass(type(thing), GradScaler))
-        for name, scaler in named:
-            if id(scaler) not in known and scaler.is_enabled():
+        for name, scaler in names_in(self._fn):
+            # One of a class of the user's is an object like others: its own code is looked at.
+            is_torchs = issubclass(type(scaler), GradScaler) and type(scaler).__module__.startswith("torch.")
+            if is_torchs and id(scaler) not in known and scaler.is_enabled():
                 known.add(id(scaler))
                 self.owners[free_name(name, self.owners)] = scaler
 

@@ -26,6 +26,9 @@ _WIDENING = {"cuda": frozenset({"mul", "add", "sub", "__rsub__"}), "cpu": frozen
 _WEIGHTS = {"add": "alpha", "sub": "alpha", "lerp": "weight"}
 """Functions of two tensors that take a number to weigh the second one with, and what they call it."""
 _LISTS = "_foreach_"
+_NEGATE: Any = torch._foreach_neg_
+_GIVES_LIST = _NEGATE([torch.empty(0, device="cpu")]) is not None
+"""Whether functions that write to the tensors of a list return that: some releases return nothing."""
 
 
 def with_operand(function: Any, tensor: Any, number: Any) -> Tensor | None:
@@ -55,13 +58,19 @@ def with_weight(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], n
     in_lists, in_place = function.__name__.startswith(_LISTS), function.__name__.endswith("_")
     is_named = len(args) == 2 and [*kwargs] == [_WEIGHTS.get(base)]
     if is_named or (base == "lerp" and len(args) == 3 and not kwargs):
-        pairs = list(zip(*args[:2], strict=True)) if in_lists else [tuple(args[:2])]
+        given = args[:2]
     elif in_lists and base == "mul" and len(args) == 2 and not kwargs:
-        pairs = [(tensor,) for tensor in args[0]]
+        given = args[:1]
     else:
         return None
+    if in_lists and not all(isinstance(tensors, list | tuple) and len(tensors) == len(args[0]) for tensors in given):
+        return None
+    pairs = list(zip(*given, strict=True)) if in_lists else [tuple(given)]
     tensors = [tensor for pair in pairs for tensor in pair]
     if not tensors or not all(map(_may_be_weighed, tensors)) or len({(t.dtype, t.device) for t in tensors}) > 1:
+        return None
+    # A factor that is the same for several elements is multiplied in another order.
+    if any(other.shape != first.shape for first, *others in pairs for other in others):
         return None
     factor = number._computed(operator.neg, (number,), number._kind) if base == "sub" else number
     weight = number._reader.tensor_of(factor, tensors[0].dtype, tensors[0].device)
@@ -69,7 +78,9 @@ def with_weight(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], n
         return None
     name = {"add": "addcmul", "sub": "addcmul"}.get(base, base) + "_" * in_place
     made = [getattr(first, name)(*others, weight) for first, *others in pairs]
-    return (None if in_lists and in_place else made if in_lists else made[0],)
+    if not in_lists:
+        return (made[0],)
+    return (tuple(made) if not in_place else args[0] if _GIVES_LIST else None,)
 
 
 def _may_be_weighed(tensor: Any) -> bool:

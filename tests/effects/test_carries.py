@@ -18,7 +18,7 @@ from graphplan.feed.signature import flatten
 from graphplan.program.capture import capture_program
 from graphplan.step.runner import Backends
 from tests.models import CALLS, Memory, attributes, float_batches, updating_rig
-from tests.twins import BEFORE_TWO, Rig, assert_equals_eager, build, drive, managed
+from tests.twins import BEFORE_TWO, Rig, assert_equals_eager, assert_same_as_eager, build, drive, managed
 
 
 def _ema(model: Any, x: Tensor, loss: Tensor) -> None:
@@ -103,6 +103,18 @@ def test_rebound_tensors_are_carried(name: str, equals_eager: Callable[..., Any]
     """Each replay starts from what the one before it left."""
     update, prepare = CARRIES[name]
     equals_eager(partial(updating_rig, update, prepare))
+
+
+def _conjugated(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    before = model.phase.mean()
+    model.phase = torch.complex(model.phase, x.repeat(1, 32).mean(0)).conj().imag
+    return before
+
+
+def test_a_carried_tensor_that_is_a_negative_view() -> None:
+    """It has gaps and is marked as negative: eager adds up a dense copy."""
+    make = partial(updating_rig, _conjugated, _buffer("phase", torch.zeros(256)))
+    assert assert_same_as_eager(make, verify="off").stats.replayed > 5
 
 
 def _normalised(model: nn.Module) -> Rig:

@@ -6,9 +6,9 @@ Checks are off in here, so that it is the refusal alone that keeps a length from
 
 from __future__ import annotations
 
-from collections import UserDict, defaultdict, deque
+from collections import ChainMap, UserDict, defaultdict, deque
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +152,51 @@ def test_a_list_that_another_way_appends_to_and_each_looks_at() -> None:
     rig = partial(_logging_rig, history, lambda _, loss: loss.item(), lambda: 2 if len(history) > MANY else 1)
     step = assert_same_as_eager(rig, on_failure="eager", verify="off")
     assert "history had the length" in step.report()
+
+
+_BOTH = (_RARE, 1)
+_COUNT = partial(len, _RARE)
+_LENGTH = _RARE.__len__
+_CHAIN = ChainMap({"rare": _RARE})
+
+
+@cache
+def _cached() -> list[tuple[int, float]]:
+    return _RARE
+
+
+def _by_default(items: list[Any] = _RARE) -> int:
+    return len(items)
+
+
+def _by_keyword(*, items: list[Any] = _RARE) -> int:
+    return len(items)
+
+
+WAYS: dict[str, Callable[[], int]] = {
+    "a default": _by_default,
+    "a keyword's default": _by_keyword,
+    "a partial": lambda: _COUNT(),
+    "a tuple": lambda: len(_BOTH[0]),
+    "a method": lambda: _LENGTH(),
+    "a cache": lambda: len(_cached()),
+    "an object of a library": lambda: len(_CHAIN["rare"]),
+    "the namespace": lambda: len(globals()["_RARE"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:graphplan runs")
+def test_a_list_that_code_reads_by_another_name(way: str) -> None:
+    """The list is made longer outside the step, once, and in a way through its code that is rarely taken."""
+    _cached()
+
+    def make() -> Rig:
+        rig = _logging_rig([], lambda _, loss: loss.item(), lambda: 2 if WAYS[way]() > 3 * MANY else 1)
+        rig.after = lambda index: _RARE.extend([(index, 0.0)] * 3 * MANY) if index == 25 else None
+        return rig
+
+    assert_same_as_eager(make, on_failure="eager", verify="off")
 
 
 class _Private:

@@ -61,6 +61,14 @@ def by_lerp_of_lists(averages: list[Tensor], weights: list[Tensor], factor: floa
     torch._foreach_lerp_(averages, weights, 1 - factor)
 
 
+def by_what_lists_give(averages: list[Tensor], weights: list[Tensor], factor: float) -> None:
+    """Some releases of torch return the list that they write to, others nothing."""
+    returned: Any = torch._foreach_mul_(averages, factor)
+    torch._foreach_add_(averages if returned is None else returned, weights, alpha=1 - factor)
+    made: Any = torch._foreach_mul(weights, factor)
+    torch._foreach_mul_(averages, 1.0 if type(made) is tuple and returned is averages else 0.5)
+
+
 def averaging_rig(average: Average, dtype: torch.dtype = torch.float32) -> Rig:
     """A student that is trained, and a teacher that follows it, first fast and then slowly."""
     student = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to(dtype)
@@ -83,6 +91,7 @@ def averaging_rig(average: Average, dtype: torch.dtype = torch.float32) -> Rig:
 
 
 AVERAGES = [by_alpha, by_difference, by_functions, by_lerp, by_named_weight, by_lists, by_new_lists, by_lerp_of_lists]
+AVERAGES += [by_what_lists_give]
 
 
 @HANDED_OVER
@@ -101,6 +110,12 @@ def of_half_precision(averages: list[Tensor], weights: list[Tensor], factor: flo
         average.bfloat16().add_(weight.bfloat16(), alpha=factor)  # culprit
 
 
+def of_one_number(averages: list[Tensor], weights: list[Tensor], factor: float) -> None:
+    """Another kernel rounds what is the same for all elements."""
+    for average, weight in zip(averages, weights, strict=True):
+        average.add_(weight.mean(), alpha=factor)  # culprit
+
+
 def with_gradients(averages: list[Tensor], weights: list[Tensor], factor: float) -> None:
     """The derivative of ``lerp`` computes with the number itself."""
     with torch.enable_grad():
@@ -109,7 +124,9 @@ def with_gradients(averages: list[Tensor], weights: list[Tensor], factor: float)
 
 
 @HANDED_OVER
-@pytest.mark.parametrize("average", [of_half_precision, with_gradients], ids=lambda average: average.__name__)
+@pytest.mark.parametrize(
+    "average", [of_half_precision, of_one_number, with_gradients], ids=lambda average: average.__name__
+)
 def test_a_factor_that_is_needed_as_a_number(average: Average) -> None:
     patterns = [rf"uses state\.count at .*{line_of(average)}", "operators compute with .* but no argument like alpha="]
     assert_refused(partial(averaging_rig, average), HostScalarError, *patterns, done=LAST_TRACE)

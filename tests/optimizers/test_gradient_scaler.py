@@ -22,6 +22,7 @@ from tests.twins import (
     BEFORE_REPLAY,
     Rig,
     assert_equals_eager,
+    assert_same_as_eager,
     build,
     drive,
     managed,
@@ -151,26 +152,37 @@ def test_the_first_steps_overflow(name: str, warmup_steps: int, missing: str | N
     assert "scaler skipped the step" in step.report()
 
 
+def _unnamed_rig(kind: type[torch.amp.GradScaler]) -> Rig:
+    model = Mlp()
+    optimizer = prepared(MAKERS["adamw"])(model.parameters())
+    scaler = kind("cpu", **ODD)
+
+    def train_step(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y) * factor
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    rig = scaled_rig(prepared(MAKERS["adamw"]))
+    return Rig(train_step, {}, rig.calls, extra={"model": model, "optimizer": optimizer, "scaler": scaler})
+
+
 def test_a_scaler_that_the_step_has_a_name_for() -> None:
     """It need not be named: modules, optimizers and scalers are found alike."""
+    assert_equals_eager(lambda: _unnamed_rig(torch.amp.GradScaler))
 
-    def make() -> Rig:
-        model = Mlp()
-        optimizer = prepared(MAKERS["adamw"])(model.parameters())
-        scaler = torch.amp.GradScaler("cpu", **ODD)
 
-        def train_step(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, x, y) * factor
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            return loss
+class _Own(torch.amp.GradScaler):
+    """Of a class of the user's."""
 
-        rig = scaled_rig(prepared(MAKERS["adamw"]))
-        return Rig(train_step, {}, rig.calls, extra={"model": model, "optimizer": optimizer, "scaler": scaler})
 
-    assert_equals_eager(make)
+@pytest.mark.filterwarnings("ignore:graphplan runs this step eagerly")
+def test_a_scaler_of_the_users_that_the_step_has_a_name_for() -> None:
+    """It is an object like others, of which the code is looked at."""
+    step = assert_same_as_eager(lambda: _unnamed_rig(_Own), on_failure="eager")
+    assert "scaler.step(optimizer)" in step.report()
 
 
 def test_two_optimizers_with_one_scaler() -> None:
