@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import sys
 from collections import UserDict, UserList
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -87,10 +88,9 @@ class _Name:
         return look.depth <= self.depth
 
 
-def _only_to_append(pair: TracePair, variables: Mapping[int, bool]) -> Iterator[str]:
-    """The paths of lists that code has names for, but as far as names tell only to append to them. ``variables``: those
-    whose only name is that of a variable, by identity.
-    """
+def _only_to_append(pair: TracePair) -> Iterator[str]:
+    """The paths of lists that code has names for, but as far as names tell only to append to them."""
+    variables = cache(lambda: _variables(pair))
     reads = [trace.reads for trace in pair.both if not trace.reads.dynamic]
     for path, items in pair.walk.lists.items():
         length = pair.walk.objects.get(Path.length(path))
@@ -98,7 +98,7 @@ def _only_to_append(pair: TracePair, variables: Mapping[int, bool]) -> Iterator[
             more = replace(length, attribute=f"{length.attribute}[:]")
             # Of variables it is only known that code loads them.
             if length.name is not None or isinstance(length.owner, Namespace):
-                is_only_appended = variables.get(id(items), False)
+                is_only_appended = variables().get(id(items), False)
             else:
                 is_only_appended = not any(read.covers(more) for read in reads)
             if is_only_appended:
@@ -109,8 +109,8 @@ def _variables(pair: TracePair) -> dict[int, bool]:
     """Lists and dictionaries by identity, and whether there is one way to them alone, by a variable: code may have what
     lies in defaults, tuples, partials or caches by any name.
     """
-    codes = {code for trace in pair.both for code, _ in trace.reads.codes}
-    if any(trace.reads.dynamic for trace in pair.both) or any(not _BY_TEXT.isdisjoint(code.co_names) for code in codes):
+    codes = (code for trace in pair.both for code, _ in trace.reads.codes)
+    if any(trace.reads.dynamic for trace in pair.both) or not all(_BY_TEXT.isdisjoint(code.co_names) for code in codes):
         return {}
     found: dict[int, bool] = {}
     for container, key, value in pair.walk.links:
@@ -151,7 +151,7 @@ class AppendedLists:
         self._walk = walk = pair.walk
         self.lengths: dict[str, str] = {Path.length(path): path for path in appended}
         """By the path of its length, the path of each that was made longer."""
-        paths = dict.fromkeys([*appended, *_only_to_append(pair, _variables(pair) if walk.lists else {})])
+        paths = dict.fromkeys([*appended, *_only_to_append(pair)])
         self._lists = {path: walk.lists[path] for path in paths if path in walk.lists}
         self._codes = dict.fromkeys(code for trace in pair.both for code in trace.reads.codes) if paths else {}
         self._dynamic = any(trace.reads.dynamic for trace in pair.both)
