@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections import UserDict, UserList
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from torch.utils import _pytree as pytree
 from graphplan.effects.allowed import shorten
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError
+from graphplan.observe.executed_code import is_of_module
 from graphplan.observe.looks import Look, looks_of
 from graphplan.observe.source import Source
 from graphplan.owners.kinds import MAX_ITEMS, PLAIN
@@ -57,10 +57,8 @@ def _alike(before: list[Any], after: list[Any]) -> bool:
     return shape == other and all(map(same_value, old, new))
 
 
-_BY_TEXT = frozenset(
-    {"globals", "locals", "eval", "exec", "getattr", "attrgetter", "__globals__", "__closure__", "__defaults__"}
-)
-"""What leads code to variables that it does not name."""
+_BY_TEXT = frozenset({"globals", "locals", "eval", "exec", "__globals__", "__closure__", "__defaults__"})
+"""What leads code to variables that it does not name, beside what makes it dynamic."""
 _LOOKED_THROUGH = 10_000
 """Maximum number of objects that are looked through for lists in them."""
 _ENDS = frozenset({ModuleType, FunctionType, CodeType, *PLAIN})
@@ -115,7 +113,7 @@ def _variables(pair: TracePair) -> dict[int, bool]:
     found: dict[int, bool] = {}
     for container, key, value in pair.walk.links:
         is_variable = found.get(id(container), False) if type(container) is dict else type(container) is Cell
-        is_variable |= type(container) is dict and _is_namespace(container)
+        is_variable |= type(container) is dict and is_of_module(container)
         found[id(value)] = id(value) not in found and isinstance(key, str) and is_variable
     wanted = {id(items) for items in pair.walk.lists.values() if found.get(id(items))}
     if wanted:
@@ -131,16 +129,12 @@ def _reached(walk: Walk, wanted: set[int]) -> set[int]:
     met: set[int] = set()
     while left and len(met) < _LOOKED_THROUGH:
         thing = left.pop()
-        is_space = type(thing) is dict and _is_namespace(thing)
+        is_space = type(thing) is dict and is_of_module(thing)
         if id(thing) not in met and type(thing) not in _ENDS and not issubclass(type(thing), type) and not is_space:
             met.add(id(thing))
             # The lists themselves lie in what tells of their length.
             left += gc.get_referents(thing) if id(thing) not in wanted else ()
     return wanted if left else wanted & met
-
-
-def _is_namespace(space: dict[Any, Any]) -> bool:
-    return vars(sys.modules.get(str(space.get("__name__")), object)) is space
 
 
 class AppendedLists:

@@ -133,7 +133,7 @@ class ExecutedCode:
     ) -> Iterator[tuple[str, Any, Any]]:
         own = getattr(function_of(fn), "__globals__", None)
         for code, space in self._globals.items():
-            if not (space is own or _is_of_module(space)):
+            if not (space is own or is_of_module(space)):
                 # A ``namedtuple`` has its methods in a space that it makes, in each call if the step makes it there.
                 continue
             found = names_of(code)
@@ -238,7 +238,7 @@ class ExecutedCode:
         return any(call <= held for call in self._free.get(function.__code__, ()))
 
 
-def _is_of_module(space: Mapping[str, Any]) -> bool:
+def is_of_module(space: Mapping[str, Any]) -> bool:
     """Whether ``space`` is the namespace of a module, rather than one that code was compiled in."""
     module = sys.modules.get(str(space.get("__name__")))
     return module is not None and vars(module) is space

@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from graphplan.backends.backend import is_out_of_memory
 from graphplan.compare.comparing import Row
 from graphplan.compare.fast_compare import Modes
+from graphplan.environment.origin import is_users
 from graphplan.errors import FaultError, GraphPlanError, HostEffectError, OptimizerError, RefusalError
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.placeholders import ReadSignal
@@ -128,8 +129,8 @@ class Managed:
         known = set(map(id, self.owners.values()))
         for name, scaler in names_in(self._fn):
             # One of a class of the user's is an object like others: its own code is looked at.
-            is_torchs = issubclass(type(scaler), GradScaler) and type(scaler).__module__.startswith("torch.")
-            if is_torchs and id(scaler) not in known and scaler.is_enabled():
+            is_scaler = issubclass(type(scaler), GradScaler) and not is_users(type(scaler))
+            if is_scaler and id(scaler) not in known and scaler.is_enabled():
                 known.add(id(scaler))
                 self.owners[free_name(name, self.owners)] = scaler
 

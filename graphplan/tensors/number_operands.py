@@ -21,8 +21,6 @@ _NARROW = (torch.float16, torch.bfloat16)
 """Operands of these are converted to single precision, and so is the number; the result is converted back."""
 _WIDENING = {"cuda": frozenset({"mul", "add", "sub", "__rsub__"}), "cpu": frozenset({"mul", "div"})}
 """Functions that do so, by device: sums on the host round the number first."""
-
-
 _WEIGHTS = {"add": "alpha", "sub": "alpha", "lerp": "weight"}
 """Functions of two tensors that take a number to weigh the second one with, and what they call it."""
 _LISTS = "_foreach_"

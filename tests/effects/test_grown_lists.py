@@ -6,9 +6,11 @@ Checks are off in here, so that it is the refusal alone that keeps a length from
 
 from __future__ import annotations
 
+import sys
 from collections import ChainMap, UserDict, defaultdict, deque
 from collections.abc import Callable
 from functools import cache, partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,6 +184,9 @@ WAYS: dict[str, Callable[[], int]] = {
     "a cache": lambda: len(_cached()),
     "an object of a library": lambda: len(_CHAIN["rare"]),
     "the namespace": lambda: len(globals()["_RARE"]),
+    "a name that is spelt": lambda: len(getattr(sys.modules[__name__], "_RARE")),  # noqa: B009
+    "a name that is computed": lambda: len(getattr(sys.modules[__name__], "_rare".upper())),
+    "a getter": lambda: len(attrgetter("_RARE")(sys.modules[__name__])),
 }
 
 
