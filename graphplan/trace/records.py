@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,22 +55,32 @@ def collect(error: RefusalError) -> bool:
     return True
 
 
-class Operator(NamedTuple):
+class Operator:
     """One dispatched operator. ``operands`` are ``("external" | "internal", number)`` in argument order, numbered by
     first appearance; ``offsets`` are those of the external ones within their storages; ``scalars`` are the other
     arguments by name; ``launches`` is False for views and allocations; ``threaded``: autograd's engine ran it in a
     thread of its own.
     """
 
-    name: str
-    operands: tuple[tuple[str, int], ...]
-    offsets: tuple[int, ...]
-    scalars: tuple[tuple[str, Any], ...]
-    source: Source
-    launches: bool
-    constant: Tensor | None = None
-    random: bool = False
-    threaded: bool = False
+    __slots__ = (
+        "constant", "launches", "name", "offsets", "operands", "random", "scalars", "source", "threaded",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        operands: tuple[tuple[str, int], ...],
+        offsets: tuple[int, ...],
+        scalars: tuple[tuple[str, Any], ...],
+        source: Source,
+        launches: bool,
+        constant: Tensor | None,
+        random: bool,
+        threaded: bool,
+    ) -> None:
+        # No tuple with names, nor a dataclass: a trace would hear of code that is in no file, for each operator.
+        self.name, self.operands, self.offsets, self.scalars, self.source = name, operands, offsets, scalars, source
+        self.launches, self.constant, self.random, self.threaded = launches, constant, random, threaded
 
 
 @dataclass(slots=True)

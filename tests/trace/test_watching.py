@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from graphplan.errors import Faults
-from graphplan.observe import profile, replacements, watching
+from graphplan.observe import profile, watching
 from graphplan.observe.profile import Profile
 from graphplan.observe.watching import Aside
 from tests.crossing import each
@@ -395,18 +395,6 @@ def test_within_a_profile_function_is_another(monkeypatch: pytest.MonkeyPatch) -
     torch.ones(1).numpy()
     around.__exit__()
     assert (read, inner) == (["Tensor.numpy"], ["Tensor.tolist"])
-
-
-@needs_monitoring
-def test_a_lock_that_was_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C may come between what takes it and what gives it back."""
-    lock = threading.Lock()
-    lock.acquire()
-    monkeypatch.setattr(watching, "_LOCK", lock)
-    monkeypatch.setattr(replacements, "_PATIENCE", 0.01)
-    with Profile() as watch:
-        Thing(1.0).read(torch.ones(2))
-    assert names_of(watch) == {"__init__", "read"}
 
 
 @needs_monitoring

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
+from torch.nn import Module
 
 from graphplan.callback.lightning_code import is_known
 from graphplan.callback.patches import Patches
@@ -57,7 +58,7 @@ class LateCopies:
             # No part of the step: a trace would hear of each call.
             with Aside():
                 # A change of a parameter or a buffer does not count up the version of what ``.data`` has returned.
-                owned.update(map(storage_id, (*self._module.parameters(), *self._module.buffers())))
+                owned.update(_memory_of(self._module))
         for key, tensor, version in self._watched:
             is_left_alone = tensor._version == version and storage_id(tensor) not in owned
             is_small = 0 < tensor.untyped_storage().nbytes() <= _MOST_BYTES
@@ -119,3 +120,17 @@ class LateCopies:
         if isinstance(loss, Tensor) and result.closure_loss is not None:
             self.watch(LOSS, loss, result.closure_loss)
         return result
+
+
+def _memory_of(module: Module) -> set[int | None]:
+    """Storages of parameters and buffers. A trace would hear of each step of ``module.parameters()``: generators within
+    generators, one for each module.
+    """
+    found, modules = set[int | None](), {id(module): module}
+    for each in (todo := [module]):
+        held = (*each._parameters.values(), *each._buffers.values())
+        found.update([storage_id(tensor) for tensor in held if tensor is not None])
+        parts = {id(part): part for part in each._modules.values() if part is not None and id(part) not in modules}
+        modules |= parts
+        todo += parts.values()
+    return found
