@@ -106,17 +106,19 @@ class Reads:
             return True
         if scalar.via is not None and scalar.via not in self.anywhere:
             return False
-        if scalar.attribute in self.anywhere:
-            return True
-        if any(scalar.attribute in names.attributes for names in self._names_on(scalar)):
-            return True
-        kind = type(scalar.owner)
-        if not is_users(kind) and not is_librarys(kind) and scalar.attribute in self.by_packages:
+        if scalar.attribute in self.anywhere or self._is_read_within(scalar):
             return True
         if scalar.attribute not in self.called:
             return False
         # Called itself, or within what is called: a partial's keywords, what a cached function remembers.
         return callable(scalar.get()) or callable(getattr_static(scalar.owner, scalar.attribute, None))
+
+    def _is_read_within(self, scalar: Scalar) -> bool:
+        """Whether code of its class, or of the package that this is of, reads the attribute that ``scalar`` is in."""
+        if any(scalar.attribute in names.attributes for names in self._names_on(scalar)):
+            return True
+        kind = type(scalar.owner)
+        return not is_users(kind) and not is_librarys(kind) and scalar.attribute in self.by_packages
 
     def may_store(self, scalar: Scalar) -> bool:
         """Whether a method of the object that has ``scalar`` has assigned it, as each such step does."""
@@ -150,7 +152,7 @@ class Reads:
             return False
         if isinstance(scalar.owner, Namespace):
             return self._uses_name(scalar.attribute)
-        return scalar.attribute.removeprefix(".") in self.anywhere
+        return scalar.attribute.removeprefix(".") in self.anywhere or self._is_read_within(scalar)
 
     def _uses_name(self, name: str) -> bool:
         # What a module or a class holds is used as an attribute, which the dot says.
