@@ -94,7 +94,7 @@ class Reads:
 
     def may_cover(self, scalar: Scalar) -> bool:
         """Whether the user's code that takes attributes by computed names may have come to ``scalar``."""
-        return self.dynamic and scalar.via is None and is_users(type(scalar.owner))
+        return self.dynamic and scalar.via is None and any(is_users(type(way.owner)) for way in scalar.ways())
 
     def reads_mark(self, name: str) -> bool:
         """Whether code may have read the attribute ``name`` of a tensor that is fed."""
@@ -104,6 +104,9 @@ class Reads:
         """Whether what ``scalar`` shows may have been read. Names are only known because code uses them."""
         if isinstance(scalar.owner, Namespace) or scalar.name is not None:
             return True
+        return any(map(self._covers, scalar.ways()))
+
+    def _covers(self, scalar: Scalar) -> bool:
         if scalar.via is not None and scalar.via not in self.anywhere:
             return False
         if scalar.attribute in self.anywhere or self._is_read_within(scalar):
@@ -148,6 +151,9 @@ class Reads:
         """Whether code reads the attribute or variable that leads to ``scalar`` for more than to raise it."""
         if scalar.name is not None and self._uses_name(scalar.name):
             return True
+        return any(map(self._uses, scalar.ways()))
+
+    def _uses(self, scalar: Scalar) -> bool:
         if scalar.via is not None and scalar.via not in self.anywhere:
             return False
         if isinstance(scalar.owner, Namespace):

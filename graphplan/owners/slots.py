@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -31,7 +31,8 @@ class Scalar:
     """A place that holds a Python value; ``owner.attribute`` is the attribute that leads to it.
 
     With ``via``, only code that also loads an attribute of that name can have come here. ``name`` is the name by which
-    the step's code has the container, or one around it, beside what the owner calls it.
+    the step's code has the container, or one around it, beside what the owner calls it; ``others`` are further objects
+    and attributes that lead to it.
     """
 
     container: Any
@@ -40,6 +41,14 @@ class Scalar:
     attribute: str = ""
     via: str | None = None
     name: str | None = None
+    others: tuple[tuple[Any, str], ...] = ()
+
+    def ways(self) -> Iterator[Scalar]:
+        """This place as its owner leads to it, and as each of the others does."""
+        yield self
+        rest = "[:]" if self.attribute.endswith("[:]") else ""
+        for owner, attribute in self.others:
+            yield replace(self, owner=owner, attribute=attribute + rest, others=())
 
     def get(self) -> Any:
         """The value now."""
@@ -78,8 +87,11 @@ class Item(Scalar):
 
     @property
     def items(self) -> Any:
-        """The list or dictionary now."""
-        return self.container[self.attribute]
+        """The list or dictionary now. Raises KeyError if not all ways lead to one any more."""
+        items = self.container[self.attribute]
+        if not self.others or _lead_to(self.others, items):
+            return items
+        raise KeyError(self.attribute)
 
     def get(self) -> Any:
         """The value now."""
@@ -88,11 +100,17 @@ class Item(Scalar):
 
 def lasting(place: Scalar) -> Scalar:
     """``place``, or the :class:`Item` that it is now."""
-    inner = attributes_of(place.owner)
-    is_item = type(place.container) in (list, dict) and inner is not None and inner is not place.container
-    if is_item and inner is not None and inner.get(place.attribute) is place.container:
-        return Item(inner, place.key, place.owner, place.attribute, place.via, place.name)
-    return place
+    items, inner = place.container, attributes_of(place.owner)
+    if type(items) not in (list, dict) or inner is None or inner is items:
+        return place
+    if not _lead_to(((place.owner, place.attribute), *place.others), items):
+        return place
+    return Item(inner, place.key, place.owner, place.attribute, place.via, place.name, place.others)
+
+
+def _lead_to(ways: Iterable[tuple[Any, str]], items: Any) -> bool:
+    """Whether attributes of objects all hold ``items`` now."""
+    return all((attributes_of(owner) or {}).get(attribute) is items for owner, attribute in ways)
 
 
 @dataclass(slots=True, eq=False)

@@ -72,8 +72,10 @@ class ValueWalker:
         self._seen: set[int] = set()
         self._named: list[tuple[str, torch.optim.Optimizer]] = []
         """Optimizers that something else than an owner's name leads to, by path."""
-        self._names_of: dict[int, str] = {}
-        """Names that the step's code has for containers of owners, by identity."""
+        self._paths: dict[int, str] = {}
+        """Where containers were found first, by identity."""
+        self._leads: dict[int, list[Source]] = {}
+        """What else leads to containers, by identity: the step's code may have other names for them."""
 
     def _first_visit(self, thing: Any) -> bool:
         # Audit hooks of other packages hear of each ``id``, so it is asked for once.
@@ -173,8 +175,11 @@ class ValueWalker:
 
     def _items(self, items: MutableMapping[Any, Any] | Items, path: str, depth: int, source: Source) -> None:
         if not self._first_visit(items):
-            self._name(items, source)
+            self._lead(items, source)
+            # Another one may lie here later, and what is in that may have been found elsewhere, too.
+            self.walk.objects[path] = Scalar({path: f"what lies at {self._paths.get(id(items))}"}, path, *source)
             return
+        self._paths[id(items)] = path
         self.walk.containers.append(items)
         if not isinstance(source[0], torch.optim.Optimizer):
             self.walk.objects[Path.length(path)] = Scalar(Told(items, extent), "len", *source)
@@ -199,14 +204,15 @@ class ValueWalker:
         if type(items) not in (dict, list, deque) and is_user_object(items):
             self._object(items, path, depth, visited=True)
 
-    def _name(self, items: Any, source: Source) -> None:
-        """Note that code has a name for a container that was found elsewhere, and so for the containers in it."""
-        if not isinstance(source[0], Namespace) or id(items) in self._names_of:
+    def _lead(self, items: Any, source: Source) -> None:
+        """Note what else leads to a container that was found elsewhere, and so to the containers in it."""
+        known = self._leads.setdefault(id(items), [])
+        if any(owner is source[0] and name == source[1] for owner, name in known):
             return
-        self._names_of[id(items)] = source[1]
+        known.append(source)
         for item in items.values() if isinstance(items, MAPPINGS) else items:
             if isinstance(item, (*MAPPINGS, list, deque)):
-                self._name(item, source)
+                self._lead(item, source)
 
     def _rest(self, items: MutableMapping[Any, Any] | Items, start: int, path: str, source: Source) -> None:
         """The items of a long container from ``start`` on, which are compared as they are, without what is in them."""

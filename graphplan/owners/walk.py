@@ -164,15 +164,17 @@ class _Walker(ValueWalker):
             self.walk.scalars[stage] = Scalar(note, "stage", scaler, "stage")
 
     def take_names(self) -> None:
-        """Names that code has for containers of owners, for what lies in these."""
+        """What else leads to containers of owners: names that code has, and other attributes."""
         tables: tuple[dict[str, Any], ...] = (self.walk.scalars, self.walk.objects, self.walk.slots)
-        for table in tables if self._names_of else ():
+        for table in tables if self._leads else ():
             for path, place in table.items():
                 # What is seen of a container as a whole, its length for one, has a space of its own.
                 whole = isinstance(place.container, Told)
-                name = self._names_of.get(id(place.container.items if whole else place.container))
-                if name is not None:
-                    table[path] = replace(place, name=name)
+                leads = self._leads.get(id(place.container.items if whole else place.container), ())
+                if leads:
+                    name = next((name for space, name in leads if isinstance(space, Namespace)), None)
+                    others = tuple(lead for lead in leads if not isinstance(lead[0], Namespace))
+                    table[path] = replace(place, name=name, others=others)
 
     def take_rest(self) -> None:
         """Hyper-parameters of optimizers that are no owners. Those around another one share its groups."""

@@ -133,12 +133,17 @@ class Guards:
                 return f"{key!r} was None at capture and is there now"
             if isinstance(child, Module):
                 return f"the {type(child).__name__} {key!r} was replaced or removed"
-            if self._names[id(child)] > 1:
+            if self._names[id(child)] > 1 and self._are_split(child):
                 return f"{key!r} was one of several names of a {type(child).__name__}, and is not now"
         for thing, kind in self._types:
             if type(thing) is not kind:
                 return f"an object was a {kind.__name__} at capture and is a {type(thing).__name__} now"
         return None
+
+    def _are_split(self, child: Any) -> bool:
+        """Whether the names of a container lead to different things now."""
+        places = [(container, key) for container, key, held in self._structure_places if held is child]
+        return len({id(Slot(*place).get()) for place in places}) > 1
 
 
 class _Metadata:

@@ -73,7 +73,8 @@ class Planner:
         self._numbers = numbers
 
     def _may_replace(self, path: str, place: Scalar, *, is_named: bool = False) -> bool:
-        is_named |= place.attribute in self._managed.names.attributes or path in self._changing_numbers
+        used = self._managed.names.attributes
+        is_named |= path in self._changing_numbers or any(way.attribute in used for way in place.ways())
         is_named |= type(place.container) is Given or isinstance(place.owner, Namespace)
         return is_named and may_be_symbolic(place) and not is_allowed(path, self._options.allow)
 
