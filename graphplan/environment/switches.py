@@ -202,11 +202,6 @@ def set_some(values: Mapping[str, Any]) -> None:
     set_all([values.get(name, value) for name, value in zip(NAMES, read_all(), strict=True)])
 
 
-def is_settable(name: str) -> bool:
-    """Return False if torch has no function to set the switch."""
-    return SWITCHES[NAMES.index(name)].set is not None
-
-
 @contextmanager
 def switched(values: Mapping[str, Any]) -> Iterator[None]:
     """Have switches set to ``values`` for the block."""

@@ -98,10 +98,6 @@ class Feed:
         """What the arguments are rebuilt with."""
         return self.key[0]
 
-    def without_leaves(self) -> Feed:
-        """What remains once a call's tensors are let go: structure, key, names."""
-        return Feed([], self.key)
-
     def replaced(self, leaves: list[Any]) -> Feed:
         """The feed with other ``leaves`` of the same key."""
         return Feed(leaves, self.key, self.given, is_moved=True, unread=self.unread)
@@ -371,7 +367,7 @@ def asks_for_gradients(leaf: Any) -> bool:
 
 def check_match(feed: Feed, planned: Feed) -> None:
     """Raise FeedError for a feed that is not the planned one."""
-    found = _first_difference(feed, planned.key)
+    found = first_difference(feed, planned.key)
     if found is not None:
         raise FeedError(
             f"{found[0]} in the plan: nothing is broadcast or cast. Compile a plan or capture a program for this "
@@ -379,15 +375,10 @@ def check_match(feed: Feed, planned: Feed) -> None:
         )
 
 
-def first_difference(feed: Feed, before: Key) -> str | None:
-    """The first thing in which ``feed`` differs from one of the key ``before``, in words, with what to do where strides
+def first_difference(feed: Feed, before: Key) -> tuple[str, str] | None:
+    """The first thing in which ``feed`` differs from one of the key ``before``, in words, and what to do where strides
     are all of it; None if in nothing.
     """
-    found = _first_difference(feed, before)
-    return None if found is None else "".join(found)
-
-
-def _first_difference(feed: Feed, before: Key) -> tuple[str, str] | None:
     if feed.key == before:
         return None
     if len(feed.key) != len(before):

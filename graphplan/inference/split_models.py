@@ -85,7 +85,9 @@ class SplitModel(Pieces):
             self.close()
             self._splits.clear()
             self._facts = facts
-        bound = _bind(self._model, args, kwargs)
+        given = inspect.signature(self._model.forward).bind(*args, **kwargs)
+        given.apply_defaults()
+        bound = dict(given.arguments)
         try:
             pieces = self._split(bound)
         except RefusalError as error:
@@ -132,12 +134,6 @@ def _is_alike(wanted: Any, found: Any) -> bool:
         return False
     sides = {"": wanted}, {"": found}
     return Run.of(*sides).far.get("", float("inf")) <= tolerance(wanted.dtype) * distances([""], sides[0])[""]
-
-
-def _bind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
 
 
 def _match_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:

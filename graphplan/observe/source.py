@@ -21,10 +21,10 @@ from graphplan.environment.origin import TORCH, is_library, is_ours, is_users_fi
 from graphplan.environment.origin import is_familiar as is_familiar_file
 
 _OPTIM = os.path.join(TORCH, "optim") + os.sep
-_SCHEDULERS = os.path.join(_OPTIM, "lr_scheduler.py")
+SCHEDULERS = os.path.join(_OPTIM, "lr_scheduler.py")
 _OF_STEPS = tuple(os.path.join(TORCH, *path) for path in (("nn",), ("autograd", "__init__"), ("_tensor.",)))
 """torch's code that a step calls, and no optimizer's step."""
-_CHECKPOINT = os.path.join(TORCH, "utils", "checkpoint.py")
+CHECKPOINT = os.path.join(TORCH, "utils", "checkpoint.py")
 _DULL_MODULES = ("torch.nn.", "torch.autograd", "torch._", "graphplan.trace.mode", "graphplan.trace.composites")
 _PAUSING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """Flags of code whose frame may go on for another caller."""
@@ -92,14 +92,9 @@ def find_raise(error: BaseException) -> Source | None:
     return Source(found[-1][0].co_filename, found[-1][1], found[-1][0].co_name, "step") if found else None
 
 
-def is_recomputed() -> bool:
-    """Whether activation checkpointing runs what calls this."""
-    return any(frame.f_code.co_filename == _CHECKPOINT for frame, _ in walk_stack(sys._getframe(1)))
-
-
-def is_scheduled() -> bool:
-    """Whether a scheduler of learning rates runs what calls this."""
-    return any(frame.f_code.co_filename == _SCHEDULERS for frame, _ in walk_stack(sys._getframe(1)))
+def is_run_by(file: str) -> bool:
+    """Whether code of a ``file`` runs what calls this: activation checkpointing, or a scheduler of learning rates."""
+    return any(frame.f_code.co_filename == file for frame, _ in walk_stack(sys._getframe(1)))
 
 
 _Run = TypeVar("_Run", bound=Callable[..., Any])

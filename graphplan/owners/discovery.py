@@ -71,14 +71,12 @@ class Discovery:
 
     def _saw_module(self, module: nn.Module) -> None:
         known = self._modules.get(id(module))
-        if known is None or known() is not module:
-            with self.faults.noting():
-                self._take_module(module)
-
-    def _take_module(self, module: nn.Module) -> None:
-        self._modules[id(module)] = weakref.ref(module)
-        if module not in self._made:
-            self._on_first_sight(module)
+        if known is not None and known() is module:
+            return
+        with self.faults.noting():
+            self._modules[id(module)] = weakref.ref(module)
+            if module not in self._made:
+                self._on_first_sight(module)
 
     def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if get_ident() != self._thread:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphplan.environment.switches import NAMES, is_settable, read_all, set_some
+from graphplan.environment.switches import NAMES, SWITCHES, read_all, set_some
 from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.tensor_metadata import StandIn
 from graphplan.owners.views import Setting
@@ -77,7 +77,7 @@ class Flags:
 def is_assignable(path: str, value: Any) -> bool:
     """Return True if :meth:`Flags.assign` can leave ``value`` at ``path`` after each step."""
     if path in NAMES:
-        return is_settable(path)
+        return SWITCHES[NAMES.index(path)].set is not None
     return type(value) not in _CONTAINERS and not isinstance(value, Tensor)
 
 

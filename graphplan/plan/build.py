@@ -77,7 +77,7 @@ def build_plan(
     return Plan(
         name=getattr(step := handles.function(), "__qualname__", type(step).__name__),
         form=form_of(second),
-        feed=feed.without_leaves(),
+        feed=Feed([], feed.key),
         externals=externals,
         rebindings=rebindings,
         counters=MappingProxyType(counters),

@@ -278,11 +278,11 @@ class Programs:
         self._said = True
         signatures = len(self._entries)
         before = sorted(self._entries.values(), key=lambda entry: entry.used)[-2:-1]
-        found = first_difference(feed, before[0].key[0][0]) if before else None
+        found = "".join(first_difference(feed, before[0].key[0][0]) or ()) if before else ""
         return NotCapturedError(
             f"no step was captured in {self._stats.calls} steps, though {needed} with one signature are enough: the "
             f"batches differ each time in shape, dtype, structure or Python values ({signatures} signatures so far"
-            f"{'' if found is None else f'; {found}'}{''.join(f'; the code needs the value of {v}' for v in values)}). "
+            f"{'; ' if found else ''}{found}{''.join(f'; the code needs the value of {v}' for v in values)}). "
             "Expected batches that repeat a signature: pad them, leave Python values that the step does not need out "
             "of what it is fed, make tensors of numbers and tokenize strings in the data loader's collate_fn, and "
             "where the step only decides by a value (i % 2 == 0), feed what it decides"

@@ -105,9 +105,9 @@ class Stages:
                 result = self._runner.run(call)
             else:
                 self._planner.note_numbers(self._managed.walk_before())
-                result = self._runner.run(
-                    call if self._is_well_known(entry) else partial(self._watch, call, fed, entry)
-                )
+                # Further calls of one more key are watched, before it is traced.
+                is_well_known = not entry.eager_calls and self._learnt_nothing >= _WELL_KNOWN
+                result = self._runner.run(call if is_well_known else partial(self._watch, call, fed, entry))
                 if self._managed.has_learnt or self._managed.is_outdated:
                     self._managed.refresh()
         if not entry.eager_calls:
@@ -127,10 +127,6 @@ class Stages:
             if self._stats.captured:
                 self._stats.skip(SkipReason.SHAPE)
         return result
-
-    def _is_well_known(self, entry: Entry) -> bool:
-        """Whether the first call of one more key need not be watched: further ones are, before the key is traced."""
-        return not entry.eager_calls and self._learnt_nothing >= _WELL_KNOWN
 
     def _watch(self, call: Callable[[], Any], fed: CallArguments, entry: Entry) -> Any:
         result = self._managed.discover(call, fed=fed.objects())

@@ -86,14 +86,9 @@ class HostRead:
 
 def _asking(frame: FrameType | None) -> FrameType | None:
     """The innermost frame around ``frame`` that is neither graphplan's nor a dispatch mode's: the one that reads."""
-    while frame is not None and (is_ours(frame.f_code.co_filename) or is_machinery(frame)):
+    while frame is not None and ((file := frame.f_code.co_filename).startswith(_MACHINERY) or is_ours(file)):
         frame = frame.f_back
     return frame
-
-
-def is_machinery(frame: FrameType) -> bool:
-    """Return True for torch's code that calls a dispatch mode."""
-    return frame.f_code.co_filename.startswith(_MACHINERY)
 
 
 def is_torchs() -> bool:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphplan.errors import CaptureError, RefusalError
 from graphplan.observe.conversions import given_to_script
-from graphplan.observe.source import Source, Sources, find_source, is_recomputed
+from graphplan.observe.source import CHECKPOINT, Source, Sources, find_source, is_run_by
 from graphplan.observe.watching import Aside
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import Answer, BatchAnswers, is_read
@@ -131,7 +131,7 @@ class TraceMode(OperatorMode):
         if call.schema.derives_otherwise and torch.is_grad_enabled():
             record.derives_otherwise |= any(tensor.requires_grad for tensor in tensors)
         if is_threaded and not record.graph_elsewhere:
-            record.graph_elsewhere = torch.is_grad_enabled() and not is_recomputed()
+            record.graph_elsewhere = torch.is_grad_enabled() and not is_run_by(CHECKPOINT)
 
     def _follow_batch(
         self, call: OperatorCall, given: list[Tensor], out: Any, made: list[Tensor], constant: Tensor | None

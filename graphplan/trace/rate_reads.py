@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from torch import Tensor
 
 from graphplan.errors import LearningRateError
-from graphplan.observe.source import Source, is_scheduled
+from graphplan.observe.source import SCHEDULERS, Source, is_run_by
 from graphplan.owners.slots import Walk
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.records import Trace
@@ -41,7 +41,8 @@ class RateWatch:
         if name in _COPIES:
             self._seen |= set(map(storage_id, results))
         else:
-            self._refuse(f"computes with a learning rate at {source}", _SCHEDULED if is_scheduled() else _FIX)
+            fix = _SCHEDULED if is_run_by(SCHEDULERS) else _FIX
+            self._refuse(f"computes with a learning rate at {source}", fix)
 
     def finish(self, after: Walk, returned: Iterable[object]) -> None:
         """Look at what the step returned, and at what is left where."""

@@ -166,8 +166,9 @@ class Check:
         left = self.replay()
         self._values = left.values
         place = self._place()
-        # All ranks replay as often.
-        if self._is_beside(place) or self._program.plan.communicates or self._is_inexact:
+        # All ranks replay as often. Where a replay and the eager step differ, sums do not do.
+        differs = self._is_noisy or self._program.differs
+        if self._is_beside(place) or self._program.plan.communicates or differs:
             self._keep(left.tensors, place)
         else:
             self._sums = Checksums(left.tensors)
@@ -178,11 +179,6 @@ class Check:
 
     def _keep(self, tensors: Mapping[str, Tensor], place: torch.device) -> None:
         self._replayed = dict(zip(tensors, copy_all(list(tensors.values()), place), strict=True))
-
-    @property
-    def _is_inexact(self) -> bool:
-        """Whether a replay and the eager step are known to differ, or likely do."""
-        return self._is_noisy or self._program.differs
 
     @property
     def _is_noisy(self) -> bool:

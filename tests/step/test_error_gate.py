@@ -60,7 +60,7 @@ class InjectedError(Exception):
 
 
 BEFORE: dict[str, list[str]] = {
-    "graphplan.owners.discovery": ["Discovery.unknown", "Discovery._take_module", "Discovery.kept"],
+    "graphplan.owners.discovery": ["Discovery.unknown", "Discovery._saw_module", "Discovery.kept"],
     "graphplan.step.managed": [
         "walk_owners", "runs_compiled", "Managed.take_names", "Managed.refresh", "Managed.fingerprint",
         "Managed.next_fingerprint", "Managed.grad_presence", "Managed.rows", "trace",

@@ -101,13 +101,9 @@ class LoopSeam:
         self._is_one_of_many = trainer.world_size > 1
         self._takes_index: bool | None = None
         self._unchanged: Any = None
-        patches.method(self._loop, "advance", self._advance)
+        patches.method(self._loop, "advance", lambda fetcher: self._take_batches(Batches(fetcher)))
         for name in ("_on_before_fetch", "_on_after_fetch"):
             patches.method(self._loop, name, _nothing)
-
-    def _advance(self, fetcher: Any) -> None:
-        """In place of ``advance``."""
-        self._take_batches(Batches(fetcher))
 
     def _advance_stock(self, batches: Any) -> None:
         """Lightning's own ``advance``, unless only the end of this one is left."""
