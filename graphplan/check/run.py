@@ -30,9 +30,7 @@ from graphplan.trace.records import collecting
 _WIDTH = 100
 Facts = dict[str, Any]
 STEPS = 16  # Steps of each run: enough for a warm-up, traces that are made again, a capture and a few replays.
-_NO_REFUSALS = {
-    SkipReason.SHAPE, SkipReason.EAGER_IF, SkipReason.UNBORN, SkipReason.MAX_GRAPHS,
-}  # fmt: skip
+_NO_REFUSALS = {SkipReason.SHAPE, SkipReason.EAGER_IF, SkipReason.UNBORN, SkipReason.MAX_GRAPHS}
 """Reasons for eager calls that the way to a program has, too."""
 Ran = tuple[Stats, Plan | None, list[str]]
 """Counts of a run's training steps, their latest plan, and notes on what is replayed."""

@@ -21,10 +21,10 @@ import torch
 TORCH = os.path.dirname(torch.__file__) + os.sep
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """The folders of torch and of this package."""
-_NN = os.path.join(TORCH, "nn") + os.sep
-_OPTIM = os.path.join(TORCH, "optim") + os.sep
+LAYERS = os.path.join(TORCH, "nn") + os.sep
+OPTIM = os.path.join(TORCH, "optim") + os.sep
 _PARTS = (
-    *(_NN, _OPTIM),
+    *(LAYERS, OPTIM),
     *(os.path.join(TORCH, name) + os.sep for name in ("amp", "autograd", "distributions")),
     *(os.path.join(TORCH, name) for name in ("_tensor.py", "functional.py")),
     *(os.path.join(TORCH, "utils", name) for name in ("_foreach_utils.py", "checkpoint.py")),
@@ -46,7 +46,7 @@ _BETWEEN = (
     *(os.path.join(TORCH, "utils", name) for name in ("_contextlib.py", "_python_dispatch.py")),
 )
 """What calls this package's code in the middle of a step, or is called by it."""
-_passing: set[CodeType] = set()
+PASSING: set[CodeType] = set()
 """This package's code that runs the step's operators: errors that come out of it are the operators'."""
 _watched: set[str] = set()
 """Installed packages that are watched as the user's own code is."""
@@ -107,11 +107,6 @@ def is_users_file(filename: str) -> bool:
     return not is_library(filename) and not is_installed(filename)
 
 
-def pass_errors_on(code: CodeType) -> None:
-    """Have errors that come out of ``code`` be those of what it runs."""
-    _passing.add(code)
-
-
 def leave_out_own_frames(trace: TracebackType | None, *, is_refusal: bool = False) -> None:
     """Relink a traceback so that no frame after its first one is this package's, unless the last one is: an error that
     is raised here is one of this package's. Of a refusal the last one alone is left.
@@ -119,7 +114,7 @@ def leave_out_own_frames(trace: TracebackType | None, *, is_refusal: bool = Fals
     last = trace
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    is_own = last is None or (is_ours(last.tb_frame.f_code.co_filename) and last.tb_frame.f_code not in _passing)
+    is_own = last is None or (is_ours(last.tb_frame.f_code.co_filename) and last.tb_frame.f_code not in PASSING)
     if is_own and not is_refusal:
         return
     while trace is not None:

@@ -23,6 +23,7 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Module
 from typing import Any
 
 from graphplan.environment.origin import is_library, is_librarys, is_users_file
+from graphplan.observe.source import PAUSED
 from graphplan.observe.syntax import COMPREHENSIONS, SyntaxTree, has
 
 
@@ -53,8 +54,6 @@ _PASSING = (
 """What does no more with a value than to make another one of it, or to raise it."""
 _ACTING = (ast.NamedExpr, *_PAUSING, ast.GeneratorExp, *COMPREHENSIONS)
 """Expressions that may do more than to compute a result, beside calls."""
-_PAUSED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-"""Flags of code that gives values away and goes on."""
 _ENDED_IN = frozenset({"__getitem__", "__len__", "__length_hint__", "__next__", "__anext__", "__getattr__", "__del__"})
 """Methods whose exceptions Python itself may end: they say that an iterator is over, or that there is nothing."""
 _PURE_CALLS: frozenset[Any] = frozenset(
@@ -94,7 +93,7 @@ class Branches(SyntaxTree):
 
     def _find_use(self, offset: int) -> Use:
         code = self.code
-        is_paused = code.co_flags & _PAUSED and code.co_name != "<genexpr>"
+        is_paused = code.co_flags & PAUSED and code.co_name != "<genexpr>"
         if is_paused or code.co_name in _ENDED_IN:
             return Use.OTHER
         while dis.opname[code.co_code[offset]].startswith(_TESTS):

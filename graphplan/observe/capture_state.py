@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 
-from graphplan.environment.origin import TORCH, is_ours
+from graphplan.environment.origin import LAYERS, TORCH, is_ours
 from graphplan.observe.branches import Use, branches_of
 from graphplan.observe.replacements import Replacements
 
-_LAYERS = os.path.join(TORCH, "nn") + os.sep
 _ASKERS = tuple(os.path.join(TORCH, kind, "graphs.py") for kind in ("cuda", "xpu"))
 """The modules whose functions pass the question on."""
 _QUESTIONS = ("_cuda_isCurrentStreamCapturing", "_xpu_isCurrentStreamCapturing")
@@ -75,7 +74,7 @@ def _is_of_step(frame: FrameType | None) -> bool:
     if frame is None or _is_optimizers(frame):
         return False
     file = frame.f_code.co_filename
-    if is_ours(file) or (file.startswith(TORCH) and not file.startswith(_LAYERS)):
+    if is_ours(file) or (file.startswith(TORCH) and not file.startswith(LAYERS)):
         return False
     use = branches_of(frame).use_at(frame.f_lasti)
     while use is Use.RETURNED and frame.f_back is not None:

@@ -86,14 +86,9 @@ def _leads_on(tree: SyntaxTree, node: ast.AST) -> tuple[ast.AST, int] | None:
     parent = tree.parents[node]
     if isinstance(parent, ast.Subscript) and node is parent.value and tree.is_load(parent):
         return None if isinstance(parent.slice, ast.Slice) else (parent, 1)
-    call = tree.parents[parent] if isinstance(parent, ast.Attribute) else None
-    if (
-        isinstance(parent, ast.Attribute)
-        and isinstance(call, ast.Call)
-        and call.func is parent
-        and parent.attr in _INTO
-    ):
-        return call, _INTO[parent.attr]
+    if isinstance(parent, ast.Attribute) and parent.attr in _INTO:
+        call = tree.parents[parent]
+        return (call, _INTO[parent.attr]) if isinstance(call, ast.Call) and call.func is parent else None
     return None
 
 

@@ -17,17 +17,16 @@ from typing import Any, TypeVar
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from graphplan.environment.origin import TORCH, is_library, is_ours, is_users_file
+from graphplan.environment.origin import OPTIM, TORCH, is_library, is_ours, is_users_file
 from graphplan.environment.origin import is_familiar as is_familiar_file
 
-_OPTIM = os.path.join(TORCH, "optim") + os.sep
-SCHEDULERS = os.path.join(_OPTIM, "lr_scheduler.py")
+SCHEDULERS = os.path.join(OPTIM, "lr_scheduler.py")
 _OF_STEPS = tuple(os.path.join(TORCH, *path) for path in (("nn",), ("autograd", "__init__"), ("_tensor.",)))
 """torch's code that a step calls, and no optimizer's step."""
 CHECKPOINT = os.path.join(TORCH, "utils", "checkpoint.py")
 _DULL_MODULES = ("torch.nn.", "torch.autograd", "torch._", "graphplan.trace.mode", "graphplan.trace.composites")
-_PAUSING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-"""Flags of code whose frame may go on for another caller."""
+PAUSED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Flags of code that gives values away, and whose frame may go on for another caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +239,7 @@ class Sources:
             (each, place) for each, place in reversed(inner[called_back:]) if find_source(each).component == "step"
         ]
         self._around, self._places = [each for each, _ in known], [place for _, place in known]
-        if frame is None or inner or frame.f_code.co_flags & _PAUSING:
+        if frame is None or inner or frame.f_code.co_flags & PAUSED:
             self._stop = None
             return find_source(innermost)
         # No frame beyond this one has gone on since.

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from graphplan.environment.origin import OURS, TORCH, pass_errors_on
+from graphplan.environment.origin import OURS, PASSING, TORCH
 from graphplan.errors import Faults
 
 OnCall = Callable[[FrameType, CodeType], bool]
@@ -317,4 +317,4 @@ class Aside:
         return self.run(func, args, kwargs) if self._outcome is None else self._outcome[0]
 
 
-pass_errors_on(Aside.run.__code__)
+PASSING.add(Aside.run.__code__)

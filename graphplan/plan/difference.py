@@ -31,7 +31,13 @@ def check_difference(first: Trace, second: Trace) -> None:
     kept = _kept(first, second)
     for number, (a, b) in enumerate(zip_longest(first.operators, second.operators)):
         if a is None or b is None:
-            _refuse_length(a or b, number, first, second)
+            extra = a or b
+            raise ControlFlowError(
+                f"one step runs {len(first.operators)} operators and the next {len(second.operators)}; the first extra "
+                f"one is operator {number}, {extra.name} at {extra.source}. Give each path a step of its own, or "
+                "name the calls that take the rarer one with eager_if=",
+                component=extra.source.component,
+            )
         if a.name != b.name:
             raise ControlFlowError(
                 f"operator {number} is {a.name} at {a.source} on one step and {b.name} at {b.source} on the next: "
@@ -104,15 +110,6 @@ def form_of(trace: Trace) -> int:
 
 def _facts(operator: Operator) -> Any:
     return operator.name, operator.operands, repr(operator.scalars)
-
-
-def _refuse_length(extra: Operator, number: int, first: Trace, second: Trace) -> NoReturn:
-    raise ControlFlowError(
-        f"one step runs {len(first.operators)} operators and the next {len(second.operators)}; the first extra one is "
-        f"operator {number}, {extra.name} at {extra.source}. Give each path a step of its own, or "
-        "name the calls that take the rarer one with eager_if=",
-        component=extra.source.component,
-    )
 
 
 def _check_numbers(a: Operator, b: Operator) -> None:

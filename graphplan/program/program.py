@@ -215,11 +215,6 @@ class Program:
                 "backend='eager' to see whether the step itself fails"
             ) from error
 
-    @property
-    def changed_memory(self) -> set[Any]:
-        """Storages of owners' tensors and gradients that each replay writes to."""
-        return self.adopted.written | self.bindings.grad_memory
-
     def run_between(
         self, backend: Backend, leaves: Sequence[Any], walk: Callable[[], Walk], body: Callable[[], Any]
     ) -> Any:

@@ -39,11 +39,6 @@ class Question:
         """The truth value for ``numbers`` by path. A comparison that cannot be made raises, as in the step."""
         return bool(self.form.compute([numbers[path] for path in self.paths]))
 
-    @classmethod
-    def of_truth(cls, path: str) -> Question:
-        """Whether the value at ``path`` is true."""
-        return cls(NumberForm([(path, ())]))
-
 
 @dataclass(frozen=True, slots=True)
 class Gives:

@@ -52,10 +52,6 @@ class Operands:
         operand = self.by_storage.get(storage_id(tensor), NOWHERE)
         return operand if operand[0] == "internal" else NOWHERE
 
-    def is_internal(self, tensor: Tensor | None) -> bool:
-        """Return True if the step has made a tensor's memory."""
-        return tensor is not None and self.internal(tensor) is not NOWHERE
-
     def add(self, tensor: Tensor) -> bool:
         """Number memory that the step made; False if it was known (a view, or a result written in place)."""
         storage = storage_id(tensor)

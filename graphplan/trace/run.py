@@ -31,7 +31,7 @@ from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.batch_recorder import BatchRecorder
 from graphplan.trace.changes import Changes, Recorder
 from graphplan.trace.mode import TraceMode
-from graphplan.trace.operands import Operands
+from graphplan.trace.operands import NOWHERE, Operands
 from graphplan.trace.rate_reads import RateWatch
 from graphplan.trace.records import OutputTensor, Trace
 from graphplan.trace.rng import saving_states
@@ -196,7 +196,7 @@ def _note_unowned(
         number, gradient = id(tensor), _gradient_of(tensor)
         if tensor.is_leaf and number in kept and (names_gradients or gradient is not None):
             record.leaves.add(kept[number])
-        elif gradient is not None and operands.is_internal(gradient):
+        elif gradient is not None and operands.internal(gradient) is not NOWHERE:
             record.unowned_gradients.append(paths.get(number, f"a tensor that is used at {external.source}"))
 
 

@@ -320,7 +320,7 @@ class SymbolicNumbers:
     def ask_truth(self, path: str, value: bool) -> None:
         """Count the truth value at ``path`` as asked: it is one of two."""
         self.kinds[path] = bool
-        self.asked[Question.of_truth(path)] = value
+        self.asked[Question(NumberForm([(path, ())]))] = value
 
     def settle(self, path: str, number: Any, own: Any) -> Any:
         """What the step has left at ``path``: how it is computed; the number itself if it is the integer that lay

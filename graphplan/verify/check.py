@@ -133,7 +133,7 @@ class Check:
 
     def undo(self, snapshot: Snapshot) -> None:
         """Put everything back, and have the results that were lent before be good again."""
-        snapshot.restore(self._program.changed_memory)
+        snapshot.restore(self._program.adopted.written | self._program.bindings.grad_memory)
         for lease, number in self._lent:
             lease.number = number
 
