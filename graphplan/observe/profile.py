@@ -172,9 +172,7 @@ class Profile:
     """
 
     def __init__(
-        self,
-        on_read: Callable[[str, Tensor | None], None] | None = None,
-        on_print: Callable[[], None] = lambda: None,
+        self, on_read: Callable[[str, Tensor | None], None] | None = None, on_print: Callable[[], None] = lambda: None
     ) -> None:
         self._on_read = on_read
         self._on_print = on_print

@@ -97,12 +97,7 @@ class DeferredNumber:
     is_array = is_symbolic = False
 
     def __init__(
-        self,
-        kind: type,
-        reader: Any,
-        source: Any = None,
-        function: Any = None,
-        operands: tuple[Any, ...] = (),
+        self, kind: type, reader: Any, source: Any = None, function: Any = None, operands: tuple[Any, ...] = ()
     ) -> None:
         self._kind, self._reader, self._source = kind, reader, source
         self._function, self._operands = function, operands

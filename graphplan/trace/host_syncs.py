@@ -23,15 +23,7 @@ from graphplan.tensors.storages import storage_id
 from graphplan.trace.host_reads import HostRead, find_place, is_asserted
 from graphplan.trace.host_transfers import HostRecorder, Transfer
 from graphplan.trace.operands import Operand, Operands
-from graphplan.trace.operator_schemas import (
-    NONZERO,
-    PACKING,
-    POSITIONS,
-    TO_COPY,
-    TRANSFERS,
-    OperatorCall,
-    hidden_read,
-)
+from graphplan.trace.operator_schemas import NONZERO, PACKING, POSITIONS, TO_COPY, TRANSFERS, OperatorCall, hidden_read
 from graphplan.trace.records import Trace
 
 _FIX = (

@@ -174,12 +174,7 @@ def _note_left(record: Trace, left: Mapping[str, list[Any]], fed: Collection[int
 
 
 def _note_unowned(
-    record: Trace,
-    after: Walk,
-    recorder: Recorder,
-    paths: Mapping[int, str],
-    fed: Collection[int],
-    operands: Operands,
+    record: Trace, after: Walk, recorder: Recorder, paths: Mapping[int, str], fed: Collection[int], operands: Operands
 ) -> None:
     """Note the tensors that get gradients and are no parameters: of those that are where they were, the paths, since
     gradients that the step drops may be there when it begins.
