@@ -389,7 +389,6 @@ def _register(generators: Sequence[torch.Generator], graph: torch.cuda.CUDAGraph
 
 
 def _empty_cache() -> None:
-    """Give cached memory back to the device."""
     # Some releases of torch cannot while another thread captures; then it stays cached.
     with suppress(RuntimeError):
         torch.cuda.empty_cache()

@@ -99,12 +99,9 @@ def _is_in_order(param: Tensor, state: Mapping[str, Any]) -> bool:
     tensors = [value for value in held if isinstance(value, Tensor) and value.shape == shape]
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
-    strides, stride = set(map(_strides, tensors)), param.stride()
+    strides = {tuple(step for step, size in zip(t.stride(), t.shape, strict=True) if size > 1) for t in tensors}
+    stride = param.stride()
     return len(strides) == 1 and span(shape, stride) == param.numel() and not overlaps(shape, stride)
-
-
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
 def around_closure(

@@ -79,7 +79,6 @@ def size_of(buffer: Any) -> int:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether ``value`` is an array of NumPy's."""
     return type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "flags") and hasattr(value, "tobytes")
 
 

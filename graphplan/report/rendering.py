@@ -94,7 +94,6 @@ def page(sections: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def _svg(figure: Any, draw: Callable[[Any, Mapping[str, Any]], None], data: Mapping[str, Any]) -> str:
-    """A drawing as an SVG element."""
     draw(figure.subplots(), data)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))

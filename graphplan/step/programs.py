@@ -199,7 +199,8 @@ class Programs:
         waited long enough without a replay, which saves nothing.
         """
         has_ways = len(entry.ways) > 1
-        is_further = (has_ways or not entry.captured) and (bool(self.all()) or self._is_behind(entry))
+        is_behind = any(other.progress > entry.progress for other in self._entries.values())
+        is_further = (has_ways or not entry.captured) and (bool(self.all()) or is_behind)
         # What has begun is brought to its end.
         if entry.progress or not (is_further or self._unpaid >= _UNPAID):
             return None
@@ -241,10 +242,6 @@ class Programs:
             return False
         balance = self._stats.balance()
         return balance.spent / max(1, self._stats.captured) - balance.net >= _ALLOWANCE
-
-    def _is_behind(self, entry: Entry) -> bool:
-        """Return True if another entry is nearer to its program."""
-        return any(other.progress > entry.progress for other in self._entries.values())
 
     @property
     def progress(self) -> int:

@@ -268,7 +268,6 @@ class DeferredReads:
             Flags(after).assign({path: changes.flags[path][1] for path in flags})
 
     def _is_among(self, tree: Any) -> bool:
-        """Whether what was deferred is among the leaves."""
         return any(is_deferred(leaf) or id(leaf) in self.copies for leaf in flatten_result(tree)[0])
 
     def _real(self, leaf: Any) -> Any:

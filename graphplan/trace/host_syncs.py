@@ -268,5 +268,4 @@ class HostSyncs:
 
 
 def _waits(given: _Given) -> bool:
-    """Return True if the host has to wait for values of ``given``."""
     return any(tensor.device.type != "cpu" for tensor, _ in given)

@@ -180,7 +180,6 @@ class Seam(ABC):
         return [describe_program(program) for step in self._steps for program in step.programs]
 
     def _escalates(self, error: RefusalError) -> bool:
-        """Return True if a refusal raises."""
         return self._options.on_failure == "raise" and not any(step.stats.replayed for step in self._steps)
 
     def _look_at(self, step: GraphedStep) -> None:
