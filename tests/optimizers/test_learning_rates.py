@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim import SGD, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LRScheduler, MultiplicativeLR, StepLR
 
 from graphplan import (
     HostEffectError,
@@ -193,6 +193,39 @@ def setting_rig(when: str) -> Rig:
 
     owners = {"model": model, "optimizer": optimizer, "count": count}
     return Rig(train_step, owners, [(torch.randn(5, 4),) for _ in range(12)])
+
+
+SCHEDULES: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "by steps": lambda optimizer: StepLR(optimizer, step_size=20, gamma=0.5),
+    "constant for some": lambda optimizer: ConstantLR(optimizer, factor=0.5, total_iters=20),
+    "by a factor": lambda optimizer: MultiplicativeLR(optimizer, lambda epoch: 0.5 if epoch == 20 else 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("rate", ["a number", "a tensor"])
+def test_a_scheduler_in_the_step_that_leaves_a_rate_alone_for_a_while(name: str, rate: str) -> None:
+    """It reads in code of torch's how far it has counted: the rate changes in the step in which it does so eagerly."""
+
+    def make() -> Rig:
+        model = nn.Linear(4, 3)
+        kind = partial(RMSprop, lr=0.01) if rate == "a number" else partial(AdamW, lr=torch.tensor(0.01), fused=True)
+        optimizer = kind(model.parameters())
+        scheduler = SCHEDULES[name](optimizer)
+
+        def train_step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            return loss.detach()
+
+        owners = {"model": model, "optimizer": optimizer}
+        return Rig(train_step, owners, [(torch.randn(5, 4),) for _ in range(50)], extra={"scheduler": scheduler})
+
+    step = assert_same_as_eager(make, verify="off")
+    assert step.stats.replayed >= 20, step.report()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -47,6 +47,16 @@ class Registry(dict):
 
 ACTIVATIONS = Registry(relu=None)
 
+class Counter:
+    """Does otherwise in every tenth call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return 2 * x if self.calls % 10 == 0 else x
+
 class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -125,6 +135,14 @@ def test_attributes_of_an_installed_packages_objects_are_guarded(package: Module
     expected = step(torch.ones(3))
     layer.config.scale = 4.0
     assert step(torch.ones(3)).item() == 4 * expected.item()
+
+
+def test_what_an_installed_packages_object_counts_is_read_by_its_methods(package: ModuleType) -> None:
+    counter = package.Counter()
+    step = graph_step(lambda x: counter(x).sum(), owners={"counter": counter}, backend="tape", verify="off")
+    found = [step(torch.ones(3)).item() for _ in range(50)]
+    assert found == [6.0 if call % 10 == 0 else 3.0 for call in range(1, 51)]
+    assert counter.calls == 50 and step.stats.replayed > 10
 
 
 class Base:

@@ -1,4 +1,5 @@
-"""Different things of one name, in a step's code and among its owners: each is followed where it lies.
+"""Different things of one name, in a step's code and among its owners, and one thing of several names: each is followed
+where it lies.
 
 Checks are off in here, so that it is guards that make the numbers eager's.
 """
@@ -6,6 +7,7 @@ Checks are off in here, so that it is guards that make the numbers eager's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.optim import SGD
 
 from tests.crossing import pairs
 from tests.models import CALLS, float_batches
-from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, build, drive, managed
+from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, assert_same_as_eager, build, drive, managed
 
 WHEN = 12
 Weigh = Callable[[Tensor], Tensor]
@@ -148,3 +150,83 @@ def test_a_global_that_only_shares_a_variables_name_is_not_looked_at() -> None:
     step = managed(rig, verify="off")
     drive(rig, step)
     assert step.stats.captured == 1 and step.stats.recaptured == 0
+
+
+class Weighing(nn.Module):
+    """Has a container that was made elsewhere by another name."""
+
+    def __init__(self, held: Any, key: Any) -> None:
+        super().__init__()
+        self.conf, self.key = held, key
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss * self.conf[self.key]
+
+
+class Model(nn.Linear):
+    """Keeps it as well, and reads it by that name alone. ``turn`` is what the host does with it."""
+
+    def __init__(self, settings: Any, key: Any) -> None:
+        super().__init__(8, 4)
+        self.settings = settings
+        self.weigh = Weighing(
+            settings["inner"] if isinstance(settings, dict) and "inner" in settings else settings, key
+        )
+
+
+class Outer:
+    """Shows the list of one of its parts, as a scheduler of schedulers does."""
+
+    def __init__(self) -> None:
+        self.parts = [SimpleNamespace(rates=[1.0]), SimpleNamespace(rates=[2.0])]
+        self.rates = self.parts[0].rates
+
+    def read(self) -> float:
+        return self.rates[0]
+
+    def turn(self, index: int) -> None:
+        part = self.parts[index > WHEN]
+        part.rates = [part.rates[0] + index // 10]
+        self.rates = part.rates
+
+
+def renew(model: Any, settings: Any) -> None:
+    model.settings = model.weigh.conf = settings
+
+
+ONE_THING: dict[str, tuple[Callable[[], Any], Any, Callable[[Any], object]]] = {
+    "a dictionary": (lambda: {"scale": 1.0}, "scale", lambda model: model.settings.update(scale=3.0)),
+    "a list": (lambda: [1.0], 0, lambda model: model.settings.__setitem__(0, 3.0)),
+    "one within another": (
+        lambda: {"inner": {"scale": 1.0}}, "scale", lambda model: model.settings["inner"].update(scale=3.0),
+    ),
+    "another one by both names": (lambda: [1.0], 0, lambda model: renew(model, [3.0])),
+    "another one by one name": (lambda: [1.0], 0, lambda model: setattr(model.weigh, "conf", [3.0])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_THING)
+def test_a_container_of_two_names_is_read_by_the_second(name: str) -> None:
+    """What the host changes by either name is seen."""
+    make_settings, key, turn = ONE_THING[name]
+
+    def make() -> Rig:
+        model = Model(make_settings(), key)
+        return rig_with(model.weigh, lambda: turn(model), model_of_settings=model)
+
+    step = assert_same_as_eager(make, verify="off")
+    assert step.stats.replayed >= CALLS - 2 * BEFORE_REPLAY, step.report()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_list_of_two_names_becomes_another_ones(at_once: bool) -> None:
+    """The name by which code reads it leads to the list of another part from some call on, or in each call."""
+
+    def make() -> Rig:
+        outer = Outer()
+        rig = rig_with(lambda loss: loss * outer.read(), lambda: None, outer=outer)
+        after = outer.turn if at_once else lambda index: outer.turn(index) if index == WHEN + 1 else None
+        return replace(rig, after=after)
+
+    step = assert_same_as_eager(make, verify="off")
+    assert step.stats.replayed >= CALLS // 3, step.report()
