@@ -72,8 +72,8 @@ class ValueWalker:
         self._seen: set[int] = set()
         self._named: list[tuple[str, torch.optim.Optimizer]] = []
         """Optimizers that something else than an owner's name leads to, by path."""
-        self._paths: dict[int, str] = {}
-        """Where containers were found first, by identity."""
+        self._homes: dict[int, str] = {}
+        """Where containers were found first, in words, by identity."""
         self._leads: dict[int, list[Source]] = {}
         """What else leads to containers, by identity: the step's code may have other names for them."""
 
@@ -177,9 +177,9 @@ class ValueWalker:
         if not self._first_visit(items):
             self._lead(items, source)
             # Another one may lie here later, and what is in that may have been found elsewhere, too.
-            self.walk.objects[path] = Scalar({path: f"what lies at {self._paths.get(id(items))}"}, path, *source)
+            self.walk.objects[path] = Scalar({path: self._homes.get(id(items), "what an optimizer has")}, path, *source)
             return
-        self._paths[id(items)] = path
+        self._homes[id(items)] = f"what lies at {path}"
         self.walk.containers.append(items)
         if not isinstance(source[0], torch.optim.Optimizer):
             self.walk.objects[Path.length(path)] = Scalar(Told(items, extent), "len", *source)
