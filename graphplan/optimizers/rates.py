@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from numbers import Real
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class LearningRates:
                     key, dtype = (id(optimizer), index), shadow_dtype(group)
                     if key in self._shadows:
                         self._shadows[key].group = group
-                    elif dtype is not None and "lr" in group and not isinstance(group["lr"], Tensor):
+                    elif dtype is not None and isinstance(group.get("lr"), Real):
                         shadow = self._shadows[key] = Shadow(optimizer, group, dtype)
                         if self._exits is not None:
                             self._put_in(shadow, self._exits)

@@ -109,7 +109,7 @@ class Observer(Callback):
         self.epochs: list[Any] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        lrs = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        lrs = [group.get("lr") for optimizer in trainer.optimizers for group in optimizer.param_groups]
         metrics = {**trainer.callback_metrics, **trainer.logged_metrics}
         self.batches.append(keep({"out": outputs, "seen": metrics, "lr": lrs, "step": trainer.global_step}))
 

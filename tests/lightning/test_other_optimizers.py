@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from graphplan import RecaptureError
-from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape
+from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape
 from tests.lightning.rows_of_parts import Alternating, Manual
 from tests.lightning.test_manual import Stepping
 from tests.models import Lookahead, update_by_number
@@ -211,3 +211,38 @@ def test_a_step_with_helpers_in_another_file_is_the_optimizers(on_failure: str, 
     assert_same_fits(fit(make, tmp_path / "eager"), fit(make, tmp_path / "graphed", callback))
     assert callback.stats.replayed >= 15, callback.report()
     assert "optimizer runs eagerly after the replay of forward and backward" in callback.report()
+
+
+class _OwnRate(Optimizer):
+    """Steps by a number of its own, whatever its groups have for a learning rate."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, {"speed": 1e-2, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(param.grad, alpha=-group["speed"])
+        return loss
+
+
+RATES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "none": (Manual, {}),
+    "nothing": (partial(LitDigits, schedule=None), {"lr": None}),
+    "nothing, and a kernel that could read one": (Manual, {"lr": None, "fused": True}),
+    "several numbers": (Manual, {"lr": torch.tensor([1e-2, 1e-3])}),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_groups_without_a_number_for_a_learning_rate(name: str, tmp_path: Path) -> None:
+    """What the step logs is no rate of theirs."""
+    make, defaults = RATES[name]
+    choose = partial(_OwnRate, defaults=defaults)
+    found = assert_fit_equals_eager(partial(make, make_optimizer=choose), tmp_path, replayed=20)
+    assert found.callback.stats.captured == 1

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
+from numbers import Real
 from typing import Any
 
 import torch
@@ -328,7 +329,7 @@ class StepLogs:
         hooks = [fx for fx, _ in groupby(notes, lambda note: note[0].fx)]
         if len(hooks) > len(set(hooks)):
             return  # In an epoch's first batch, Lightning resets a hook's metrics each time that it is the hook's turn.
-        rates = [group["lr"] for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        rates = list(_rates(self._trainer.optimizers))
         found: dict[str, Any] = {}
         for call, value in notes:
             metric = results.get(call.key)
@@ -392,9 +393,16 @@ def _log(results: Any, call: LogCall, value: Any) -> None:
     results.log(call.fx, call.name, value, **dict(call.options))
 
 
+def _rates(optimizers: Sequence[Any]) -> Iterator[Any]:
+    """The learning rates of groups that have any: those of an optimizer with a schedule of its own may have none."""
+    for optimizer in optimizers:
+        found = (group.get("lr") for group in optimizer.param_groups)
+        yield from (rate for rate in found if isinstance(rate, Real | Tensor))
+
+
 def _is_rate(value: Tensor, rate: Any) -> bool:
     """Return True if the logged value is one number, which equals this learning rate in its dtype."""
-    return value.numel() == 1 and bool(value == torch.as_tensor(rate, dtype=value.dtype, device=value.device))
+    return value.numel() == 1 and bool((value == torch.as_tensor(rate, dtype=value.dtype, device=value.device)).any())
 
 
 def _kind(value: Tensor) -> tuple[torch.dtype, torch.device]:
