@@ -66,7 +66,7 @@ def trace(
     tensors = feed.tensors()
     names = feed.names() if tensors else []
     recorder = Recorder(owners, walk, {names[index]: leaf for index, leaf in tensors})
-    _note_entry(record, feed, recorder, sharding)
+    _note_entry(record, feed, recorder, sharding, rates())
     watch = RateWatch(record, rates)
     mode = TraceMode(record, watch, before, answers_in(fed.kwargs))
     result = _run(fn, feed, fed, mode, record, sharding)
@@ -113,7 +113,7 @@ def _check_reads(record: Trace, batch: BatchRecorder) -> None:
             record.refuse(read.error)
 
 
-def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Sharding) -> None:
+def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Sharding, rates: Collection[int]) -> None:
     """Note what the feed and the owners hold before the step."""
     storages = ((index, storage_id(leaf)) for index, leaf in feed.tensors())
     record.leaf_storages.update((index, storage) for index, storage in storages if storage is not None)
@@ -123,7 +123,9 @@ def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Shardin
     record.entry_paths = frozenset(recorder.places)
     record.entry_slots = recorder.entry_slots()
     record.entry_scalars = {**recorder.scalars, **recorder.objects}
-    record.entry_metadata = recorder.metadata
+    # What stands in for a learning rate is no tensor that code may look at: before a replay, a number lies there.
+    lent = {slot.path for storage in rates for slot in record.entry_slots.get(storage, ())}
+    record.entry_metadata = {path: found for path, found in recorder.metadata.items() if path not in lent}
     record.gathered = {storage_id(tensor) for tensor in sharding.gathered()}
 
 

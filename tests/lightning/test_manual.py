@@ -42,6 +42,30 @@ def test_accumulation_by_the_batch_index(tmp_path: Path) -> None:
     assert found.callback.stats.recaptured <= 1
 
 
+class LogsRates(Accumulating):
+    """Names its learning rate where it steps its optimizer, and that of its scheduler in every batch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [ExponentialLR(optimizer, 0.9)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("last rate", self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr]
+        if (batch_idx + 1) % 3 == 0:
+            self.log("rate", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+
+
+def test_accumulation_with_rates_that_are_logged(tmp_path: Path) -> None:
+    """Each way through the step has a program, once the scheduler's rate is known to change."""
+    found = assert_fit_equals_eager(LogsRates, tmp_path, replayed=60, max_epochs=9, limit_train_batches=9)
+    assert (found.callback.stats.captured, found.callback.stats.recaptured) == (3, 0), found.callback.report()
+
+
 class Stepping(Manual):
     """A scheduler stepped inside the step."""
 

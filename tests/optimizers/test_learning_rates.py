@@ -119,6 +119,37 @@ def test_a_plan_of_a_step_that_computes_with_the_lr() -> None:
     assert_same(before, state_of(rig))
 
 
+def accumulating_rig(calls: int = 24) -> Rig:
+    """Every other call steps the optimizer; only then does the code that names the rate run."""
+    model = nn.Linear(4, 3)
+    optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+    turn = SimpleNamespace(count=0)
+
+    def train_step(x: Tensor) -> Any:
+        loss = model(x).square().mean()
+        loss.backward()
+        if turn.count % 2 == 0:
+            return loss, None
+        rate = torch.as_tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64).clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, rate
+
+    def after(index: int) -> None:
+        turn.count += 1
+        optimizer.param_groups[0]["lr"] *= 0.9 if index % 4 == 3 else 1
+
+    owners = {"model": model, "optimizer": optimizer, "turn": turn}
+    return Rig(train_step, owners, [(torch.randn(5, 4),) for _ in range(calls)], after)
+
+
+def test_a_way_that_names_a_rate_and_steps_no_optimizer() -> None:
+    """What stands in for the rate is no tensor that this way depends on: it is a number again before the next call."""
+    step = assert_same_as_eager(accumulating_rig)
+    assert (step.stats.captured, step.stats.traced) == (2, 4), step.report()
+    assert step.stats.replayed == 15
+
+
 def watching_rig(closure: bool, seen: list[type]) -> Rig:
     """The user's hooks on the optimizer, and a closure, note what kind of thing the learning rate is."""
     model = nn.Linear(4, 3)
