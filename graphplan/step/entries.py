@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from graphplan.errors import HostScalarError, RefusalError
 from graphplan.observe.host_draws import Draw, peek
@@ -37,7 +38,8 @@ class Line:
 
     The counters are of traces that were thrown away, by cause: autograd ran the operators in another order
     (``reordered``), the host changed a value between two traces (``straddling``), a branch went another way
-    (``outcomes``), the code used names that it had not used before (``renamed``, in a row).
+    (``outcomes``), the code used names that it had not used before (``renamed``, in a row), what they had read was
+    something else before the capture (``outdated``).
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -46,6 +48,7 @@ class Line:
     straddling: int = 0
     outcomes: int = 0
     renamed: int = 0
+    outdated: int = 0
     plan: Plan | None = None
     program: Program | None = None
 
@@ -95,7 +98,8 @@ class Entry:
     chooses another entry, whose ``base`` is this one. ``ways``: the one used last comes last; the numbers at ``places``
     decide between them. ``untried`` ways were traced since the last capture, up to a limit (``too_many``).
     ``flows_out``: what a backward pass outside the step has come to, by the number of the call that returned it.
-    ``pause``: why this call is eager though there is a program (``paused``, after ``paused_at`` replays).
+    ``pause``: why this call is eager though there is a program; ``paused``: after how many of its replays one was last
+    left out so.
     """
 
     key: Key = ()
@@ -118,8 +122,7 @@ class Entry:
     is_decided: bool = False
     flows_out: dict[int, str] = field(default_factory=dict)
     pause: str | None = None
-    paused: Program | None = None
-    paused_at: int = 0
+    paused: WeakKeyDictionary[Program, int] = field(default_factory=WeakKeyDictionary)
 
     @property
     def way(self) -> Way:
@@ -208,15 +211,14 @@ class Entry:
         """Return True if an eager step takes the place of a program that does not fit, for a ``reason`` that is perhaps
         gone after it (metrics were reset, a smaller batch ended an epoch): most calls since the last one were replayed.
         """
-        before = self.paused_at if program is self.paused else 0
-        if program.replays - before < _MOSTLY:
+        if program.replays - self.paused.get(program, 0) < _MOSTLY:
             return False
-        self.pause, self.paused, self.paused_at = reason, program, program.replays
+        self.pause, self.paused[program] = reason, program.replays
         return True
 
     def has_paused(self, program: Program) -> bool:
-        """Return True if the latest call was eager in place of the program."""
-        return program is self.paused and program.replays == self.paused_at
+        """Return True if the latest call that would have replayed the program was eager in its place."""
+        return program.replays == self.paused.get(program)
 
     def take_pause(self) -> str | None:
         """Why this call is eager, once."""
@@ -244,7 +246,8 @@ class Entry:
         for program in self.programs():
             program.close()
         self.ways, self.untried = [Way()], 0
-        self.pause = self.paused = None
+        self.pause = None
+        self.paused.clear()
 
     def relocate(self, places: Mapping[str, Scalar]) -> bool:
         """Look for the numbers at ``places`` from now on. Return True if that leads to another way."""

@@ -130,8 +130,8 @@ class TrainingOptions(CommonOptions):
             :func:`prepare_optimizer`); what was changed is in the report, and not in checkpoints.
         fuse_optimizer: whether foreach optimizers are switched to torch's fused kernels if it has them on the device
             (Adam, AdamW, SGD): faster, with other rounding. On the CPU they are what makes an optimizer capturable.
-        max_recaptures: number of captures in a row that may come to fewer than 16 replays each before the step is
-            refused.
+        max_recaptures: number of captures in a row that may come to fewer than 16 replays each, or of plans that are
+            out of date before theirs, before the step is refused.
         debug: wait for the device after each capture and each first replay, and name the program in its errors.
         prefetch: whether inputs of 4 MiB and more in pinned host memory are copied to the device while it is busy with
             the replay before, into buffers as large, one for each program: with ``device=``, or in a Trainer where

@@ -21,6 +21,7 @@ from graphplan.errors import (
     HostEffectError,
     LearningRateError,
     OutcomeError,
+    RecaptureError,
     RefusalError,
     SkipReason,
 )
@@ -40,6 +41,7 @@ from graphplan.step.compiled import Rehearsal, refuse_beside_compiled, refuse_gr
 from graphplan.step.entries import Entry
 from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.planner import FICKLE_TRACES, Planner
+from graphplan.step.programs import EXPECTED
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
 from graphplan.tensors.trees import flatten_result, named_leaves
@@ -235,7 +237,9 @@ class Stages:
             return result
 
     def _drop_outdated(self, call: Call) -> None:
-        """Drop a plan if Python values have changed since its traces, or what is read before the step is elsewhere."""
+        """Drop a plan if Python values have changed since its traces, or what is read before the step is elsewhere.
+        Raises RecaptureError where that is so time and again.
+        """
         line, found = call.line, reads_of(call.feed)
         if found is not None:
             found.is_outdated |= not found.is_in(call.walk.slots)
@@ -246,8 +250,15 @@ class Stages:
         if found is not None and found.is_outdated:
             changed = changed or "what is read before the step lies in other containers"
         if changed is not None:
-            self._stats.note(f"traced anew: {changed}", "traces")
             line.plan = None
+            line.outdated += 1
+            most = self._options.max_recaptures
+            if line.outdated >= most:
+                raise RecaptureError(
+                    f"{line.outdated} plans in a row were out of date at their capture: {changed}. {EXPECTED}; or "
+                    f"raise max_recaptures (now {most})"
+                )
+            self._stats.note(f"traced anew: {changed}", "traces")
 
     def _trace(self, call: Call, undo: ExitStack, snapshot: Snapshot) -> Any:
         """Trace a call, and keep the trace. A step that runs compiled code is undone, and run again. Raises

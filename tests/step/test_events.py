@@ -13,7 +13,7 @@ from torch import nn
 
 from graphplan import OptionError, RecaptureError, SkipReason, graph_step
 from tests.failure_modes.naive import WHEN, changing_rig, stay
-from tests.models import attributes
+from tests.models import attributes, float_batches
 from tests.twins import assert_equals_eager, assert_same_as_eager, assert_same_runs, build, drive, managed
 
 
@@ -91,6 +91,44 @@ def test_captures_that_do_not_pay_raise_before_the_first_replay() -> None:
     with pytest.raises(RecaptureError, match=r"fewer than 16 replays each.*max_recaptures \(now 1\)"):
         drive(rig, step)
     assert step.stats.replayed == 0
+
+
+def _named(model: Any, x: Any, y: Any) -> Any:
+    loss = nn.functional.cross_entropy(model(x), y) * len(model.mode)
+    return loss * 2 if model.turn % 2 else loss.exp()
+
+
+def _named_rig(every: int, ways: int, calls: int = 24) -> Any:
+    """A name that the step reads is another one after each ``every`` calls; calls take one of ``ways`` in turn."""
+
+    def each(model: Any, optimizer: Any, index: int) -> None:
+        model.turn = index % ways
+        model.mode = f"m{index // every}"
+
+    batches = list(float_batches(calls))
+    return changing_rig(stay, _named, prepare=attributes(mode="m0", turn=0), each=each, calls=batches)
+
+
+def test_plans_that_are_out_of_date_at_their_captures_come_to_an_end() -> None:
+    """The name is another one after each two traces, so that nothing is ever captured."""
+    make = partial(_named_rig, 2, 1)
+    text = r"2 plans in a row were out of date at their capture: model\.mode was 'm\d' when the step was traced and is "
+    rig = build(make)
+    step = managed(rig, max_recaptures=2)
+    with pytest.raises(RecaptureError, match=text + r"'m\d'\. Expected .* or raise max_recaptures \(now 2\)"):
+        drive(rig, step)
+    with pytest.warns(UserWarning, match=text):
+        step = assert_same_as_eager(make, max_recaptures=2, on_failure="eager")
+    assert (step.stats.captured, step.stats.traced) == (0, 4)
+    assert step.report().count("traced anew") == 1
+
+
+def test_programs_that_take_turns_are_left_out_once_each() -> None:
+    """The name that both ways of the step read is another one for good: an eager step each, then they are captured."""
+    step = assert_same_as_eager(partial(_named_rig, 24, 2, 48))
+    assert step.stats.recaptured == 1, step.report()
+    assert step.stats.skipped == {SkipReason.GUARD: 2}
+    assert step.stats.replayed >= 24
 
 
 def test_a_sentence_is_warned_of_once_whatever_its_numbers() -> None:
