@@ -3,9 +3,9 @@
 A value is asserted if nothing but branches depends on it, and one side of each only raises. The expression is looked up
 in the syntax tree and followed to the statement, and from a variable to its loads. Everything else computes with it.
 
-A ``try`` may catch the exception unless its handlers raise or are for exceptions of torch's and Lightning's own; so may
-every context manager but torch's, Lightning's and the standard library's. A manager that the source of a library does
-not tell (``with self.profiler.profile(name)``) is taken to catch none.
+A ``try`` may catch the exception unless its handlers raise, or are for other kinds or for exceptions of torch's and
+Lightning's own; so may ``suppress`` and every context manager but torch's, Lightning's and the standard library's. A
+manager that the source of a library does not tell (``with self.profiler.profile(name)``) is taken to catch none.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ _PASSING = (
 """What does no more with a value than to make another one of it, or to raise it."""
 _ACTING = (ast.NamedExpr, *_PAUSING, ast.GeneratorExp, *COMPREHENSIONS)
 """Expressions that may do more than to compute a result, beside calls."""
+Kinds = tuple[type[BaseException], ...]
+_ALL: Kinds = (BaseException,)
 _ENDED_IN = frozenset({"__getitem__", "__len__", "__length_hint__", "__next__", "__anext__", "__getattr__", "__del__"})
 """Methods whose exceptions Python itself may end: they say that an iterator is over, or that there is nothing."""
 _PURE_CALLS: frozenset[Any] = frozenset(
@@ -82,14 +84,16 @@ class Branches(SyntaxTree):
             self._uses[offset] = self._find_use(offset)
         return self._uses[offset]
 
-    def lets_out(self, offset: int) -> bool:
-        """Whether an exception of the instruction at ``offset`` leaves the code, and Python itself does not end it."""
+    def lets_out(self, offset: int, kinds: Kinds = _ALL) -> bool:
+        """Whether an exception of ``kinds`` from the instruction at ``offset`` leaves the code, and Python itself
+        does not end it.
+        """
         if self.code.co_name in _ENDED_IN:
             return False
         if not getattr(self.code, "co_exceptiontable", True):
             return True
         node = self.at(offset)
-        return node is not None and self._leaves(node)
+        return node is not None and self._leaves(node, kinds)
 
     def _find_use(self, offset: int) -> Use:
         code = self.code
@@ -210,27 +214,30 @@ class Branches(SyntaxTree):
             return function in _PURE_CALLS
         return False
 
-    def _leaves(self, node: ast.AST) -> bool:
-        """Whether any exception that comes out of ``node`` leaves the code."""
+    def _leaves(self, node: ast.AST, kinds: Kinds = _ALL) -> bool:
+        """Whether any exception of ``kinds`` that comes out of ``node`` leaves the code."""
         for inner, outer in pairwise(self.around(node)):
             if isinstance(outer, ast.With | ast.AsyncWith):
-                if not all(self._passes_manager(item.context_expr) for item in outer.items):
+                if not all(self._passes_manager(item.context_expr, kinds) for item in outer.items):
                     return False
             elif isinstance(outer, _TRIES):
                 handlers = outer.handlers if inner in outer.body else ()
-                if has(outer.finalbody, _LEAVING) or not all(map(self._passes_handler, handlers)):
+                if has(outer.finalbody, _LEAVING) or not all(self._passes_handler(each, kinds) for each in handlers):
                     return False
         return True
 
-    def _passes_handler(self, handler: ast.ExceptHandler) -> bool:
+    def _passes_handler(self, handler: ast.ExceptHandler, kinds: Kinds) -> bool:
         parts = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-        kinds = list(map(self.resolve, parts))
+        caught = list(map(self.resolve, parts))
         # No assertion raises those of torch's and Lightning's own.
-        are_librarys = all(isinstance(kind, type) and kind.__module__ != "builtins" for kind in kinds)
-        return _always_raises(handler.body) or (are_librarys and all(map(is_librarys, kinds)))
+        are_librarys = all(isinstance(kind, type) and kind.__module__ != "builtins" for kind in caught)
+        passes = (are_librarys and all(map(is_librarys, caught))) or _are_others(caught, kinds)
+        return passes or _always_raises(handler.body)
 
-    def _passes_manager(self, item: ast.expr) -> bool:
+    def _passes_manager(self, item: ast.expr, kinds: Kinds) -> bool:
         made = self.resolve(item.func if isinstance(item, ast.Call) else item)
+        if made is suppress and isinstance(item, ast.Call):
+            return _are_others(list(map(self.resolve, item.args)), kinds)
         if made is None:
             return not is_users_file(self.code.co_filename) and self.code.co_filename != contextlib.__file__
         if made is contextlib.nullcontext:
@@ -262,6 +269,12 @@ def branches_of(frame: FrameType) -> Branches:
 
 def _is_trusted(code: CodeType | None) -> bool:
     return code is not None and is_library(code.co_filename) and code.co_filename != contextlib.__file__
+
+
+def _are_others(caught: Sequence[Any], kinds: Kinds) -> bool:
+    """Whether who catches the ``caught`` classes catches no exception of ``kinds``; None stands for any class."""
+    known = [each for each in caught if type(each) is type]
+    return len(known) == len(caught) and not any(issubclass(a, b) or issubclass(b, a) for a in known for b in kinds)
 
 
 def _always_raises(block: Sequence[ast.stmt]) -> bool:

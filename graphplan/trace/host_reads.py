@@ -141,15 +141,15 @@ def sums_otherwise() -> bool:
 
 
 def ends_step() -> bool:
-    """Return True if an exception that what runs now raises goes through all of the step's code."""
+    """Return True if an exception of the arithmetic that runs now goes through all of the step's code."""
     frame = _asking(sys._getframe(1))
-    return frame is not None and branches_of(frame).lets_out(frame.f_lasti) and _ends_step(frame.f_back)
+    return frame is not None and _ends_step(frame, (ArithmeticError, TypeError, ValueError))
 
 
-def _ends_step(frame: FrameType | None) -> bool:
-    """Whether an exception that comes to ``frame`` goes through all of the step's code."""
+def _ends_step(frame: FrameType | None, kinds: tuple[type[BaseException], ...] = (BaseException,)) -> bool:
+    """Whether an exception of ``kinds`` that comes to ``frame`` goes through all of the step's code."""
     while frame is not None and not runs_steps(frame.f_code):
-        if not is_ours(frame.f_code.co_filename) and not branches_of(frame).lets_out(frame.f_lasti):
+        if not is_ours(frame.f_code.co_filename) and not branches_of(frame).lets_out(frame.f_lasti, kinds):
             return False
         frame = frame.f_back
     return True

@@ -9,6 +9,7 @@ import operator
 import pickle
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from graphplan import HostEffectError, HostScalarError, HostSyncError, OutputError, SkipReason, compile_plan, graphed
 from graphplan.tensors.deferred import DeferredNumber, HostCopy, form_of, on_device, value_of
 from tests.lightning.parts import assert_fit_equals_eager, with_step
+from tests.lightning.rows_of_parts import Manual
 from tests.models import keeping_rig
 from tests.twins import Rig, assert_falls_back, assert_refused, assert_same_as_eager, build, drive, line_of, managed
 
@@ -126,8 +128,17 @@ def asserts_and_returns(model: Any, loss: Tensor, hits: Tensor) -> Any:
     return value
 
 
+def divides_where_code_catches_others(model: Any, loss: Tensor, hits: Tensor) -> Any:
+    try:
+        with suppress(StopIteration, KeyError):
+            return loss.item() / (hits.sum().item() + 1)
+    except (LookupError, AttributeError):
+        return 0.0
+
+
 ENGAGED: list[Body] = [
-    returns, returns_several, computes, computes_in_c, norm_of_gradients, sums, keeps_the_last, appends,
+    returns, returns_several, computes, computes_in_c, norm_of_gradients, divides_where_code_catches_others, sums,
+    keeps_the_last, appends,
     reads_parameters, reads_between_changes, passes_on, makes_lists, asserts_and_returns,
 ]  # fmt: skip
 
@@ -227,7 +238,24 @@ def catches_what_c_raises(model: Any, loss: Tensor, hits: Tensor) -> Any:
         return math.inf
 
 
-NEEDED: list[Body] = [shows, decides, raises_to, rounds_in_c, counts_on, catches, catches_what_c_raises]
+def suppresses(model: Any, loss: Tensor, hits: Tensor) -> Any:
+    with suppress(KeyError, ArithmeticError):
+        return loss.item() / hits.sum().item()  # culprit
+    return 0.0
+
+
+def catches_what_is_in_a_variable(model: Any, loss: Tensor, hits: Tensor) -> Any:
+    kind = ZeroDivisionError
+    try:
+        return loss.item() / hits.sum().item()  # culprit
+    except (KeyError, kind):
+        return 0.0
+
+
+NEEDED: list[Body] = [
+    shows, decides, raises_to, rounds_in_c, counts_on, catches, catches_what_c_raises, suppresses,
+    catches_what_is_in_a_variable,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", NEEDED, ids=lambda body: body.__name__)
@@ -462,9 +490,15 @@ def logs(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss
 
 
-def test_logged_numbers_stay_on_the_device(tmp_path: Path) -> None:
+def logs_by_hand(self: Any, batch: Any, batch_idx: int) -> Any:
+    self.log("perplexity", math.exp(logs(self, batch, batch_idx).item()))
+    return Manual.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [with_step(logs), with_step(logs_by_hand, Manual)], ids=["automatic", "manual"])
+def test_logged_numbers_stay_on_the_device(kind: Any, tmp_path: Path) -> None:
     """``self.log`` of numbers: the rows, means and checkpoints of Lightning alone, with replays."""
-    found = assert_fit_equals_eager(with_step(logs), tmp_path, replayed=4)
+    found = assert_fit_equals_eager(kind, tmp_path, replayed=4)
     assert found.callback.stats.captured == 1
 
 
