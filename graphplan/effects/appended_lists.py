@@ -35,7 +35,7 @@ def find_appends(pair: TracePair) -> dict[str, int]:
         what = "shortens" if new < old else "adds to other places than the end of"
         raise HostEffectError(
             f"the step {what} {path}, from {old} to {new} items, which a replay cannot repeat: append, "
-            f"clear it outside the step, or pass allow=({path!r},)",
+            f"clear it outside the step, or, if replays may leave it alone, pass allow=({path!r},)",
             path=path,
         )
     for path, before, after in pair.changed("appended"):
@@ -45,7 +45,7 @@ def find_appends(pair: TracePair) -> dict[str, int]:
             )
             raise HostEffectError(
                 f"the step appends {what} to {path}; expected tensors, or the same values each time, since a "
-                f"replay repeats them. Append tensors, or pass allow=({path!r},)",
+                f"replay repeats them. Append tensors, or, if replays may leave it alone, pass allow=({path!r},)",
                 path=path,
             )
         appends[path] = len(after)

@@ -152,11 +152,11 @@ class Reasons:
             return None
         way.is_met = True
         detail = f"the step's code computes with {way.where}, as its comparisons with it come out in these calls"
+        advice = "Hold it in a tensor that is updated in place, keep it still, or feed it"
         if not self._step.programs.all():
-            self._step.refusals.warn(
-                f"graphplan runs calls eagerly: {detail}; those for which they come out otherwise may be replayed"
-            )
-        return detail
+            others = "those for which they come out otherwise may be replayed"
+            self._step.refusals.warn(f"graphplan runs calls eagerly: {detail}; {others}. {advice}")
+        return f"{detail}. {advice}"
 
     def _is_timed(self, call: Call) -> Found:
         """Open the gate of the call's key, if its replays have to pay; applies to calls for the eager time."""

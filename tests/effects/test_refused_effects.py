@@ -74,7 +74,7 @@ def putting_first(model: Any, x: Tensor, loss: Tensor) -> None:
 def test_what_is_put_first_is_not_taken_for_appended(kind: Callable[[], Any]) -> None:
     """By the number of items, it could be."""
     make = partial(updating_rig, putting_first, attributes(weird=kind))
-    text = r"adds to other places than the end of model\.weird, from \d to \d items, .*: append, .* or pass allow="
+    text = r"adds to other places than the end of model\.weird, from \d to \d items, .*: .* leave it alone, pass allow="
     # What moved is first taken for the work of somebody else between the steps, and traced again.
     assert_refused(make, HostEffectError, text, done=SECOND_TRACE + 2)
 
@@ -321,7 +321,7 @@ def shortens(model: Any, x: Tensor, loss: Tensor) -> None:
 def test_a_list_that_shrinks_is_refused() -> None:
     """A work list that the step takes from: path, both lengths, and what to do."""
     make = partial(updating_rig, shortens, attributes(queue=lambda: list(range(40))))
-    text = r"shortens model\.queue, from 3\d to 3\d items.*clear it outside the step.*allow="
+    text = r"shortens model\.queue, from 3\d to 3\d items.*step, or, if replays may leave it alone, pass allow="
     assert_refused(make, HostEffectError, text, done=SECOND_TRACE)
 
 

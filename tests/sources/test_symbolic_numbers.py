@@ -215,6 +215,9 @@ def _run_showing(calls: int, *, graphed: bool, warm_up: int) -> tuple[Any, Showi
     return step, model
 
 
+_ADVICE = "Hold it in a tensor that is updated in place, keep it still, or feed it"
+
+
 def test_calls_whose_comparison_has_code_compute_with_the_number_are_eager() -> None:
     """Others are replayed, and what is appended to meanwhile needs no capture anew."""
     _, twin = _run_showing(48, graphed=False, warm_up=0)
@@ -227,7 +230,9 @@ def test_calls_whose_comparison_has_code_compute_with_the_number_are_eager() -> 
     assert (step.stats.captured, step.stats.traced, step.stats.replayed) == (1, 3, 48 - 3 - 3 - 4)
     ((reason, times),) = step.stats.reasons.items()
     where = r"test_symbolic_numbers\.py:\d+ in forward: `.*`"
-    assert re.fullmatch(rf"the step's code computes with model\.step at {where}, as its comparisons .* calls", reason)
+    assert re.fullmatch(
+        rf"the step's code computes with model\.step at {where}, as its comparisons .* calls\. {_ADVICE}", reason
+    )
     assert times == 3
 
 
@@ -256,7 +261,7 @@ def test_a_number_that_code_computes_with_at_first() -> None:
     """A warning says that there are no replays yet."""
     _, twin = _run_showing(48, graphed=False, warm_up=16)
     with pytest.warns(
-        UserWarning, match=r"calls eagerly: the step.s code computes with model\.step at .*, as its comp"
+        UserWarning, match=rf"calls eagerly: the step.s code computes with model\.step at .*may be replayed\. {_ADVICE}"
     ):
         step, model = _run_showing(48, graphed=True, warm_up=16)
     assert torch.equal(twin.net.weight.grad, model.net.weight.grad)  # type: ignore[arg-type]

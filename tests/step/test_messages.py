@@ -88,7 +88,9 @@ def _packs(loop: Loop, loss: Tensor) -> Tensor:
     return loss + packed.data.sum()
 
 
-_TWO_NUMBERS = r"appends \[(\d)\.0\] and then \[(?!\1)\d\.0\] to .*losses"
+_TWO_NUMBERS = (
+    r"appends \[(\d)\.0\] and then \[(?!\1)\d\.0\] to .*losses.*Append tensors, or, if replays may leave it alone,"
+)
 _READ = r"uses \S*number at test_messages\.py:\d+ in _decides_by_a_number: `.*`, which is"
 _VALUE = r"\.item\(\).* at test_messages\.py:\d+ in _reads.*where only some calls do it, eager_if="
 _BRANCH = r"control flow changes.*name the calls that take the rarer one with eager_if="
