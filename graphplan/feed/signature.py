@@ -206,8 +206,8 @@ def _without_key(leaf: Any) -> FeedError:
             "is fed could not hold it: leave it out, and hold it on the model, or feed it beside the batch, as an item "
             "of a tuple or a dict"
         )
-    as_array = "feed torch.as_tensor(array), or " if hasattr(type(leaf), "__array__") else ""
-    advice = as_array + (
+    is_array = hasattr(type(leaf), "__array__")
+    advice = "feed torch.as_tensor(array), float(number) of a single number, or " * is_array + (
         "feed tensors in dicts, tuples, lists, dataclasses or objects, or register the type with torch.utils._pytree"
         if isinstance(leaf, Iterable) or not hasattr(leaf, "__dict__")
         else "use it from the enclosing scope, and name it in owners="
@@ -411,7 +411,7 @@ def _describe(key: Hashable) -> str:
     if key[0] is Unread:
         return f"a {key[1].__name__} that is not read"
     if len(key) == 2:
-        value = float.fromhex(key[1]) if key[0] is float else key[1]
+        value = float.fromhex(key[1]) if issubclass(key[0], float) else key[1]
         return f"the {key[0].__name__} {value!r}"
     shape, stride, dtype, device, grad, *more = key
     text = f"{dtype} {list(shape)} strides {stride} on {device}" + (" requiring grad" if grad else "")

@@ -34,7 +34,7 @@ from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.tensors.attributes import dressed
 from graphplan.tensors.storages import memory_uses, overlaps, storage_id, with_leaves
-from graphplan.tensors.symbolic import NUMBERS
+from graphplan.tensors.symbolic import has_stand_ins
 from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.symbolic_numbers import NumberTensor, SymbolicNumbers
@@ -120,7 +120,7 @@ def _record(
         try:
             if undo is not None:
                 undo.copy()
-            places = {path: walk.scalars[path] for path, kind in plan.symbolic.items() if kind in NUMBERS}
+            places = {path: walk.scalars[path] for path, kind in plan.symbolic.items() if has_stand_ins(kind)}
             numbers = SymbolicNumbers(
                 places, plan.device, filled=plan.filled, expected=plan.drawn,
                 follows={draw.generator for draw in plan.drawn}, may_fill=backend.executes,

@@ -12,7 +12,7 @@ from typing import Any
 from graphplan.owners.views import Given
 from graphplan.specs.paths import free_name
 from graphplan.step.managed import Managed
-from graphplan.tensors.symbolic import NUMBERS
+from graphplan.tensors.symbolic import has_stand_ins
 from graphplan.tensors.trees import GivenNumber
 
 _DIFFERENT = 3  # Values of one argument after which it varies.
@@ -58,25 +58,27 @@ class GivenNumbers:
 
     def _one(self, place: _Place, value: Any) -> Any:
         name = self.given.get(place)
-        if name is None or type(value) not in NUMBERS:
+        if name is None or not has_stand_ins(type(value)):
             return value
         setattr(self._held, name, value)
-        return self._made[name, type(value)]
+        # Each call has the same ones, which are compared by identity.
+        key = name, type(value)
+        if key not in self._made:
+            self._made[key] = GivenNumber((self._held, *key))
+        return self._made[key]
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Note the numbers among the arguments of a call without a program. Return True if another one varies."""
         fresh: list[_Place] = []
         places: list[_Place] = [*range(len(args)), *kwargs]
         for place, value in zip(places, (*args, *kwargs.values()), strict=True):
-            if type(value) in NUMBERS and place not in self._literal and place not in self.given:
+            if has_stand_ins(type(value)) and place not in self._literal and place not in self.given:
                 seen = self._seen.setdefault(place, set())
                 seen.add(value)
                 if len(seen) >= _DIFFERENT:
                     fresh.append(place)
         for place in fresh:
-            name = self.given[place] = self._name(place)
-            # Each call has the same ones, which are compared by identity.
-            self._made.update({(name, kind): GivenNumber((self._held, name, kind)) for kind in NUMBERS})
+            self.given[place] = self._name(place)
         if fresh:
             self._managed.owners[self._owner] = Given(self._held, tuple(self.given.values()))
         return bool(fresh)

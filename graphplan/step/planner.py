@@ -22,7 +22,7 @@ from graphplan.plan.plan import Plan
 from graphplan.step.entries import Entry, Line, value_at
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
-from graphplan.tensors.symbolic import NUMBERS
+from graphplan.tensors.symbolic import has_stand_ins
 from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace, collect
 from graphplan.trace.symbolic_numbers import SymbolicNumbers, may_be_symbolic
@@ -66,7 +66,7 @@ class Planner:
     def note_numbers(self, walk: Walk) -> None:
         """Note which of the numbers that the step's code names are others than before an earlier call."""
         named = {path: place for path, place in walk.scalars.items() if self._may_replace(path, place)}
-        numbers = {path: value for path, place in named.items() if type(value := value_at(place)) in (*NUMBERS, bool)}
+        numbers = {path: value for path, place in named.items() if _may_vary(value := value_at(place))}
         before = self._numbers
         changed = (path for path in numbers.keys() & before.keys() if not same_value(before[path], numbers[path]))
         self._changing_numbers.update(changed)
@@ -86,7 +86,7 @@ class Planner:
         replaced = {
             path: walk.scalars[path]
             for path, value in self._numbers.items()
-            if type(value) in NUMBERS and path not in self._kept and self._changes(path, walk.scalars[path], kinds)
+            if has_stand_ins(type(value)) and path not in self._kept and self._changes(path, walk.scalars[path], kinds)
         }
         follows = [name for name in (PYTHONS, NUMPYS) if not is_allowed(name, self._options.allow)]
         may_follow = self._follows_draws and self._replaces and not arguments_alone
@@ -131,7 +131,7 @@ class Planner:
         if plan is not None:
             call.line.traces, call.line.straddling, call.line.renamed, self._latest = [], 0, 0, None
             read = plan.reads.values.items()
-            self._read = {path: value for path, value in read if type(value) in (*NUMBERS, bool)}
+            self._read = {path: value for path, value in read if _may_vary(value)}
         return plan
 
     def _plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
@@ -179,7 +179,7 @@ class Planner:
             return False
         before, now = (trace.entry_scalars for trace in pair.both)
         changed = {path for path in before.keys() & now.keys() if not same_value(before[path], now[path])}
-        numbers = (path for path in changed & pair.walk.scalars.keys() if type(now[path]) in (*NUMBERS, bool))
+        numbers = (path for path in changed & pair.walk.scalars.keys() if _may_vary(now[path]))
         places = {path: pair.walk.scalars[path] for path in numbers if path not in self._changing_numbers}
         # What only a library's code names may have been set once (a layer's probability), but not by the step itself.
         again = {path for path, times in self._times_changed.items() if times > 1}
@@ -217,6 +217,11 @@ class Planner:
         line.traces = [pair.second]
         self._stats.note(f"traced anew: {changed}", "traces")
         return True
+
+
+def _may_vary(value: Any) -> bool:
+    """Whether it is a number that may have a stand-in, or a truth value."""
+    return type(value) is bool or has_stand_ins(type(value))
 
 
 def _settled(pair: TracePair) -> str | None:

@@ -21,7 +21,12 @@ from torch import Tensor
 from graphplan.tensors.deferred import COMPARISONS, DeferredNumber, NumberForm, form_of, value_of
 
 NUMBERS = (int, float)
-"""Types of the numbers that have stand-ins: code may ask whether a truth value *is* ``True``."""
+"""Python's numbers that have stand-ins: code may ask whether a truth value *is* ``True``."""
+
+
+def has_stand_ins(kind: type) -> bool:
+    """Whether numbers of class ``kind`` have stand-ins: Python's, and NumPy's that are Python's to torch (float64)."""
+    return kind in NUMBERS or (issubclass(kind, float) and kind.__module__ == "numpy")
 
 
 @dataclass(frozen=True)
@@ -156,10 +161,10 @@ def _comparing(function: Any) -> Callable[[SymbolicNumber, Any], Any]:
         if isinstance(other, Tensor):
             # Its own comparison takes this number.
             return NotImplemented
-        # NumPy's numbers give truth values of NumPy's.
-        if type(other) is not SymbolicNumber and type(other) not in (bool, *NUMBERS):
+        if type(other) not in (SymbolicNumber, bool) and not has_stand_ins(type(other)):
             return function(value_of(self), other)
-        return bool(self._computed(function, (self, other), bool))
+        # NumPy's numbers give truth values of NumPy's.
+        return self.apply(function, (self, other))
 
     return method
 

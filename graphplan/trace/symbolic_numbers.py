@@ -25,7 +25,7 @@ from graphplan.observe.source import Source, find_source, with_users_line
 from graphplan.owners.slots import Item, Namespace, Scalar, Walk, lasting
 from graphplan.owners.views import Attributes, Cell, Given, Members, Numbers, attributes_of, home
 from graphplan.tensors.deferred import DeferredNumber, NumberForm, form_of, in_order, value_of
-from graphplan.tensors.symbolic import NUMBERS, Question, SymbolicNumber
+from graphplan.tensors.symbolic import Question, SymbolicNumber, has_stand_ins
 from graphplan.trace.changes import same_value
 from graphplan.trace.host_reads import sums_otherwise
 
@@ -50,7 +50,7 @@ class NumberTensor:
     def hold(self, value: Any) -> None:
         """Fill it with ``value``, unless it holds that: a fill is a launch."""
         if not same_value(value, self.held):
-            if type(value) is float and abs(value) > _LARGEST:
+            if isinstance(value, float) and abs(value) > _LARGEST:
                 # Operators round numbers that are too large to an infinity, which a fill refuses to do.
                 value = torch.tensor(value, dtype=torch.float64).to(self.tensor.dtype).item()
             with torch.no_grad():
@@ -200,7 +200,8 @@ class SymbolicNumbers:
             self.deciding |= {node._source for node in nodes if node._source is not None}
         args, kwargs = tuple(map(value_of, args)), {name: value_of(value) for name, value in kwargs.items()}
         value = function(*args, **kwargs)
-        if generator not in self._follows or type(value) not in NUMBERS or not is_literal((*args, *kwargs.values())):
+        is_number = has_stand_ins(type(value))
+        if generator not in self._follows or not is_number or not is_literal((*args, *kwargs.values())):
             return value
         path = f"{DRAWN}{len(self.draws) + 1}, {function.__name__}()"
         draw = Draw(path, generator, f"{args} {kwargs}", function, args, kwargs)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -357,6 +358,14 @@ def test_an_unhashable_literal() -> None:
             assert torch.equal(step(torch.ones(2), bytearray(b"ab")), torch.full((2,), 2.0))
 
 
+def test_a_number_that_is_no_number_of_pythons() -> None:
+    """NumPy's float64 is one, its float32 is not."""
+    step = graph_step(lambda x, share: x * share, backend="tape")
+    with pytest.raises(FeedError, match=r"a float32 is fed.*: feed torch\.as_tensor\(array\), float\(number\) of a "):
+        for _ in range(WARMUP + 2):
+            step(torch.ones(2), np.float32(0.5))
+
+
 def test_an_error_of_the_step_itself() -> None:
     """The user's own exception passes through in every phase, and the step can be called again."""
 
@@ -404,6 +413,10 @@ NEVER_AGAIN: dict[str, tuple[Callable[[int], Any], str]] = {
     "a float": (
         lambda index: {"x": torch.ones(2), "path": index / 8},
         r"args\[0\]\['path'\] is the float 3\.\d+, and was the float [23]\.\d+\)",
+    ),
+    "a float of NumPy's": (
+        lambda index: {"x": torch.ones(2), "path": np.float64(index / 8)},
+        r"args\[0\]\['path'\] is the float64 3\.\d+, and was the float64 [23]\.\d+\)",
     ),
     "a size": (
         lambda index: {"x": torch.ones(2 + index)},

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -58,16 +59,18 @@ FOLLOWED: dict[str, Use] = {
     "returned": lambda model, loss, out, number: (loss * number, number),
     "kept": keep,
     "a bound": lambda model, loss, out, number: loss * min(1.0, number / 10),
+    "made": lambda model, loss, out, number: loss * torch.tensor(number, device=loss.device),
 }
 """With as many programs as there are ways through the code."""
 NEEDED: dict[str, Use] = {
     "an index": lambda model, loss, out, number: loss + out[:, int(number) % 4].mean(),
     "a loop": lambda model, loss, out, number: loss + sum(out.square().mean() for _ in range(int(number) % 3)),
     "a text": lambda model, loss, out, number: loss * len(f"{number:g}"),
+    "a method": lambda model, loss, out, number: loss * np.float64(number).item(),
 }
 
 
-@pytest.mark.parametrize("values", [float, int, lambda index: index // 10, lambda index: 1 / (index + 1)])
+@pytest.mark.parametrize("values", [float, int, lambda index: index // 10, lambda index: 1 / (index + 1), np.float64])
 @pytest.mark.parametrize("use", FOLLOWED.values(), ids=FOLLOWED.keys())
 def test_a_number_that_is_followed(use: Use, values: Callable[[int], Any], device: torch.device, backend: str) -> None:
     step = same_as_eager(lambda: rig_of(use, values), device, backend)
