@@ -46,7 +46,7 @@ def classify(
             number = second.symbolic.given.get(id(external.tensor))
             unchanged = number is not None or (position < len(earlier) and earlier[position] == storage)
             unchanged |= _is_only_like(second, position)
-            found.append(_unowned(external, unowned, unchanged=unchanged))
+            found.append(_unowned(external, unowned, second, unchanged=unchanged))
             unowned += 1
             if number is not None:
                 found[-1] = replace(found[-1], name=" and ".join(number.paths))
@@ -98,7 +98,13 @@ def _passed_on(slot: Slot) -> External:
     return External(slot.path, role, spec, True, True, path=slot.path)
 
 
-def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> External:
+def _earlier_graph(trace: Trace) -> str | None:
+    """The path of a tensor that the step uses, and whose graph was made before the step; None if there is none."""
+    used = (storage for storage, traced in trace.externals.items() if traced.tensor.grad_fn is not None)
+    return next((slot.path for storage in used for slot in trace.entry_slots.get(storage, ())), None)
+
+
+def _unowned(traced: TracedExternal, number: int, trace: Trace, *, unchanged: bool) -> External:
     spec = TensorSpec.of(traced.tensor)
     if is_freed(traced.tensor):
         raise UnownedTensorError(
@@ -123,10 +129,13 @@ def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> Externa
             component=traced.source.component,
         )
     if not unchanged:
+        graph = _earlier_graph(trace)
+        instead = "Feed it as an argument of the step, or name the object that holds it in owners="
+        if graph is not None:
+            instead = f"The graph of {graph} was made before the step, and may hold it: have the step make both"
         raise UnownedTensorError(
             f"a {spec} tensor that is neither fed nor owned reaches {traced.operator} at {traced.source}, and it is "
-            "another tensor in each step; a replay would go on reading the old one. Feed it as an argument of the "
-            "step, or name the object that holds it in owners=",
+            f"another tensor in each step; a replay would go on reading the old one. {instead}",
             component=traced.source.component,
         )
     where = str(traced.source)

@@ -4,7 +4,7 @@ its way to a program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -168,6 +168,8 @@ class Entry:
         """Take in what a trace of the latest call has asked of owners' numbers, which lie at ``places``."""
         asked, way = facts.symbolic.asked, self.way
         paths = {path for question in asked for path in question.paths} | facts.symbolic.deciding
+        # A list may be empty after the step.
+        self.places.update(facts.symbolic.places)
         self.places.update({path: lasting(places[path]) for path in facts.symbolic.kinds if path in places})
         way.asked.update(asked)
         way.draws = tuple(facts.symbolic.draws)
@@ -177,14 +179,21 @@ class Entry:
         way.is_known = True
         if self.untried > _WAYS and self.too_many is None:
             self.too_many = HostScalarError(
-                f"the step takes another way through its code in each call, by what {' and '.join(sorted(paths))} come "
-                f"to: {_WAYS} in a row came once, and a replay is good for one way. Feed what decides, or decide "
-                "outside the step"
+                f"the step takes another way through its code in each call, by {self._decides(paths)}: {_WAYS} in a "
+                "row came once, and a replay is good for one way. Feed what decides, or decide outside the step"
             )
         # What each step raises does not come again, and what lay behind a property has a stand-in in further traces.
         used = paths & facts.symbolic.used.keys() - facts.symbolic.counted - facts.symbolic.behind
         way.used = {path: facts.entry_scalars[path] for path in used}
         way.where = next(map(facts.symbolic.told, way.used), "")
+
+    def _decides(self, paths: Collection[str]) -> str:
+        """In words: what numbers at ``paths`` come to decides between ways; without paths, which numbers there are."""
+        if paths:
+            return f"what {' and '.join(sorted(paths))} come to"
+        kinds = [way.kinds for way in self.ways]
+        path = next(path for known in kinds for path in known if len({each.get(path) for each in kinds}) > 1)
+        return f"whether {path} is there, and of which class"
 
     def _turn(self) -> None:
         """Turn to the way that the numbers of now lead to."""

@@ -82,6 +82,31 @@ def test_a_number_on_the_host_that_nothing_owns_is_refused() -> None:
         assert_refused(make, UnownedTensorError, r"f32\[\] tensor that is neither fed nor owned", done=SECOND_TRACE)
 
 
+def test_what_a_graph_from_outside_holds_is_refused_by_the_name_of_its_tensor() -> None:
+    """As an actor's losses are, which it has kept while it played."""
+
+    def make() -> Rig:
+        model = Mlp()
+        optimizer, losses = SGD(model.parameters(), lr=0.05, fused=True), list[Tensor]()
+
+        def after(index: int) -> None:
+            losses[:] = [model[0](torch.randn(4, 8)).sum()]
+
+        def step_of(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) + losses[0]
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        after(0)
+        return Rig(step_of, {"model": model, "optimizer": optimizer, "losses": losses}, list(float_batches(12)), after)
+
+    what = r"neither fed nor owned reaches .* in step_of"
+    told = r"The graph of losses\[0\] was made before the step, and may hold it: have the step make both"
+    assert_refused(make, UnownedTensorError, what, told, done=SECOND_TRACE + 2)
+
+
 @pytest.mark.parametrize("kind", ["fresh", "mutated"])
 def test_unowned_tensors_are_refused(kind: str) -> None:
     """One that is new in each call, one that is written: operator and line are named, and nothing has changed."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from graphplan import CaptureError, HostScalarError, HostSyncError, graph_step
+from graphplan import CaptureError, HostEffectError, HostScalarError, HostSyncError, graph_step
 from graphplan.program.program import Program
 from graphplan.step.lookup import Lookup
 
@@ -572,6 +572,42 @@ def test_ways_that_never_come_again() -> None:
     with pytest.warns(UserWarning, match=r"takes another way through its code in each call, by what model\.step come"):
         run()
     assert (step.stats.traced, step.stats.captured) == (17, 0)
+
+
+def test_ways_that_differ_by_which_numbers_there_are() -> None:
+    """A list with other rewards in each call, and fewer of them: nothing is asked."""
+    model = Annealed()
+
+    def body(x: Tensor) -> Tensor:
+        for reward in model.rewards:
+            x = x * reward
+        return x
+
+    step = graph_step(body, owners={"model": model})
+    text = r"another way .*, by whether model\.rewards\[\d+\] is there, and of which class: 16 in a row came once"
+    with pytest.raises(HostScalarError, match=text):
+        for index in range(24):
+            model.rewards = [1 / (index + place) for place in range(1, 40 - index)]
+            step(torch.ones(2))
+
+
+def test_numbers_of_a_list_that_the_step_empties() -> None:
+    """They are where they were before the step: all calls take one way, and the list is what is refused."""
+    model = Annealed()
+    model.rewards = []
+
+    def body(x: Tensor) -> Tensor:
+        for reward in model.rewards:
+            x = x * reward
+        del model.rewards[:]
+        return x
+
+    step = graph_step(body, owners={"model": model})
+    with pytest.raises(HostEffectError, match=r"the step shortens model\.rewards, from 3 to 0 items"):
+        for index in range(6):
+            model.rewards += [1 / (index + place) for place in range(1, 4)]
+            step(torch.ones(2))
+    assert step.stats.calls == 4
 
 
 UNSEEN = ctypes.c_int(0)
