@@ -37,7 +37,7 @@ class Programs:
         self._stats = stats
         self._may_wait = may_wait
         self._entries: dict[Key, Entry] = {}
-        self._lookups = 0
+        self._lookups = self._keyed_since = 0
         # By geometry of the feed, the latest program, or how often it was replayed before it was closed.
         self._latest: dict[Hashable, Program | int] = {}
         self._reasons: list[str] = []
@@ -248,6 +248,10 @@ class Programs:
         """How many captures and replays there were."""
         return self._stats.replayed + self._stats.captured
 
+    def begin_anew(self) -> None:
+        """From now on, keys have a value in them that code needs: those of earlier calls do not come again."""
+        self._keyed_since, self.attempts = self._lookups, 0
+
     def count_new(self) -> None:
         """Count a call with a new signature."""
         self._misses = self._misses + 1 if self.progress == self._paid else 1
@@ -269,8 +273,10 @@ class Programs:
         if self._latest or self._said:
             return None
         needed = self._options.warmup_steps + 3
-        repeats = max(known.eager_calls for known in self._entries.values()) > 1
-        if self.attempts < _PATIENCE * needed * (self._options.max_graphs if repeats else 1):
+        repeats = any(known.eager_calls > 1 and known.used > self._keyed_since for known in self._entries.values())
+        # What code needs values of may go round, as the time of a sampler does: there is room for so many.
+        patience = max(_PATIENCE * needed, self._options.max_graphs * bool(values))
+        if self.attempts < patience * (self._options.max_graphs if repeats else 1):
             return None
         self._said = True
         signatures = len(self._entries)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -183,7 +183,7 @@ class Stages:
             # An error of the step's own comes out here, too.
             result = self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
             if signal.symbolic is not None:
-                if not self._given.give_up(signal.symbolic or self._given.paths):
+                if not self._give_up(signal.symbolic or self._given.paths):
                     self._planner.replace_less(signal.symbolic, call.walk)
             else:
                 self._defers &= bool(signal.indices)
@@ -373,10 +373,7 @@ class Stages:
         if facts.batch is not None and not self._take_reads(call, facts.batch, facts):
             line.traces = []
             return
-        given = self._given.give_up(facts.symbolic.used, facts.symbolic.told)
-        if given:
-            for value in given:
-                self._stats.note(f"each value needs a program of its own: the step's code needs {value}", "traces")
+        if self._give_up(facts.symbolic.used, facts.symbolic.told):
             line.traces = []
             return
         self._planner.note(facts, walk)
@@ -396,6 +393,15 @@ class Stages:
             self._stats.note(fact)
         needed = self._runner.backend.needs(plan.footprint, alone=True)
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
+
+    def _give_up(self, paths: Collection[str], told: Callable[[str], str] = str) -> bool:
+        """Have arguments at ``paths`` in the key again, since code needs their values. Return True if there are any."""
+        given = self._given.give_up(paths, told)
+        for value in given:
+            self._stats.note(f"each value needs a program of its own: the step's code needs {value}", "traces")
+        if given:
+            self._programs.begin_anew()
+        return bool(given)
 
     def _take_reads(self, call: Call, batch: BatchRecorder, facts: Trace) -> bool:
         """Take in what a trace has read of its batch. False if other traces have to follow, with that read before."""

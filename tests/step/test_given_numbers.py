@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
-from graphplan import graph_step, graphed
-from tests.twins import Rig, same_as_eager
+from graphplan import NotCapturedError, graph_step, graphed
+from tests.twins import Rig, build, managed, same_as_eager
 
 Use = Callable[[Any, Tensor, Tensor, Any], Any]
 CALLS = 60
@@ -85,6 +86,56 @@ def test_a_number_that_code_needs_stays_a_part_of_the_key(use: Use, device: torc
     step = same_as_eager(lambda: rig_of(use, values), device, backend)
     assert step.stats.captured >= 2
     assert step.stats.replayed >= 20
+
+
+class Reversed(torch.autograd.Function):
+    """Its backward pass, which another thread runs on a GPU, needs a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
+        return slopes[0].neg() * ctx.share, None
+
+
+NEVER_AGAIN: dict[str, Use] = {
+    "an index": lambda model, loss, out, number: loss + out[:, int(number) % 4].mean(),
+    "a text": lambda model, loss, out, number: loss * len(f"{number:g}"),
+    "a backward pass": lambda model, loss, out, number: loss + Reversed.apply(out, number).mean(),
+}
+
+
+@pytest.mark.parametrize("use", NEVER_AGAIN.values(), ids=NEVER_AGAIN.keys())
+def test_needed_values_that_never_come_again_are_told_soon(use: Use, device: torch.device, backend: str) -> None:
+    """As early as other values are, and no more than one trace is made."""
+    with device:
+        rig = build(lambda: rig_of(use, lambda index: 1 / (index + 1)))
+    step = managed(rig, backend=backend)
+    text = r"no step was captured in 29 steps.*the code needs the value of arguments\.number"
+    with pytest.raises(NotCapturedError, match=text):
+        for args in rig.calls:
+            step(*args)
+    assert step.stats.traced <= 1
+
+
+@pytest.mark.parametrize(("times", "captured"), [(60, 60), (400, 0)])
+def test_times_that_are_indices(times: int, captured: int) -> None:
+    """A sampler's come again, each with a program; those of which there are more than programs never do."""
+    model, table = nn.Linear(4, 4), torch.linspace(0.1, 0.9, 400)
+    step = graphed(lambda x, time: model(x) * table[time], backend="tape", on_failure="eager")
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in range(400):
+            x, time = torch.randn(2, 4), times - 1 - call % times
+            assert torch.equal(step(x, time), model(x) * table[time])
+    assert step.stats.captured == captured
+    assert step.stats.traced == 1 + 2 * captured
+    assert (step.stats.replayed > 120) == bool(captured)
+    told = [str(warning.message) for warning in caught if "no step was captured in 67 steps" in str(warning.message)]
+    assert len(told) == (not captured)
 
 
 def test_a_keyword(device: torch.device, backend: str) -> None:
