@@ -14,8 +14,8 @@ from graphplan.trace.records import Trace
 
 
 def check_draws(pair: TracePair) -> None:
-    """Refuse a step that draws from a generator of Python or NumPy what replays cannot draw again, even if no operator
-    gets what it drew.
+    """Refuse a step that draws on the host otherwise than the one before, or what replays cannot draw again, even if no
+    operator gets what it drew.
     """
     both = zip_longest(*(trace.symbolic.draws for trace in pair.both))
     other = next((new or old for old, new in both if old != new), None)
@@ -25,6 +25,11 @@ def check_draws(pair: TracePair) -> None:
             f"{other.given}), as replays would. Draw before the step and feed the result",
             path=other.generator,
         )
+    check_generators(pair)
+
+
+def check_generators(pair: TracePair) -> None:
+    """Refuse a step that draws from a generator of Python or NumPy what replays cannot draw again."""
     for name in (name for trace in pair.both for name in trace.draws):
         if not pair.allows(name):
             source = find_load((code for code, _ in pair.second.reads.codes), "random")

@@ -13,12 +13,12 @@ from torch import Tensor
 from graphplan.backends.backend import TracedValues
 from graphplan.effects.appended_lists import find_appends
 from graphplan.effects.changed_values import find_assignments, find_counters, find_left_flags, find_numbers
-from graphplan.effects.host import check_draws, check_gradients, check_threads
+from graphplan.effects.host import check_draws, check_generators, check_gradients, check_threads
 from graphplan.effects.host_changes import joined_slots
 from graphplan.effects.reads import Reads, check_used
 from graphplan.effects.rebindings import Rebindings
 from graphplan.effects.trace_pair import TracePair
-from graphplan.errors import OutputError
+from graphplan.errors import ControlFlowError, OutputError
 from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
 from graphplan.plan.classify import classify
@@ -117,7 +117,12 @@ def _check(pair: TracePair, feed: Feed) -> None:
     for trace in pair.both:
         # Before what else was noted: draws of another thread look like a seek.
         check_threads(trace, pair.allow)
-    check_difference(*pair.both)
+    try:
+        check_difference(*pair.both)
+    except ControlFlowError:
+        # What was drawn may have chosen (random.shuffle).
+        check_generators(pair)
+        raise
     _check_branches(pair.second)
     check_marks(feed, *pair.both)
     check_draws(pair)

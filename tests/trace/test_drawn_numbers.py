@@ -229,6 +229,10 @@ REFUSED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "a text": ("needs the value of a random number", lambda x: [f"{np.random.rand():.2f}", x * 2][1]),
     "an array": ("draws from NumPy's random generator", lambda x: [np.random.rand(3), x * 2][1]),
     "a choice": ("draws from Python's random generator", lambda x: [random.choice("ab"), x * 2][1]),
+    "tensors that it chooses": (
+        r"draws from Python's random generator at test_drawn_numbers\.py:\d+ .*`.*random\.sample",
+        lambda x: (halves := [x + number for number in range(9)], torch.dot(*random.sample(halves, 2)))[1],
+    ),
     "seeded": ("draws from Python's random generator", lambda x: [random.seed(1), x * random.random()][1]),
 }
 
