@@ -50,6 +50,10 @@ class Scalar:
         for owner, attribute in self.others:
             yield replace(self, owner=owner, attribute=attribute + rest, others=())
 
+    def is_called(self, names: Collection[str]) -> bool:
+        """Whether an attribute that leads here is among ``names``."""
+        return self.attribute in names or any(attribute in names for _, attribute in self.others)
+
     def get(self) -> Any:
         """The value now."""
         return present(self.container)[self.key]

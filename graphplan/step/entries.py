@@ -192,7 +192,8 @@ class Entry:
         if paths:
             return f"what {' and '.join(sorted(paths))} come to"
         kinds = [way.kinds for way in self.ways]
-        path = next(path for known in kinds for path in known if len({each.get(path) for each in kinds}) > 1)
+        paths = {path for known in kinds for path in known if len({each.get(path) for each in kinds}) > 1}
+        path = min(paths, default="a number")
         return f"whether {path} is there, and of which class"
 
     def _turn(self) -> None:

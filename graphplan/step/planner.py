@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from graphplan.effects.allowed import is_allowed
 from graphplan.effects.host_changes import host_changes
 from graphplan.effects.trace_pair import TracePair
+from graphplan.environment.origin import is_librarys, is_users
 from graphplan.errors import ControlFlowError, HostEffectError, HostScalarError, OutcomeError, RefusalError
 from graphplan.observe.host_draws import DRAWN
 from graphplan.owners.generators import NUMPYS, PYTHONS
@@ -73,8 +75,10 @@ class Planner:
         self._numbers = numbers
 
     def _may_replace(self, path: str, place: Scalar, *, is_named: bool = False) -> bool:
-        used = self._managed.names.attributes
-        is_named |= path in self._changing_numbers or any(way.attribute in used for way in place.ways())
+        names = self._managed.names
+        is_named |= path in self._changing_numbers or place.is_called(names.attributes)
+        # What a metric or an average of a package's counts, its methods may read.
+        is_named |= place.attribute in names.mentioned and _is_of_package(type(place.owner))
         is_named |= type(place.container) is Given or isinstance(place.owner, Namespace)
         return is_named and may_be_symbolic(place) and not is_allowed(path, self._options.allow)
 
@@ -217,6 +221,12 @@ class Planner:
         line.traces = [pair.second]
         self._stats.note(f"traced anew: {changed}", "traces")
         return True
+
+
+def _is_of_package(kind: type) -> bool:
+    """Whether a class is an installed package's, torchmetrics' modules included: torch's layers count nothing."""
+    is_module = issubclass(kind, Module) and not kind.__module__.startswith("torch.")
+    return not is_users(kind) and (is_module or not is_librarys(kind))
 
 
 def _may_vary(value: Any) -> bool:
