@@ -103,8 +103,8 @@ class Item(Scalar):
 
 
 def lasting(place: Scalar) -> Scalar:
-    """``place``, or the :class:`Item` that it is now."""
-    items, inner = place.container, attributes_of(place.owner)
+    """``place``, or the :class:`Item` that it is now, unless code has a variable for the list or dictionary."""
+    items, inner = place.container, attributes_of(place.owner) if place.name is None else None
     if type(items) not in (list, dict) or inner is None or inner is items:
         return place
     if not _lead_to(((place.owner, place.attribute), *place.others), items):

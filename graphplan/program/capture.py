@@ -30,6 +30,7 @@ from graphplan.program.outputs import Outputs, lend_outputs
 from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.program.undo import Undo
+from graphplan.specs.paths import Path
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.tensors.attributes import dressed
@@ -154,7 +155,9 @@ def _record(
 
 def outdated(plan: Plan, walk: Walk) -> str | None:
     """Describe the first Python value or slot that is not what it was in the traces."""
-    values = {path: value for path, value in plan.reads.values.items() if walk.value(path) is not None}
+    # A container of its own may lie now where there was one that lay elsewhere, too.
+    there = lambda path: walk.value(path) is not None or Path.length(path) in walk.objects  # noqa: E731
+    values = {path: value for path, value in plan.reads.values.items() if there(path)}
     changed = plan.reads.changed(walk, values, " when the step was traced")
     if changed is not None:
         return changed

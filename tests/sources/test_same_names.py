@@ -230,3 +230,48 @@ def test_a_list_of_two_names_becomes_another_ones(at_once: bool) -> None:
 
     step = assert_same_as_eager(make, verify="off")
     assert step.stats.replayed >= CALLS // 3, step.report()
+
+
+Share = Callable[[], tuple[Weigh, Callable[[int], None], Any]]
+
+
+def two_modules() -> tuple[Weigh, Callable[[int], None], Any]:
+    """Both read one dictionary, until one of them gets its own."""
+    one = Weighing({"scale": 1.0}, "scale")
+    other = Weighing(one.conf, "scale")
+
+    def after(index: int) -> None:
+        one.conf["scale"] += 0.5
+        if index == WHEN:
+            other.conf = {"scale": 2.0}
+        elif index > WHEN:
+            other.conf["scale"] -= 0.25
+
+    return lambda loss: other(one(loss)), after, nn.ModuleList([one, other])
+
+
+def a_variable_and_an_attribute() -> tuple[Weigh, Callable[[int], None], Any]:
+    """The code reads the variable, and the attribute gets another list."""
+    rates = [1.0]
+    holder = SimpleNamespace(rates=rates)
+
+    def after(index: int) -> None:
+        holder.rates[0] += 0.5
+        rates[0] += 0.25
+        if index == WHEN:
+            holder.rates = [0.0]
+
+    return lambda loss: loss * rates[0], after, holder
+
+
+@pytest.mark.parametrize("share", [two_modules, a_variable_and_an_attribute])
+def test_what_two_names_led_to_becomes_two_things(share: Share) -> None:
+    """What was traced of one thing is no good for two."""
+
+    def make() -> Rig:
+        weigh, after, holder = share()
+        rig = rig_with(weigh, lambda: None, holder=holder)
+        return replace(rig, calls=rig.calls * 3, after=after)
+
+    step = assert_same_as_eager(make, verify="off")
+    assert step.stats.replayed >= CALLS, step.report()
