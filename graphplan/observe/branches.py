@@ -84,16 +84,16 @@ class Branches(SyntaxTree):
             self._uses[offset] = self._find_use(offset)
         return self._uses[offset]
 
-    def lets_out(self, offset: int, kinds: Kinds = _ALL) -> bool:
-        """Whether an exception of ``kinds`` from the instruction at ``offset`` leaves the code, and Python itself
-        does not end it.
+    def lets_out(self, offset: int, kinds: Kinds = _ALL) -> Kinds:
+        """What leaves the code as an exception of ``kinds`` from the instruction at ``offset``: of any kind where code
+        raises another one in its place. Nothing if it may be caught, or Python itself ends it.
         """
         if self.code.co_name in _ENDED_IN:
-            return False
+            return ()
         if not getattr(self.code, "co_exceptiontable", True):
-            return True
+            return kinds
         node = self.at(offset)
-        return node is not None and self._leaves(node, kinds)
+        return () if node is None else self._leaves(node, kinds)
 
     def _find_use(self, offset: int) -> Use:
         code = self.code
@@ -214,25 +214,28 @@ class Branches(SyntaxTree):
             return function in _PURE_CALLS
         return False
 
-    def _leaves(self, node: ast.AST, kinds: Kinds = _ALL) -> bool:
-        """Whether any exception of ``kinds`` that comes out of ``node`` leaves the code."""
+    def _leaves(self, node: ast.AST, kinds: Kinds = _ALL) -> Kinds:
+        """What leaves the code as an exception of ``kinds`` that comes out of ``node``; nothing if it may be caught."""
         for inner, outer in pairwise(self.around(node)):
             if isinstance(outer, ast.With | ast.AsyncWith):
                 if not all(self._passes_manager(item.context_expr, kinds) for item in outer.items):
-                    return False
+                    return ()
             elif isinstance(outer, _TRIES):
                 handlers = outer.handlers if inner in outer.body else ()
-                if has(outer.finalbody, _LEAVING) or not all(self._passes_handler(each, kinds) for each in handlers):
-                    return False
-        return True
+                catching = [handler for handler in handlers if not self._is_for_others(handler, kinds)]
+                if has(outer.finalbody, _LEAVING) or not all(_always_raises(handler.body) for handler in catching):
+                    return ()
+                if catching or has(outer.finalbody, (ast.Raise,)):
+                    # What is raised in its place may be of any kind.
+                    kinds = _ALL
+        return kinds
 
-    def _passes_handler(self, handler: ast.ExceptHandler, kinds: Kinds) -> bool:
+    def _is_for_others(self, handler: ast.ExceptHandler, kinds: Kinds) -> bool:
         parts = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
         caught = list(map(self.resolve, parts))
         # No assertion raises those of torch's and Lightning's own.
         are_librarys = all(isinstance(kind, type) and kind.__module__ != "builtins" for kind in caught)
-        passes = (are_librarys and all(map(is_librarys, caught))) or _are_others(caught, kinds)
-        return passes or _always_raises(handler.body)
+        return (are_librarys and all(map(is_librarys, caught))) or _are_others(caught, kinds)
 
     def _passes_manager(self, item: ast.expr, kinds: Kinds) -> bool:
         made = self.resolve(item.func if isinstance(item, ast.Call) else item)

@@ -94,7 +94,7 @@ class Reads:
 
     def may_cover(self, scalar: Scalar) -> bool:
         """Whether the user's code that takes attributes by computed names may have come to ``scalar``."""
-        return self.dynamic and scalar.via is None and any(is_users(type(way.owner)) for way in scalar.ways())
+        return self.dynamic and scalar.via is None and any(is_users(type(owner)) for owner, _ in scalar.ways())
 
     def reads_mark(self, name: str) -> bool:
         """Whether code may have read the attribute ``name`` of a tensor that is fed."""
@@ -104,31 +104,32 @@ class Reads:
         """Whether what ``scalar`` shows may have been read. Names are only known because code uses them."""
         if isinstance(scalar.owner, Namespace) or scalar.name is not None:
             return True
-        return any(map(self._covers, scalar.ways()))
-
-    def _covers(self, scalar: Scalar) -> bool:
         if scalar.via is not None and scalar.via not in self.anywhere:
             return False
-        if scalar.attribute in self.anywhere or self._is_read_within(scalar):
+        return any(self._covers(scalar, *way) for way in scalar.ways())
+
+    def _covers(self, scalar: Scalar, owner: Any, attribute: str) -> bool:
+        if attribute in self.anywhere or self._is_read_within(owner, attribute):
             return True
-        if scalar.attribute not in self.called:
+        if attribute not in self.called:
             return False
         # Called itself, or within what is called: a partial's keywords, what a cached function remembers.
-        return callable(scalar.get()) or callable(getattr_static(scalar.owner, scalar.attribute, None))
+        return callable(scalar.get()) or callable(getattr_static(owner, attribute, None))
 
-    def _is_read_within(self, scalar: Scalar) -> bool:
-        """Whether code of its class, or of the package that this is of, reads the attribute that ``scalar`` is in."""
-        if any(scalar.attribute in names.attributes for names in self._names_on(scalar)):
+    def _is_read_within(self, owner: Any, attribute: str) -> bool:
+        """Whether code of the class of ``owner``, or of the package that this is of, reads the ``attribute``."""
+        if any(attribute in names.attributes for names in self._names_on(owner, attribute)):
             return True
-        kind = type(scalar.owner)
-        return not is_users(kind) and not is_librarys(kind) and scalar.attribute in self.by_packages
+        kind = type(owner)
+        return attribute in self.by_packages and not is_users(kind) and not is_librarys(kind)
 
     def may_store(self, scalar: Scalar) -> bool:
         """Whether a method of the object that has ``scalar`` has assigned it, as each such step does."""
         if isinstance(scalar.owner, Module):
-            names_on = self._names_on(scalar) if self._is_stored(scalar) else ()
+            names_on = self._names_on(scalar.owner, scalar.attribute) if self._is_stored(scalar) else ()
             return any(scalar.attribute in names.assigned for names in names_on)
-        return any(scalar.attribute in names.always for names in self._names_on(scalar))
+        names_on = self._names_on(scalar.owner, scalar.attribute)
+        return any(scalar.attribute in names.always for names in names_on)
 
     def may_assign(self, scalar: Scalar) -> bool:
         """Whether code that is no method of the object that has ``scalar`` may have assigned it."""
@@ -139,10 +140,10 @@ class Reads:
         """Whether code that may assign an attribute has come to do so; of objects other than modules, no one knows."""
         return not isinstance(scalar.owner, Module) or (id(scalar.owner), scalar.attribute) in self.stored
 
-    def _names_on(self, scalar: Scalar) -> Iterator[Names]:
-        """The names in the methods that ran on the object that has ``scalar``, of those that spell its attribute."""
-        word = scalar.attribute.removesuffix("[:]")
-        for code in self.methods_on.get(id(scalar.owner), ()):
+    def _names_on(self, owner: Any, attribute: str) -> Iterator[Names]:
+        """The names in the methods that ran on ``owner``, of those that spell the ``attribute``."""
+        word = attribute.removesuffix("[:]")
+        for code in self.methods_on.get(id(owner), ()):
             # To find all names in code takes half a millisecond.
             if word in code.co_names or word in code.co_consts:
                 yield names_of(code)
@@ -151,14 +152,14 @@ class Reads:
         """Whether code reads the attribute or variable that leads to ``scalar`` for more than to raise it."""
         if scalar.name is not None and self._uses_name(scalar.name):
             return True
-        return any(map(self._uses, scalar.ways()))
-
-    def _uses(self, scalar: Scalar) -> bool:
         if scalar.via is not None and scalar.via not in self.anywhere:
             return False
-        if isinstance(scalar.owner, Namespace):
-            return self._uses_name(scalar.attribute)
-        return scalar.attribute.removeprefix(".") in self.anywhere or self._is_read_within(scalar)
+        return any(self._uses(*way) for way in scalar.ways())
+
+    def _uses(self, owner: Any, attribute: str) -> bool:
+        if isinstance(owner, Namespace):
+            return self._uses_name(attribute)
+        return attribute.removeprefix(".") in self.anywhere or self._is_read_within(owner, attribute)
 
     def _uses_name(self, name: str) -> bool:
         # What a module or a class holds is used as an attribute, which the dot says.

@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -23,6 +23,7 @@ from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
 
 Items = list[Any] | deque[Any]
+_FEW = 3  # Further ways to a list or dictionary that are asked where it is, whichever one it is.
 Container = MutableMapping[Any, Any] | Items | set[Any]
 
 
@@ -43,12 +44,12 @@ class Scalar:
     name: str | None = None
     others: tuple[tuple[Any, str], ...] = ()
 
-    def ways(self) -> Iterator[Scalar]:
-        """This place as its owner leads to it, and as each of the others does."""
-        yield self
-        rest = "[:]" if self.attribute.endswith("[:]") else ""
+    def ways(self) -> Iterator[tuple[Any, str]]:
+        """The objects and attributes that lead here, its owner first; ``[:]`` stays behind an attribute."""
+        yield self.owner, self.attribute
+        rest = "[:]" if self.others and self.attribute.endswith("[:]") else ""
         for owner, attribute in self.others:
-            yield replace(self, owner=owner, attribute=attribute + rest, others=())
+            yield owner, attribute + rest
 
     def is_called(self, names: Collection[str]) -> bool:
         """Whether an attribute that leads here is among ``names``."""
@@ -103,8 +104,11 @@ class Item(Scalar):
 
 
 def lasting(place: Scalar) -> Scalar:
-    """``place``, or the :class:`Item` that it is now, unless code has a variable for the list or dictionary."""
-    items, inner = place.container, attributes_of(place.owner) if place.name is None else None
+    """``place``, or the :class:`Item` that it is now, unless code has a variable for the list or dictionary, or many
+    attributes lead to it, which are compared faster than they are asked.
+    """
+    is_apart = place.name is not None or len(place.others) > _FEW
+    items, inner = place.container, None if is_apart else attributes_of(place.owner)
     if type(items) not in (list, dict) or inner is None or inner is items:
         return place
     if not _lead_to(((place.owner, place.attribute), *place.others), items):

@@ -74,8 +74,8 @@ class ValueWalker:
         """Optimizers that something else than an owner's name leads to, by path."""
         self._homes: dict[int, str] = {}
         """Where containers were found first, in words, by identity."""
-        self._leads: dict[int, list[Source]] = {}
-        """What else leads to containers, by identity: the step's code may have other names for them."""
+        self._leads: dict[int, dict[tuple[int, str], Source]] = {}
+        """What else leads to containers, by identities: the step's code may have other names for them."""
 
     def _first_visit(self, thing: Any) -> bool:
         # Audit hooks of other packages hear of each ``id``, so it is asked for once.
@@ -206,12 +206,12 @@ class ValueWalker:
 
     def _lead(self, items: Any, source: Source) -> None:
         """Note what else leads to a container that was found elsewhere, and so to the containers in it."""
-        known = self._leads.setdefault(id(items), [])
-        if any(owner is source[0] and name == source[1] for owner, name in known):
+        known, way = self._leads.setdefault(id(items), {}), (id(source[0]), source[1])
+        if way in known:
             return
-        known.append(source)
-        for item in items.values() if isinstance(items, MAPPINGS) else items:
-            if isinstance(item, (*MAPPINGS, list, deque)):
+        known[way] = source
+        for item in islice(items.values() if isinstance(items, MAPPINGS) else items, MAX_ITEMS):
+            if isinstance(item, (*MAPPINGS, list, deque, tuple)):
                 self._lead(item, source)
 
     def _rest(self, items: MutableMapping[Any, Any] | Items, start: int, path: str, source: Source) -> None:

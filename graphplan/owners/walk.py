@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from graphplan.owners.kinds import MAPPINGS, SCALARS, is_of_library, is_user_object
 from graphplan.owners.slots import Namespace, Reached, Scalar, Slot, Via, Walk
-from graphplan.owners.values import ValueWalker, has_own_gradient
+from graphplan.owners.values import Source, ValueWalker, has_own_gradient
 from graphplan.owners.views import GroupCounts, Numbers, Told, attributes_of
 from graphplan.specs.paths import free_name
 
@@ -166,15 +166,17 @@ class _Walker(ValueWalker):
     def take_names(self) -> None:
         """What else leads to containers of owners: names that code has, and other attributes."""
         tables: tuple[dict[str, Any], ...] = (self.walk.scalars, self.walk.objects, self.walk.slots)
-        for table in tables if self._leads else ():
+        found: dict[int, tuple[str | None, tuple[Source, ...]]] = {}
+        for number, leads in self._leads.items():
+            name = next((name for space, name in leads.values() if isinstance(space, Namespace)), None)
+            found[number] = name, tuple(lead for lead in leads.values() if not isinstance(lead[0], Namespace))
+        for table in tables if found else ():
             for path, place in table.items():
                 # What is seen of a container as a whole, its length for one, has a space of its own.
                 whole = isinstance(place.container, Told)
-                leads = self._leads.get(id(place.container.items if whole else place.container), ())
-                if leads:
-                    name = next((name for space, name in leads if isinstance(space, Namespace)), None)
-                    others = tuple(lead for lead in leads if not isinstance(lead[0], Namespace))
-                    table[path] = replace(place, name=name, others=others)
+                leads_here = found.get(id(place.container.items if whole else place.container))
+                if leads_here is not None:
+                    table[path] = replace(place, name=leads_here[0], others=leads_here[1])
 
     def take_rest(self) -> None:
         """Hyper-parameters of optimizers that are no owners. Those around another one share its groups."""

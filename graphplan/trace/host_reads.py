@@ -149,8 +149,10 @@ def ends_step() -> bool:
 def _ends_step(frame: FrameType | None, kinds: tuple[type[BaseException], ...] = (BaseException,)) -> bool:
     """Whether an exception of ``kinds`` that comes to ``frame`` goes through all of the step's code."""
     while frame is not None and not runs_steps(frame.f_code):
-        if not is_ours(frame.f_code.co_filename) and not branches_of(frame).lets_out(frame.f_lasti, kinds):
-            return False
+        if not is_ours(frame.f_code.co_filename):
+            kinds = branches_of(frame).lets_out(frame.f_lasti, kinds)
+            if not kinds:
+                return False
         frame = frame.f_back
     return True
 

@@ -361,10 +361,10 @@ def may_be_symbolic(place: Scalar) -> bool:
     """Return True if ``place`` is an attribute itself, of an object or a class that can be given another value there, a
     variable, or an item in a list or dictionary that either holds.
     """
-    if isinstance(place.owner, Namespace) or place.name is not None or type(place.container) is Members:
-        return _container_of(place) is not None
     if type(lasting(place)) is Item:
         return True
+    if isinstance(place.owner, Namespace) or place.name or place.others or type(place.container) is Members:
+        return _container_of(place) is not None
     if place.key != place.attribute:
         return False
     if _container_of(place) is not None:
@@ -393,7 +393,7 @@ def _container_of(place: Scalar) -> Any:
         return container if type(container.kind).__setattr__ is type.__setattr__ else None
     if isinstance(container, (Attributes, Cell)):
         return container
-    is_named = isinstance(place.owner, Namespace) or place.name is not None
+    is_named = isinstance(place.owner, Namespace) or place.name is not None or bool(place.others)
     is_own = container is attributes_of(place.owner) or (is_named and type(container) in (dict, list))
     return container if is_own else None
 

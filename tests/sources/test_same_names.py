@@ -264,7 +264,31 @@ def a_variable_and_an_attribute() -> tuple[Weigh, Callable[[int], None], Any]:
     return lambda loss: loss * rates[0], after, holder
 
 
-@pytest.mark.parametrize("share", [two_modules, a_variable_and_an_attribute])
+def within_a_tuple() -> tuple[Weigh, Callable[[int], None], Any]:
+    """The dictionary is in a tuple in the list that both have."""
+    one, other = SimpleNamespace(rows=[({"scale": 1.0},)]), SimpleNamespace()
+    other.kept = one.rows
+
+    def after(index: int) -> None:
+        one.rows[0][0]["scale"] += 0.5 * (index % WHEN == 0)
+
+    return lambda loss: loss * other.kept[0][0]["scale"], after, {"one": one, "other": other}
+
+
+def many_modules() -> tuple[Weigh, Callable[[int], None], Any]:
+    """So many that none is asked where the dictionary lies: it is compared for all of them."""
+    settings = {"scale": 1.0}
+    modules = nn.ModuleList(Weighing(settings, "scale") for _ in range(6))
+
+    def after(index: int) -> None:
+        settings["scale"] += 0.5
+        if index == 2 * WHEN:
+            modules[4].conf = {"scale": 2.0}
+
+    return modules[4], after, modules
+
+
+@pytest.mark.parametrize("share", [two_modules, a_variable_and_an_attribute, within_a_tuple, many_modules])
 def test_what_two_names_led_to_becomes_two_things(share: Share) -> None:
     """What was traced of one thing is no good for two."""
 

@@ -252,9 +252,23 @@ def catches_what_is_in_a_variable(model: Any, loss: Tensor, hits: Tensor) -> Any
         return 0.0
 
 
+def catches_another_one_in_its_place(model: Any, loss: Tensor, hits: Tensor) -> Any:
+    try:
+        return _ratio(loss, hits)
+    except KeyError:
+        return 0.0
+
+
+def _ratio(loss: Tensor, hits: Tensor) -> float:
+    try:
+        return loss.item() / hits.sum().item()  # culprit
+    except ZeroDivisionError as error:
+        raise KeyError("no hits") from error
+
+
 NEEDED: list[Body] = [
     shows, decides, raises_to, rounds_in_c, counts_on, catches, catches_what_c_raises, suppresses,
-    catches_what_is_in_a_variable,
+    catches_what_is_in_a_variable, catches_another_one_in_its_place,
 ]  # fmt: skip
 
 
