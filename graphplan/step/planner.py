@@ -225,7 +225,7 @@ class Planner:
 
 def _is_of_package(kind: type) -> bool:
     """Whether a class is an installed package's, torchmetrics' modules included: torch's layers count nothing."""
-    is_module = issubclass(kind, Module) and not kind.__module__.startswith("torch.")
+    is_module = issubclass(kind, Module) and not str(kind.__module__).startswith("torch.")
     return not is_users(kind) and (is_module or not is_librarys(kind))
 
 

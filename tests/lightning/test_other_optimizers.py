@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
@@ -180,11 +181,8 @@ def test_a_wrapper_without_hooks_steps_on_the_host(on_failure: str, tmp_path: Pa
     assert "on_failure" not in found.callback.report()
 
 
-class _Corrected(Optimizer):
-    """Its step counts in Python, and calls a function of another file."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
+class _OneByOne(Optimizer):
+    """Runs its closure, and updates one parameter after the other."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -194,13 +192,26 @@ class _Corrected(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for param in group["params"]:
-                state = self.state[param]
-                if not state:
-                    state.update(step=0, mean=torch.zeros_like(param))
-                state["step"] += 1
-                state["mean"].lerp_(param.grad, 0.1)
-                update_by_number(param, state["mean"], group["lr"], state["step"])
+                self.update(param, group)
         return loss
+
+    def update(self, param: Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class _Corrected(_OneByOne):
+    """Its step counts in Python, and calls a function of another file."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def update(self, param: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state.update(step=0, mean=torch.zeros_like(param))
+        state["step"] += 1
+        state["mean"].lerp_(param.grad, 0.1)
+        update_by_number(param, state["mean"], group["lr"], state["step"])
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "eager"])
@@ -213,22 +224,14 @@ def test_a_step_with_helpers_in_another_file_is_the_optimizers(on_failure: str, 
     assert "optimizer runs eagerly after the replay of forward and backward" in callback.report()
 
 
-class _OwnRate(Optimizer):
+class _OwnRate(_OneByOne):
     """Steps by a number of its own, whatever its groups have for a learning rate."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, {"speed": 1e-2, **defaults})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.add_(param.grad, alpha=-group["speed"])
-        return loss
+    def update(self, param: Tensor, group: dict[str, Any]) -> None:
+        param.add_(param.grad, alpha=-group["speed"])
 
 
 RATES: dict[str, tuple[Any, dict[str, Any]]] = {
