@@ -14,7 +14,7 @@ from graphplan.step.options import Options
 
 _KEYS_PER_GRAPH = 8
 _IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
-_ALLOWANCE = 40  # Eager steps that starting may take beyond what replays save, before a further program waits.
+_ALLOWANCE = 25  # Eager steps that starting may take beyond what replays save, before a further program waits.
 _UNPAID = 2  # Captures in a row that did not pay, after which further ones wait.
 _LONGEST = 32
 """Maximum number of waits in a row without a replay between them, of which a call may count two."""
@@ -237,11 +237,14 @@ class Programs:
         return f"the step was captured again {self._unpaid} times in a row for fewer than {_PAYS} replays each: {why}"
 
     def has_spent(self) -> bool:
-        """Return True if starting, with one more program like those so far, takes more than replays have saved."""
+        """Return True if starting takes more than replays have saved, with those that have begun and one more program,
+        each like those so far.
+        """
         if not self._may_wait:
             return False
         balance = self._stats.balance()
-        return balance.spent / max(1, self._stats.captured) - balance.net >= _ALLOWANCE
+        begun = sum(entry.progress > 0 and not entry.programs() for entry in self._entries.values())
+        return (1 + begun) * balance.spent / max(1, self._stats.captured) - balance.net >= _ALLOWANCE
 
     @property
     def progress(self) -> int:

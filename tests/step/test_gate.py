@@ -401,6 +401,25 @@ def test_a_shape_that_waits_is_served_once_replays_of_another_have_paid(monkeypa
     assert stats.captured == 2
 
 
+def test_what_has_begun_is_to_be_paid_before_another_shape_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape whose first trace took ten steps takes more until it is captured."""
+    rig = Rig(monkeypatch)
+    stats = rig.step.stats
+    monkeypatch.setattr("graphplan.step.programs._ALLOWANCE", 50)
+    monkeypatch.setattr(type(stats), "spent", lambda stats, eager: 10.0 * stats.traced)
+    traced: set[int] = set()
+
+    def call(x: Tensor) -> Any:
+        before = stats.traced
+        out = rig.step(x)
+        traced.update([len(x)] * (stats.traced - before if not stats.captured else 0))
+        return out
+
+    rig.drive(call, 60, rows=lambda index: 5 + index % 5)
+    assert stats.captured
+    assert len(traced) == 2
+
+
 def serve(monkeypatch: pytest.MonkeyPatch, replay: float, **options: Any) -> tuple[Any, Clock, nn.Module]:
     """A graphed function that takes a second, or ``replay`` seconds once it is captured."""
     clock = set_clock(monkeypatch, Clock(passes=lambda: replay if run.stats.captured else 1.0))
