@@ -87,7 +87,7 @@ def is_user_object(value: Any) -> bool:
     if issubclass(kind, LRScheduler):
         return True
     # An optimizer is walked as one where it is an owner, a library's too.
-    if issubclass(kind, (torch.optim.Optimizer, *_ATOMS, *SCALARS)) or is_of_library(kind):
+    if issubclass(kind, (*_ATOMS, *SCALARS)) or has_groups(value) or is_of_library(kind):
         return False
     # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
     return attributes_of(value) is not None or bool(slots_of(kind))
@@ -100,15 +100,17 @@ def is_of_library(kind: type) -> bool:
     return is_known_here and not module.startswith(_OPEN)
 
 
+def has_groups(value: Any) -> bool:
+    """Whether ``value`` is an optimizer with groups of its own: one that computes them is an object like others."""
+    return issubclass(type(value), torch.optim.Optimizer) and "param_groups" in vars(value)
+
+
 def unwrapped(owner: Any) -> Any:
     """The optimizer that a wrapper without groups of its own keeps (Fabric's, Accelerate's); anything else as it is."""
-    while isinstance(owner, torch.optim.Optimizer) and "param_groups" not in vars(owner):
+    while isinstance(owner, torch.optim.Optimizer) and not has_groups(owner):
         kept = [value for value in vars(owner).values() if isinstance(value, torch.optim.Optimizer)]
         if len(kept) != 1:
-            raise OwnersError(
-                f"a {type(owner).__name__} calls itself an optimizer, but has no param_groups, and keeps "
-                f"{len(kept)} optimizers; expected one. Name in owners= what steps"
-            )
+            break
         owner = kept[0]
     return owner
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from graphplan.owners.kinds import MAPPINGS, SCALARS, is_of_library, is_user_object
+from graphplan.owners.kinds import MAPPINGS, SCALARS, has_groups, is_of_library, is_user_object
 from graphplan.owners.slots import Namespace, Reached, Scalar, Slot, Via, Walk
 from graphplan.owners.values import Source, ValueWalker, has_own_gradient
 from graphplan.owners.views import GroupCounts, Numbers, Told, attributes_of
@@ -59,7 +59,7 @@ class _Walker(ValueWalker):
             self._reached(owner, path)
         elif isinstance(owner, nn.Module):
             self._module(owner, path)
-        elif isinstance(owner, torch.optim.Optimizer):
+        elif has_groups(owner):
             self._optimizer(owner, path)
         elif isinstance(owner, GradScaler):
             self._scaler(owner, path)
@@ -182,7 +182,7 @@ class _Walker(ValueWalker):
         """Hyper-parameters of optimizers that are no owners. Those around another one share its groups."""
         owned = {id(group) for optimizer in self.walk.optimizers.values() for group in optimizer.param_groups}
         for path, optimizer in self._named:
-            for index, group in enumerate(optimizer.param_groups):
+            for index, group in enumerate(vars(optimizer).get("param_groups", [])):
                 for key in group.keys() - {"params"} if id(group) not in owned else ():
                     place = f"{path}.param_groups[{index}].{key}"
                     self.walk.scalars[place] = Scalar(group, key, optimizer, "param_groups")

@@ -28,7 +28,7 @@ from graphplan.optimizers.preparation import Preparation, check_optimizer, may_b
 from graphplan.optimizers.rates import LearningRates
 from graphplan.optimizers.scaling import ScaledSteps
 from graphplan.owners.discovery import Discovery, names_in
-from graphplan.owners.kinds import name_owners
+from graphplan.owners.kinds import has_groups, name_owners
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Namespace, Reached, Walk
 from graphplan.owners.values import STEP
@@ -116,7 +116,7 @@ class Managed:
         self._fed: dict[int, dict[str, Any]] = {}  # Optimizers that were fed, by identity.
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         for owner in self.owners.values():
-            if isinstance(owner, torch.optim.Optimizer):
+            if has_groups(owner):
                 try:
                     self.manage(owner)
                 except FaultError as error:
@@ -319,8 +319,7 @@ class Managed:
         """
         owned = {id(optimizer) for optimizer in walk.optimizers.values()}
         groups = {id(group) for optimizer in walk.optimizers.values() for group in optimizer.param_groups}
-        others = (part for part in walk.parts.values() if isinstance(part, torch.optim.Optimizer))
-        fresh = {id(part): part for part in others if id(part) not in owned and "param_groups" in vars(part)}
+        fresh = {id(part): part for part in walk.parts.values() if id(part) not in owned and has_groups(part)}
         found = [part for part in fresh.values() if not groups.isdisjoint(map(id, part.param_groups))]
         for optimizer in found:
             self.owners[free_name(type(optimizer).__name__.lower(), self.owners)] = optimizer

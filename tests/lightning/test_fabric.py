@@ -13,7 +13,7 @@ pytest.importorskip("lightning")
 
 from lightning.fabric import Fabric
 
-from graphplan import OwnersError, graph_step
+from graphplan import graph_step
 from tests.crossing import by_key, each
 
 STEPS = 20
@@ -59,18 +59,3 @@ def test_a_loop_under_fabric(options: dict[str, Any], named: bool) -> None:
     for number, state in states["state"].items():
         assert all(torch.equal(state[name], new_states["state"][number][name]) for name in state)
     assert (call.stats.captured, call.stats.replayed) == (1, STEPS - 6)
-
-
-class _Empty(torch.optim.SGD):
-    """Calls itself an optimizer, and keeps none."""
-
-    def __init__(self) -> None:
-        self.kept: list[Any] = []
-
-
-@pytest.mark.parametrize("kind", [dict, list])
-def test_what_is_an_optimizer_by_name_alone(kind: type) -> None:
-    owners: Any = {"optimizer": _Empty()} if kind is dict else [_Empty()]
-    text = "a _Empty calls itself an optimizer, but has no param_groups, and keeps 0 optimizers; expected one"
-    with pytest.raises(OwnersError, match=text):
-        graph_step(lambda x: x, owners=owners)

@@ -249,3 +249,46 @@ def test_groups_without_a_number_for_a_learning_rate(name: str, tmp_path: Path) 
     choose = partial(_OwnRate, defaults=defaults)
     found = assert_fit_equals_eager(partial(make, make_optimizer=choose), tmp_path, replayed=20)
     assert found.callback.stats.captured == 1
+
+
+class _Around(Optimizer):
+    """Keeps optimizers and has no groups of its own: some of its steps are theirs."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept, self.calls = kept, 0
+
+    @property
+    def _all(self) -> list[Any]:
+        return self.kept if isinstance(self.kept, list) else [self.kept]
+
+    param_groups: Any = property(lambda self: [group for each in self._all for group in each.param_groups])
+    state: Any = property(lambda self: {param: state for each in self._all for param, state in each.state.items()})
+    defaults: Any = property(lambda self: self._all[0].defaults)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self._all:
+            each.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        self.calls += 1
+        for each in self._all if self.calls % 3 else ():
+            each.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [each.state_dict() for each in self._all], "calls": self.calls}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_wrapper_that_counts_its_steps(count: int, tmp_path: Path) -> None:
+    """What it counts with decides whether the optimizers step that it keeps, and it may keep several."""
+
+    def choose(params: Any) -> Any:
+        every = list(params)
+        parts = [every] if count == 1 else [every[:2], every[2:]]
+        kept = [AdamW(part, lr=1e-2, fused=True) for part in parts]
+        return _Around(kept if count > 1 else kept[0])
+
+    callback = tape(on_failure="eager", verify="off")
+    assert_fit_equals_eager(partial(LitDigits, choose, None), tmp_path, callback=callback, replayed=15)
