@@ -363,8 +363,8 @@ class ValueWalker:
         space = Numbers(function)
         self.walk.scalars[f"{path}.__code__"] = Scalar(space, "__code__", *source)
         self._value(function.__defaults__, f"{path}.__defaults__", space, "__defaults__", depth + 1, source)
-        if function.__kwdefaults__:
-            self._items(function.__kwdefaults__, f"{path}.__kwdefaults__", depth + 1, source)
+        if function.__code__.co_kwonlyargcount:
+            self._value(function.__kwdefaults__, f"{path}.__kwdefaults__", space, "__kwdefaults__", depth + 1, source)
         if vars(function):
             self.walk.containers.append(vars(function))
         for name, value in list(vars(function).items()):

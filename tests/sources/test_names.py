@@ -111,6 +111,20 @@ def _on_an_object_in_a_tuple() -> Case:
     return lambda loss: loss * held[0][0].scale, lambda: setattr(held[0][0], "scale", 3.0)
 
 
+def _in_defaults() -> Case:
+    def scaled(loss: Tensor, scale: float = 1.0) -> Tensor:
+        return loss * scale
+
+    return scaled, lambda: setattr(scaled, "__defaults__", (3.0,))
+
+
+def _in_defaults_of_keywords() -> Case:
+    def scaled(loss: Tensor, *, scale: float = 1.0) -> Tensor:
+        return loss * scale
+
+    return scaled, lambda: setattr(scaled, "__kwdefaults__", {"scale": 3.0})
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -122,6 +136,8 @@ def _on_an_object_in_a_tuple() -> Case:
         _in_a_module_of_a_closure,
         _in_a_dictionary_in_a_tuple,
         _on_an_object_in_a_tuple,
+        _in_defaults,
+        _in_defaults_of_keywords,
     ],
 )
 def test_values_that_the_host_changes(case: Callable[[], Case]) -> None:
