@@ -214,6 +214,12 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
     """
     if not plan.rebindings.carries:
         return
+    gone = next((path for path in plan.rebindings.carries if path not in walk.slots), None)
+    if gone is not None:
+        raise HostEffectError(
+            f"the step found a tensor at {gone} in its traces, and finds none now: a replay would read the one that it "
+            "has itself. Put a tensor there that has the same effect (zeros, for a hidden state)"
+        )
     _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in bound})
     sharing, own = walk.by_storage(), own_tensors() | set(map(id, homes.values()))
     partners = plan.rebindings.partners

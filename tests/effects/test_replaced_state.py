@@ -320,7 +320,7 @@ class Learned(nn.Module):
         self.tag.note = "one"
 
 
-def learned_rig(begin: Callable[[Any], Tensor], every: int, first: int) -> Rig:
+def learned_rig(begin: Callable[[Any], Any], every: int, first: int) -> Rig:
     """A training step; the host begins anew now and then."""
     model = Learned()
     optimizer = SGD(model.parameters(), lr=0.1, fused=True)
@@ -364,6 +364,13 @@ def test_a_state_that_begins_in_each_step_as_what_is_written_is_refused() -> Non
     """A replay would leave the new state there."""
     make = partial(learned_rig, BEGINNINGS["what the step writes to"], 1, 0)
     text = r"binds another tensor to model\.h, which begins as model\.mean: .* a copy: model\.h = model\.mean\.detach"
+    assert_refused(make, HostEffectError, text, done=BEFORE_REPLAY - 1)
+
+
+def test_a_state_that_is_gone_at_the_capture_is_refused() -> None:
+    """The traces began with tensors there."""
+    make = partial(learned_rig, lambda model: None, 100, BEFORE_REPLAY - 2)
+    text = r"the step found a tensor at model\.h in its traces, and finds none now"
     assert_refused(make, HostEffectError, text, done=BEFORE_REPLAY - 1)
 
 
