@@ -35,7 +35,7 @@ class EvaluationSeam(Seam):
         """In place of the strategy's method of that name."""
         self._hook, kwargs = hook, OrderedDict(zip(_ARGUMENTS, args, strict=False))
         # A step that gets an iterator takes batches from the loader itself.
-        if not args or isinstance(args[0], Iterator) or self._has_other_optimizers():
+        if not args or isinstance(args[0], Iterator) or self._has_left():
             return self._stock(kwargs)
         _, gate = self._by_hook[hook]
         if gate is not None and gate.eager is None:

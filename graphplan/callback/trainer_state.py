@@ -20,7 +20,7 @@ _TRAINER = (
 )  # fmt: skip
 _LOOP = ("batch_idx", "total_batch_idx", "global_step", "_batches_that_stepped")
 _PROGRESS = ("ready", "started", "processed", "completed")
-_STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 """Hooks that Lightning calls inside the step: a replay does not run them."""
 _CALLBACKS = (
     "callbacks", "early_stopping_callback", "early_stopping_callbacks", "checkpoint_callback", "checkpoint_callbacks",
@@ -87,7 +87,7 @@ def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     hooked: dict[str, Any] = {}
     for callback in callbacks:
-        if any(has_hook(callback, hook, Callback) for hook in _STEP_HOOKS):
+        if any(has_hook(callback, hook, Callback) for hook in STEP_HOOKS):
             hooked[free_name(f"callbacks[{type(callback).__name__}]", hooked)] = callback
     return hooked
 

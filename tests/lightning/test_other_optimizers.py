@@ -93,6 +93,42 @@ def test_the_rest_of_the_fit_is_lightnings(name: str, tmp_path: Path) -> None:
     assert "x: the Trainer got other optimizers" in callback.report()
 
 
+class Halves(Callback):
+    """Gradients, in a hook inside the step."""
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        for param in module.parameters():
+            param.grad.mul_(0.5)
+
+
+def _adds_callback(trainer: Any) -> None:
+    trainer.callbacks.append(Halves())
+
+
+def _removes_callback(trainer: Any) -> None:
+    trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, Halves)]
+
+
+def _sets_method(trainer: Any) -> None:
+    module = trainer.lightning_module
+    plain = module.training_step
+    module.training_step = lambda batch, batch_idx: 2 * plain(batch, batch_idx)
+
+
+@pytest.mark.parametrize("act", [_adds_callback, _removes_callback, _sets_method])
+def test_other_hooks_inside_the_step(act: Callable[[Any], None], tmp_path: Path) -> None:
+    """The rest of the fit is Lightning's, too."""
+    more: list[Any] = [*([Halves()] if act is _removes_callback else []), Renews(act, _in_the_middle)]
+    expected = fit(LitDigits, tmp_path / "eager", more=more)
+    callback = tape(verify="off")
+    more[-1] = Renews(act, _in_the_middle)
+    with pytest.warns(UserWarning, match="graphplan leaves the rest to Lightning: the hooks that Lightning calls"):
+        found = fit(LitDigits, tmp_path / "graphed", callback, more=more)
+    assert_same_fits(expected, found)
+    assert callback.stats.replayed
+    assert callback.stats.skipped[RecaptureError.reason] >= 10
+
+
 class OfLate(Callback):
     """The flags of all optimizers between two steps, and those in checkpoints."""
 

@@ -22,6 +22,7 @@ from graphplan.callback.logging.step_logs import StepLogs
 from graphplan.callback.patches import Patches, Recover, recovering
 from graphplan.callback.trainer_state import (
     ARGUMENTS,
+    STEP_HOOKS,
     WRAPPER,
     WRAPPERS_NOTE,
     Arguments,
@@ -30,6 +31,7 @@ from graphplan.callback.trainer_state import (
     reached_objects,
     trainer_numbers,
 )
+from graphplan.compare.comparing import Checks, contents_of
 from graphplan.effects.allowed import is_allowed
 from graphplan.errors import OptionError, RecaptureError, RefusalError, SkipReason
 from graphplan.feed.call_arguments import CallArguments
@@ -55,6 +57,10 @@ _literals: Callable[[tuple[Any, ...]], Literals] = lru_cache(64)(Literals)
 """Gives the same object for the same literals: a replay need not look into it again."""
 _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
 """Bookkeeping of Lightning's and torch's own that no step depends on."""
+_OF_MODULE = (
+    *STEP_HOOKS, "training_step", "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping",
+)  # fmt: skip
+"""Methods of the module that Lightning calls inside the step."""
 
 
 class Seam(ABC):
@@ -103,6 +109,7 @@ class Seam(ABC):
         # Arguments of Lightning's loop that are not fed: the batch's number, and all after the batch.
         self._index, self._rest = 0, list[tuple[str, Any]]()
         self._optimizers = list(trainer.optimizers)
+        self._note_hooks()
         self.notes: list[str] = []
         # Calls of Lightning's own code in the place of a step.
         self._stock_stats = Stats()
@@ -187,14 +194,40 @@ class Seam(ABC):
         if step.down_because is not None:
             self._stand_down(*step.down_because)
 
-    def _has_other_optimizers(self) -> bool:
-        """Return True if the Trainer has other optimizers than those that programs read, and end the seam."""
-        if self._trainer.optimizers == self._optimizers:
-            return False
-        error = RecaptureError(
-            "the Trainer got other optimizers in the middle of the run, and programs read those that they were "
-            "captured with. Keep one, and change its groups or load a state into it (optimizer.load_state_dict)"
+    def _note_hooks(self) -> None:
+        """Note what Lightning calls inside the step: no step's code names it."""
+        callbacks, own = self._trainer.callbacks, vars(self._module)  # type: ignore[attr-defined]
+        self._hooked = list(hooked_callbacks(self._trainer).values()), [own.get(name) for name in _OF_MODULE]
+        self._unchanged = Checks([
+            ("same_attributes", [self._trainer], ["callbacks"], [callbacks]),
+            ("same_values", [own] * len(_OF_MODULE), list(_OF_MODULE), self._hooked[1]),
+            *contents_of([callbacks]),
+        ])  # fmt: skip
+
+    def _replaced(self) -> str | None:
+        """What Lightning runs in the step that is not what it was: programs read, or have recorded, what was there."""
+        if self._trainer.optimizers != self._optimizers:
+            return (
+                "the Trainer got other optimizers in the middle of the run, and programs read those that they were "
+                "captured with. Keep one, and change its groups or load a state into it (optimizer.load_state_dict)"
+            )
+        if self._unchanged.hold():
+            return None
+        before = self._hooked
+        self._note_hooks()
+        if self._hooked == before:
+            return None
+        return (
+            "the hooks that Lightning calls inside the step changed in the middle of the run: those of callbacks that "
+            "came or went, or methods that the module got as attributes. Have one that looks at a flag"
         )
+
+    def _has_left(self) -> bool:
+        """Return True, and end the seam, if Lightning runs something else in the step than what was captured."""
+        reason = self._replaced()
+        if reason is None:
+            return False
+        error = RecaptureError(reason)
         if self._escalates(error):
             raise error
         warnings.warn(f"graphplan leaves the rest to Lightning: {error}", UserWarning, stacklevel=4)
