@@ -48,6 +48,7 @@ class Inherited(Settings):
 
 
 settings_module = ModuleType("settings_module")
+RATE = 1.0
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +60,7 @@ def reset() -> None:
     """Classes and modules are shared by all rigs."""
     Settings.scale, Settings.steps, Settings.history = 1.0, 0, []
     settings_module.steps = 0  # type: ignore[attr-defined]
+    globals()["RATE"] = 1.0
 
 
 def shared(make: Callable[[], Rig]) -> Callable[[], Rig]:
@@ -111,6 +113,14 @@ def _on_an_object_in_a_tuple() -> Case:
     return lambda loss: loss * held[0][0].scale, lambda: setattr(held[0][0], "scale", 3.0)
 
 
+def _in_the_globals_by_key() -> Case:
+    return lambda loss: loss * globals()["RATE"], lambda: globals().update(RATE=3.0)
+
+
+def _in_the_module_by_its_name() -> Case:
+    return lambda loss: loss * sys.modules[__name__].RATE, lambda: globals().update(RATE=3.0)
+
+
 def _in_defaults() -> Case:
     def scaled(loss: Tensor, scale: float = 1.0) -> Tensor:
         return loss * scale
@@ -136,6 +146,8 @@ def _in_defaults_of_keywords() -> Case:
         _in_a_module_of_a_closure,
         _in_a_dictionary_in_a_tuple,
         _on_an_object_in_a_tuple,
+        _in_the_globals_by_key,
+        _in_the_module_by_its_name,
         _in_defaults,
         _in_defaults_of_keywords,
     ],
