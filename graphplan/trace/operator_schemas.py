@@ -180,9 +180,11 @@ class Schema:
         self.is_random = torch.Tag.nondeterministic_seeded in tags
         self.reads_values = torch.Tag.data_dependent_output in tags
         self.has_dynamic_shape = torch.Tag.dynamic_output_shape in tags
-        self.is_ignored, self.allocates = name.startswith(_IGNORED), name.startswith(_ALLOCATIONS)
+        # Tensor subclasses are asked for their sizes through operators that have no kernels.
+        is_known = torch._C._dispatch_has_kernel(operator.name())
+        self.is_ignored, self.allocates = name.startswith(_IGNORED) or not is_known, name.startswith(_ALLOCATIONS)
         self.communicates = is_collective(name)
-        self.is_composite = _is_composite(operator.name())
+        self.is_composite = is_known and _is_composite(operator.name())
         waits = self.reads_values or self.has_dynamic_shape
         self.may_synchronize = waits or name in (*_BY_ARGUMENTS, *TRANSFERS, *_HOST_READS)
         self.is_certain = self.is_native and not (self.is_random or self.communicates or name in _FROM_OUTSIDE)
