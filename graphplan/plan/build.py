@@ -95,7 +95,7 @@ def build_plan(
         device=second.device,
         reads=Reads.find(pair, changed, loose=loose),
         twins=_twins(second, externals, shadows),
-        joined=tuple(joined_slots(second, second.externals)),
+        joined=tuple(joined_slots(second, second.entry_slots)),
         host_facts=tuple(_host_facts(second)),
         communicates=any(is_collective(op.name) for op in second.operators),
         rounding=second.rounding,

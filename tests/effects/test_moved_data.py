@@ -80,12 +80,19 @@ def _set(pairs: Pairs) -> None:
     q.set_((q * 0.9).detach())
 
 
+def _of_one_vector(pairs: Pairs) -> None:
+    """As evolution strategies do it: what lay there before is not read."""
+    vector = nn.utils.parameters_to_vector(p for p, _ in pairs)
+    nn.utils.vector_to_parameters(0.9 * vector, [q for _, q in pairs])
+
+
 UPDATES: dict[str, Callable[[Pairs], None]] = {
     "ema": ema,
     "a copy": _hard,
     "lerp": _lerp,
     "twice in a step": _twice,
     "parts of one new memory": in_one_memory,
+    "parts of one vector": _of_one_vector,
     "two that take turns": _in_turns,
     "two in one memory": _joined,
     "the student's memory": _of_the_student,
