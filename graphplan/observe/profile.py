@@ -35,7 +35,7 @@ from graphplan.observe.number_calls import note_code
 from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside, Watcher, is_silent, new_watcher
 from graphplan.owners.discovery import CALLS, INITIALIZERS, note_called, note_made
-from graphplan.owners.kinds import is_known
+from graphplan.owners.kinds import holds_values, is_known
 from graphplan.owners.slots import Namespace, Scalar
 
 _IMPORTS = "<frozen importlib."
@@ -94,7 +94,7 @@ class Reads:
 
     def may_cover(self, scalar: Scalar) -> bool:
         """Whether the user's code that takes attributes by computed names may have come to ``scalar``."""
-        return self.dynamic and scalar.via is None and any(is_users(type(owner)) for owner, _ in scalar.ways())
+        return self.dynamic and scalar.via is None and any(holds_values(type(owner)) for owner, _ in scalar.ways())
 
     def reads_mark(self, name: str) -> bool:
         """Whether code may have read the attribute ``name`` of a tensor that is fed."""

@@ -59,6 +59,11 @@ def is_known(module: str) -> bool:
     return root in FOREIGN or root in _HOLDERS
 
 
+def holds_values(kind: type) -> bool:
+    """Whether objects of the class are there to hold values of the user's: of a class of the user's, or of Python's."""
+    return is_users(kind) or str(kind.__module__).split(".")[0] in _HOLDERS
+
+
 def users_bases(kind: type) -> tuple[type, ...]:
     """``kind`` and its bases, as far as they are the user's own classes."""
     found = _USERS_BASES.get(kind)

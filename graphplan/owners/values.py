@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from graphplan.environment.origin import is_users, is_users_module
+from graphplan.environment.origin import file_of, is_users, is_users_file, is_users_module
 from graphplan.owners.contents import has_contents, is_proxy
 from graphplan.owners.kinds import (
     CODE,
@@ -314,7 +314,9 @@ class ValueWalker:
     def _behind(self, value: Any, path: str, depth: int, source: Source) -> None:
         """What a function, method, class, module, variable or buffer leads to."""
         if isinstance(value, FunctionType):
-            if is_users(value) and self._first_visit(value):
+            # functools.wraps() has the user's function say that it is of the module of what it wraps.
+            is_own = is_users(value) or is_users_file(file_of(value.__code__, value.__globals__))
+            if is_own and self._first_visit(value):
                 self._function(value, path, depth, source)
         elif isinstance(value, MethodType | BuiltinMethodType):
             self._bound(value, path, depth, source)

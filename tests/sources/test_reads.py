@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import array
 import collections
 import functools
@@ -100,6 +101,22 @@ class Named(Record):
     """Takes attributes by names that the code does not spell."""
 
     which = "scale"
+
+
+class Lowered(Record):
+    """Has attributes in capitals."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name.lower() if name.isupper() else name)
+
+
+def _wrapper() -> Any:
+    @functools.wraps(torch.sum)
+    def scaled(x: Tensor) -> Tensor:
+        return torch.sum(x) * scaled.scale
+
+    scaled.scale = 0.5
+    return scaled
 
 
 def _scaled(by: float = 0.5) -> float:
@@ -293,6 +310,22 @@ CASES: dict[str, Case] = {
     ),
     "all fields at once": (Record, _matched, _set("scale")),
     "a computed name": (Named, lambda thing: getattr(thing, thing.which), _set("scale")),
+    "a computed name in a namespace": (
+        lambda: types.SimpleNamespace(which="scale", scale=0.5),
+        lambda thing: getattr(thing, thing.which),
+        _set("scale"),
+    ),
+    "all of a namespace": (
+        lambda: argparse.Namespace(scale=0.5),
+        lambda thing: sum(vars(thing).values()),
+        _set("scale"),
+    ),
+    "a name that the class computes": (Lowered, lambda thing: thing.SCALE, _set("scale")),
+    "an attribute of what wraps torch's function": (
+        _wrapper,
+        lambda thing: thing(torch.ones(())),
+        _set("scale"),
+    ),
     "the attributes' dictionary": (Record, lambda thing: sum(vars(thing).values()), _set("scale")),
     "what an interpolation leads to": (_settings, lambda thing: thing.loss.scale, _set("rate")),
     "an interpolation": (
