@@ -94,7 +94,7 @@ class Reads:
 
     def may_cover(self, scalar: Scalar) -> bool:
         """Whether the user's code that takes attributes by computed names may have come to ``scalar``."""
-        return self.dynamic and scalar.via is None and any(holds_values(type(owner)) for owner, _ in scalar.ways())
+        return self.dynamic and scalar.via is None and any(holds_values(owner) for owner, _ in scalar.ways())
 
     def reads_mark(self, name: str) -> bool:
         """Whether code may have read the attribute ``name`` of a tensor that is fed."""

@@ -59,8 +59,9 @@ def is_known(module: str) -> bool:
     return root in FOREIGN or root in _HOLDERS
 
 
-def holds_values(kind: type) -> bool:
-    """Whether objects of the class are there to hold values of the user's: of a class of the user's, or of Python's."""
+def holds_values(thing: Any) -> bool:
+    """Whether an object or class is there to hold values of the user's: one of the user's, or of Python's for that."""
+    kind = thing if isinstance(thing, type) else type(thing)
     return is_users(kind) or str(kind.__module__).split(".")[0] in _HOLDERS
 
 

@@ -315,6 +315,11 @@ CASES: dict[str, Case] = {
         lambda thing: getattr(thing, thing.which),
         _set("scale"),
     ),
+    "a computed name in a class": (
+        lambda: type("Settings", (), {"which": "scale", "scale": 0.5, "__module__": __name__}),
+        lambda thing: getattr(thing, thing.which),
+        _set("scale"),
+    ),
     "all of a namespace": (
         lambda: argparse.Namespace(scale=0.5),
         lambda thing: sum(vars(thing).values()),
