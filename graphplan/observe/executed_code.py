@@ -116,6 +116,9 @@ class ExecutedCode:
     def name_all(self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]) -> bool:
         """Add the names of the step ``fn``; whether any is new. What no earlier call ``has_met`` it makes itself."""
         new = [names.add(label, space, key) for label, space, key in self._places(fn, names, has_met)]
+        asked = frozenset[str]().union(*(names_of(code).asked for code in self._globals))
+        new.append(not names.asked.issuperset(asked))
+        names.asked |= asked
         for code in self._globals:
             names.attributes |= names_of(code).attributes
             names.computes |= names_of(code).dynamic

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 from types import CodeType
@@ -32,6 +32,7 @@ class Names:
     Attributes:
         dynamic: whether it takes attributes by names that it does not spell out (``vars(self)``, ``getattr(self, x)``).
         imports: modules that it imports, each with its level (1 for ``from . import x``).
+        asked: attributes that the user's code gives to ``getattr`` and ``hasattr``.
         attributes: those that it loads for more than ``self.n += 1`` or ``self.counts[k] += 1``; with ``[:]`` behind,
             a second time, those that it does more with than to append to them.
         methods: attributes that it calls.
@@ -42,6 +43,7 @@ class Names:
 
     dynamic: bool
     imports: frozenset[tuple[str, int]]
+    asked: frozenset[str]
     attributes: frozenset[str]
     methods: frozenset[str]
     stored: frozenset[str]
@@ -122,7 +124,11 @@ def _find_names(code: CodeType) -> Names:
     assigned = {name for name, count in stores.items() if count > raised[name]}
     # getattr(self, "temperature")
     strings = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
-    if not is_library(code.co_filename):
+    asked = list(_asked(steps))
+    spelt = {name for name in asked if name is not None}
+    if is_library(code.co_filename):
+        spelt = set()
+    else:
         attributes |= strings
     read = {name for name, count in reads.items() if count > counted[name]}
     # What comes before the name of a module is its level and the names that are taken from it.
@@ -131,8 +137,9 @@ def _find_names(code: CodeType) -> Names:
         for index, step in enumerate(steps)
         if step.opname == "IMPORT_NAME"
     }
-    groups = (attributes, methods, set(stores), assigned, assigned & certain, variables, read, _iterated(steps))
-    return Names(_is_dynamic(steps), frozenset(imports), *map(frozenset, groups))
+    groups = (spelt, attributes, methods, set(stores), assigned, assigned & certain, variables, read, _iterated(steps))
+    is_dynamic = None in asked or any(map(_takes_all, steps))
+    return Names(is_dynamic, frozenset(imports), *map(frozenset, groups))
 
 
 def loaded_path(steps: Sequence[dis.Instruction], loads: Sequence[str]) -> tuple[str, ...]:
@@ -149,24 +156,25 @@ def _iterated(steps: list[dis.Instruction]) -> set[str]:
     return {name for at in places for name in loaded_path(steps[at:], (*_LOADS, "LOAD_FAST"))[-1:]}
 
 
-def _is_dynamic(steps: list[dis.Instruction]) -> bool:
-    """Whether code takes attributes by names that it does not spell out."""
-    for index, step in enumerate(steps):
-        if step.opname == "MATCH_CLASS" or (step.opname.startswith("LOAD") and step.argval in _WHOLE):
-            return True
-        if step.opname in _LOADS and step.argval in _BY_NAME and not _spells_second_argument(steps[index + 1 :]):
-            return True
-    return False
+def _takes_all(step: dis.Instruction) -> bool:
+    """Whether code takes attributes without names."""
+    return step.opname == "MATCH_CLASS" or (step.opname.startswith("LOAD") and step.argval in _WHOLE)
 
 
-def _spells_second_argument(steps: list[dis.Instruction]) -> bool:
-    """Whether a call of two or three simple arguments has a literal in second place."""
+def _asked(steps: list[dis.Instruction]) -> Iterator[str | None]:
+    """The names that code gives to ``getattr`` and ``hasattr``; None for one that it does not spell out."""
+    places = (at for at, step in enumerate(steps, 1) if step.opname in _LOADS and step.argval in _BY_NAME)
+    return (_second_argument(steps[at:]) for at in places)
+
+
+def _second_argument(steps: list[dis.Instruction]) -> str | None:
+    """The literal in second place of a call of two or three simple arguments."""
     end = next((index for index, step in enumerate(steps) if step.opname in _CALLS), None)
     if end is None:
-        return False
+        return None
     last = steps[end - (steps[end].arg or 0) + 1 : end][:1]
     found = last[0].argval if last and last[0].opname == "LOAD_CONST" else None
-    return isinstance(found, str) and found.isidentifier()
+    return found if isinstance(found, str) and found.isidentifier() else None
 
 
 def _counted(steps: list[dis.Instruction]) -> tuple[Counter[str], Counter[str]]:

@@ -36,7 +36,7 @@ from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside, Watcher, is_silent, new_watcher
 from graphplan.owners.discovery import CALLS, INITIALIZERS, note_called, note_made
 from graphplan.owners.kinds import holds_values, is_known
-from graphplan.owners.slots import Namespace, Scalar
+from graphplan.owners.slots import Namespace, Presence, Scalar
 
 _IMPORTS = "<frozen importlib."
 _DYNAMO = os.path.join(TORCH, "_dynamo") + os.sep
@@ -94,7 +94,8 @@ class Reads:
 
     def may_cover(self, scalar: Scalar) -> bool:
         """Whether the user's code that takes attributes by computed names may have come to ``scalar``."""
-        return self.dynamic and scalar.via is None and any(holds_values(owner) for owner, _ in scalar.ways())
+        is_value = scalar.via is None and not isinstance(scalar, Presence)
+        return self.dynamic and is_value and any(holds_values(owner) for owner, _ in scalar.ways())
 
     def reads_mark(self, name: str) -> bool:
         """Whether code may have read the attribute ``name`` of a tensor that is fed."""
@@ -102,6 +103,10 @@ class Reads:
 
     def covers(self, scalar: Scalar) -> bool:
         """Whether what ``scalar`` shows may have been read. Names are only known because code uses them."""
+        if isinstance(scalar, Presence):
+            # What is there is compared itself. Of modules there are many, of which most are asked for nothing.
+            is_asked = not isinstance(scalar.owner, Module) or self._is_read_within(scalar.owner, scalar.attribute)
+            return is_asked and not scalar.get()
         if isinstance(scalar.owner, Namespace) or scalar.name is not None:
             return True
         if scalar.via is not None and scalar.via not in self.anywhere:

@@ -61,7 +61,7 @@ def is_known(module: str) -> bool:
 
 def holds_values(thing: Any) -> bool:
     """Whether an object or class is there to hold values of the user's: one of the user's, or of Python's for that."""
-    kind = thing if isinstance(thing, type) else type(thing)
+    kind = thing if issubclass(type(thing), type) else type(thing)
     return is_users(kind) or str(kind.__module__).split(".")[0] in _HOLDERS
 
 

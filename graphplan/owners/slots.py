@@ -103,6 +103,27 @@ class Item(Scalar):
         return self.items[self.key]
 
 
+@dataclass(slots=True, eq=False)
+class Presence(Scalar):
+    """Whether an object has an attribute of its own, for which code asks by ``getattr`` or ``hasattr``. ``container``
+    has the object's attributes.
+    """
+
+    @property
+    def _spaces(self) -> list[Any]:
+        """Where the attribute would lie: a module keeps parameters, buffers and modules apart."""
+        apart = ("_parameters", "_buffers", "_modules") if issubclass(type(self.owner), nn.Module) else ()
+        return [self.container, *(self.container[kind] for kind in apart)]
+
+    def get(self) -> bool:
+        """Whether it is there now."""
+        return any(self.key in space for space in self._spaces)
+
+    def rows(self, value: Any) -> Iterator[tuple[Any, ...]]:
+        """What guards compare where it was absent: the value of one that is there is compared itself."""
+        yield from (("none_there", space, self.key) for space in self._spaces if not value)
+
+
 def lasting(place: Scalar) -> Scalar:
     """``place``, or the :class:`Item` that it is now, unless code has a variable for the list or dictionary, or many
     attributes lead to it, which are compared faster than they are asked.
@@ -190,7 +211,8 @@ class Reached:
 class Namespace:
     """Names that a step's code uses: globals, closure variables, functions of modules and classes. ``entries`` has the
     space and the key for each label, ``attributes`` the names that the code loads of any object. ``mentioned`` are
-    names and strings in all code that ran, ``computes`` says whether the user's code computes further ones. ``leaves``
+    names and strings in all code that ran, ``computes`` says whether the user's code computes further ones; ``asked``
+    are those that it gives to ``getattr`` and ``hasattr``. ``leaves``
     are paths of tensors that are no parameters and get gradients as these do, ``iterated`` the names of what the user's
     code gives to ``next``.
     """
@@ -199,6 +221,7 @@ class Namespace:
         self.entries: dict[str, tuple[Any, Any]] = {}
         self.attributes: set[str] = set()
         self.mentioned: set[str] = set()
+        self.asked: set[str] = set()
         self.computes = False
         self.leaves: set[str] = set()
         self.iterated: set[str] = set()
@@ -220,7 +243,7 @@ class Namespace:
         """The names that lead to nothing but a number, a string or nothing: holding on to them keeps nothing alive."""
         plain = Namespace()
         plain.attributes, plain.mentioned, plain.computes = self.attributes, self.mentioned, self.computes
-        plain.leaves = self.leaves
+        plain.leaves, plain.asked = self.leaves, self.asked
         for label, space, key, value in self.there():
             if isinstance(value, SCALARS):
                 plain.add(label, space, key)

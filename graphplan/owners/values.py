@@ -28,6 +28,7 @@ from graphplan.owners.kinds import (
     TOO_DEEP,
     TOO_MANY,
     holds_nothing_else,
+    holds_values,
     is_gone,
     is_plain,
     is_user_object,
@@ -35,7 +36,7 @@ from graphplan.owners.kinds import (
     unwrapped,
     users_bases,
 )
-from graphplan.owners.slots import Items, Namespace, Scalar, Slot, Walk, tensor_leaves
+from graphplan.owners.slots import Items, Namespace, Presence, Scalar, Slot, Walk, tensor_leaves
 from graphplan.owners.views import (
     Attributes,
     Inherited,
@@ -63,12 +64,12 @@ Source = tuple[Any, str]
 
 class ValueWalker:
     """Fills ``walk`` with what values hold. ``used`` are the names that the step's code loads of any object,
-    ``mentioned`` all that occur in code that ran; None if that is not known.
+    ``mentioned`` all that occur in code that ran, None if that is not known, ``asked`` those that it asks for.
     """
 
-    def __init__(self, used: set[str], mentioned: set[str] | None, leaves: set[str]) -> None:
+    def __init__(self, used: set[str], mentioned: set[str] | None, asked: set[str], leaves: set[str]) -> None:
         self.walk = Walk()
-        self._used, self._mentioned, self._leaves = used, mentioned, leaves
+        self._used, self._mentioned, self._asked, self._leaves = used, mentioned, asked, leaves
         self._seen: set[int] = set()
         self._named: list[tuple[str, torch.optim.Optimizer]] = []
         """Optimizers that something else than an owner's name leads to, by path."""
@@ -255,7 +256,10 @@ class ValueWalker:
 
     def _class_values(self, thing: Any, path: str, depth: int = 0) -> None:
         """What the user's classes hold for ``thing``, unless it has its own."""
-        own = attributes_of(thing) or {}
+        inner = attributes_of(thing)
+        own = inner or {}
+        for name in self._asked if inner is not None and holds_values(thing) else ():
+            self.walk.objects[Path.presence(path, name)] = Presence(inner, name, thing, name)
         known = (self.walk.scalars, self.walk.objects, self.walk.slots)
         for kind in users_bases(type(thing)):
             members = Inherited(kind)

@@ -20,6 +20,8 @@ class Of(Enum):
     """The gradient of the parameter that lies there."""
     LENGTH = "length"
     """How many items the container that lies there has."""
+    PRESENCE = "presence"
+    """Whether the object that lies there has an attribute."""
     MEMBERS = "members"
     """The parameters of the group of an optimizer that lies there."""
 
@@ -49,6 +51,11 @@ class Path(str):
     def length(cls, place: str) -> Path:
         """The length of a container."""
         return cls._of(f"len({place})", place, Of.LENGTH)
+
+    @classmethod
+    def presence(cls, place: str, name: str) -> Path:
+        """Whether an object has an attribute."""
+        return cls._of(f"hasattr({place}, {name!r})", place, Of.PRESENCE)
 
     @classmethod
     def members(cls, place: str) -> Path:

@@ -103,6 +103,13 @@ class Named(Record):
     which = "scale"
 
 
+class Asking(nn.Module):
+    """Asks for an attribute of its own."""
+
+    def scale(self) -> float:
+        return 2.0 if hasattr(self, "late") else 0.5
+
+
 class Lowered(Record):
     """Has attributes in capitals."""
 
@@ -325,6 +332,13 @@ CASES: dict[str, Case] = {
         lambda thing: sum(vars(thing).values()),
         _set("scale"),
     ),
+    "an attribute that comes": (Record, lambda thing: getattr(thing, "late", 0.5), _set("late")),
+    "an attribute that comes to a namespace": (
+        argparse.Namespace,
+        lambda thing: 2.0 if hasattr(thing, "late") else 0.5,
+        _set("late"),
+    ),
+    "an attribute that comes to a module": (Asking, lambda thing: thing.scale(), _set("late")),
     "a name that the class computes": (Lowered, lambda thing: thing.SCALE, _set("scale")),
     "an attribute of what wraps torch's function": (
         _wrapper,
