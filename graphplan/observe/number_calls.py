@@ -13,10 +13,12 @@ from functools import lru_cache
 from types import CodeType, ModuleType
 from typing import Any
 
+from torch.nn.utils import clip_grad
+
 Convert = Callable[[type, Any], Any]
 _CLASSES: tuple[type, ...] = (float, int)
-_modules: dict[tuple[str, str], ModuleType] = {}
-"""By their names and that of the class, modules with code that calls it."""
+_modules: dict[tuple[str, str], ModuleType] = {(clip_grad.__name__, "float"): clip_grad}
+"""By their names and that of the class, modules with code that calls it. Of torch's, the one that is given norms."""
 _spoilt: set[tuple[str, str]] = set()
 """Those with code that ran and does something else with the class."""
 

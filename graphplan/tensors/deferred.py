@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphplan.tensors.number_operands import inverse, with_operand, with_weight
+from graphplan.tensors.number_operands import inverse, with_bounds, with_operand, with_value, with_weight
 
 _PLAIN = (bool, int, float)
 _EXACT = 2**53
@@ -134,11 +134,12 @@ class DeferredNumber:
             result = with_operand(func, *args)
             if result is not None:
                 return result
-        numbers = [each for each in (*args[1:], *(kwargs or {}).values()) if is_deferred(each) and not each.is_array]
-        weighed = with_weight(func, args, kwargs or {}, numbers[0]) if len(numbers) == 1 else None
-        if weighed is not None:
-            return weighed[0]
-        return func(*_with_values(args), **_with_values(kwargs or {}))
+        named = kwargs or {}
+        numbers = [each for each in (*args[1:], *named.values()) if is_deferred(each) and not each.is_array]
+        found = with_bounds(func, args, named, numbers) if numbers else None
+        if found is None and len(numbers) == 1:
+            found = with_value(func, args, named, numbers[0]) or with_weight(func, args, named, numbers[0])
+        return found[0] if found is not None else func(*_with_values(args), **_with_values(named))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(value_of(self), name)

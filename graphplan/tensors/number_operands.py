@@ -23,6 +23,12 @@ _WIDENING = {"cuda": frozenset({"mul", "add", "sub", "__rsub__"}), "cpu": frozen
 """Functions that do so, by device: sums on the host round the number first."""
 _WEIGHTS = {"add": "alpha", "sub": "alpha", "lerp": "weight"}
 """Functions of two tensors that take a number to weigh the second one with, and what they call it."""
+_PUT = {"fill_": (1,), "masked_fill": (2,), "masked_fill_": (2,), "__setitem__": (2,), "where": (1, 2)}
+"""Functions that put a number into a tensor, rounded to its dtype, and which argument it may be."""
+_MADE = frozenset({"full", "full_like", "new_full"})
+"""Functions that make a tensor of their last argument."""
+_BOUNDS = {"clamp": ("min", "max"), "clip": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",)}
+"""Functions that bound the values of a tensor, and what they call the bounds."""
 _LISTS = "_foreach_"
 _NEGATE: Any = torch._foreach_neg_
 _GIVES_LIST = _NEGATE([torch.empty(0, device="cpu")]) is not None
@@ -35,6 +41,9 @@ def with_operand(function: Any, tensor: Any, number: Any) -> Tensor | None:
     """
     if not (isinstance(tensor, Tensor) and tensor.dtype in (*_EXACT, *_NARROW) and tensor.layout is torch.strided):
         return None
+    if function.__name__ == "__rdiv__":
+        # What torch computes for a number that is divided by a tensor.
+        return with_operand(Tensor.mul, tensor.reciprocal(), number)
     alike, device = function, tensor.device
     if function.__name__ in _QUOTIENTS and device.type == "cuda":
         alike, number = _QUOTIENTS[function.__name__], number._computed(inverse, (number,), float)
@@ -45,6 +54,58 @@ def with_operand(function: Any, tensor: Any, number: Any) -> Tensor | None:
     if operand is None:
         return None
     return alike(tensor, operand) if dtype is wide else alike(tensor.to(wide), operand).to(dtype)
+
+
+def with_value(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: Any) -> tuple[Any] | None:
+    """What ``function`` of torch gives with the deferred ``number`` among its arguments, if all that it does with that
+    is to put it into a tensor; None if it does anything else.
+    """
+    name = function.__name__
+    place = next((at for at, each in enumerate(args) if each is number), 0)
+    if name in _MADE and place == len(args) - 1:
+        made = function(*args[:-1], number._kind(), **kwargs)
+        operand = number._reader.tensor_of(number, made.dtype, made.device)
+        with torch.no_grad():
+            return (made.fill_(number if operand is None else operand),)
+    if place not in _PUT.get(name, ()) or kwargs or (name == "__setitem__" and _selects(args[1])):
+        return None
+    target = args[3 - place] if name == "where" else args[0]
+    if not (isinstance(target, Tensor) and target.layout is torch.strided):
+        return None
+    if name == "where" and not target.is_floating_point():
+        return None
+    operand = number._reader.tensor_of(number, target.dtype, target.device)
+    return None if operand is None else (function(*args[:place], operand, *args[place + 1 :]),)
+
+
+def _selects(index: Any) -> bool:
+    """Whether an index has tensors or lists, where torch does otherwise with a number than with a tensor."""
+    return any(isinstance(each, Tensor | list) for each in (index if isinstance(index, tuple) else (index,)))
+
+
+def with_bounds(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Sequence[Any]
+) -> tuple[Any] | None:
+    """What ``function`` of torch gives where deferred ``numbers`` bound the values of a tensor; None if it does
+    anything else with them.
+    """
+    base, end = function.__name__.removesuffix("_"), "_" * function.__name__.endswith("_")
+    names = _BOUNDS.get(base, ())
+    bounds = {**dict(zip(names, args[1:], strict=False)), **kwargs}
+    if not bounds or bounds.keys() - names or len(args) > len(names) + 1 or not _is_exact(args[0]):
+        return None
+    deferred = set(map(id, numbers))
+    for name, bound in bounds.items():
+        if id(bound) in deferred:
+            bounds[name] = bound._reader.tensor_of(bound, args[0].dtype, args[0].device)
+            if bounds[name] is None:
+                return None
+    out = args[0]
+    # Two bounds of one call are both tensors or both numbers.
+    for name in ("min", "max"):
+        if bounds.get(name) is not None:
+            out = getattr(out, f"clamp_{name}{end}")(bounds[name])
+    return (out,)
 
 
 def with_weight(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: Any) -> tuple[Any] | None:
@@ -82,8 +143,11 @@ def with_weight(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], n
 
 
 def _may_be_weighed(tensor: Any) -> bool:
-    is_plain = isinstance(tensor, Tensor) and tensor.dtype in _EXACT and tensor.layout is torch.strided
-    return is_plain and not (tensor.requires_grad and torch.is_grad_enabled())
+    return _is_exact(tensor) and not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _is_exact(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.dtype in _EXACT and tensor.layout is torch.strided
 
 
 def inverse(number: Any) -> float:

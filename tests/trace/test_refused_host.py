@@ -166,7 +166,7 @@ def decaying_scalar(model: Any, x: Tensor, loss: Tensor) -> Tensor:
 
 
 def decaying_fill(model: Any, x: Tensor, loss: Tensor) -> Tensor:
-    return torch.full((3,), model.temperature)  # culprit
+    return torch.full((3,), model.temperature)
 
 
 def decaying_power(model: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -222,17 +222,16 @@ def _are_handed_over() -> bool:
 HANDED_OVER = pytest.mark.skipif(not _are_handed_over(), reason="this torch has functions that take real numbers alone")
 
 
-@pytest.mark.parametrize(
-    "update", [pytest.param(decaying_fill, marks=HANDED_OVER), decaying_power], ids=lambda update: update.__name__
-)
-def test_a_python_number_that_changes_is_refused(update: Callable[..., Any]) -> None:
+def test_a_python_number_that_changes_is_refused() -> None:
     """Both values before the last two traces, where the number lies and the line are in the message."""
-    patterns = [line_of(update), r"uses model\.temperature at", r"0\.015625", r"0\.0078125"]
-    assert_refused(partial(scalar_rig, update), HostScalarError, *patterns, done=LAST_TRACE)
+    patterns = [line_of(decaying_power), r"uses model\.temperature at", r"0\.015625", r"0\.0078125"]
+    assert_refused(partial(scalar_rig, decaying_power), HostScalarError, *patterns, done=LAST_TRACE)
 
 
 @pytest.mark.parametrize(
-    "update", [decaying_constant, decaying_scalar, decaying_attribute], ids=lambda update: update.__name__
+    "update",
+    [decaying_constant, decaying_scalar, decaying_attribute, pytest.param(decaying_fill, marks=HANDED_OVER)],
+    ids=lambda update: update.__name__,
 )
 @pytest.mark.parametrize("verify", ["geometric", "off"])
 def test_a_python_number_that_operators_get(update: Callable[..., Any], verify: str) -> None:
