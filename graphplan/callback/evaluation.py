@@ -21,13 +21,15 @@ _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
 class EvaluationSeam(Seam):
     """The seam of the strategy's evaluation steps. It stays for the whole of a run, from one validation to the next."""
 
+    called = ("validation_step", "test_step", "predict_step")
+
     @override
     def install(self) -> None:
         self._strategy: Any = self._trainer.strategy
         self._hook = ""
         self._by_hook: dict[str, tuple[InstancePatch, Gate | None]] = {}
         self._graphed: dict[str, GraphedStep] = {}
-        for hook in ("validation_step", "test_step", "predict_step"):
+        for hook in self.called:
             gate = Gate.of(self._options, self._strategy.root_device, loops=False, peers=find_peers())
             self._by_hook[hook] = self.patches.method(self._strategy, hook, partial(self._run, hook)), gate
 
@@ -48,6 +50,10 @@ class EvaluationSeam(Seam):
             self._graphed[hook] = self._make(self._owners({}), gate)
         facts = kwargs.get("dataloader_idx"), self._trainer.sanity_checking
         return self._serve(self._graphed[hook], kwargs.get("batch_idx", 0), kwargs, *facts)
+
+    @override
+    def _hooked(self) -> list[Any]:
+        return []
 
     @override
     def _look_at(self, step: GraphedStep) -> None:

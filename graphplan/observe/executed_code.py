@@ -31,8 +31,6 @@ _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 """One view of each class's dictionary, so that a name is known by it."""
 _PASSING = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 """Code of functions that are gone when they have been called, so that none can be called again with other variables."""
-_TO_GLOBALS = frozenset({"globals", "sys"})
-"""What leads code to its module's names without loading them: ``globals()["RATE"]``, ``sys.modules[__name__].RATE``."""
 _MANY = 16
 """Calls of one function with other closure variables that are told apart."""
 
@@ -144,7 +142,10 @@ class ExecutedCode:
             found = names_of(code)
             # A variable of a function around it is no global, though there may be one of that name.
             used = found.variables.difference(code.co_freevars, code.co_cellvars)
-            if not _TO_GLOBALS.isdisjoint(used):
+            # globals()["RATE"], sys.modules[__name__].RATE
+            if "globals" in used:
+                used |= {constant for constant in code.co_consts if type(constant) is str}
+            if "sys" in used and "modules" in found.attributes:
                 used |= found.attributes
             for name in sorted(used & space.keys()):
                 if not name.startswith("__"):

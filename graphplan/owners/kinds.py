@@ -36,7 +36,8 @@ _FLAT = (Tensor, torch.dtype, torch.device, type, range)
 MAPPINGS = (dict, MutableMapping)
 """Dictionaries first: asking an abstract class takes long."""
 _LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy", "antlr4")
-_HOLDERS = {"argparse", "types", "collections", "configparser", "os", "queue", "threading", "_thread", "__main__"}
+_NAMESPACES = {"argparse", "types", "configparser", "__main__"}
+_HOLDERS = {*_NAMESPACES, "collections", "os", "queue", "threading", "_thread"}
 FOREIGN = (sys.stdlib_module_names | {*_LIBRARIES}) - _HOLDERS
 """Packages whose objects are not walked; those of the standard library that hold values are the user's own."""
 _PARSERS = "omegaconf.grammar"
@@ -60,9 +61,9 @@ def is_known(module: str) -> bool:
 
 
 def holds_values(thing: Any) -> bool:
-    """Whether an object or class is there to hold values of the user's: one of the user's, or of Python's for that."""
+    """Whether an object or class has attributes of the user's: one of the user's, or one of Python's for that."""
     kind = thing if issubclass(type(thing), type) else type(thing)
-    return is_users(kind) or str(kind.__module__).split(".")[0] in _HOLDERS
+    return is_users(kind) or str(kind.__module__).split(".")[0] in _NAMESPACES
 
 
 def users_bases(kind: type) -> tuple[type, ...]:

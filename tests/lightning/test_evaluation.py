@@ -28,6 +28,7 @@ from tests.lightning.parts import (
     tape,
     trainer_of,
 )
+from tests.lightning.test_other_optimizers import Halves
 from tests.twins import by_chance, keep
 
 
@@ -105,6 +106,31 @@ def test_validation_in_a_fit(make: type[LitDigits], tmp_path: Path) -> None:
     assert stats.replayed == 80 - 6, callback.report()
     assert callback.stats.replayed >= 40 - 7
     assert "evaluation:" in callback.report()
+
+
+class Trains(Callback):
+    """Brings hooks into the fit that no evaluation calls, and a validation step if it ``replaces`` that."""
+
+    def __init__(self, *, replaces: bool) -> None:
+        self._replaces = replaces
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 2:
+            trainer.callbacks.append(Halves())
+        if trainer.current_epoch == 2 and self._replaces:
+            plain = module.validation_step
+            module.validation_step = lambda batch, batch_idx: plain((batch[0] * 2, batch[1]), batch_idx)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_hooks_and_a_validation_step_that_come(replaces: bool, tmp_path: Path) -> None:
+    expected = fit(Evaluated, tmp_path / "eager", max_epochs=4, more=[Trains(replaces=replaces)])
+    callback = tape(eval=True, verify="off", warmup_steps=1, on_failure="eager")
+    with pytest.warns(UserWarning, match="graphplan leaves the rest to Lightning") as told:
+        found = fit(Evaluated, tmp_path / "graphed", callback, max_epochs=4, more=[Trains(replaces=replaces)])
+    assert_same_fits(expected, found)
+    assert len([each for each in told if "graphplan leaves" in str(each.message)]) == 1 + replaces
+    assert callback.eval_stats.replayed >= (0 if replaces else 4)
 
 
 def test_a_fit_with_everything_else_is_the_same(tmp_path: Path) -> None:

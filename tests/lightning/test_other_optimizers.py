@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,43 @@ def _sets_method(trainer: Any) -> None:
     module.training_step = lambda batch, batch_idx: 2 * plain(batch, batch_idx)
 
 
-@pytest.mark.parametrize("act", [_adds_callback, _removes_callback, _sets_method])
+@dataclass
+class Scales(Callback):
+    """Equal to every other one of the same scale."""
+
+    scale: float = 0.5
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        for param in module.parameters():
+            param.grad.mul_(self.scale)
+
+
+def _puts_an_equal_one(trainer: Any) -> None:
+    at = next(at for at, callback in enumerate(trainer.callbacks) if type(callback) is Scales)
+    trainer.callbacks[at] = Scales()
+
+
+class Appends(Callback):
+    """Hooks that come before the first step."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if not trainer.current_epoch:
+            _adds_callback(trainer)
+            _sets_method(trainer)
+
+
+def test_hooks_that_come_before_a_step_was_traced(tmp_path: Path) -> None:
+    expected = fit(LitDigits, tmp_path / "eager", more=[Appends()])
+    callback = tape(verify="off")
+    assert_same_fits(expected, fit(LitDigits, tmp_path / "graphed", callback, more=[Appends()]))
+    assert callback.stats.replayed >= 15
+
+
+@pytest.mark.parametrize("act", [_adds_callback, _removes_callback, _sets_method, _puts_an_equal_one])
 def test_other_hooks_inside_the_step(act: Callable[[Any], None], tmp_path: Path) -> None:
     """The rest of the fit is Lightning's, too."""
-    more: list[Any] = [*([Halves()] if act is _removes_callback else []), Renews(act, _in_the_middle)]
+    first: dict[Any, Any] = {_removes_callback: Halves, _puts_an_equal_one: Scales}
+    more: list[Any] = [*([first[act]()] if act in first else []), Renews(act, _in_the_middle)]
     expected = fit(LitDigits, tmp_path / "eager", more=more)
     callback = tape(verify="off")
     more[-1] = Renews(act, _in_the_middle)

@@ -163,6 +163,23 @@ def test_values_that_the_host_changes(case: Callable[[], Case]) -> None:
     assert_handled(shared(partial(make, True)), control=shared(partial(make, False)), verify="off")
 
 
+@pytest.mark.parametrize("other", ["sys", "globals"])
+def test_names_that_are_those_of_attributes_alone(other: str) -> None:
+    """Code that has to do with ``sys`` or ``globals()`` reads no global of an attribute's name."""
+
+    def ask() -> Any:
+        return sys.version_info if other == "sys" else globals()["RATE"]
+
+    def make() -> Rig:
+        def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+            assert ask()
+            return loss_of(model, x, y) * float(x.SCALE if hasattr(x, "SCALE") else 1.0)
+
+        return changing_rig(stay, loss, each=lambda model, optimizer, index: globals().update(latest=index))
+
+    assert_equals_eager(shared(make), verify="off")
+
+
 def _count_in_the_class() -> int:
     Settings.steps += 1
     return Settings.steps

@@ -57,10 +57,6 @@ _literals: Callable[[tuple[Any, ...]], Literals] = lru_cache(64)(Literals)
 """Gives the same object for the same literals: a replay need not look into it again."""
 _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
 """Bookkeeping of Lightning's and torch's own that no step depends on."""
-_OF_MODULE = (
-    *STEP_HOOKS, "training_step", "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping",
-)  # fmt: skip
-"""Methods of the module that Lightning calls inside the step."""
 
 
 class Seam(ABC):
@@ -72,6 +68,11 @@ class Seam(ABC):
     """
 
     part = ""
+    called: tuple[str, ...] = (
+        *STEP_HOOKS, "training_step", "backward", "optimizer_step", "optimizer_zero_grad",
+        "configure_gradient_clipping",
+    )  # fmt: skip
+    """Methods of the module that Lightning calls inside the step."""
 
     def __init__(
         self,
@@ -194,13 +195,18 @@ class Seam(ABC):
         if step.down_because is not None:
             self._stand_down(*step.down_because)
 
+    def _hooked(self) -> list[Any]:
+        """The callbacks with hooks that Lightning calls inside the step."""
+        return list(hooked_callbacks(self._trainer).values())
+
     def _note_hooks(self) -> None:
         """Note what Lightning calls inside the step: no step's code names it."""
         callbacks, own = self._trainer.callbacks, vars(self._module)  # type: ignore[attr-defined]
-        self._hooked = list(hooked_callbacks(self._trainer).values()), [own.get(name) for name in _OF_MODULE]
+        methods = [own.get(name) for name in self.called]
+        self._hooks = [*self._hooked(), *methods]
         self._unchanged = Checks([
             ("same_attributes", [self._trainer], ["callbacks"], [callbacks]),
-            ("same_values", [own] * len(_OF_MODULE), list(_OF_MODULE), self._hooked[1]),
+            ("same_values", [own] * len(methods), list(self.called), methods),
             *contents_of([callbacks]),
         ])  # fmt: skip
 
@@ -213,9 +219,10 @@ class Seam(ABC):
             )
         if self._unchanged.hold():
             return None
-        before = self._hooked
+        before = self._hooks
         self._note_hooks()
-        if self._hooked == before:
+        has_begun = any(step.stats.traced for step in self._steps)
+        if not has_begun or list(map(id, before)) == list(map(id, self._hooks)):
             return None
         return (
             "the hooks that Lightning calls inside the step changed in the middle of the run: those of callbacks that "
