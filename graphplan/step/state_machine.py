@@ -29,6 +29,7 @@ from graphplan.feed.buffers import Buffers
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed, flatten
 from graphplan.feed.unread import UnreadValues
+from graphplan.observe.source import find_source, with_users_line
 from graphplan.program.faults import refusal_of
 from graphplan.program.outputs import lasting
 from graphplan.program.program import Program
@@ -47,6 +48,7 @@ from graphplan.step.reasons import Call, Reasons
 from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
 from graphplan.step.stages import Stages
+from graphplan.trace.mode import is_traced, refuse_trace
 
 _RESTS = 8  # Calls in a row that had to wait, after which as many that are not known go without a look.
 _IDLE = frozenset({SkipReason.SHAPE, SkipReason.MAX_GRAPHS})
@@ -141,6 +143,14 @@ class StateMachine:
         if self._gives and self.given.learn(args, kwargs):
             args, kwargs = self.given.put(args, kwargs)
         around = None if self.options.backend == "eager" else surroundings()
+        if around is not None and self.managed.rates.storages and is_traced():
+            refuse_trace(
+                CaptureError,
+                f"the step calls another graphed step at {with_users_line(find_source())}; no recording can be part of "
+                "another one. Call the function that was graphed, as a part of this step, or graph the parts alone",
+            )
+            # With learning rates on the device, the other's code would seem to compute with them.
+            return self.runner.call(brought_to(self.options.feed_device, args, kwargs))
         if around is not None and changing_mode() is not None and not runs_within_step():
             self.refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")
         return self._within_call(lambda: self._transit(Call(args, kwargs, around)))

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from graphplan import BusyError, CopyError
 from tests.crossing import pairs
 from tests.health import FailAt, Planted, carrying_rig, scaled_rig
+from tests.models import training_rig
 from tests.step.test_interruptions import PHASES
-from tests.twins import Record, assert_same_runs, build, drive, keep, managed, state_of
+from tests.twins import Record, assert_same_runs, build, drive, keep, line_of, managed, state_of
 
 
 def elsewhere(call: Callable[[], object]) -> BaseException | None:
@@ -82,6 +83,23 @@ def test_a_step_that_calls_itself() -> None:
     for _ in range(2):
         with pytest.raises(BusyError, match=r"within its own call; expected one call at a time"):
             step(torch.ones(1), torch.ones(1))
+
+
+def test_a_step_within_another_one() -> None:
+    """It was said to compute with a learning rate. The inner one is replayed in calls of the outer one."""
+    make = partial(training_rig, "mlp", "adamw", sizes=(8,) * 40)
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    inner = managed(rig)
+
+    def outer(x: Tensor, y: Tensor) -> Any:
+        return inner(x, y)  # culprit
+
+    step = managed(replace(rig, step=outer), on_failure="eager")
+    with pytest.warns(UserWarning, match=rf"calls another graphed step at {line_of(outer)} in outer.*Call the fun"):
+        assert_same_runs(expected, drive(rig, step))
+    assert inner.stats.replayed and not step.stats.replayed
 
 
 def test_two_threads_take_turns() -> None:
