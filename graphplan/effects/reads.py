@@ -164,7 +164,8 @@ def _refuse_stale(stale: Mapping[str, Scalar], pair: TracePair) -> NoReturn:
     found = next(filter(None, used), None) or find_load((code for code, _ in pair.second.reads.codes), name)
     instead = "Hold it in a tensor and update that in place, feed it, or, "
     if any(path in trace.symbolic.used for trace in pair.both):
-        instead = f"Replays follow numbers that operators compute with (x * n), but no argument like alpha=. {instead}"
+        needs = next(filter(None, (trace.symbolic.needs.get(path) for trace in pair.both)), "what that line does")
+        instead = f"Replays follow numbers that operators compute with (x * n), but {needs} needs the value. {instead}"
     if type(scalar.container) is Given:
         instead = (
             "Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, variant= "

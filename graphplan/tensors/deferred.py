@@ -110,12 +110,12 @@ class DeferredNumber:
         """A scalar tensor with the value."""
         return on_device(self, dtype)
 
-    def _value(self) -> Any:
-        """The value, which code needs."""
+    def _value(self, needs: str = "") -> Any:
+        """The value, which code needs; what it ``needs`` it for, in words."""
         known: dict[int, Any] = {}
         for node in in_order(self):
             if node.is_symbolic:
-                known[id(node)] = value_of(node)
+                known[id(node)] = value_of(node, needs)
             elif node._source is not None:
                 known[id(node)] = node._reader.read(node._source, node._kind)
             else:
@@ -139,7 +139,10 @@ class DeferredNumber:
         found = with_bounds(func, args, named, numbers) if numbers else None
         if found is None and len(numbers) == 1:
             found = with_value(func, args, named, numbers[0]) or with_weight(func, args, named, numbers[0])
-        return found[0] if found is not None else func(*_with_values(args), **_with_values(named))
+        if found is not None:
+            return found[0]
+        needs = f"an argument of `{getattr(func, '__name__', func)}`"
+        return func(*_with_values(args, needs), **_with_values(named, needs))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(value_of(self), name)
@@ -220,13 +223,13 @@ class HostCopy(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def _with_values(tree: Any) -> Any:
+def _with_values(tree: Any, needs: str) -> Any:
     """``tree`` with values for deferred numbers. No code of torch's comes between them and the code that needs them."""
     if type(tree) is dict:
-        return {key: _with_values(item) for key, item in tree.items()}
+        return {key: _with_values(item, needs) for key, item in tree.items()}
     if type(tree) is list or type(tree) is tuple:
-        return type(tree)([_with_values(item) for item in tree])
-    return value_of(tree)
+        return type(tree)([_with_values(item, needs) for item in tree])
+    return value_of(tree, needs)
 
 
 def _computed(function: Any, *operands: Any, kind: type) -> DeferredNumber:
@@ -260,7 +263,7 @@ def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any]
             fails = not second
         is_summed = function is operator.add and first._reader.is_summed()
         if not is_known or is_summed or (fails and not first._reader.may_fail()):
-            return function(*map(value_of, operands))
+            return with_values(function, operands)
         is_whole = float not in (kind, self._kind) and function is not operator.truediv
         return _computed(function, *operands, kind=int if is_whole else float)
 
@@ -272,7 +275,7 @@ def _unary(function: Any) -> Callable[[DeferredNumber], Any]:
 
 
 def _needing(function: Any) -> Callable[..., Any]:
-    return lambda self, *others: function(value_of(self), *map(value_of, others))
+    return lambda self, *others: with_values(function, (self, *others))
 
 
 def _comparing(function: Any) -> Callable[[DeferredNumber, Any], Any]:
@@ -381,9 +384,15 @@ def form_of(number: DeferredNumber, own: Any = None) -> tuple[NumberForm, list[A
     return NumberForm(instructions), read
 
 
-def value_of(number: Any) -> Any:
-    """The value of a deferred number; others as they are."""
-    return number._value() if is_deferred(number) else number
+def value_of(number: Any, needs: str = "") -> Any:
+    """The value of a deferred number; others as they are. ``needs`` says what needs it."""
+    return number._value(needs) if is_deferred(number) else number
+
+
+def with_values(function: Callable[..., Any], operands: Iterable[Any]) -> Any:
+    """``function`` of the values of ``operands``, which it needs."""
+    needs = f"`{function.__name__.strip('_')}`"
+    return function(*(value_of(operand, needs) for operand in operands))
 
 
 def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.tensors.deferred import COMPARISONS, DeferredNumber, NumberForm, form_of, value_of
+from graphplan.tensors.deferred import COMPARISONS, DeferredNumber, NumberForm, form_of, value_of, with_values
 
 NUMBERS = (int, float)
 """Python's numbers that have stand-ins: code may ask whether a truth value *is* ``True``."""
@@ -87,7 +87,7 @@ class SymbolicNumber(DeferredNumber):
         stand-in, if all are numbers. That it gives a number of the same class is a question, and so is a truth value.
         """
         if not all(type(operand) is SymbolicNumber or _is_number(operand) for operand in operands):
-            return function(*map(value_of, operands))
+            return with_values(function, operands)
         try:
             made: Any = self._computed(function, tuple(operands), float)
         except Exception as error:
@@ -97,7 +97,7 @@ class SymbolicNumber(DeferredNumber):
             self._ask(function, operands, answer=bool(made._known))
             return made._known
         if not _is_number(made._known):
-            return function(*map(value_of, operands))
+            return with_values(function, operands)
         self._ask(Gives(function, made._kind), operands)
         return made
 
@@ -132,8 +132,8 @@ class SymbolicNumber(DeferredNumber):
         tensor: Tensor | None = self._reader.tensor_of(self, dtype, device)
         return torch.tensor(self._value(), dtype=dtype, device=device) if tensor is None else tensor
 
-    def _value(self) -> Any:
-        self._reader.use(self)
+    def _value(self, needs: str = "") -> Any:
+        self._reader.use(self, needs)
         return self._known
 
     def __bool__(self) -> bool:

@@ -74,6 +74,7 @@ class SymbolicNumbers:
         asked: what the step has branched on, with the answers.
         device: where the step computes, if that is known.
         used: the paths of numbers whose values code has needed, and where, if that is known.
+        needs: for what, by path, if that is known.
         given: the tensors that the step was given, by identity.
         touched: the paths of numbers that the step has compared or computed with.
         kinds: the classes of all numbers, and of truth values that count as asked, by path: code may ask for them.
@@ -102,6 +103,7 @@ class SymbolicNumbers:
         self.places = {path: found[path] for path in first.values()}
         self.asked: dict[Question, bool] = {}
         self.used: dict[str, Source | None] = {}
+        self.needs: dict[str, str] = {}
         self.given: dict[int, NumberTensor] = {}
         self.kinds: dict[str, type] = {}
         self.touched: set[str] = set()
@@ -239,17 +241,18 @@ class SymbolicNumbers:
         if number._source is not None:
             self.touched.add(number._source)
 
-    def use(self, number: SymbolicNumber) -> None:
-        """Code needs the value."""
+    def use(self, number: SymbolicNumber, needs: str = "") -> None:
+        """Code needs the value, for what it ``needs`` that."""
         for node in in_order(number):
             if node._source is not None:
-                self._note_use(node._source)
+                self._note_use(node._source, needs)
 
-    def _note_use(self, path: str) -> None:
+    def _note_use(self, path: str, needs: str = "") -> None:
         if path in self.drawn:
             self._refuse_drawn(path, "needs the value of")
         elif path not in self.used and self._hears():
             self.used[path] = with_users_line(find_source())
+            self.needs[path] = needs
             self.touched.add(path)
 
     def told(self, path: str) -> str:

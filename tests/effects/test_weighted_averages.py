@@ -125,8 +125,9 @@ def with_gradients(averages: list[Tensor], weights: list[Tensor], factor: float)
 
 @HANDED_OVER
 @pytest.mark.parametrize(
-    "average", [of_half_precision, of_one_number, with_gradients], ids=lambda average: average.__name__
-)
-def test_a_factor_that_is_needed_as_a_number(average: Average) -> None:
-    patterns = [rf"uses state\.count at .*{line_of(average)}", "operators compute with .* but no argument like alpha="]
+    ("average", "taken"), [(of_half_precision, "add_"), (of_one_number, "add_"), (with_gradients, "lerp")],
+    ids=lambda each: getattr(each, "__name__", ""),
+)  # fmt: skip
+def test_a_factor_that_is_needed_as_a_number(average: Average, taken: str) -> None:
+    patterns = [rf"uses state\.count at .*{line_of(average)}", rf"but an argument of `{taken}` needs the value"]
     assert_refused(partial(averaging_rig, average), HostScalarError, *patterns, done=LAST_TRACE)

@@ -102,17 +102,27 @@ def test_a_number_that_differs_in_each_step_and_is_computed_with() -> None:
     assert re.search(r"model\.scale +param +f32\[\]", str(step.plan))
 
 
-def test_a_number_that_differs_in_each_step_and_whose_value_is_needed() -> None:
-    """A function that would round otherwise for a tensor."""
+NEEDS: dict[str, tuple[Callable[[Model], Any], str]] = {
+    "a class": (lambda model: complex(model.step).real, "complex"),
+    "an index": (lambda model: [1.0, 2.0, 3.0][model.step % 3], "index"),
+    "bits": (lambda model: model.step & 1, "and"),
+    "a text": (lambda model: len(f"{model.step}"), "format"),
+}
+
+
+@pytest.mark.parametrize("kind", NEEDS)
+def test_a_number_that_differs_in_each_step_and_whose_value_is_needed(kind: str) -> None:
+    """The refusal says for what; it spoke of arguments like alpha= each time."""
+    factor, needs = NEEDS[kind]
 
     def body(model: Any, x: Tensor) -> Tensor:
-        y: Tensor = model.net(x) * complex(model.scale).real
+        y: Tensor = model.net(x) * factor(model)
         return y.detach()
 
     model = Model()
     step = graph_step(partial(body, model), owners={"model": model})
-    text = r"uses model\.scale at test_symbolic_numbers\.py:\d+ in body: .*, which is \d\.0 before one step"
-    with pytest.raises(HostScalarError, match=text):
+    text = r"uses model\.step at test_symbolic_numbers\.py:\d+ in <lambda>: .*, which is \d+ before one step"
+    with pytest.raises(HostScalarError, match=rf"{text}.* \(x \* n\), but `{needs}` needs the value\. Hold it"):
         for index in range(8):
             _scale(model, index + 1)
             step(torch.randn(8, 4))
