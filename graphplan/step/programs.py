@@ -14,7 +14,7 @@ from graphplan.step.options import Options
 
 _KEYS_PER_GRAPH = 8
 _IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
-_ALLOWANCE = 25  # Eager steps that starting may take beyond what replays save, before a further program waits.
+_ALLOWANCE = 40  # Eager steps that starting may take beyond what replays save, before a further program waits.
 _UNPAID = 2  # Captures in a row that did not pay, after which further ones wait.
 _LONGEST = 32
 """Maximum number of waits in a row without a replay between them, of which a call may count two."""
