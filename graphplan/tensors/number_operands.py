@@ -23,7 +23,7 @@ _WIDENING = {"cuda": frozenset({"mul", "add", "sub", "__rsub__"}), "cpu": frozen
 """Functions that do so, by device: sums on the host round the number first."""
 _WEIGHTS = {"add": "alpha", "sub": "alpha", "lerp": "weight"}
 """Functions of two tensors that take a number to weigh the second one with, and what they call it."""
-_PUT = {"fill_": (1,), "masked_fill": (2,), "masked_fill_": (2,), "__setitem__": (2,), "where": (1, 2)}
+_PUT = {"fill_": (1,), "masked_fill": (2,), "__setitem__": (2,), "where": (1, 2)}
 """Functions that put a number into a tensor, rounded to its dtype, and which argument it may be."""
 _MADE = frozenset({"full", "full_like", "new_full"})
 """Functions that make a tensor of their last argument."""
@@ -74,7 +74,12 @@ def with_value(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], nu
         return None
     if name == "where" and not target.is_floating_point():
         return None
+    if name == "masked_fill" and not target.is_contiguous():
+        return None
     operand = number._reader.tensor_of(number, target.dtype, target.device)
+    if operand is not None and name == "masked_fill":
+        # Given a tensor, torch reads the number in it on the host.
+        return (torch.where(args[1], operand, target),)
     return None if operand is None else (function(*args[:place], operand, *args[place + 1 :]),)
 
 

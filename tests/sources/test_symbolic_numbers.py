@@ -324,7 +324,7 @@ def _put(model: Any, x: Tensor) -> Tensor:
     made = made + x.new_full((1000,), model.share)
     made[3:5], made[-1] = model.share, model.step
     chosen = torch.where(x > 0, x, model.share) * torch.where(x > 1, model.share, x)
-    return x.masked_fill(x < 0, model.share) * made * chosen.clone().masked_fill_(x > 2, model.step)
+    return x.masked_fill(x < 0, model.share) * made * chosen * x.detach().clone().fill_(model.step)
 
 
 def _bounded(model: Any, x: Tensor) -> Tensor:
