@@ -73,7 +73,8 @@ def test_a_literal_is_part_of_the_signature() -> None:
     """Two values of a literal get two programs; -0.0, 0.0, 0 and False are four values."""
 
     def scaled(model: nn.Module, x: Tensor, y: Tensor, scale: float) -> Tensor:
-        return F.cross_entropy(model(x), y) + torch.copysign(x.abs().mean(), torch.full((), float(scale)))
+        # What is written needs the value.
+        return F.cross_entropy(model(x), y) + torch.copysign(x.abs().mean(), torch.full((), float(str(scale))))
 
     values = [1.5, -2.0, 0.0, -0.0]
     batches = float_batches(40)
