@@ -49,6 +49,7 @@ class Inherited(Settings):
 
 settings_module = ModuleType("settings_module")
 RATE = 1.0
+latest = ""
 
 
 @pytest.fixture(autouse=True)
@@ -167,15 +168,18 @@ def test_values_that_the_host_changes(case: Callable[[], Case]) -> None:
 def test_names_that_are_those_of_attributes_alone(other: str) -> None:
     """Code that has to do with ``sys`` or ``globals()`` reads no global of an attribute's name."""
 
-    def ask() -> Any:
-        return sys.version_info if other == "sys" else globals()["RATE"]
-
     def make() -> Rig:
         def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
-            assert ask()
-            return loss_of(model, x, y) * float(x.SCALE if hasattr(x, "SCALE") else 1.0)
+            assert sys.version_info if other == "sys" else globals()["RATE"]
+            found: Tensor = loss_of(model, x, y) * model.latest
+            return found
 
-        return changing_rig(stay, loss, each=lambda model, optimizer, index: globals().update(latest=index))
+        def look(model: Any, optimizer: Any, index: int) -> None:
+            globals()["latest"] = str(index)
+
+        rig = changing_rig(stay, loss, each=look)
+        rig.owners["model"].latest = 0.5
+        return rig
 
     assert_equals_eager(shared(make), verify="off")
 
