@@ -164,3 +164,10 @@ def test_only_backends_use_cuda_by_name() -> None:
         if isinstance(node, ast.Attribute) and node.attr == "cuda" and getattr(node.value, "id", "") == "torch"
     ]
     assert uses == []
+
+
+def test_operators_of_tests_have_names_of_their_own() -> None:
+    """Of two with one name, torch frees the first one, which the other test then calls."""
+    files = Path(__file__).parent.rglob("*.py")
+    names = [name for file in files for name in re.findall(r'custom_op\("(\w+::\w+)"', file.read_text())]
+    assert len(names) == len(set(names)) > 3

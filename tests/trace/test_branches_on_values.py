@@ -481,7 +481,7 @@ def test_checks_repeat_no_step_that_goes_another_way() -> None:
     """Where replays are noisy, a check makes one from parameters with other last bits."""
     noise = Box(np.random.default_rng(1))
 
-    @torch.library.custom_op("graphplan_tests::noisy", mutates_args=())
+    @torch.library.custom_op("graphplan_tests::noisy_gate", mutates_args=())
     def noisy(x: Tensor) -> Tensor:
         return x * (1 + 1e-6 * float(noise.item.standard_normal()))
 
