@@ -125,10 +125,9 @@ def _find_names(code: CodeType) -> Names:
     # getattr(self, "temperature")
     strings = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
     asked = list(_asked(steps))
-    spelt = {name for name in asked if name is not None}
-    if is_library(code.co_filename):
-        spelt = set()
-    else:
+    spelt: set[str] = set()
+    if not is_library(code.co_filename):
+        spelt.update(filter(None, asked))
         attributes |= strings
     read = {name for name, count in reads.items() if count > counted[name]}
     # What comes before the name of a module is its level and the names that are taken from it.
