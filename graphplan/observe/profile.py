@@ -11,7 +11,7 @@ its own ``self``, since their many names would match everything.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from inspect import getattr_static
@@ -173,15 +173,19 @@ class Reads:
 
 class Profile:
     """Watches the interpreter while it is entered: ``on_read(name, tensor)`` is called for each read of a tensor's
-    memory, with None where the tensor is not known, and ``on_print()`` for each ``print``. Nothing is collected
-    meanwhile, since finalizers are no part of the step.
+    memory, with None where the tensor is not known, ``on_print()`` for each ``print``, and ``on_write(values)`` before
+    a function in Python writes what it is given. Nothing is collected meanwhile: finalizers are no part of the step.
     """
 
     def __init__(
-        self, on_read: Callable[[str, Tensor | None], None] | None = None, on_print: Callable[[], None] = lambda: None
+        self,
+        on_read: Callable[[str, Tensor | None], None] | None = None,
+        on_print: Callable[[], None] = lambda: None,
+        on_write: Callable[[Iterable[Any]], None] = lambda values: None,
     ) -> None:
         self._on_read = on_read
         self._on_print = on_print
+        self._on_write = on_write
         self._codes: dict[tuple[int, int], CodeType] = {}
         # It leads to parameters, buffers and modules alone, and runs more often than any other method.
         self._owners: dict[int, tuple[str | None, bool]] = {id(Module.__getattr__.__code__): (None, False)}
@@ -218,7 +222,8 @@ class Profile:
             self._watcher.stop()
         finally:
             self._others.close()
-            for code in self._codes.values():
+            # One code object ran on many modules.
+            for code in {id(code): code for code in self._codes.values()}.values():
                 self.executed.mentioned.update(code.co_names, (each for each in code.co_consts if type(each) is str))
             # What ran is to be let go when this object is, not left to the collector by a cycle, nor held by a frame.
             del self._watcher
@@ -261,8 +266,9 @@ class Profile:
             return False
         self._codes[key] = code
         if is_library(code.co_filename):
-            if not known:
-                self.executed.note_write(name_of_saving(frame, code.co_name, owner))
+            if not known and (label := name_of_saving(frame, code.co_name, owner)) is not None:
+                self.executed.note_write(label)
+                self._on_write(frame.f_locals.values())
             return name is None
         if not known:
             note_code(code, frame.f_globals)

@@ -204,14 +204,17 @@ class Entry:
             if not self.way.is_known:
                 # Nothing is known of it yet.
                 return
-            alike = next((way for way in self.ways if way.used and way.is_taken(numbers, values=False)), Way())
-            used = {path: numbers[path] for path in alike.used}
-            known = Way(dict(alike.asked), alike.draws, dict(alike.kinds), used, alike.where)
+            alike = [way for way in self.ways if way.used and way.is_taken(numbers, values=False)]
+            like = alike[0] if alike else Way()
+            used = {path: numbers[path] for path in like.used}
+            known = Way(dict(like.asked), like.draws, dict(like.kinds), used, like.where)
             known.is_met, known.is_known = not used, bool(used)
-            known.refusal = self.too_many
+            # What is refused for two values is hardly replayed for another one.
+            refusals = [way.refusal for way in alike if way.refusal is not None]
+            known.refusal = refusals[0] if len(refusals) > 1 else self.too_many
         elif known is self.way:
             return
-        if not self.way.lines and (self.way.refusal in (None, self.too_many)):
+        if not self.way.lines and self.way.refusal in (None, self.too_many, *(way.refusal for way in self.ways[:-1])):
             self.ways.pop()
         self.ways = [*(way for way in self.ways if way is not known), known]
         if len(self.ways) > _WAYS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.errors import HostEffectError
 from graphplan.feed.call_arguments import CallArguments, call_step
-from graphplan.feed.placeholders import index_of, is_placeholder
+from graphplan.feed.placeholders import ReadSignal, index_of, is_placeholder
 from graphplan.feed.signature import Feed, changed_object, is_dense, is_literal
 from graphplan.observe.capture_state import presenting_capture
 from graphplan.observe.profile import Profile
@@ -23,7 +23,7 @@ from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.walk import walk_owners
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_memory, is_freed
-from graphplan.tensors.deferred import form_of, is_deferred
+from graphplan.tensors.deferred import HostCopy, form_of, is_deferred
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result, names_of
@@ -133,7 +133,11 @@ def _run(
     fn: Callable[..., Any], feed: Feed, fed: CallArguments, mode: TraceMode, record: Trace, sharding: Sharding
 ) -> Any:
     """Run the step under everything that watches it, and note what it ran, read and drew."""
-    profile = Profile(mode.syncs.read, lambda: record.prints.append(str(with_users_line(find_source()))))
+    profile = Profile(
+        mode.syncs.read,
+        lambda: record.prints.append(str(with_users_line(find_source()))),
+        _refuse_to_write,
+    )
     generators, held = HostGenerators(), sharding.holds_gradients()
     deferring = nullcontext() if record.deferred is None else record.deferred
     with presenting_capture(), saving_states(mode.generators.save, mode.generators.put), mode, profile, deferring:
@@ -159,6 +163,18 @@ def _run(
     for kind in {type(leaf) for _, leaf in feed.tensors()} - PLAIN_KINDS:
         record.executed.note_class(kind)
     return result
+
+
+def _refuse_to_write(values: Iterable[Any]) -> None:
+    """Raise ReadSignal if there are stand-ins among ``values``, before these are written: what a logger or a file has
+    got stays there when a call is undone.
+    """
+    leaves = pytree.tree_leaves(list(values))
+    numbers = [leaf for leaf in leaves if is_deferred(leaf)]
+    if any(type(leaf) is HostCopy for leaf in leaves) or not all(number.is_symbolic for number in numbers):
+        raise ReadSignal
+    if numbers:
+        raise ReadSignal(symbolic={path for number in numbers for path in form_of(number)[1]})
 
 
 def _note_left(record: Trace, left: Mapping[str, list[Any]], fed: Collection[int]) -> None:
