@@ -277,6 +277,7 @@ class Stages:
         undo.callback(facts.undo_unowned_writes)
         with placeholders, self._stats.timed("trace"):
             result, walk = self._run_traced(call, fed, facts, undo, rehearses=rehearses)
+            call.line.latest = facts
             result = placeholders.settled(result)
             if feed.unread and facts.reads.may_tell(tuple({type(feed.leaves[index]) for index in feed.unread})):
                 raise ReadSignal(feed.unread)
@@ -318,7 +319,7 @@ class Stages:
     ) -> tuple[Any, Walk]:
         """Run the step under the trace. An error of the step's own leaves what it leaves in an eager step."""
         entry, line, feed = call.entry, call.line, call.feed
-        device, before = self._runner.device, line.traces[-1] if line.traces else None
+        device, before = self._runner.device, line.latest
         walks: list[Walk] = []
 
         def body() -> Any:

@@ -37,7 +37,9 @@ _LARGEST = 4096
 _SHARE, _FEW = 4, 32
 """The operators that lead to a read may be a quarter of the step's, or that many."""
 _LOOKS = 4
-"""Traces in which it is looked for tensors in caches: one that each step makes anew is another one each time."""
+"""Traces in which it is looked for tensors in caches, unless none are found: one that each step makes anew is another
+one each time.
+"""
 
 
 class _Leaf(NamedTuple):
@@ -243,8 +245,9 @@ class BatchRecorder(CallRecorder):
         tensors = [tensor for ref in self._unowned if (tensor := ref()) is not None]
         self._unowned = []
         if tensors and self.earlier.looks < _LOOKS:
-            self.earlier.looks += 1
             found = find_cached(tensors)
+            # It takes as long as some steps.
+            self.earlier.looks = self.earlier.looks + 1 if found else _LOOKS
             self.earlier.cached |= found
             self.is_to_be_repeated |= bool(found)
 
