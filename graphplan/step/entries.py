@@ -33,8 +33,8 @@ Variant = tuple[bool, ...]
 
 @dataclass(slots=True)
 class Line:
-    """The path of one variant to a program: its traces, the plan that two of them give, the program. ``latest`` is the
-    last trace until there is a plan, even if it was thrown away, ``state`` are the paths of optimizer state in it.
+    """The path of one variant to a program: its traces, the plan that two of them give, the program. ``state`` are the
+    paths of optimizer state in the latest trace.
 
     The counters are of traces that were thrown away, by cause: autograd ran the operators in another order
     (``reordered``), the host changed a value between two traces (``straddling``), a branch went another way
@@ -43,7 +43,6 @@ class Line:
     """
 
     traces: list[Trace] = field(default_factory=list)
-    latest: Trace | None = None
     state: list[str] = field(default_factory=list)
     reordered: int = 0
     straddling: int = 0

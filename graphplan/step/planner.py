@@ -133,8 +133,7 @@ class Planner:
         """
         plan = self._plan(call, walk, at_end)
         if plan is not None:
-            call.line.traces, call.line.straddling, call.line.renamed = [], 0, 0
-            call.line.latest = self._latest = None
+            call.line.traces, call.line.straddling, call.line.renamed, self._latest = [], 0, 0, None
             read = plan.reads.values.items()
             self._read = {path: value for path, value in read if _may_vary(value)}
         return plan

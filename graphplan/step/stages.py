@@ -69,11 +69,12 @@ class Stages:
         self._has_begun = False
         self._defers = True  # Reads of numbers wait until values are needed.
         self._earlier = EarlierReads()
+        self._latest: Trace | None = None  # The latest trace until a capture, even if it was thrown away.
         self._planner = Planner(parts)
 
     def forget(self) -> None:
         """Let go of what was traced."""
-        self._changes = []
+        self._changes, self._latest = [], None
         self._planner.forget()
 
     def is_ready(self, entry: Entry) -> bool:
@@ -277,7 +278,7 @@ class Stages:
         undo.callback(facts.undo_unowned_writes)
         with placeholders, self._stats.timed("trace"):
             result, walk = self._run_traced(call, fed, facts, undo, rehearses=rehearses)
-            call.line.latest = facts
+            self._latest = facts
             result = placeholders.settled(result)
             if feed.unread and facts.reads.may_tell(tuple({type(feed.leaves[index]) for index in feed.unread})):
                 raise ReadSignal(feed.unread)
@@ -319,7 +320,7 @@ class Stages:
     ) -> tuple[Any, Walk]:
         """Run the step under the trace. An error of the step's own leaves what it leaves in an eager step."""
         entry, line, feed = call.entry, call.line, call.feed
-        device, before = self._runner.device, line.latest
+        device, before = self._runner.device, self._latest
         walks: list[Walk] = []
 
         def body() -> Any:
@@ -436,6 +437,7 @@ class Stages:
         """Capture a call and return its result. Raises ReadSignal if a placeholder was used."""
         options, backend, plan = self._options, self._runner.backend, call.line.plan
         assert plan is not None
+        self._latest = None
         compiled = self._managed.runs_compiled(call.walk)
         if compiled and not backend.executes:
             refuse_beside_compiled(plan)

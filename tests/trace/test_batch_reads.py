@@ -21,8 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan import HostSyncError, SkipReason, UnownedTensorError, graph_step, graphed
 from graphplan.owners.slots import Slot
 from graphplan.step import programs
+from graphplan.step.managed import Managed
 from graphplan.step.programs import Programs
-from graphplan.trace import batch_reads, host_reads
+from graphplan.trace import batch_reads, batch_recorder, host_reads
+from graphplan.trace.mode import TraceMode
 from graphplan.trace.operator_schemas import POSITIONS
 from tests.lightning.parts import assert_fit_equals_eager, tape, with_step
 from tests.twins import (
@@ -486,6 +488,28 @@ def test_a_tensor_in_a_cache(name: str) -> None:
     assert "read before the step: a tensor in a cache, first at" in step.report()
 
 
+def test_a_trace_after_one_that_was_thrown_away_looks_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where operators come from is known of the trace that found the cache. What begins with it, the next one numbers
+    otherwise.
+    """
+    looked: list[int] = []
+    trace, find = Managed.trace, TraceMode._find
+
+    def traced(*args: Any) -> Any:
+        looked.append(0)
+        return trace(*args)
+
+    def found(mode: TraceMode) -> Any:
+        looked[-1] += 1
+        return find(mode)
+
+    monkeypatch.setattr(Managed, "trace", traced)
+    monkeypatch.setattr(TraceMode, "_find", found)
+    step = assert_same_as_eager(partial(cache_rig, of_cache), verify="off")
+    assert len(looked) == step.stats.traced > 2
+    assert looked[1] < looked[0] // 4, looked
+
+
 def refill(index: int, at: tuple[int, ...]) -> None:
     """Another tensor with other numbers."""
     if index in at:
@@ -547,6 +571,26 @@ def test_a_tensor_that_no_owner_and_no_cache_has() -> None:
     KEPT.put(mask_of(0, 3))
     text = "belongs to no object that graphplan knows .*keep it as a buffer or an attribute"
     assert_refused(partial(rig_of, of_queue), HostSyncError, line_of(of_queue).replace("return", ".*return"), text)
+
+
+ASKED = SimpleQueue[Tensor]()
+
+
+def asking_queue(model: Any, x: Tensor, *_: Any) -> Tensor:
+    kept = ASKED.get()
+    ASKED.put(kept)
+    return model(x) * (2.0 if kept.any() else 3.0)
+
+
+def test_caches_are_looked_through_once_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes as long as several steps; the branch on what is in none is compared in replays."""
+    found: list[Any] = []
+    look = batch_recorder.find_cached
+    monkeypatch.setattr(batch_recorder, "find_cached", lambda tensors: (found.append(look(tensors)), found[-1])[1])
+    ASKED.put(mask_of(0, 3))
+    step = assert_same_as_eager(partial(rig_of, asking_queue), verify="off", allow=("SimpleQueue.put",))
+    assert (step.stats.traced, step.stats.replayed > 0) == (2, True)
+    assert found == [{}]
 
 
 class Mask(NamedTuple):
