@@ -162,7 +162,7 @@ class Planner:
             if self._learns(error, pair):
                 self._stats.note(f"traced anew, with stand-ins for numbers that change: {error}", "traces")
                 return None
-            if self._may_trace_anew(entry, line, pair):
+            if self._may_trace_anew(entry, line, pair) or self._is_newly_followed(line, pair):
                 return None
             self._latest = None
             raise
@@ -193,9 +193,7 @@ class Planner:
         named = {path: path in again and (path in shown or pair.reads(place)) for path, place in places.items()}
         new = {path for path, place in places.items() if self._may_replace(path, place, is_named=named[path])}
         self._changing_numbers |= new
-        # Those that were seen to change before the second trace have stand-ins in that alone.
-        late = pair.second.symbolic.places.keys() - pair.first.symbolic.places.keys()
-        return bool(new) or not (changed & counted).isdisjoint(late)
+        return bool(new)
 
     def _may_trace_anew(self, entry: Entry, line: Line, pair: TracePair) -> bool:
         """Whether two traces differ by what happened between them, so that further ones may be alike."""
@@ -220,6 +218,15 @@ class Planner:
         # For example, an epoch ended: the second trace is the first of the next pair.
         line.traces = [pair.second]
         self._stats.note(f"traced anew: {changed}", "traces")
+        return True
+
+    def _is_newly_followed(self, line: Line, pair: TracePair) -> bool:
+        """Whether a number has a stand-in from the second trace on, since it was seen to change."""
+        late = pair.second.symbolic.places.keys() - pair.first.symbolic.places.keys()
+        if not late:
+            return False
+        line.traces = [pair.second]
+        self._stats.note(f"traced anew: {min(late)} was seen to change, and has a stand-in from now on", "traces")
         return True
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +395,32 @@ class Alternating(LitDigits):
 @pytest.mark.parametrize("warmup_steps", [1, 2, 3])
 def test_a_counter_that_is_first_seen_to_change_between_traces(warmup_steps: int, tmp_path: Path) -> None:
     assert replayed(Alternating, tmp_path, warmup_steps=warmup_steps) >= 12
+
+
+_INSTALLED = """
+def note(module, loss):
+    module.rows.append((module.global_step, loss.item()))
+"""
+
+
+def test_counts_that_a_package_keeps_for_batches_of_two_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only a package reads is first seen to change after one trace of each size."""
+    home = tmp_path / "site-packages"
+    home.mkdir()
+    (home / "recordlike.py").write_text(_INSTALLED, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(home))
+    package = import_module("recordlike")
+
+    def step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.loss_of(batch)
+        package.note(self, loss)
+        return loss
+
+    callback = tape()
+    kind = with_step(step, rows=[])
+    found = fit(kind, tmp_path / "run", callback, sizes=(20, 12) * 15, max_epochs=1)
+    assert [count for count, _ in found.module.rows] == list(range(30))
+    assert callback.stats.replayed >= 12, callback.report()
 
 
 class Playing(LitDigits):
