@@ -176,7 +176,7 @@ class _TapeMode(OperatorMode):
         if schema.communicates:
             out = finish(schema.name, out)
         is_shape = call.has_dynamic_shape()
-        if schema.reads_values or is_shape:
+        if call.reads_values() or is_shape:
             out, read = self._take_read(schema.name, call.args[0], out)
             if is_shape and read is not None and read.asserted:
                 # In a replay it may have another shape, which nothing would ask for.

@@ -317,7 +317,7 @@ def _filled(given: Any, known: Mapping[int, Any]) -> Any:
 
 def is_read(call: OperatorCall) -> bool:
     """Return True if an operator's results follow from a read alone."""
-    return call.schema.reads_values or call.has_dynamic_shape()
+    return call.reads_values() or call.has_dynamic_shape()
 
 
 def contents_of(call: OperatorCall) -> list[Tensor]:

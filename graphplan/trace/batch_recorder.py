@@ -275,7 +275,7 @@ class BatchRecorder(CallRecorder):
         if contents:
             read = Read(place, Kind.CONTENT, contents[0].detach().cpu().clone(), refusal)
             self._add(Tensor.detach, "content", (contents[0],), {}, [], read=read)
-        elif schema.reads_values:
+        elif call.reads_values():
             if place in self.earlier.expected:
                 return False
             read = Read(place, Kind.VALUE, out, refusal, may_be_expected=may_be_expected)

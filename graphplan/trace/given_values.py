@@ -118,7 +118,7 @@ class GivenValues(OperatorMode):
         """Run an operator, or say what it read."""
         schema = call.schema
         is_shape = call.has_dynamic_shape()
-        if (schema.reads_values or is_shape) and (place := find_place()) in self._known:
+        if (call.reads_values() or is_shape) and (place := find_place()) in self._known:
             read = self._known.take(place)
             answer = read.value
             if read.expected and self._on_expected is not None:

@@ -74,7 +74,7 @@ class HostSyncs:
     def check(self, call: OperatorCall, out: Any, source: Source, given: _Given) -> None:
         """Note what the host has waited for in an operator that was ``given`` these tensors, and gave ``out``."""
         name = call.schema.name
-        if call.schema.reads_values:
+        if call.reads_values():
             self._check_value(call, out, source, given)
         elif call.has_dynamic_shape() and not self._has_constant_shape(call, out, given):
             if is_asserted():

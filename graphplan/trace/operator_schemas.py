@@ -97,6 +97,7 @@ POSITIONS = "aten.nonzero_numpy.default"
 so that it stands for what a mask does in an index (:meth:`OperatorCall.masks`).
 """
 NONZERO = ("aten.nonzero.default", POSITIONS)
+_EQUAL = "aten.equal.default"
 _SELECT = "aten.masked_select.default"
 _FROM_OUTSIDE = ("aten.from_file.default",)
 """What gives other values than those of its arguments."""
@@ -278,6 +279,13 @@ class OperatorCall:
         share = self.given(schema.arguments.index("dropout")) if "dropout" in schema.arguments else None
         state: Tensor | None = self.given(schema.own_state)
         return None if share == 0 else state
+
+    def reads_values(self) -> bool:
+        """Return True if the host gets a number or a truth value that depends on values."""
+        if not self.schema.reads_values:
+            return False
+        # Of tensors that differ in shape it looks at no more than that.
+        return self.schema.name != _EQUAL or self.args[0].shape == self.args[1].shape
 
     def has_dynamic_shape(self) -> bool:
         """Return True if the shape of what the operator gives depends on values."""

@@ -216,6 +216,18 @@ def test_what_is_asked_on_the_host_is_a_branch(body: Body, backend: str) -> None
     assert any(re.search(detail, text) for text in step.stats.reasons), step.stats.reasons
 
 
+def test_tensors_of_other_shapes_are_compared_without_a_look_at_values(backend: str) -> None:
+    """As a kernel of a Gaussian process asks whether two sets of points are one."""
+
+    def body(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        logits = model(x)
+        return skips_large(model, optimizer, x, y) if logits.equal(logits[:4]) or torch.equal(logits, y) else logits * 2
+
+    step = both(rig_of(body), backend)
+    assert (step.stats.captured, step.stats.replayed) == (1, CALLS - BEFORE_REPLAY)
+    assert not step.plan.host_reads
+
+
 def test_what_is_read_before_it_is_changed(backend: str) -> None:
     """That is found out in a trace, and those that follow leave it to replays."""
     step = both(rig_of(warms_up), backend)
