@@ -160,8 +160,14 @@ class ValueWalker:
                 self._value(value, f"{path}.{name}", inner, name, 1, (tensor, name))
 
     def _tuple(self, value: tuple[Any, ...], path: str, container: Any, key: Any, depth: int, source: Source) -> None:
-        """A tuple with tensors is a slot of theirs, one without a value; in either there may be objects."""
-        if not tensor_leaves(value):
+        """A tuple with tensors is a slot of theirs, one without a value, but for one of objects and containers alone:
+        a step may make all of it anew. In any there may be objects.
+        """
+        if value and all(map(_is_entered, value)):
+            self.walk.links.append((container, key, value))
+            self.walk.objects[path] = Scalar(container, key, *source)
+            self.walk.objects[Path.length(path)] = Scalar(Told(value, len), "len", *source)
+        elif not tensor_leaves(value):
             self.walk.scalars[path] = Scalar(container, key, *source)
         elif not isinstance(container, tuple):
             self._slot(path, container, key, source)
@@ -385,6 +391,11 @@ class ValueWalker:
                     if base is kind:
                         self.walk.places.append((members, name))
                     self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
+
+
+def _is_entered(value: Any) -> bool:
+    """Whether a walk enters what lies in a tuple, so that which one it is says nothing."""
+    return not is_proxy(value) and (issubclass(type(value), dict | list | deque) or is_user_object(value))
 
 
 def has_own_gradient(tensor: Tensor) -> bool:

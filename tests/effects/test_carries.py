@@ -73,6 +73,19 @@ def _submodule(model: Any, x: Tensor, loss: Tensor) -> None:
     model[1].extra = model[1].extra * 0.9 + x.var()
 
 
+def _tuple_of_objects(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    before = model.memory[0].row
+    model.memory = (SimpleRow(0.5 * before + x.mean(0)), {"loss": loss.detach()})
+    return before.mean()
+
+
+class SimpleRow:
+    """Has one row."""
+
+    def __init__(self, row: Tensor) -> None:
+        self.row = row
+
+
 def _buffer(name: str, value: Tensor) -> Callable[[nn.Module], None]:
     return lambda model: model.register_buffer(name, value.clone())
 
@@ -90,6 +103,7 @@ CARRIES: dict[str, tuple[Callable[..., Any], Callable[[nn.Module], object]]] = {
     "rotation of three": (_rotation, _three),
     "swap and write in place": (_swap, _three),
     "dict and list items": (_in_containers, attributes(memory=lambda: {"h": ROW(), "parts": [torch.ones(()), ZERO()]})),
+    "objects in a tuple": (_tuple_of_objects, attributes(memory=lambda: (SimpleRow(ROW()), {"loss": ZERO()}))),
     "a sliding window": (_sliding_window, attributes(window=partial(torch.zeros, 3, 8))),
     "a slice with gaps": (_slice_of_a_queue, _buffer("queue", torch.zeros(8, 4))),
     "the last loss": (_last_loss, attributes(last=None)),

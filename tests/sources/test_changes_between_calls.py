@@ -291,3 +291,40 @@ def test_memory_that_is_new_before_each_step_renews_no_guards(monkeypatch: pytes
     step = assert_same_as_eager(make, verify="off")
     assert step.stats.replayed == CALLS - BEFORE_REPLAY
     assert len(made) == 1, "those of the capture"
+
+
+class _Scaling:
+    """Multiplies by its factor."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _scaled(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    scaled: Tensor = sum(scaling(loss.detach()) for scaling in model.scalings) / len(model.scalings)
+    return scaled
+
+
+SCALINGS: dict[str, Callable[[Any], Any]] = {
+    "other objects": lambda scalings: (_Scaling(5.0), _Scaling(7.0)),
+    "another order": lambda scalings: scalings[::-1],
+    "one more": lambda scalings: (*scalings, _Scaling(9.0)),
+    "another class": lambda scalings: (nn.Identity(), scalings[1]),
+    "a copy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_tuple_of_objects_that_is_replaced(name: str) -> None:
+    """Which tuple it is says nothing, but what lies in it does."""
+
+    def replace(model: Any, index: int) -> None:
+        if index == WHEN:
+            model.scalings = SCALINGS[name](model.scalings)
+
+    prepare = attributes(scalings=lambda: (_Scaling(2.0), _Scaling(3.0)))
+    step = assert_same_as_eager(partial(updating_rig, _scaled, prepare, replace))
+    assert step.stats.replayed >= WHEN - BEFORE_REPLAY
