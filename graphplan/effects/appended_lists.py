@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import UserDict, UserList
+from collections import OrderedDict, UserDict, UserList, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -63,21 +63,28 @@ _LOOKED_THROUGH = 10_000
 """Maximum number of objects that are looked through for lists in them."""
 _ENDS = frozenset({ModuleType, FunctionType, CodeType, *PLAIN})
 """What leads to whole modules, or nowhere."""
+_BY_KEY = frozenset({dict, OrderedDict, defaultdict})
+"""Mappings in which a text leads to what lies at that text; others may look up another one."""
 _ANY_DEPTH = 99
 """More items within items than code can have looked at."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """What code calls a list, or what it lies in ``depth`` items deep; ``owner``: id of the attribute's owner, or 0."""
+    """What code calls a list, or what it lies in ``depth`` items deep; ``owner``: id of the attribute's owner, or 0.
+    ``keys`` lead to it; None for one that may be spelt otherwise.
+    """
 
     name: str
     depth: int
     owner: int = 0
+    keys: tuple[str | None, ...] = ()
 
     def fits(self, look: Look, owner: int) -> bool:
         """Whether ``look``, of a method of ``owner``, shows the list or an item of it."""
         if look.name != self.name or (look.own and self.owner not in (0, owner)):
+            return False
+        if any(None not in keys and keys[0] != keys[1] for keys in zip(self.keys, look.keys, strict=False)):
             return False
         return look.whole or look.depth >= self.depth or self.depth == _ANY_DEPTH
 
@@ -210,20 +217,21 @@ class AppendedLists:
                 yield _Name(name.removeprefix("."), _ANY_DEPTH)
         yield from found
 
-    def _names_of(self, thing: Any, depth: int, met: set[int]) -> Iterator[_Name]:
+    def _names_of(self, thing: Any, depth: int, met: set[int], keys: tuple[str | None, ...] = ()) -> Iterator[_Name]:
         if id(thing) in met:
             return
         for container, key in self._holders.get(id(thing), ()):
             owner = self._owners.get(id(container))
             if owner is not None:
-                yield _Name(f".{key}", depth, 0 if self._dynamic else id(owner))
+                yield _Name(f".{key}", depth, 0 if self._dynamic else id(owner), keys)
                 if isinstance(owner, UserDict | UserList):
-                    yield from self._names_of(owner, depth, met | {id(thing)})
+                    yield from self._names_of(owner, depth, met | {id(thing)}, (None, *keys[1:]))
                 continue
             outermost = id(container) not in self._holders
             if isinstance(key, str) and outermost:
-                yield _Name(key, depth)
+                yield _Name(key, depth, keys=keys)
             if isinstance(key, str) and type(container) is not Cell and (outermost or type(container) is not dict):
                 # A class's, a module's, or that of a dictionary which shows its keys as attributes.
-                yield _Name(f".{key}", depth)
-            yield from self._names_of(container, depth + 1, met | {id(thing)})
+                yield _Name(f".{key}", depth, keys=keys)
+            spelt = key if type(key) is str and type(container) in _BY_KEY else None
+            yield from self._names_of(container, depth + 1, met | {id(thing)}, (spelt, *keys))

@@ -23,7 +23,7 @@ class Look:
 
     ``name`` is the attribute (with a leading dot) or variable that the container, or one around it, is loaded by;
     ``depth`` how many items deep it lies there. ``whole``: what lies in it may be looked at, too. ``own``: the
-    attribute is one of ``self``.
+    attribute is one of ``self``. ``keys``: those of the first items on the way; None for one that is not spelt.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Look:
     whole: bool
     own: bool
     line: int
+    keys: tuple[str | None, ...] = ()
 
 
 _GROWING = frozenset({"append", "extend", "appendleft", "extendleft"})
@@ -63,6 +64,7 @@ def _looks_at(tree: SyntaxTree, node: ast.AST, misses: bool) -> Iterator[Look]:
     if not isinstance(node, ast.Name | ast.Attribute) or not tree.is_load(node):
         return
     name, own, depth = getattr(node, "id", ""), isinstance(node, ast.Attribute) and _is_self(node.value), 0
+    keys: tuple[str | None, ...] = ()
     if isinstance(node, ast.Attribute):
         # What the compiler makes of a private name within a class.
         is_private = node.attr.startswith("__") and not node.attr.endswith("__")
@@ -72,13 +74,15 @@ def _looks_at(tree: SyntaxTree, node: ast.AST, misses: bool) -> Iterator[Look]:
         return
     while (found := _leads_on(tree, node)) is not None:
         if misses and isinstance(found[0], ast.Subscript):
-            yield Look(name, depth, False, own, line)
+            yield Look(name, depth, False, own, line, keys)
+        # After views (values, items), it is not known which key leads to which level.
+        keys += (_key(found[0]),) if found[1] == 1 and len(keys) == depth else ()
         node, depth = found[0], max(depth + found[1], -1)
     whole = _is_whole(tree, node)
     if whole is not None:
-        yield Look(name, depth, whole, own, line)
+        yield Look(name, depth, whole, own, line, keys)
     elif depth > 0 and _shows_itself(tree.parents[node], node):
-        yield Look(name, depth + 1, True, own, line)
+        yield Look(name, depth + 1, True, own, line, keys)
 
 
 def _leads_on(tree: SyntaxTree, node: ast.AST) -> tuple[ast.AST, int] | None:
@@ -90,6 +94,12 @@ def _leads_on(tree: SyntaxTree, node: ast.AST) -> tuple[ast.AST, int] | None:
         call = tree.parents[parent]
         return (call, _INTO[parent.attr]) if isinstance(call, ast.Call) and call.func is parent else None
     return None
+
+
+def _key(item: ast.AST) -> str | None:
+    """The text that ``item`` (``d["loss"]``, ``d.get("loss")``) is looked up by, if it is spelt."""
+    spelt = item.slice if isinstance(item, ast.Subscript) else next(iter(getattr(item, "args", ())), None)
+    return spelt.value if isinstance(spelt, ast.Constant) and type(spelt.value) is str else None
 
 
 def _is_whole(tree: SyntaxTree, node: ast.AST) -> bool | None:

@@ -111,6 +111,42 @@ def test_a_list_that_a_variable_has(kind: Callable[[], Any]) -> None:
     assert_equals_eager(make, verify="off")
 
 
+def _record() -> dict[str, Any]:
+    """A list beside a value that the step reads, and one that has two keys."""
+    twice: list[Tensor] = []
+    return {"mean": torch.zeros(()), "loss": [], "twice": twice, "same": twice}
+
+
+def _beside(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    mean = model.hist["mean"]
+    model.hist["mean"] = 0.9 * model.hist.get("mean") + 0.1 * loss.detach()
+    model.hist["loss"].append(loss.detach())
+    return loss * mean
+
+
+def _by_other_key(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    model.hist["twice"].append(loss.detach())
+    return loss * 2 if len(model.hist["same"]) > MANY else loss * 1
+
+
+def _by_any_key(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    model.hist["loss"].append(loss.detach())
+    return loss * 2 if len(model.hist["lo" + "ss" * bool(model.hist)]) > MANY else loss * 1
+
+
+def test_a_list_beside_what_the_step_reads() -> None:
+    """What lies at another key of the dictionary tells nothing of the list."""
+    assert_equals_eager(partial(updating_rig, _beside, attributes(hist=_record)), verify="off")
+
+
+@pytest.mark.parametrize("look", [_by_other_key, _by_any_key], ids=lambda look: look.__name__)
+def test_a_list_that_another_key_leads_to(look: Update) -> None:
+    """One that is spelt otherwise, for the same list, and one that is not spelt."""
+    make = partial(updating_rig, look, attributes(hist=_record))
+    text = r"asks for len\(model\.hist\.(loss|twice|same)\), which the step itself makes longer"
+    assert_refused(make, HostScalarError, text, done=SECOND_TRACE + 2, verify="off")
+
+
 _RARE: list[tuple[int, float]] = []
 """What a step logs now and then."""
 
