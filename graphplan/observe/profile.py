@@ -247,9 +247,8 @@ class Profile:
         number = id(code)
         if number in CALLS:
             # Before all else: it runs more often than any other method, and to ask for variables takes long.
-            module = frame.f_locals["self"]
-            note_called(module)
-            self._codes[number, id(module)] = code
+            module = note_called(frame, code)
+            self._codes[number, 0 if module is None else id(module)] = code
             return False
         name, is_closure = self._owners.get(number) or self._meet(frame, code, number)
         # The object or class whose method runs.

@@ -6,16 +6,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
 from inspect import unwrap
-from threading import get_ident
-from types import CellType, CodeType
+from types import CellType, CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graphplan.compare.fast_compare import register_own
 from graphplan.errors import Faults
 from graphplan.owners.slots import Walk
 from graphplan.owners.views import attributes_of
@@ -28,15 +25,16 @@ _INITIALIZERS = (
 """What runs wherever a module or an optimizer is made: ``__setstate__`` in copies, and where one is unpickled."""
 INITIALIZERS: dict[int, CodeType] = {id(code): code for code in (unwrap(fn).__code__ for fn in _INITIALIZERS)}
 """By identity: to hash a code object takes as long as it has instructions."""
-CALLS: dict[int, CodeType] = {id(code): code for code in (nn.Module.__call__.__code__,)}
-"""What runs wherever a module is called, by identity."""
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+CALLS: dict[int, CodeType] = {id(code): code for code in (nn.Module.__call__.__code__, _STEP)}
+"""What runs wherever a module is called, or an optimizer steps, by identity."""
 _ENTERED: ContextVar[Discovery | None] = ContextVar("entered", default=None)
 
 
 class Discovery:
-    """Finds the modules and optimizers that a step uses in this thread: the interpreter's watcher tells of modules, by
-    :func:`note_called` and :func:`note_made` (compilers would build torch's global hook for modules into what they
-    make), torch's global hook of optimizers. ``on_optimizer`` is called with each optimizer before it steps;
+    """Finds the modules and optimizers that a step uses in this thread: the interpreter's watcher tells of them, by
+    :func:`note_called` and :func:`note_made`. Compilers would build torch's global hooks into what they make, and
+    another thread may be going through these. ``on_optimizer`` is called with each optimizer before it steps;
     ``on_first_sight`` once with each module and optimizer before it runs; for an optimizer that the step itself has
     made ``on_made`` instead.
     """
@@ -54,18 +52,14 @@ class Discovery:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         """By identity."""
         self._optimizers, self._made = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        self._handle: Any = None
-        self._thread = get_ident()
         self._token: Token[Discovery | None] | None = None
         self.faults = Faults()
 
     def __enter__(self) -> Discovery:
         self._token = _ENTERED.set(self)
-        self._handle = register_own(register_optimizer_step_pre_hook, self._saw_optimizer)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._handle.remove()
         if self._token is not None:
             _ENTERED.reset(self._token)
 
@@ -78,9 +72,7 @@ class Discovery:
             if module not in self._made:
                 self._on_first_sight(module)
 
-    def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if get_ident() != self._thread:
-            return
+    def _saw_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         with self.faults.noting():
             if optimizer in self._made:
                 self._on_made(optimizer)
@@ -128,11 +120,19 @@ def note_made(thing: Any, source: Callable[[], object]) -> None:
         discovery._made[thing] = str(source())
 
 
-def note_called(module: nn.Module) -> None:
-    """Tell the innermost discovery that ``module`` is about to run."""
-    discovery = _ENTERED.get()
+def note_called(frame: FrameType, code: CodeType) -> nn.Module | None:
+    """Tell the innermost discovery of the module or optimizer that the ``code``, one of :data:`CALLS`, is about to run
+    in ``frame``. Return the module.
+    """
+    discovery, found = _ENTERED.get(), frame.f_locals
+    if code is _STEP:
+        if discovery is not None and found["args"]:
+            discovery._saw_optimizer(found["args"][0])
+        return None
+    module: nn.Module = found["self"]
     if discovery is not None:
         discovery._saw_module(module)
+    return module
 
 
 def names_in(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:

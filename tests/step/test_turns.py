@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphplan import BusyError, CopyError
 from tests.crossing import pairs
@@ -156,3 +157,36 @@ def test_a_step_cannot_be_copied(make: Callable[[Any], Any], calls: int) -> None
                 make(thing)
     drive(rig, step)
     assert step.stats.replayed == calls + 9 - 6
+
+
+def test_another_thread_that_trains() -> None:
+    """It goes through torch's global hooks of optimizers while a step looks for its own: these stay as they are."""
+    rig, stepping, go = build(partial(training_rig, "mlp", "adamw")), threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+    weight = nn.Parameter(torch.zeros(3))
+    weight.grad = torch.ones(3)
+    other = torch.optim.SGD([weight])
+
+    def pause(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer is other:
+            stepping.set()
+            go.wait(60)
+
+    def body() -> None:
+        try:
+            other.step()
+        except RuntimeError as error:
+            errors.append(error)
+
+    # Two of them: what comes after the last one is asked for before it runs.
+    handles, thread = [register_optimizer_step_pre_hook(pause) for _ in range(2)], threading.Thread(target=body)
+    try:
+        thread.start()
+        assert stepping.wait(60)
+        managed(rig)(*rig.calls[0])
+    finally:
+        go.set()
+        thread.join()
+        for handle in handles:
+            handle.remove()
+    assert not errors
