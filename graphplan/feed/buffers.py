@@ -12,19 +12,7 @@ import torch
 from torch import Tensor
 
 from graphplan.feed.signature import WIDEST_LOAD, alignment
-from graphplan.tensors.storages import overlaps, span
-
-_SPARSENESS = 4
-_SPARE = 2**24  # A view may span this many times its elements, or this many bytes, before it is packed densely instead.
-
-
-def distinct(tensor: Tensor) -> Tensor:
-    """``tensor``, or where several of its elements share memory (an expanded tensor) a view that has each once."""
-    shape, stride = tensor.shape, tensor.stride()
-    if not overlaps(shape, stride):
-        return tensor
-    once = tensor.as_strided([size if step else 1 for size, step in zip(shape, stride, strict=True)], stride)
-    return once.as_strided((span(shape, stride),), (1,)) if overlaps(once.shape, stride) else once
+from graphplan.tensors.storages import is_wide, span
 
 
 class Buffers:
@@ -35,10 +23,9 @@ class Buffers:
         self._views: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def view(self, position: object, like: Tensor, device: torch.device) -> Tensor:
-        """An undefined tensor like ``like`` for the leaf at ``position``; fill it by way of :func:`distinct`."""
+        """An undefined tensor like ``like`` for the leaf at ``position``; fill it by way of ``distinct``."""
         shape, stride = tuple(like.shape), tuple(like.stride())
-        reach = span(shape, stride)
-        if reach > _SPARSENESS * max(like.numel(), 1) and reach * like.element_size() > _SPARE:
+        if is_wide(like):
             stride = tuple(torch.empty(shape, device="meta").stride())
         room = span(shape, stride) + WIDEST_LOAD // like.element_size()
         key = (position, like.dtype, device)

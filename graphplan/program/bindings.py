@@ -25,12 +25,12 @@ from graphplan.compare.tensors import Addresses, geometry
 from graphplan.errors import GradientError, GuardError
 from graphplan.owners.slots import Items, Scalar, Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
-from graphplan.program.static_numbers import StaticNumber, StaticNumbers, settled
+from graphplan.program.static_numbers import StaticNumber, StaticNumbers, renewer
 from graphplan.specs.paths import Of, Path, names
 from graphplan.tensors.copying import write_all
 from graphplan.tensors.deferred import is_deferred, value_of
 from graphplan.tensors.dtensors import is_sharded, local
-from graphplan.tensors.storages import memory_uses, storage_id
+from graphplan.tensors.storages import copier, memory_uses, storage_id
 from graphplan.trace.changes import place_of
 
 _get_grad = attrgetter("grad")
@@ -66,7 +66,7 @@ class _Severed(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, path: str) -> Tensor:
         """``path`` is where the copy is left."""
         ctx.path = path
-        return tensor.clone()
+        return copier(tensor)()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -80,13 +80,13 @@ class _Severed(torch.autograd.Function):
 
 def _renewing(value: Any, path: str) -> Callable[[], Any]:
     """Return what makes copies of a value that the step binds or appends: what asked for gradients goes on asking."""
+
+    def copier_of(tensor: Tensor) -> Callable[[], Tensor]:
+        return partial(_Severed.apply, tensor, path) if tensor.requires_grad else copier(tensor)
+
+    make = renewer(value, copier_of)
     asks = any(tensor.requires_grad for tensor in tensor_leaves(value))
-    return partial(_sever, value, path) if asks else partial(settled, value, Tensor.clone)
-
-
-def _sever(value: Any, path: str) -> Any:
-    with torch.enable_grad():
-        return settled(value, lambda tensor: _Severed.apply(tensor, path) if tensor.requires_grad else tensor.clone())
+    return torch.enable_grad()(make) if asks else make
 
 
 class Bindings:

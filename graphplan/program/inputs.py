@@ -14,12 +14,12 @@ from torch import Tensor
 from graphplan.backends.backend import TracedValues
 from graphplan.compare.moving import copy_in
 from graphplan.environment.devices import current_stream, is_accelerator, module_of, synchronize
-from graphplan.feed.buffers import Buffers, distinct
+from graphplan.feed.buffers import Buffers
 from graphplan.feed.signature import Feed, shared_leaf
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
 from graphplan.program.leases import Lease, find_lease
-from graphplan.tensors.storages import storage_id
+from graphplan.tensors.storages import distinct, storage_id
 
 _wants_grad = attrgetter("requires_grad")
 _LARGE = 2**22

@@ -1,4 +1,4 @@
-"""Giving a replay's results to the caller: clones, so that the next replay cannot overwrite them."""
+"""Giving a replay's results to the caller: copies, so that the next replay cannot overwrite them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.static_numbers import StaticNumbers
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.dtensors import is_sharded
-from graphplan.tensors.storages import storage_id
+from graphplan.tensors.storages import copier, storage_id
 from graphplan.tensors.trees import flatten_result, map_result, rebuilder
 from graphplan.trace.changes import place_of
 
@@ -68,15 +68,16 @@ class Outputs:
                 self._made.append((number, partial(StaticOutput.of, lent[number])))
                 continue
             # A carry may write into this memory at the end of the step: the caller wants what was returned.
-            self._static[number] = tensor.clone() if storage_id(tensor) in overwritten else tensor
+            self._static[number] = copier(tensor)() if storage_id(tensor) in overwritten else tensor
             if tensor.ndim == 0 and not is_sharded(tensor):
                 scalars.setdefault((tensor.dtype, tensor.device), []).append(number)
         for numbers in scalars.values():
             self._pack(numbers)
-        self._made += [(number, tensor.clone) for number, tensor in self._static.items()]
+        self._made += [(number, copier(tensor)) for number, tensor in self._static.items()]
         self.lent = list(lent.values())
         """The results that are lent: each replay overwrites them."""
-        self._lone = 0 in self._static and len(plan.outputs) == 1 and plan.output_structure is None and not self._marks
+        is_lone = 0 in self._static and len(plan.outputs) == 1 and plan.output_structure is None and not self._marks
+        self._lone = self._made[0][1] if is_lone else None
 
     def _pack(self, numbers: Sequence[int]) -> None:
         """Hand scalars of one dtype out as parts of the vector that they lie in, or of a new one."""
@@ -103,8 +104,8 @@ class Outputs:
 
     def build(self, leaves: Sequence[Any], walk: Walk) -> Any:
         """The step's result: clones of what it made, and the caller's or owners' own tensors that it returned."""
-        if self._lone:
-            return self._static[0].clone()
+        if self._lone is not None:
+            return self._lone()
         built = self._template.copy()
         for number, make in self._made:
             built[number] = make()
@@ -130,7 +131,9 @@ def lasting(result: Any) -> Any:
 
 
 def _lasting(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad) if is_overwritten(tensor) else tensor
+    if not is_overwritten(tensor):
+        return tensor
+    return copier(tensor.detach())().requires_grad_(tensor.requires_grad)
 
 
 def _runs(scalars: Mapping[int, Tensor]) -> list[list[int]]:

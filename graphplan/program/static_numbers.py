@@ -128,12 +128,14 @@ class StaticNumbers:
                 self.read[place] = value
 
 
-def settled(value: Any, clone: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with clones of its tensors, and the values of its static numbers and copies."""
+def renewer(value: Any, copier: Callable[[Tensor], Callable[[], Tensor]]) -> Callable[[], Any]:
+    """What makes ``value`` again, with copies of its tensors, and the values of its static numbers and copies."""
 
-    def settle(leaf: Any) -> Any:
+    def make_of(leaf: Any) -> Callable[[], Any]:
         if isinstance(leaf, Tensor):
-            return clone(leaf)
-        return leaf.value() if isinstance(leaf, (StaticNumber, StaticCopy)) else leaf
+            return copier(leaf)
+        return leaf.value if isinstance(leaf, (StaticNumber, StaticCopy)) else lambda: leaf
 
-    return pytree.tree_map(settle, value)
+    leaves, structure = pytree.tree_flatten(value)
+    makes = list(map(make_of, leaves))
+    return lambda: pytree.tree_unflatten([make() for make in makes], structure)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from graphplan.errors import FeedError, PolicyError, UncoveredRoleError
-from graphplan.feed.buffers import Buffers, distinct
+from graphplan.feed.buffers import Buffers
 from graphplan.owners.slots import Slot, Walk
 from graphplan.plan.plan import Plan
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import External, Role, TensorSpec
 from graphplan.tensors.dtensors import is_sharded
+from graphplan.tensors.storages import distinct
 
 
 def check_policy(plan: Plan, policy: Policy) -> None:

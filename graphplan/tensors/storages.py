@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.dtensors import local
 
+_SPARSENESS = 4
+_SPARE = 2**24  # A copy may span this many times its elements, or this many bytes, before it is packed densely instead.
 _count_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -69,3 +71,37 @@ def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return True
         reach = step * (size - 1) + reach
     return False
+
+
+def is_wide(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has so much between its elements that a copy of it had better be dense."""
+    reach = span(tensor.shape, tensor.stride())
+    return reach > _SPARSENESS * max(tensor.numel(), 1) and reach * tensor.element_size() > _SPARE
+
+
+def distinct(tensor: Tensor) -> Tensor:
+    """``tensor``, or where several of its elements share memory (an expanded tensor) a view that has each once."""
+    shape, stride = tensor.shape, tensor.stride()
+    if not overlaps(shape, stride):
+        return tensor
+    once = tensor.as_strided([size if step else 1 for size, step in zip(shape, stride, strict=True)], stride)
+    return once.as_strided((span(shape, stride),), (1,)) if overlaps(once.shape, stride) else once
+
+
+def copier(tensor: Tensor) -> Callable[[], Tensor]:
+    """What makes copies of ``tensor`` that lie in memory as it does, gaps included: by that, kernels choose their order
+    of summation. Where the gaps are wide they are dense.
+    """
+    if type(tensor) not in PLAIN_KINDS or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return tensor.clone
+    shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    if is_wide(tensor) or torch.empty_like(tensor, device="meta").stride() == stride:
+        return tensor.clone
+    source = distinct(tensor)
+
+    def copy() -> Tensor:
+        made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        (made if source is tensor else distinct(made)).copy_(source)
+        return made
+
+    return copy

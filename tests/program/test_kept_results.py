@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils._pytree import tree_leaves
 
-from graphplan import graph_step
+from graphplan import graph_step, graphed
 
 
 class Net:
@@ -67,3 +69,43 @@ def test_results_stay_what_they_were(
     for number, (one, before, wanted) in enumerate(zip(kept, then, expected, strict=True)):
         assert torch.equal(one, before), f"result {number} has changed after it was returned"
         assert torch.equal(one, wanted)
+
+
+def _parts(net: nn.Linear, x: Tensor) -> Any:
+    """Halves, a column, an expanded row, overlapping windows, one row that is dense, a transposed one."""
+    y = net(x)
+    return [*y.chunk(2, -1), y[:, :1], y[0].expand(6, -1), y.unfold(1, 4, 2), y[1], y.t(), y[:, None, ::3].conj()]
+
+
+@pytest.mark.parametrize("returns", [lambda parts: parts, lambda parts: parts[0], lambda parts: {"all": parts}])
+def test_results_lie_in_memory_as_the_steps_own(returns: Callable[[Any], Any]) -> None:
+    """Kernels add up in an order that they choose by strides: what the caller computes has eager's bits."""
+    net, kept, expected = nn.Linear(16, 64), SimpleNamespace(last=None, all=[]), []
+
+    def step(x: Tensor) -> Any:
+        parts = _parts(net, x)
+        kept.last = parts[0]
+        kept.all.append(parts[1])
+        return returns(parts)
+
+    call = graph_step(step, owners={"net": net, "kept": kept}, mode="train", verify="off")
+    with torch.no_grad():
+        for _ in range(12):
+            x = torch.randn(64, 16)
+            parts = _parts(net, x)
+            expected.append(parts[1])
+            found, wanted = (tree_leaves([result, kept.last]) for result in (call(x), returns(parts)))
+            for one, other in zip(found, [*wanted[:-1], parts[0]], strict=True):
+                assert one.stride() == other.stride()
+                assert torch.equal(one.mean(), other.mean())
+    assert call.stats.replayed == 6
+    assert [part.stride() for part in kept.all] == [part.stride() for part in expected]
+
+
+def test_a_column_of_much_is_dense() -> None:
+    """Its gaps would take a thousand times its memory."""
+    call = graphed(lambda x: x.exp()[:, 0], verify="off")
+    with torch.no_grad():
+        results = [call(torch.zeros(2**13, 2**10)) for _ in range(6)]
+    assert call.stats.replayed == 2
+    assert [result.stride() for result in results] == [(2**10,)] * 3 + [(1,)] * 3
