@@ -18,6 +18,7 @@ _FIX = (
     "between steps, or leave optimizer.step() out of the step (in a Trainer with automatic optimization that is done "
     "for you)"
 )
+_LOGGED = "Log it after the step: a parameter group has the number then"
 _SCHEDULED = "Call scheduler.step() after the step: a replay reads the rate that is there then"
 
 
@@ -50,13 +51,13 @@ class RateWatch:
         if not rates:
             return
         if any(isinstance(value, Tensor) and storage_id(value) in rates for value in returned):
-            self._refuse("returns a learning rate")
+            self._refuse("returns a learning rate", f"{_LOGGED}. {_FIX}")
         known = {slot.path for storage in rates for slot in self._trace.entry_slots.get(storage, ())}
         for path, slot in after.slots.items():
             if path not in known and any(storage_id(tensor) in rates for tensor in slot.tensors()):
-                self._refuse(f"keeps a learning rate in {path}")
+                self._refuse(f"keeps a learning rate in {path}", f"{_LOGGED}. {_FIX}")
 
-    def _refuse(self, what: str, fix: str = _FIX) -> None:
+    def _refuse(self, what: str, fix: str) -> None:
         text = (
             f"the step's own code {what}; expected that only the optimizer uses it, which reads it from the device, "
             f"while a replay would freeze a number. {fix}"

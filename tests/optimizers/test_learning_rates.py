@@ -106,7 +106,7 @@ def kept(loss: Tensor, lr: Any, model: Any) -> Any:
 def test_a_step_that_hands_the_lr_on(use: Use, text: str) -> None:
     """A number would leave the eager step, and a tensor this one."""
     make = partial(reading_rig, use)
-    assert_refused(make, LearningRateError, text)
+    assert_refused(make, LearningRateError, text, "Log it after the step")
     assert_falls_back(make, SkipReason.HOST_SCALAR, text)
 
 
