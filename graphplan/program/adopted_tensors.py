@@ -233,7 +233,7 @@ class AdoptedTensors:
                 return reason
             if not is_view:
                 moved.append((path, slot))
-        reason = self._plan.rebindings.parted(walk) or self._parted(walk) or self._shared(moved)
+        reason = self._plan.rebindings.parted(walk) or self._parted(walk) or self._shared(moved, walk)
         if reason is not None:
             return reason
         for path, parameter in walk.parameters.values():
@@ -340,10 +340,16 @@ class AdoptedTensors:
                 return f"{path} {how}, and something else still has the memory where it was"
         return None
 
-    def _shared(self, moved: list[tuple[str, Slot]]) -> str | None:
-        """Describe a new tensor whose memory something else has, too: it cannot lie where the program reads."""
+    def _shared(self, moved: list[tuple[str, Slot]], walk: Walk) -> str | None:
+        """Describe a new tensor whose memory something else has, too: it cannot lie where the program reads. What is in
+        containers that owners have let go, as each step does, is there because the walk holds them.
+        """
         slots = [(path, slot) for path, slot in moved if slot.param is None and not self._is_replaced(path, slot)]
-        new = Counter(storage_id(leaf) for leaf in {id(t): t for _, slot in slots for t in slot.tensors()}.values())
+        there = set(map(id, walk.containers))
+        gone = [items for items in self.walk.containers if id(items) not in there and isinstance(items, dict)]
+        leaves = [leaf for _, slot in slots for leaf in slot.tensors()]
+        leaves += [leaf for items in gone for leaf in tensor_leaves(tuple(dict.values(items)))]
+        new = Counter(storage_id(leaf) for leaf in {id(leaf): leaf for leaf in leaves}.values())
         for path, slot in slots:
             if any(count > new[storage] for storage, count in others_uses(slot.tensors()).items()):
                 return f"{path} was given memory that something else has, too"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +202,35 @@ def test_parameters_that_are_trained_so(verify: str) -> None:
     rig = build(by_hand_rig)
     step = managed(rig, verify=verify)
     assert all(step(*args)[1] is rig.owners["model"].shadow for args in rig.calls)
+
+
+def backed_up_rig() -> Rig:
+    """Weights that are moved along their gradients, and given back what they held, from a dictionary that is let go."""
+    model, held = Mlp(), SimpleNamespace(backup={})
+    optimizer = SGD(model.parameters(), lr=0.01, fused=True)
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for name, param in model.named_parameters():
+            held.backup[name] = param.data.clone()
+            param.data.add_(param.grad)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        for name, param in model.named_parameters():
+            param.data = held.backup[name]
+        held.backup = {}
+        optimizer.step()
+        return loss
+
+    owners = {"model": model, "optimizer": optimizer, "held": held}
+    return Rig(train_step, owners, list(float_batches(CALLS)))
+
+
+@pytest.mark.parametrize("verify", ["off", "geometric"])
+def test_weights_that_are_given_back_from_what_is_let_go(verify: str) -> None:
+    """A check runs the step eagerly: what the walk holds of it is no other owner of the memory."""
+    assert_equals_eager(backed_up_rig, verify=verify)
 
 
 def moved_gradients_rig() -> Rig:
