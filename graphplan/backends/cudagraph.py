@@ -103,7 +103,6 @@ class _Capture:
         self._memories = [torch.empty((), dtype=kind, pin_memory=True) for kind in kinds]
 
     def begin(self) -> None:
-        """Begin a graph."""
         graph = torch.cuda.CUDAGraph()
         _register(self._generators, graph)
         if self.states is not None:
@@ -112,7 +111,6 @@ class _Capture:
         graph.capture_begin(pool=self._pool, capture_error_mode=_MODE)
 
     def end(self) -> None:
-        """End the graph that was begun last."""
         with warnings.catch_warnings():
             # torch warns of an empty one: nothing may come after a branch, and a step may fail at once.
             warnings.simplefilter("ignore")

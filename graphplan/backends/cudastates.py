@@ -13,9 +13,7 @@ from graphplan.trace.rng import SavedStates, saving_states
 
 
 class CapturedStates:
-    """The generators that a captured step draws from in place of the device's default ``generator``: one for each state
-    that it puts back.
-    """
+    """The generators that a captured step draws from instead of the default ``generator``: one for each state set."""
 
     def __init__(self, generator: torch.Generator, states: SavedStates) -> None:
         self._generator: Any = generator

@@ -166,7 +166,6 @@ class _TapeMode(OperatorMode):
             self.kernels.append(_Kernel(lambda: generator.set_state(saved[0])))
 
     def operate(self, aside: Aside, call: OperatorCall) -> Any:
-        """Run an operator and record it."""
         schema = call.schema
         if schema.name in LIFTS:
             self._record_constant(call.args[0])
@@ -316,9 +315,7 @@ def _working_overload(kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
 
 
 class _Caught(torch.autograd.Function):
-    """Calls a function. What torch's operators warn in it are warnings of Python; called by their overloads alone, they
-    would print them.
-    """
+    """Calls a function in which torch's warnings are Python's: operators called by overloads print them otherwise."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Any]) -> None:

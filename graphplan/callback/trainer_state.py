@@ -101,7 +101,6 @@ class _Groups:
 
     @property
     def param_groups(self) -> tuple[Any, ...]:
-        """The number in each group."""
         return tuple(group.get(self._name) for group in self._optimizer.param_groups)
 
 

@@ -41,9 +41,7 @@ _COPIES = ("cpu", "to")  # Methods of tensors that copy to the host. What reads 
 
 @contextmanager
 def cuda_rules() -> Iterator[None]:
-    """Refuse steps that are traced in the block for copies to the host, and for operators that read on the host, though
-    all their tensors are on the host.
-    """
+    """Refuse steps traced in the block for copies to the host and reads there, though all tensors are on the host."""
     rules = Replacements(lambda: [(Tensor, name, _copier(name)) for name in _COPIES])
     token = AS_ON_DEVICE.set(True)
     rules.enter(token)
@@ -173,9 +171,7 @@ def check_step(
 
 
 def check(run: Callable[[], Ran], name: str) -> Result:
-    """The result of two runs: one in which refusals are collected, and one as it would be. ``run`` trains for a few
-    steps with ``backend="tape"`` and ``on_failure="eager"``.
-    """
+    """The result of two short trainings, on the tape without raising: one collects refusals, one is as it would be."""
     # A step that is refused is let go on, for a plan of it.
     with warnings.catch_warnings(), collecting() as found, cuda_rules():
         warnings.simplefilter("ignore")

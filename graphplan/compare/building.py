@@ -119,9 +119,7 @@ def build() -> Path:
 
 
 def build_later() -> None:
-    """Have another process build them for later processes, unless they are there or not wanted, or a build has failed
-    or begun.
-    """
+    """Have another process build them for later ones, unless they are there or not wanted, or one failed or began."""
     if os.environ.get(_WANTED, "1") != "1" or find() is not None or not (sys.executable and _compiler()):
         return
     with suppress(OSError, RuntimeError):

@@ -72,9 +72,7 @@ def _same_dicts(
 def _ask_dicts(
     dicts: Sequence[dict[Any, Any]], lengths: Sequence[int], keys: Sequence[Any], values: Sequence[Any]
 ) -> Callable[[], bool]:
-    """:func:`_same_dicts`, prepared: the garbage collector lists what is in many dictionaries in one call, without keys
-    that are all strings.
-    """
+    """:func:`_same_dicts`, prepared: gc lists what many dictionaries hold in one call, except string keys."""
     slow = partial(_same_dicts, dicts, lengths, keys, values)
     visit, names = partial(get_referents, *dicts), partial(chain.from_iterable, [d for d in dicts if _is_named(d)])
     visited, named = visit(), list(names())
@@ -163,7 +161,6 @@ class _Checks:
         ]
 
     def hold(self) -> bool:
-        """Whether all of them say yes."""
         return all(ask() for ask in self._rows)
 
 
@@ -193,9 +190,7 @@ def facts_of(tensors: Sequence[Tensor], *, placed: bool, alone: bool = False) ->
 
 
 def row_of(tensors: list[Tensor], *, placed: bool, alone: bool = False) -> Row:
-    """A comparison that holds while ``tensors`` are what they are like now, and lie where they do if ``placed``;
-    ``alone``: see :func:`facts_of`.
-    """
+    """A comparison that holds while ``tensors`` have the facts that :func:`facts_of` finds now."""
     facts = facts_of(tensors, placed=placed, alone=alone)
     if isinstance(facts, TorchTensors):
         return ("same_results", [partial(facts.fit, tensors)], [True])

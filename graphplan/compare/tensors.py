@@ -47,9 +47,7 @@ class Addresses:
 
 
 class TorchTensors:
-    """What some tensors, which are not kept, are like; if ``placed`` where they lie, too, else that they have no
-    attributes of their own if none had any.
-    """
+    """What tensors, which are not kept, are like; if ``placed`` where they lie, else that they have no marks, if so."""
 
     def __init__(self, tensors: Sequence[Tensor], placed: bool) -> None:
         self._count = len(tensors)

@@ -26,9 +26,7 @@ from graphplan.trace.changes import same_value, told_apart
 
 
 def find_appends(pair: TracePair) -> dict[str, int]:
-    """Lists and deques that every step appends to, by path, and how many items; replays append copies of the tensors.
-    Others that changed their length are refused.
-    """
+    """How many items every step appends to lists and deques, by path. Others that changed their length are refused."""
     appends: dict[str, int] = {}
     for path, one, two in pair.changed("moved"):
         old, new = two or one

@@ -90,7 +90,6 @@ def _is_item_of_optimizer(scalar: Scalar) -> bool:
 
 
 def _is_read(scalar: Scalar, trace: Trace) -> bool:
-    """Whether code of the trace uses the number."""
     if not _is_item_of_optimizer(scalar):
         return trace.reads.uses(scalar)
     return any(_uses_item(code, scalar.key) for code, _ in trace.reads.codes)
@@ -146,9 +145,7 @@ def find_left_flags(pair: TracePair) -> dict[str, Any]:
 
 
 def find_numbers(pair: TracePair) -> dict[str, NumberForm]:
-    """Numbers that every step computes alike from what it reads or finds, and that no code reads, by path; replays
-    compute them, too. Others are refused.
-    """
+    """Numbers that every step computes alike and no code reads, which replays compute, by path. Others are refused."""
     found: dict[str, NumberForm] = {}
     for path, old, new in pair.changed("scalars"):
         if not (is_read_number(old) or is_read_number(new)):

@@ -14,9 +14,7 @@ from graphplan.trace.records import Trace
 
 
 def check_draws(pair: TracePair) -> None:
-    """Refuse a step that draws on the host otherwise than the one before, or what replays cannot draw again, even if no
-    operator gets what it drew.
-    """
+    """Refuse a step that draws (used or not) otherwise on the host than the one before, or what replays cannot draw."""
     both = zip_longest(*(trace.symbolic.draws for trace in pair.both))
     other = next((new or old for old, new in both if old != new), None)
     if other is not None:

@@ -1,6 +1,4 @@
-"""Python values that a step's code reads, and tensors of which it only tells what they are like: compared before each
-replay, or refused where they change with each step.
-"""
+"""Python values that code reads, and what it tells of tensors: compared before replays, or refused if they change."""
 
 from __future__ import annotations
 
@@ -144,9 +142,7 @@ def _check_comparable(path: str, value: Any) -> None:
 
 
 def check_used(pair: TracePair) -> None:
-    """Refuse numbers whose values code needs if they were others before each of the traces: an operator that gets one
-    does not know its name. Raises HostScalarError.
-    """
+    """Refuse numbers whose values code needs, as operators may, if they were others before each of the traces."""
     before, now = (trace.entry_scalars for trace in pair.both)
     used = {path for trace in pair.both for path in trace.symbolic.used} & before.keys() & now.keys()
     changed = {path for path in used if not (same_value(before[path], now[path]) or pair.allows(path))}

@@ -98,9 +98,7 @@ class Rebindings:
 
 
 def _check_made(path: str, walk: Walk) -> None:
-    """Refuse an optimizer's state that both steps have made: a recording has what it begins with among its constants,
-    and would begin anew in each replay.
-    """
+    """Refuse optimizer state that both steps make: it begins with a recording's constants, anew in each replay."""
     name = next((name for name in walk.optimizers if path.startswith(f"{name}.state[")), None)
     if name is not None:
         raise HostEffectError(

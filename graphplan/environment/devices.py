@@ -31,9 +31,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on ``device``, those that torch has cached among them; None where that is
-    unknown.
-    """
+    """Bytes that can still be allocated on ``device``, with those that torch has cached; None where that is unknown."""
     if is_accelerator(device):
         module = module_of(device)
         free, _ = module.mem_get_info(device)

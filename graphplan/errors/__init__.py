@@ -195,9 +195,7 @@ class CaptureError(RefusalError, RuntimeError, reason=SkipReason.CAPTURE):
 
 
 class FaultError(CaptureError):
-    """An object that the step works with raised while graphplan looked at it, or graphplan itself failed. The step has
-    no part in it.
-    """
+    """An object of the step's raised as graphplan looked at it, or graphplan itself failed: no fault of the step's."""
 
 
 class CaptureMemoryError(CaptureError, torch.OutOfMemoryError):
@@ -253,9 +251,7 @@ class PeerError(RefusalError, RuntimeError, reason=SkipReason.PEER):
 
 
 class DeviceFault(GraphPlanError, RuntimeError):
-    """With ``debug=True``: the device failed in a recording, or a recording would read memory that was freed. Says
-    which recording.
-    """
+    """With ``debug=True``: the device failed in a recording, or that would read freed memory. Says which one."""
 
 
 class VerifyError(RefusalError, RuntimeError, reason=SkipReason.VERIFY):
@@ -278,9 +274,7 @@ class SlowerError(RefusalError, RuntimeError, reason=SkipReason.SLOWER):
 
 
 class Faults:
-    """Errors of graphplan's own work in the middle of a step, which goes on without it. The first one is kept until the
-    step is over.
-    """
+    """Errors of graphplan's own in the middle of a step, which goes on. The first is kept until the step is over."""
 
     def __init__(self) -> None:
         self._first: Exception | None = None

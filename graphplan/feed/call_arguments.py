@@ -101,9 +101,7 @@ class CallArguments:
         return f"{_CHANGES}what was {text_of(before)} is {text_of(structure)}{_ADVICE}"
 
     def changes(self) -> Changes:
-        """Return what was put into the containers since :meth:`watch`, and the keys that changed ones have now, each by
-        the number of the container.
-        """
+        """What was put into containers since :meth:`watch`, and the keys of changed ones, by the container's number."""
         found: Changes = {}, {}
         for number, (node, before) in enumerate(self._containers):
             now = _contents(node) or {}
@@ -193,7 +191,6 @@ def _unordered(structure: Any) -> Any:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return True if two leaves are the same object, or equal literals."""
     if one is other or type(one) is not type(other) or isinstance(one, Tensor):
         return one is other
     return is_literal(one) and leaf_key(one) == leaf_key(other)

@@ -376,9 +376,7 @@ def check_match(feed: Feed, planned: Feed) -> None:
 
 
 def first_difference(feed: Feed, before: Key) -> tuple[str, str] | None:
-    """The first thing in which ``feed`` differs from one of the key ``before``, in words, and what to do where strides
-    are all of it; None if in nothing.
-    """
+    """How ``feed`` first differs from the key ``before``, in words, and what to do if only in strides; None if not."""
     if feed.key == before:
         return None
     if len(feed.key) != len(before):

@@ -124,9 +124,7 @@ class ServeOptions(PlainOptions):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes by use: ``input`` buffers, ``param`` as used or copied, carried ``state``, lent ``output``, and the
-    ``pool`` that programs compute in.
-    """
+    """Bytes: ``input`` buffers, ``param`` used or copied, carried ``state``, lent ``output``, programs' ``pool``."""
 
     input: int
     param: int

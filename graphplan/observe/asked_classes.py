@@ -79,9 +79,7 @@ def asked_classes(code: CodeType) -> Asked:
 
 
 def _end_of_call(code: CodeType, start: int) -> int:
-    """Where the call of what the instruction at ``start`` loads is, with one argument; -1 if there is none, or a branch
-    in its argument.
-    """
+    """Where what the instruction at ``start`` loads is called with one argument; -1 if nowhere, or if it branches."""
     depth = 0
     for step in dis.get_instructions(code):
         if step.offset < start:

@@ -202,9 +202,7 @@ def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _made_of(make: Callable[..., Tensor], data: Any, options: Mapping[str, Any]) -> Tensor | None:
-    """What ``make`` gives for a number that waits or is followed, or for a list of numbers with such ones; None if
-    there is none, or if it takes their values.
-    """
+    """What ``make`` gives for a number that waits or is followed, or a list with such ones; None if it takes values."""
     is_list = type(data) in (list, tuple)
     numbers = data if is_list else [data]
     waiting = {place: number for place, number in enumerate(numbers) if is_deferred(number)}
@@ -270,9 +268,7 @@ def _converted(kind: type, value: Any) -> Any:
 
 
 class _Here(local):
-    """What the scripted code that a thread runs was given, the innermost call last; and how many validating functions
-    it is within.
-    """
+    """What a thread's scripted code was given, the innermost call last; and in how many validating functions it is."""
 
     def __init__(self) -> None:
         self.given: list[set[int | None]] = []

@@ -260,7 +260,6 @@ def _is_in_module(kind: type) -> bool:
 
 
 def _variables_of(function: FunctionType) -> dict[str, Any]:
-    """What the variables of a function's closure hold, those that are set."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         with suppress(ValueError):

@@ -98,9 +98,7 @@ def name_of_write(frame: FrameType, function: Any) -> str | None:
 
 
 def name_of_saving(frame: FrameType, name: str, owner: Any) -> str | None:
-    """What to call a library's function of that ``name`` that writes: one of ``owner``, a logger, or one that the
-    user's code called.
-    """
+    """What to call a library's function ``name`` that writes: one of ``owner``, a logger, or one that users call."""
     if name not in _IN_PYTHON and not name.startswith(_LOGGING):
         return None
     home = f"{frame.f_globals.get('__name__')}."

@@ -29,9 +29,7 @@ _NAMES = frozenset(_OF_PYTHON + _OF_NUMPY)
 
 @dataclass(frozen=True)
 class Draw:
-    """One call of a function that draws. ``path`` tells it from the others of its step; ``given`` is the text of its
-    arguments: that of ``0.0`` is not that of ``-0.0``.
-    """
+    """One draw: its ``path`` tells it from others of the step; ``given`` is its arguments as text, which tells -0.0."""
 
     path: str
     generator: str

@@ -131,6 +131,5 @@ def _shows_itself(parent: ast.AST, node: ast.AST) -> bool:
 
 
 def _is_self(node: ast.AST) -> bool:
-    """Whether an expression is ``self`` or ``super()``."""
     name = node.func if isinstance(node, ast.Call) else node
     return isinstance(name, ast.Name) and name.id == ("super" if isinstance(node, ast.Call) else "self")

@@ -38,9 +38,7 @@ class _Called(type):
 
 
 def replacements(convert: Convert) -> Iterator[tuple[ModuleType, str, Any]]:
-    """The modules that get other classes, the names of these, and the classes: ``convert(kind, x)`` gives what
-    ``kind(x)`` is to give there, or None for that.
-    """
+    """Modules, names and classes to put there: ``convert(kind, x)`` gives what ``kind(x)`` is to give, or None."""
     stand_ins = {kind.__name__: _stand_in(kind, convert) for kind in _CLASSES}
     for (_, name), module in list(_modules.items()):
         if name not in vars(module):

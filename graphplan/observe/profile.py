@@ -291,9 +291,7 @@ class Profile:
         self._handle_errors |= handles_errors(code)
 
     def _meet(self, frame: FrameType, code: CodeType, number: int) -> tuple[str | None, bool]:
-        """The variable that has the object or class whose method runs, if any, and whether the code is a closure's.
-        ``number`` is the identity of the code.
-        """
+        """The variable with the object or class whose method runs, if any, and whether the code is a closure's."""
         if code.co_filename.startswith(_IMPORTS) or (code.co_filename == _COMPILES and code.co_name == "__call__"):
             self._importing = frame
             return None, True

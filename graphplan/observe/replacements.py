@@ -10,9 +10,7 @@ _INHERITED = object()
 
 
 class Replacements:
-    """What ``find`` gives, the holder, name and new value of each attribute, is in place while anyone has ``entered``
-    in any thread; inner ones last.
-    """
+    """What ``find`` gives (holder, name, new value) is in place while anyone in any thread has ``entered``."""
 
     def __init__(self, find: Callable[[], Iterable[tuple[Any, str, Any]]]) -> None:
         self._find = find

@@ -82,7 +82,6 @@ def _compile(filename: str, source: str, flags: int) -> dict[tuple[int, str], li
 
 
 def _is_rewritten(code: CodeType) -> bool:
-    """Whether pytest has rewritten an assertion in ``code``."""
     names = (*code.co_names, *code.co_varnames)
     inner = (part for part in code.co_consts if isinstance(part, CodeType))
     return any(name.startswith(_REWRITTEN) for name in names) or any(map(_is_rewritten, inner))

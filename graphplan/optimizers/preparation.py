@@ -91,9 +91,7 @@ def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *,
 
 
 def _is_in_order(param: Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether a parameter, its gradient and its state have their elements in one order in memory, without gaps: torch's
-    fused kernels on the CPU take them as they lie there.
-    """
+    """Whether parameter, gradient and state lie in one order without gaps: fused kernels on the CPU need that."""
     shape = param.shape
     held = (param, param.grad, *state.values())
     tensors = [value for value in held if isinstance(value, Tensor) and value.shape == shape]

@@ -18,9 +18,7 @@ _PLAIN = (bool, int, float, str, type(None), Enum)
 
 
 class Sharding:
-    """The memory that FSDP2 gathers parameters of some modules into, its settings and notes. At rest, between steps,
-    nothing is gathered.
-    """
+    """The memory that FSDP2 gathers parameters of modules into, its settings and notes. At rest nothing is gathered."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         kind = loaded("torch.distributed.fsdp", "FSDPModule")

@@ -70,9 +70,7 @@ class Scalar:
         return "optimizer" if isinstance(self.owner, (Optimizer, GroupCounts)) else "step"
 
     def rows(self, value: Any) -> Iterator[tuple[Any, ...]]:
-        """What guards compare to see ``value`` here, the fastest way: single comparisons of
-        :func:`graphplan.compare.comparing.rows_of`.
-        """
+        """What guards compare to see ``value`` here, fastest: for :func:`graphplan.compare.comparing.rows_of`."""
         container, inner = self.container, attributes_of(self.owner)
         if isinstance(container, Inherited) and inner is not None:
             # An attribute of the instance's own would stand before the class's.
@@ -105,9 +103,7 @@ class Item(Scalar):
 
 @dataclass(slots=True, eq=False)
 class Presence(Scalar):
-    """Whether an object has an attribute of its own, for which code asks by ``getattr`` or ``hasattr``. ``container``
-    has the object's attributes.
-    """
+    """Whether an object, whose attributes ``container`` has, has one that ``getattr`` or ``hasattr`` wants."""
 
     @property
     def _spaces(self) -> list[Any]:
@@ -138,7 +134,6 @@ def lasting(place: Scalar) -> Scalar:
 
 
 def _lead_to(ways: Iterable[tuple[Any, str]], items: Any) -> bool:
-    """Whether attributes of objects all hold ``items`` now."""
     return all((attributes_of(owner) or {}).get(attribute) is items for owner, attribute in ways)
 
 
@@ -199,9 +194,7 @@ class Via:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reached:
-    """An owner that a library's object leads to: it is walked, but for its attributes ``without``, once the step's code
-    loads an attribute called one of ``names``.
-    """
+    """What a library's object leads to, walked ``without`` some attributes once code loads one of ``names``."""
 
     thing: Any
     names: Collection[str]

@@ -82,9 +82,7 @@ class Snapshot:
         return None if found is None else found[1]
 
     def restore(self, changed: Collection[int | None] = ()) -> None:
-        """Put everything back. Tensors keep their identity and storage. ``changed`` are storages that surely have other
-        values now.
-        """
+        """Put all back. Tensors keep identity and storage. ``changed`` are storages that surely have other values."""
         try:
             self._restore(changed)
         except Exception as error:
@@ -193,5 +191,4 @@ _NOTHING = object()
 
 
 def _holds_the_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    """Return True if two dictionaries have the same keys and values, in the same order."""
     return len(one) == len(other) and all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))

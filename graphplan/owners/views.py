@@ -122,9 +122,7 @@ def attributes_of(thing: Any) -> dict[str, Any] | None:
 
 
 class Told:
-    """A read-only item that shows ``read(items)``: guards compare it, nothing is written through it. It gives the same
-    object until the value changes.
-    """
+    """A read-only item that shows ``read(items)`` to guards, and gives the same object until the value changes."""
 
     def __init__(self, items: Any, read: Callable[[Any], Any]) -> None:
         self.items = items

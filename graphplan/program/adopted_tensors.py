@@ -32,7 +32,6 @@ _LIVE: WeakSet[AdoptedTensors] = WeakSet()
 
 
 def _geometries(held: Any) -> list[tuple[Any, ...]]:
-    """Shape, strides and the like of each tensor in ``held``."""
     return list(map(geometry, tensor_leaves(held)))
 
 
@@ -110,17 +109,13 @@ class AdoptedTensors:
         return [s for s in others if s.path in self._plan.twins or (s.is_parameter and id(s.get()) in held)]
 
     def count_uses(self, before: Mapping[int, int]) -> None:
-        """Note how many uses of the adopted memory are this program's: those beyond ``before``, which
-        :func:`memory_uses` found before the recording.
-        """
+        """Note which uses of the adopted memory are this program's: others were found ``before`` the recording."""
         now = memory_uses(alias for aliases in self._aliases.values() for alias in aliases)
         self.uses = {storage: count - before.get(storage, count) for storage, count in now.items()}
         _LIVE.add(self)
 
     def take_gradients(self) -> bool:
-        """Copy gradients that an eager backward pass has made to those that the recording reads, and bind these back.
-        False if none is new, or one does not fit.
-        """
+        """Copy an eager backward pass's gradients to the recorded ones; False if none is new, or one does not fit."""
         if self._gradients is None:
             self._gradients = self._find_gradients()
         params, held, aliases, facts = self._gradients
@@ -298,9 +293,7 @@ class AdoptedTensors:
         return None
 
     def _is_replaced(self, path: str, slot: Slot) -> bool:
-        """Whether the step only reads the slot's tensors, and it or another step replaces them, so that others are as
-        good.
-        """
+        """Whether the step only reads the slot's tensors, and it or another one replaces them: others are as good."""
         return holds_plain(slot.get()) and self._has_replaced(path)
 
     def _has_replaced(self, path: str) -> bool:

@@ -70,7 +70,6 @@ class _Severed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Refuse."""
         raise GradientError(
             f"a backward pass outside the step comes to {ctx.path}, which a replay left there; expected that nothing "
             "flows back into a step that is over, since a replay keeps no autograd graph. Run the whole backward pass "
@@ -90,9 +89,7 @@ def _renewing(value: Any, path: str) -> Callable[[], Any]:
 
 
 class Bindings:
-    """What one program binds. ``before`` is the owner walk before its recording, during which ``stand_ins`` are in the
-    owners' slots.
-    """
+    """What one program binds. ``before`` is the walk before its recording; in it, ``stand_ins`` are in the slots."""
 
     def __init__(self, plan: Plan, before: Walk, stand_ins: Mapping[str, Tensor]) -> None:
         self._plan = plan
@@ -212,9 +209,7 @@ class Bindings:
         self._turn = _TURNS.setdefault(generation, _Turn())
 
     def take_turn(self) -> None:
-        """Before a replay after another program's: move gradients out of memory that this replay is going to overwrite,
-        unless it makes them anew.
-        """
+        """Before a replay after another program's: move gradients out of what it overwrites and does not make anew."""
         before = self._turn.latest
         if before is self._own:
             return

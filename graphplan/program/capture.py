@@ -185,9 +185,7 @@ def _joined(plan: Plan, walk: Walk) -> str | None:
 
 
 def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> None:
-    """Bind carried slots to the storage of other programs, where that does not show: programs that take turns would
-    otherwise copy them in each turn.
-    """
+    """Bind carried slots to the storage of other programs where that does not show: else each turn would copy them."""
     sharing, partners = walk.by_storage(), plan.rebindings.partners
     taken = {storage_id(leaf) for _, leaf in feed.tensors()} | sharing.keys()
     for path in filter(homes.__contains__, plan.rebindings.carries):

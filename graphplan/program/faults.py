@@ -72,9 +72,7 @@ def describe(error: Exception) -> str:
 
 
 def is_raised_by_user(error: BaseException) -> bool:
-    """Return True if a line of the user's own files raises ``error``, in code that does not ask for classes, of which a
-    stand-in has another one.
-    """
+    """Whether a line of the user's own raises ``error``, in code that asks for no classes: a stand-in has another."""
     code = raising_code(error)
     return code is not None and is_users_file(code.co_filename) and not asks_classes(code)
 

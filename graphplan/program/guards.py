@@ -246,7 +246,6 @@ def _used_links(walk: Walk, plan: Plan, containers: Iterable[Any]) -> list[Place
 
 
 def _rows_of_places(places: list[Place]) -> list[Row]:
-    """Comparisons of what lies in containers."""
     whole, places = _take_whole(places)
     # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
     kinds = ("same_values" if isinstance(container, dict) else "same_items" for container, _, _ in places)
@@ -254,9 +253,7 @@ def _rows_of_places(places: list[Place]) -> list[Row]:
 
 
 def _take_whole(places: list[Place]) -> tuple[list[Any], list[Place]]:
-    """Dictionaries and lists all of whose items are guarded, which are compared without looking keys up, and the places
-    that are left.
-    """
+    """Dictionaries and lists with all items guarded, which are compared without looking up keys, and other places."""
     groups: dict[int, list[Place]] = {}
     for place in places:
         groups.setdefault(id(place[0]), []).append(place)

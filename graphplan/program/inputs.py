@@ -203,13 +203,10 @@ class _Staging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def fetch(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """``sources``, with buffers in the place of large ones in pinned host memory. :meth:`give_back` has to follow
-        once copies from there are queued.
-        """
+        """``sources``, with buffers for large ones in pinned memory: :meth:`give_back` once their copies are queued."""
         found = list(sources)
         coming = [index for index in self._buffers if found[index].is_cpu and found[index].is_pinned()]
         if not coming:

@@ -43,9 +43,7 @@ def _launch(recording: Recording) -> None:
 
 
 class Tally:
-    """Counts the replays of programs that are checked in turn, for whatever shapes; from number ``due`` on, the next is
-    to be checked.
-    """
+    """Counts replays of programs that are checked in turn, whatever their shapes: from ``due`` on, the next one is."""
 
     def __init__(self, due: int = NO_CHECK) -> None:
         self.replays = 0

@@ -24,9 +24,7 @@ from graphplan.tensors.storages import storage_id
 
 
 class Undo:
-    """Copies of what the step changes before it reads the last value that replays compare. ``walk`` is of when the
-    recording begins, and ``inputs`` are its inputs.
-    """
+    """Copies of what the step changes before it reads the last value that replays compare."""
 
     def __init__(self, plan: Plan, walk: Walk, inputs: StaticInputs) -> None:
         slots = [walk.slots[path] for path in sorted(plan.undone & walk.slots.keys())]

@@ -72,9 +72,7 @@ def report_of_runs(runs: Sequence[tuple[str, Figures]], format: str) -> str:
 
 
 def page(sections: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """The data of one or several steps, each with its title, as an HTML document. Raises OptionError if jinja2 or
-    matplotlib is not installed.
-    """
+    """The titled data of steps as an HTML document. Raises OptionError if jinja2 or matplotlib is not installed."""
     try:
         from jinja2 import Environment
         from matplotlib.figure import Figure

@@ -27,9 +27,7 @@ PHASES = ("warmup", "trace", "capture", "first_replay", "steady", "verify")
 STARTING = ("warmup", "trace", "capture", "verify")
 """Phases that a fit without graphplan does not have. Each of their calls is a step, too."""
 LAPS = 255
-"""Latest replays in a row whose times from end to end are kept: their median is not moved by a validation or a
-checkpoint between two steps.
-"""
+"""Latest replays in a row whose times from end to end are kept: no validation between two steps moves the median."""
 STRETCHES = 1000  # Stretches of a timeline; what comes after them is one more.
 
 

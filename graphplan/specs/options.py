@@ -1,6 +1,4 @@
-"""Options by keyword: a function takes the fields of a dataclass, whose documentation becomes a part of its own. What
-good values are.
-"""
+"""Options by keyword: a function takes the fields of a dataclass, and its documentation; and what good values are."""
 
 from __future__ import annotations
 

@@ -96,9 +96,7 @@ class Policy:
 
     @classmethod
     def parse(cls, mode: str, value: Policy | Mapping[str, Any] | None) -> Policy:
-        """A policy from what a configuration file can hold: None, a policy, or its two role lists. Raises PolicyError
-        for anything else, naming the keys that are allowed.
-        """
+        """A policy from what a configuration file can hold: None, a policy, or role lists. Else raises PolicyError."""
         if value is None:
             return cls.of_mode(mode)
         if isinstance(value, Policy):
@@ -114,9 +112,7 @@ class Policy:
 
 
 def parse_policies(policies: Mapping[str, Any]) -> dict[str, Policy]:
-    """Policies by mode, each given as one or as its two role lists. Raises PolicyError for a mode or a policy that
-    there is not.
-    """
+    """Policies by mode, each given as one or by role lists. Raises PolicyError for a mode or policy that is none."""
     unknown = sorted(set(policies) - set(MODES))
     if unknown:
         raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")

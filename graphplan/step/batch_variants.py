@@ -13,9 +13,7 @@ from graphplan.owners.slots import Slot
 from graphplan.trace.batch_reads import BatchReads, Search, reads_in
 
 _MOST = 8
-"""Maximum ways through a step, by what it reads of its batch. To find that a batch takes none of them costs more with
-each.
-"""
+"""Maximum ways through a step, by what it reads of its batch. To find that a batch takes none costs more with each."""
 _UNPROVEN = 3  # Maximum ways as long as no batch has taken one of them again.
 MOST_GUESSES = 6  # Maximum of these for all keys of a step.
 _MISSES = 16  # Batches in a row that take no known way, after which none is looked for.

@@ -1,6 +1,4 @@
-"""Steps that run code which ``torch.compile`` compiled, and ``compile=``. The tape records the uncompiled operators,
-and refuses where bits differ.
-"""
+"""Steps that run compiled code, and ``compile=``. The tape records the operators uncompiled, and refuses other bits."""
 
 from __future__ import annotations
 

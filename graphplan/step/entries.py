@@ -1,6 +1,4 @@
-"""What is known of the calls of one key: the ways through the step's code that they take, and how far each has come on
-its way to a program.
-"""
+"""What is known of the calls of one key: their ways through the step's code, and how far each is from a program."""
 
 from __future__ import annotations
 

@@ -145,7 +145,6 @@ class _Traces:
         return first, second
 
     def undo(self) -> None:
-        """Put everything back to what it was before the first step."""
         # An optimizer that was not named was copied with its device learning rate in place.
         with self.managed.rates:
             for snapshot in reversed(self._snapshots):

@@ -305,7 +305,6 @@ class Timing:
                 self._go_on(self._timed)
 
     def _timed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call while replays are timed."""
         gate = self._gate
         assert gate is not None
         start = gate.begin()

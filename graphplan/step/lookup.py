@@ -22,8 +22,7 @@ from graphplan.tensors.trees import PLAIN_LEAVES, flatten_arguments, take_leaves
 from graphplan.trace.batch_reads import Search
 
 _KINDS = 8
-"""Kinds of calls with tensors of the same shapes that are remembered: as many as there are ways through a step by what
-it reads of its batch."""
+"""Kinds of calls with tensors of the same shapes that are remembered: as many as ways by what is read of a batch."""
 _SHAPES = 256  # Shapes of tensors in one layout whose kinds of calls are remembered.
 _COMPARABLE = PLAIN_LEAVES | {type}
 """Types of leaves that are compared without code of their own; records hold classes, too."""

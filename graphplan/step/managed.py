@@ -123,9 +123,7 @@ class Managed:
                     self.refusal = error
 
     def _take_scalers(self) -> None:
-        """Own the gradient scalers that the step's function has names for: which kernels optimizers get depends on
-        them, before any code has run.
-        """
+        """Own gradient scalers that the step names before code runs: which kernels optimizers get depends on them."""
         known = set(map(id, self.owners.values()))
         for name, scaler in names_in(self._fn):
             # One of a class of the user's is an object like others: its own code is looked at.
@@ -215,9 +213,7 @@ class Managed:
         return bool(found)
 
     def discover(self, call: Callable[[], Result], *, fed: Iterable[Any]) -> Result:
-        """Run ``call`` and take in the owners and names that its code uses, but for those that it is ``fed``. Compiled
-        code is looked at when it is traced.
-        """
+        """Run ``call`` and own what its code uses and names, less what it is ``fed``; of compiled code in the trace."""
         before, self.has_learnt = self.walk_of_call(), True
         if self.runs_compiled(before):
             # All steps run the kernel of replays, the first one too.
@@ -463,7 +459,6 @@ class Managed:
 
 
 def _churn_error(changed: Sequence[str]) -> OptimizerError:
-    """Make the error for hyper-parameters that change too fast."""
     return OptimizerError(
         f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured, and each needs a capture "
         "of its own, since the kernel takes a Python number. Expected a constant, or an lr that the optimizer reads on "

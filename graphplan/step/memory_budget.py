@@ -107,9 +107,7 @@ def _refusal(plan: Plan, what: str, bound: str) -> MemoryBudgetError:
 def find_room(
     nbytes: int, device: torch.device, may_take: Callable[[int], bool] = lambda nbytes: True, copies: int = _COPIES
 ) -> tuple[torch.device | None, str]:
-    """Where ``copies`` of ``nbytes`` of state each fit: ``device``, if they may take so much there, the host, or None
-    with the reason.
-    """
+    """Where ``copies`` of ``nbytes`` of state fit: ``device``, if they may take it, the host, or None and why."""
     needed = int(nbytes * copies * _MARGIN)
     host = torch.device("cpu")
     for place in dict.fromkeys((device, host)):

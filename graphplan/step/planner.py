@@ -128,9 +128,7 @@ class Planner:
                 facts.symbolic.ask_truth(path, value)
 
     def plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
-        """The plan of the line's traces; None if others have to follow. Raises RefusalError if no others would lead to
-        one. ``at_end`` is a walk that is still valid.
-        """
+        """The plan of the line's traces; None if others have to follow, RefusalError if none would do."""
         plan = self._plan(call, walk, at_end)
         if plan is not None:
             call.line.traces, call.line.straddling, call.line.renamed, self._latest = [], 0, 0, None

@@ -237,9 +237,7 @@ class Programs:
         return f"the step was captured again {self._unpaid} times in a row for fewer than {_PAYS} replays each: {why}"
 
     def has_spent(self) -> bool:
-        """Return True if starting takes more than replays have saved, with those that have begun and one more program,
-        each like those so far.
-        """
+        """Whether starting takes more than replays have saved, with those begun and one more, all like those so far."""
         if not self._may_wait:
             return False
         balance = self._stats.balance()
@@ -270,9 +268,7 @@ class Programs:
         )
 
     def check_due(self, feed: Feed, values: Sequence[str]) -> NotCapturedError | None:
-        """Return the error, once, if no capture has come in time. The entry of ``feed`` was found last; the step's code
-        needs the ``values`` of its arguments.
-        """
+        """The error, once, if no capture came in time. ``feed`` was looked up last; code needs the ``values``."""
         if self._latest or self._said:
             return None
         needed = self._options.warmup_steps + 3

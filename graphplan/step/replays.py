@@ -26,9 +26,7 @@ _LATEST = 2  # Captures whose checks go on where the program is captured again.
 
 
 class _Series(Tally):
-    """Programs for several shapes, or captured one after another: checked as often as a single one, and each at its
-    ``first`` replay.
-    """
+    """Programs of several shapes, or one after another: checked as often as one, and each at its ``first`` replay."""
 
     def __init__(self, timetable: Timetable, first: int) -> None:
         super().__init__(first)
@@ -46,7 +44,6 @@ class _Series(Tally):
         return number >= self.due and (is_overdue or self._checked[program] == min(latest))
 
     def note(self, program: Program, number: int) -> None:
-        """Note that the replay of this number, one of ``program``'s, was checked."""
         self._checked[program] = number
         if number >= self.due:
             self.due = self.timetable.end(number)
@@ -202,7 +199,6 @@ class Replays:
         return self.replay(program, feed.leaves)
 
     def _stop_checks(self, program: Program, reason: str) -> None:
-        """Stop checking this program, and note why."""
         program.tally = Tally()
         self._stats.note(f"not checked against eager: {reason}", "checks")
 

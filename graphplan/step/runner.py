@@ -79,9 +79,7 @@ class Refusals:
 
     @hands_over
     def warn(self, text: str) -> None:
-        """Warn once, whatever numbers are in the sentence: each program of a step may be refused with others. Where
-        warnings are errors, the caller gets one.
-        """
+        """Warn once, whatever numbers the text has: programs may have others. If warnings are errors, it is raised."""
         sentence = _NUMBER.sub("0", text)
         if sentence not in self._warned:
             self._warned.add(sentence)

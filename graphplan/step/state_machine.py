@@ -263,7 +263,6 @@ class StateMachine:
         return self._instead(call, call.entry, program, outcome)
 
     def _replay_timed(self, call: Call, program: Program, gate: Gate) -> Any:
-        """A replay that the gate of its key times."""
         entry = call.entry
         start = gate.begin()
         result = self.replays.replay(program, call.feed.leaves)
@@ -293,9 +292,7 @@ class StateMachine:
         return result
 
     def _instead(self, call: Call, entry: Entry, program: Program, outcome: OutcomeError) -> Any:
-        """An eager step in place of a replay that branched otherwise. If that happens often, further calls are eager;
-        where all of them branch so, they are captured anew.
-        """
+        """An eager step for a replay that branched otherwise: if often, calls are eager; in a row, captured anew."""
         self.latest = None
         if "feed" not in vars(call):
             call.feed = flatten(call.args, call.kwargs, self.unread.keys)

@@ -56,9 +56,7 @@ def _home(tensor: Tensor) -> Hashable | None:
 
 
 def groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: int) -> Iterator[tuple[bool, list[int]]]:
-    """Positions of tensors that belong together by their keys, in at most ``most`` bytes, and whether they do; those
-    without a key alone.
-    """
+    """Positions of tensors that belong together by key, in at most ``most`` bytes, and if they do; others alone."""
     together: dict[Hashable, tuple[list[int], int]] = {}
     for index, (tensor, key) in enumerate(zip(tensors, keys, strict=True)):
         if key is None:

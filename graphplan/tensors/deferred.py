@@ -46,9 +46,7 @@ class _Made(int):
 
 
 class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
-    """How a number is computed: a function with its operands for each instruction, None where a tensor is read, and a
-    path where an owner's number is.
-    """
+    """How a number is computed: for each step a function (None: a tensor is read, a path: a number) and operands."""
 
     __slots__ = ()
 
@@ -89,9 +87,7 @@ class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
 
 
 class DeferredNumber:
-    """A number of class ``kind``, which ``isinstance`` says it is: the only element of the tensor ``source``, or what
-    ``function`` gives for ``operands``.
-    """
+    """A number that ``isinstance`` takes for a ``kind``: the element of ``source``, or ``function`` of ``operands``."""
 
     __slots__ = ("__weakref__", "_function", "_kind", "_operands", "_reader", "_source")
     is_array = is_symbolic = False

@@ -31,9 +31,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_wrapped(types: Sequence[type]) -> bool:
-    """Return True if an operator gets tensors that stand for others, by their types. Their own dispatch calls operators
-    on those, which is what watchers are to see.
-    """
+    """Whether an operator gets what stands for tensors, by types: their dispatch calls what watchers should see."""
     if not types:
         return False
     wrappers = (

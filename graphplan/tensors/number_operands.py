@@ -36,9 +36,7 @@ _GIVES_LIST = _NEGATE([torch.empty(0, device="cpu")]) is not None
 
 
 def with_operand(function: Any, tensor: Any, number: Any) -> Tensor | None:
-    """What ``function`` of torch gives for ``tensor`` and a deferred ``number``, computed with a scalar tensor; None if
-    that would not give the bits that the number itself gives.
-    """
+    """What ``function`` gives for ``tensor`` and a deferred ``number``, by a scalar tensor; None if bits differ."""
     if not (isinstance(tensor, Tensor) and tensor.dtype in (*_EXACT, *_NARROW) and tensor.layout is torch.strided):
         return None
     if function.__name__ == "__rdiv__":
@@ -57,9 +55,7 @@ def with_operand(function: Any, tensor: Any, number: Any) -> Tensor | None:
 
 
 def with_value(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: Any) -> tuple[Any] | None:
-    """What ``function`` of torch gives with the deferred ``number`` among its arguments, if all that it does with that
-    is to put it into a tensor; None if it does anything else.
-    """
+    """What ``function`` gives where it only puts the deferred ``number`` into a tensor; None if it does more."""
     name = function.__name__
     place = next((at for at, each in enumerate(args) if each is number), 0)
     if name in _MADE and place == len(args) - 1:
@@ -91,9 +87,7 @@ def _selects(index: Any) -> bool:
 def with_bounds(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Sequence[Any]
 ) -> tuple[Any] | None:
-    """What ``function`` of torch gives where deferred ``numbers`` bound the values of a tensor; None if it does
-    anything else with them.
-    """
+    """What ``function`` gives where deferred ``numbers`` bound a tensor's values; None if it does anything else."""
     base, end = function.__name__.removesuffix("_"), "_" * function.__name__.endswith("_")
     names = _BOUNDS.get(base, ())
     bounds = {**dict(zip(names, args[1:], strict=False)), **kwargs}

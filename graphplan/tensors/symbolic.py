@@ -126,9 +126,7 @@ class SymbolicNumber(DeferredNumber):
         return self.apply(round, (self,) if digits is None else (self, digits))
 
     def as_tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A scalar tensor that is filled with the value before each replay; where the step does not compute, one that
-        has the value.
-        """
+        """A scalar tensor that is filled with the value before each replay, or has it elsewhere."""
         tensor: Tensor | None = self._reader.tensor_of(self, dtype, device)
         return torch.tensor(self._value(), dtype=dtype, device=device) if tensor is None else tensor
 

@@ -30,9 +30,7 @@ from graphplan.tensors.records import (
 )
 
 Structure = Any
-"""None for a leaf. For a node its class, its label (keys of a dict, names of a record, length of a sequence, ...), and
-the structures of what is in it.
-"""
+"""None for a leaf; for a node its class, its label (a dict's keys, a sequence's length, ...), and what is in it."""
 
 
 class Literals(tuple[Any, ...]):

@@ -142,9 +142,7 @@ class Call:
 
 
 _Ran = tuple[str, Any, Sequence[Tensor], Tensor | None]
-"""The form of an operator that has run for one batch, what it gave, the tensors in that, and the state of the host's
-generator that it left, if it draws.
-"""
+"""The form of an operator that has run, what it gave, the tensors in that, and if it draws the generator's state."""
 
 
 class Search:
@@ -283,9 +281,7 @@ class BatchReads:
         return next((read.error for read, known in pairs if not _is_same(read, known)), None)
 
     def begins(self, other: BatchReads) -> bool:
-        """Return True if the reads are those that ``other`` begins with, by the same operators: a way through the step
-        that ends early makes no more of them.
-        """
+        """Whether ``other`` begins with these reads, by the same operators: a way that ends early makes no more."""
         others = other._sources
         if self._forms != other._forms[: len(self._forms)] or len(self.reads) > len(other.reads):
             return False

@@ -117,9 +117,7 @@ class BatchRecorder(CallRecorder):
             self._of_unowned.add(storage)
 
     def _begin_at(self, storage: int | None, found: Iterable[tuple[Tensor, BatchSource]]) -> None:
-        """Begin with the first one that was ``found`` for a storage, and lies there: of several, the step may have each
-        take another one's place.
-        """
+        """Begin with the first that was ``found`` for a storage and lies there: a step may have them change places."""
         for held, source in found:
             is_here = storage_id(held) == storage
             if is_here and type(held) in PLAIN_KINDS and not held.requires_grad and is_dense(held):
@@ -229,9 +227,7 @@ class BatchRecorder(CallRecorder):
         *,
         may_be_expected: bool = False,
     ) -> bool:
-        """Take in a read; False if it needs more than the batch. ``error`` makes what refuses it; for
-        ``may_be_expected`` see :class:`Read`.
-        """
+        """Take in a read; False if it needs more than the batch. ``error`` makes its refusal; see :class:`Read`."""
         place = find_place()
         if self._take(call, out, place, error, may_be_expected=may_be_expected):
             return True
@@ -346,9 +342,7 @@ def _draws_on_host(call: OperatorCall, made: Sequence[Tensor]) -> bool:
 
 
 def recorder_of(feed: Feed, earlier: EarlierReads) -> BatchRecorder:
-    """A recorder for a step that is fed so. What was read before it is no part of the batch. ``earlier`` grows with the
-    step's traces.
-    """
+    """A recorder for a step that is fed so, less what was read before it. ``earlier`` grows with the step's traces."""
     found = reads_in(feed.given[1]) if feed.given is not None else None
     size = len(feed.leaves) - (0 if found is None else 1 + len(found[1]))
     leaves = [(index, leaf) for index, leaf in feed.tensors() if index < size]

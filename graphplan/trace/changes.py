@@ -27,9 +27,7 @@ from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
 
 Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
-"""Storage identity, offset, shape, strides, dtype, whether conjugated, whether negated: two tensors in one place are
-the same memory seen alike.
-"""
+"""Storage, offset, shape, strides, dtype, whether conjugated, whether negated: one place is one memory seen alike."""
 
 
 def place_of(tensor: Tensor) -> Place:
@@ -178,7 +176,6 @@ class Recorder:
         }
 
     def _is_held(self, path: str, now: Walk) -> bool:
-        """Whether a slot holds the tensors that it held."""
         held = self._held.get(path, [])
         tensors = now.slots[path].tensors() if path in now.slots else []
         return len(held) == len(tensors) > 0 and all(known() is t for known, t in zip(held, tensors, strict=True))

@@ -30,9 +30,7 @@ def written_positions(name: str) -> tuple[int, ...]:
 
 
 def finish(name: str, out: Any) -> Any:
-    """A collective's results as its caller gets them. gloo copies at the end of a reduce_scatter, while it is waited
-    for: so that is done here.
-    """
+    """A collective's results as its caller gets them. gloo copies late in a reduce_scatter, so that is awaited here."""
     if not name.startswith(_LATE):
         return out
     results = [value for value in pytree.tree_leaves(out) if isinstance(value, torch.Tensor)]

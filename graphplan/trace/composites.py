@@ -37,9 +37,7 @@ _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchK
 
 
 class OperatorMode(TorchDispatchMode):
-    """A mode whose :meth:`operate` hears of every operator, of composite ones only in parts, and of no read that was
-    made before the step: ``answers`` has those.
-    """
+    """A mode whose :meth:`operate` hears of operators, of composites in parts, but of no read that ``answers`` has."""
 
     def __init__(self, answers: BatchAnswers | None = None) -> None:
         super().__init__()
@@ -158,9 +156,7 @@ def _watching_autocast(casts: dict[str, bool]) -> Iterator[None]:
 
 @contextmanager
 def _as_outside(func: Any, casts: dict[str, bool]) -> Iterator[None]:
-    """Run parts of ``func`` with autocast and view tracking as outside of the mode: ``matmul`` decides by them whether
-    to fold dimensions.
-    """
+    """Run parts of ``func`` with autocast and view tracking as outside the mode: ``matmul`` folds dimensions so."""
     keys = [key for device, key in _AUTOCAST.items() if casts.get(device)]
     # Where torch makes the result of the whole a view, those of its parts are none.
     keys += [] if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView") else [_VIEWS]

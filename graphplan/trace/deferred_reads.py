@@ -61,9 +61,7 @@ class DeferredReads:
         self._reads = False
         self._is_over = False
         self._has_replaced = False
-        """Whether there were copies that code has needed, and was told of where it needed them, tensors of lists, or
-        truth values in place of other reads.
-        """
+        """Whether code has needed copies, or was given tensors of lists, or truth values in place of other reads."""
         self.copies: dict[int, tuple[HostCopy, Tensor]] = {}
         """Copies whose values were not needed and what they are copies of, by the identity of the copy."""
         self._moved: set[int] = set()

@@ -119,9 +119,7 @@ class HostSyncs:
         constant: Tensor | None,
         source: Source,
     ) -> None:
-        """Take in what an operator has ``made`` in host memory, or computed on the device with numbers that lie there;
-        ``constant`` is what it was given of Python's.
-        """
+        """Take in what an operator ``made`` in host memory, or computes with from there; ``constant`` is Python's."""
         host, name = self._host, call.schema.name
         if host is None:
             return
@@ -228,9 +226,7 @@ class HostSyncs:
         fix: str = _FIX,
         may_be_expected: bool = False,
     ) -> None:
-        """Note a violation, unless it is a ``read`` of the batch alone, given as operator and result, or one that
-        replays may compare.
-        """
+        """Note a violation, unless it is a ``read`` (operator, result) of the batch alone, or replays compare it."""
         trace = self._trace
         refusal = partial(self._error, what, source, fix)
         place = find_place() if may_be_expected else None

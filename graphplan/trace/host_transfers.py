@@ -61,9 +61,7 @@ class Transfer:
 
 
 class HostRecorder(CallRecorder):
-    """Follows, in a trace of a step that computes on a device, what it makes in host memory of Python's numbers, random
-    numbers, and tensors of its owners.
-    """
+    """Follows what a step on a device makes in host memory of Python's and random numbers and owners' tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,9 +16,7 @@ Operand = tuple[str, int]
 """``("external" | "internal", number)``: memory from outside and the step's own are numbered separately."""
 NOWHERE: Operand = ("internal", -1)
 _STRIDE = 1.1
-"""Freed memory is subtracted once the count exceeds the largest one so far by this factor. The peak that is reported
-may be too large by the same factor.
-"""
+"""Freed memory is subtracted once the count exceeds the largest so far by this factor, as the peak may be too large."""
 _UNIFORM = ("aten.rand.default", "aten.rand.generator")
 _SPLITTING = ("aten.lt.Scalar", "aten.ge.Scalar")
 """Comparisons whose result is certain where no number from 0 to 1, without 1, lies on one side of the bound."""

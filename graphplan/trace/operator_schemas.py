@@ -270,9 +270,7 @@ class OperatorCall:
         return [tensor for at in positions for tensor in tensors_in(self.given(at))]
 
     def drawn_from(self) -> Tensor | None:
-        """The state of its own that the operator draws from: torch hands one on for a share of 0, too, and where the
-        operator does not train.
-        """
+        """The state of its own that the operator draws from: torch hands one on where it draws nothing, too."""
         schema = self.schema
         if schema.own_state is None or any(self.given(at) is False for at in schema.flags):
             return None
@@ -335,9 +333,7 @@ class OperatorCall:
         return OperatorCall(self.schema, (self.args[0], indices, *self.args[2:]), self.kwargs)
 
     def host_scalar(self) -> Tensor | None:
-        """A scalar tensor in host memory that the operator computes with on a device, if one there would give the same
-        bits.
-        """
+        """A scalar in host memory that an operator computes with on a device, if one there would give the same bits."""
         one, other = self.args[:2] if self.schema.name in _ALIKE and not self.kwargs else (None, None)
         if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or one.dtype != other.dtype:
             return None

@@ -114,7 +114,6 @@ def _check_reads(record: Trace, batch: BatchRecorder) -> None:
 
 
 def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Sharding, rates: Collection[int]) -> None:
-    """Note what the feed and the owners hold before the step."""
     storages = ((index, storage_id(leaf)) for index, leaf in feed.tensors())
     record.leaf_storages.update((index, storage) for index, storage in storages if storage is not None)
     found = recorder.walk.found
@@ -238,9 +237,7 @@ def _lasting_paths(after: Walk, changes: Changes) -> dict[int, str]:
 
 
 def _describe_output(value: Any, feed: Feed, paths: Mapping[int, str], copies: Collection[int]) -> Any:
-    """``value``, or what stands for it if it is a tensor: a trace must not keep the step's results alive. ``copies``
-    are identities.
-    """
+    """``value``, or what stands for a tensor: a trace must not keep results alive. ``copies`` are identities."""
     if is_deferred(value):
         return form_of(value)[0]
     if is_placeholder(value):

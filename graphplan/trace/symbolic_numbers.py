@@ -34,9 +34,7 @@ _LARGEST = torch.finfo(torch.float16).max
 
 @dataclass(slots=True, eq=False)
 class NumberTensor:
-    """A scalar tensor for what ``form`` computes of the numbers at ``paths``: replays fill it before they begin. It
-    holds ``held``.
-    """
+    """A scalar tensor for what ``form`` computes of the numbers at ``paths``, which replays fill. It holds ``held``."""
 
     tensor: Tensor
     form: NumberForm
@@ -261,9 +259,7 @@ class SymbolicNumbers:
         return path if place is None else f"{path} at {place}"
 
     def _hears(self) -> bool:
-        """Whether it is the step that runs: in the thread that has entered this, or in one of autograd's, which Python
-        does not know.
-        """
+        """Whether the step runs: in the thread that entered this, or in autograd's, which Python does not know."""
         own = get_ident()
         return not self._is_over and (own == self._thread or all(own != other.ident for other in threading.enumerate()))
 
@@ -382,9 +378,7 @@ def _identity(place: Scalar) -> tuple[int, Any]:
 
 
 def _container_of(place: Scalar) -> Any:
-    """The dictionary of the object in whose attribute the number lies, or the list or dictionary that it is an item of;
-    None for what a property computes.
-    """
+    """The object's dictionary where the number is an attribute, or what it is an item of; None for a property's."""
     container = place.container
     if type(container) in (Numbers, Given):
         inner = attributes_of(container.thing)

@@ -223,9 +223,7 @@ class Check:
         return describe(found, self._old, self._replayed, left.tensors) | differences
 
     def _unexplained(self, paths: list[str], eager: Run) -> dict[str, float]:
-        """Find the ``paths`` that more replays from the same state do not explain, and how far replays lie apart there.
-        All ranks repeat as often.
-        """
+        """The ``paths`` that more replays do not explain, and how far these are apart. All ranks repeat as often."""
         again: list[Run] = []
         found = dict.fromkeys(paths, 0.0)
         noisy = self._is_noisy

@@ -58,9 +58,7 @@ def _sums(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @lru_cache(maxsize=1)
 def _factors() -> Tensor:
-    """Odd numbers for as many words as are summed at a time, on the host: a device takes longer to load what makes
-    them.
-    """
+    """Odd numbers for the words that are summed at once, on the host: a device takes longer to load what makes them."""
     numbers = torch.arange(1, _BYTES // 4 + 1).mul_(_STEP)
     for bits_down, factor in ((30, _MIX), (27, _LAST)):
         # The lowest bits of a product depend on the lowest bits alone: here they get the highest ones'.

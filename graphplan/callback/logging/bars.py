@@ -1,6 +1,4 @@
-"""Progress bars: drawn, and their numbers read from the device, ten times a second. Numbers are exact at an epoch's
-end.
-"""
+"""Progress bars: drawn, and numbers read from the device, ten times a second. Numbers are exact at an epoch's end."""
 
 from __future__ import annotations
 

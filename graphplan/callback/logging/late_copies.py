@@ -123,9 +123,7 @@ class LateCopies:
 
 
 def _memory_of(module: Module) -> set[int | None]:
-    """Storages of parameters and buffers. A trace would hear of each step of ``module.parameters()``: generators within
-    generators, one for each module.
-    """
+    """Storages of parameters and buffers, without ``module.parameters()``: a trace hears of each step of generators."""
     found, modules = set[int | None](), {id(module): module}
     for each in (todo := [module]):
         held = (*each._parameters.values(), *each._buffers.values())

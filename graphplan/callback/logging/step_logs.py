@@ -73,7 +73,6 @@ class _NotingResults(_ResultCollection):
     log_now: Callable[[], None]
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Note the call."""
         self.note(fx, name, value, *args, **options)
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:

@@ -61,9 +61,7 @@ def _nothing() -> None:
 
 
 class Batches(Iterator[Any]):
-    """Lightning's fetcher for one call of ``advance``. ``batch`` was read and not begun; ``has_ended``: the latest
-    batch was trained on, and no other was read.
-    """
+    """Lightning's fetcher for one ``advance``: ``batch`` was read and not begun, or the latest one ``has_ended``."""
 
     def __init__(self, fetcher: Any) -> None:
         self.fetcher = fetcher
