@@ -139,8 +139,8 @@ class _TapeMode(OperatorMode):
             return out, read
         if self.changed is None and out != read.value:
             self.changed = read, out
-        compare = partial(_compare, tensor.detach(), read)
-        self.kernels.append(_Kernel(compare))
+        held = tensor.detach()
+        self.kernels.append(_Kernel(lambda: read.compare(held.item())))
         return read.value, read
 
     def check_outcome(self) -> None:
@@ -231,10 +231,6 @@ class _TapeMode(OperatorMode):
         args = (value.detach(), value.detach().clone())
         copy = torch.ops.aten.copy_.default
         self._keep(_Kernel(copy, args, writes=[storage_id(value)], tensors=list(args), constant=True))
-
-
-def _compare(tensor: Tensor, read: HostRead) -> None:
-    read.compare(tensor.item())
 
 
 def _form(kernel: _Kernel) -> Any:

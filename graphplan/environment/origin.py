@@ -11,10 +11,10 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import CodeType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -50,6 +50,19 @@ PASSING: set[CodeType] = set()
 """This package's code that runs the step's operators: errors that come out of it are the operators'."""
 _watched: set[str] = set()
 """Installed packages that are watched as the user's own code is."""
+_Marked = TypeVar("_Marked", bound=Callable[..., Any])
+
+
+class Codes(dict[int, CodeType]):
+    """The code of ``functions``, by identity: to hash a code object takes as long as it has instructions."""
+
+    def __init__(self, *functions: Callable[..., Any]) -> None:
+        super().__init__((id(function.__code__), function.__code__) for function in functions)
+
+    def mark(self, run: _Marked) -> _Marked:
+        """Add the code of ``run``; may decorate it."""
+        self[id(run.__code__)] = run.__code__
+        return run
 
 
 def watch(packages: Iterable[str]) -> None:

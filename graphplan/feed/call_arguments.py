@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType
 from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphplan.environment.origin import Codes
 from graphplan.feed.placeholders import is_placeholder
 from graphplan.feed.signature import Feed, is_literal, leaf_key, names_in
 from graphplan.tensors.records import base_of, fill_record, is_record, record_values
 from graphplan.tensors.trees import PLAIN_LEAVES, GivenNumber, flatten_arguments, text_of
 
 Result = TypeVar("Result")
-_Called = TypeVar("_Called", bound=Callable[..., Any])
 BATCH_READS = "read before the step"
 """The name of an argument that a step's function does not get: what was read of the batch on its behalf."""
-_HANDS_OVER: dict[int, CodeType] = {}
-"""By identity: to hash a code object takes as long as it has instructions."""
+_HANDS_OVER = Codes()
+hands_over = _HANDS_OVER.mark
+"""Marks a function that calls the user's code: an error that passes it is the user's own."""
 Contents = dict[Any, Any]
 Changes = tuple[dict[int, Contents], dict[int, list[Any]]]
 _CHANGES = "the step changes a container that it is fed: "
@@ -33,14 +33,8 @@ _ADVICE = (
 )
 
 
-def hands_over(run: _Called) -> _Called:
-    """Mark ``run`` as a function that calls the user's code: an error that passes it is the user's own."""
-    _HANDS_OVER[id(run.__code__)] = run.__code__
-    return run
-
-
 def is_callers(error: BaseException) -> bool:
-    """Return True if ``error`` was raised by the user's code (see :func:`hands_over`)."""
+    """Return True if ``error`` was raised by the user's code (see :data:`hands_over`)."""
     trace = error.__traceback__
     while trace is not None and id(trace.tb_frame.f_code) not in _HANDS_OVER:
         trace = trace.tb_next

@@ -10,10 +10,10 @@ from multiprocessing.pool import Pool, ThreadPool
 from multiprocessing.process import BaseProcess
 from threading import Thread, Timer
 from traceback import walk_stack
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
-from graphplan.environment.origin import file_of, is_installed, is_library, is_standard, is_torchs, is_users_file
+from graphplan.environment.origin import Codes, file_of, is_installed, is_library, is_standard, is_torchs, is_users_file
 
 _OF_POOLS = ("apply", "apply_async", "map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered")
 _KINDS: dict[type, tuple[str, tuple[str, ...]]] = {
@@ -25,12 +25,7 @@ _KINDS: dict[type, tuple[str, tuple[str, ...]]] = {
     Pool: ("Pool", _OF_POOLS),
 }
 """What has something run elsewhere, by a name to call it and by its methods; a class stands before its bases."""
-STARTERS: dict[int, CodeType] = {
-    id(code): code
-    for kind, (_, methods) in _KINDS.items()
-    for code in (getattr(kind, method).__code__ for method in methods)
-}
-"""By identity: to hash a code object takes as long as it has instructions."""
+STARTERS = Codes(*(getattr(kind, method) for kind, (_, methods) in _KINDS.items() for method in methods))
 STARTERS_IN_C = [
     getattr(_thread, name) for name in ("start_new_thread", "start_joinable_thread") if hasattr(_thread, name)
 ]

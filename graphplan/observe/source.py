@@ -7,17 +7,17 @@ import inspect
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from traceback import walk_stack, walk_tb
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from graphplan.environment.origin import OPTIM, TORCH, is_library, is_ours, is_users_file
+from graphplan.environment.origin import OPTIM, TORCH, Codes, is_library, is_ours, is_users_file
 from graphplan.environment.origin import is_familiar as is_familiar_file
 
 SCHEDULERS = os.path.join(OPTIM, "lr_scheduler.py")
@@ -96,15 +96,9 @@ def is_run_by(file: str) -> bool:
     return any(frame.f_code.co_filename == file for frame, _ in walk_stack(sys._getframe(1)))
 
 
-_Run = TypeVar("_Run", bound=Callable[..., Any])
-_RUNNERS: dict[int, CodeType] = {}
-"""By identity: to hash a code object takes as long as it has instructions."""
-
-
-def runs_step(run: _Run) -> _Run:
-    """Mark ``run`` as what calls a step: the frames beyond it are the step's callers."""
-    _RUNNERS[id(run.__code__)] = run.__code__
-    return run
+_RUNNERS = Codes()
+runs_step = _RUNNERS.mark
+"""Marks what calls a step: the frames beyond it are the step's callers."""
 
 
 def runs_steps(code: CodeType) -> bool:

@@ -13,21 +13,21 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from graphplan.environment.origin import Codes
 from graphplan.errors import Faults
 from graphplan.owners.slots import Walk
 from graphplan.owners.views import attributes_of
 from graphplan.specs.paths import free_name
 from graphplan.tensors.trees import named_leaves
 
-_INITIALIZERS = (
-    nn.Module.__init__, nn.Module.__setstate__, torch.optim.Optimizer.__init__, torch.optim.Optimizer.__setstate__,
-)  # fmt: skip
+INITIALIZERS = Codes(
+    *(nn.Module.__init__, nn.Module.__setstate__),
+    *(unwrap(torch.optim.Optimizer.__init__), unwrap(torch.optim.Optimizer.__setstate__)),
+)
 """What runs wherever a module or an optimizer is made: ``__setstate__`` in copies, and where one is unpickled."""
-INITIALIZERS: dict[int, CodeType] = {id(code): code for code in (unwrap(fn).__code__ for fn in _INITIALIZERS)}
-"""By identity: to hash a code object takes as long as it has instructions."""
-_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-CALLS: dict[int, CodeType] = {id(code): code for code in (nn.Module.__call__.__code__, _STEP)}
-"""What runs wherever a module is called, or an optimizer steps, by identity."""
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None)
+CALLS = Codes(nn.Module.__call__, _STEP)
+"""What runs wherever a module is called, or an optimizer steps."""
 _ENTERED: ContextVar[Discovery | None] = ContextVar("entered", default=None)
 
 
@@ -125,7 +125,7 @@ def note_called(frame: FrameType, code: CodeType) -> nn.Module | None:
     in ``frame``. Return the module.
     """
     discovery, found = _ENTERED.get(), frame.f_locals
-    if code is _STEP:
+    if code is _STEP.__code__:
         if discovery is not None and found["args"]:
             discovery._saw_optimizer(found["args"][0])
         return None

@@ -18,6 +18,7 @@ from graphplan.owners.contents import has_contents, kept
 from graphplan.owners.generators import HostGenerators
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Container, Walk, is_optimizer_state
+from graphplan.owners.tensor_metadata import ABSENT
 from graphplan.owners.views import Told, contents
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory, has_own_operators, is_freed
 from graphplan.tensors.copying import copy_all, unequal, write_all
@@ -183,11 +184,8 @@ def _put_back(container: Any, copy: Any) -> None:
         for key in [key for key in kind.__iter__(container) if key not in copy]:
             kind.__delitem__(container, key)
         for key, value in copy.items():
-            if kind.get(container, key, _NOTHING) is not value:
+            if kind.get(container, key, ABSENT) is not value:
                 kind.__setitem__(container, key, value)
-
-
-_NOTHING = object()
 
 
 def _holds_the_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:

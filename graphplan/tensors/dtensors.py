@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from graphplan.tensors.attributes import PLAIN_KINDS
 
 
 def loaded(module: str, name: str) -> Any:
@@ -18,8 +20,7 @@ def loaded(module: str, name: str) -> Any:
 def is_sharded(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor."""
     # Most are decided by their type.
-    is_plain = type(tensor) in (Tensor, nn.Parameter)
-    return not is_plain and isinstance(tensor, loaded("torch.distributed.tensor", "DTensor"))
+    return type(tensor) not in PLAIN_KINDS and isinstance(tensor, loaded("torch.distributed.tensor", "DTensor"))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphplan.owners.flags import COMPUTED
-from graphplan.owners.tensor_metadata import StandIn
+from graphplan.owners.tensor_metadata import ABSENT
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import bits, unequal, values_of
@@ -27,7 +27,6 @@ step. (A GPT of 124M parameters in bfloat16, on an H200: gradients of runs from 
 at all; with the parameters off by a 512th, 1.1 %.)
 """
 _ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
-_NOTHING = StandIn("nothing")
 _ELEMENTS = 2**22  # Elements that a distance takes into double precision at a time.
 _SUBTRACTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types that are subtracted in their own precision: near numbers lose nothing."""
@@ -196,7 +195,7 @@ def differing_values(first: Mapping[str, Any], second: Mapping[str, Any], sides:
     """Python values that are not the same after the replay (``first``) and after the eager step, described by path."""
     found = {}
     for path in [*second, *(first.keys() - second.keys())]:
-        one, two = first.get(path, _NOTHING), second.get(path, _NOTHING)
+        one, two = first.get(path, ABSENT), second.get(path, ABSENT)
         # Whether what an operator made asks for gradients follows from its graph, and a replay keeps none.
         if not (one is COMPUTED or two is COMPUTED or same_value(one, two)):
             found[path] = f"{one!r} after {sides.one}, {two!r} after {sides.other}"
