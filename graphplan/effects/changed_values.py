@@ -159,7 +159,8 @@ def find_numbers(pair: TracePair) -> dict[str, NumberForm]:
                 f"{allowing(path)}",
                 path=path,
             )
-        if old is None or new is None or not same_value(old[1], new[1]) or path not in pair.second.entry_scalars:
+        is_there = path in pair.second.entry_scalars and new is not None and new[0] is not ABSENT
+        if old is None or new is None or not same_value(old[1], new[1]) or not is_there:
             raise HostEffectError(
                 f"the step sets {path} to what it reads or computes in one call, and to something else, or from "
                 "other numbers, in the next, or it is not there before the step; a replay does the same each time. "

@@ -28,6 +28,9 @@ def _changed_value(pair: TracePair) -> str | None:
         then, now = (trace.entry_scalars.get(path, ABSENT) for trace in pair.both)
         if same_value(then, now) or pair.tracks(path) or pair.allows(path) or (grown and path.startswith(grown)):
             continue
+        if then is not ABSENT and first.changes.scalars.get(path, (then,))[0] is ABSENT:
+            # It has come to hide what a class has.
+            return told(path, *pair.at_entry(path), " one step before")
         made = ABSENT if path in first.changes.rebindings else then
         # Of a number that the step reads from the device, a trace has no value.
         is_steps = all(is_read_number(trace.changes.scalars.get(path)) for trace in pair.both)

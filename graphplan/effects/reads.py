@@ -22,6 +22,7 @@ from graphplan.owners.views import Given
 from graphplan.specs.paths import Of, Path, names
 from graphplan.tensors.symbolic import Question
 from graphplan.trace.changes import is_alike, is_now, same_value, told, told_apart
+from graphplan.trace.symbolic_numbers import lies_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,13 @@ class Reads:
         questions: what the code has branched on that is computed of owners' numbers, with the answers: of these numbers
             a replay needs no more.
         metadata: what tensors are like with which no operator works, but of which the code may tell that, by path.
+        lies: where numbers lie that are followed, see :class:`graphplan.trace.symbolic_numbers.SymbolicNumbers`.
     """
 
     values: Mapping[str, Any]
     questions: Mapping[Question, bool]
     metadata: Mapping[str, Any]
+    lies: Mapping[str, tuple[str, bool]]
 
     @classmethod
     def find(cls, pair: TracePair, changed: Collection[str], *, loose: bool) -> Reads:
@@ -76,7 +79,8 @@ class Reads:
             _refuse_stale(stale, pair)
         questions = {**pair.first.symbolic.asked, **pair.second.symbolic.asked}
         metadata = _find_inspected(pair, values, appended, loose=loose)
-        return cls(MappingProxyType(values), MappingProxyType(questions), MappingProxyType(metadata))
+        lies = MappingProxyType(pair.second.symbolic.lies)
+        return cls(MappingProxyType(values), MappingProxyType(questions), MappingProxyType(metadata), lies)
 
     def changed(self, walk: Walk, values: Mapping[str, Any], when: str = "") -> str | None:
         """Describe the first of ``values`` with which the step is not the same now, or tensor that changed."""
@@ -84,6 +88,12 @@ class Reads:
             value = walk.value(path)
             if value is None or not same_value(old, value.get()):
                 return _told(path, old, value, walk, when)
+        now = lies_of({path: walk.scalars[path] for path in self.lies if path in walk.scalars})
+        for path, (name, is_classes) in now.items():
+            before, was_classes = self.lies[path]
+            is_apart = before != self.lies[name][0] or (before in now and now[before][0] != name)
+            if is_apart or is_classes != was_classes:
+                return f"{path} is {'its class' if is_classes else 'an object'}'s own number, and was not{when}"
         for path, old in self.metadata.items():
             if not is_alike(old, walk.metadata(path)):
                 return told(path, old, _found(path, walk), when)

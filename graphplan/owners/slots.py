@@ -71,10 +71,9 @@ class Scalar:
 
     def rows(self, value: Any) -> Iterator[tuple[Any, ...]]:
         """What guards compare to see ``value`` here, fastest: for :func:`graphplan.compare.comparing.rows_of`."""
-        container, inner = self.container, attributes_of(self.owner)
-        if isinstance(container, Inherited) and inner is not None:
-            # An attribute of the instance's own would stand before the class's.
-            yield "none_there", inner, self.key
+        container = self.container
+        if isinstance(container, Inherited):
+            yield from (("none_there", space, self.key) for space in container.before)
         if isinstance(container, Numbers):
             yield "equal_attributes", container.thing, self.key, value
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from functools import _lru_cache_wrapper, partial
 from itertools import islice
@@ -263,18 +263,14 @@ class ValueWalker:
     def _class_values(self, thing: Any, path: str, depth: int = 0) -> None:
         """What the user's classes hold for ``thing``, unless it has its own."""
         inner = attributes_of(thing)
-        own = inner or {}
         for name in self._asked if inner is not None and holds_values(thing) else ():
             self.walk.objects[Path.presence(path, name)] = Presence(inner, name, thing, name)
         known = (self.walk.scalars, self.walk.objects, self.walk.slots)
-        for kind in users_bases(type(thing)):
-            members = Inherited(kind)
-            for name, value in list(vars(kind).items()):
-                place = f"{path}.{name}"
-                is_hidden = name.startswith("__") or name in own or any(place in table for table in known)
-                if not is_hidden and is_plain(value):
-                    self.walk.places.append((members, name))
-                    self._value(value, place, members, name, depth + 1, (thing, name))
+        for members, name, value in _members(thing, type(thing), [] if inner is None else [inner]):
+            place = f"{path}.{name}"
+            if not any(place in table for table in known):
+                self.walk.places.append((members, name))
+                self._value(value, place, members, name, depth + 1, (thing, name))
 
     def _module(self, module: nn.Module, path: str, depth: int = 0) -> None:
         if not self._first_visit(module):
@@ -384,13 +380,22 @@ class ValueWalker:
 
     def _class(self, kind: type, path: str, depth: int) -> None:
         """Values in a class that lies in a place of its own."""
-        for base in reversed(users_bases(kind)):
-            members = Members(base) if base is kind else Inherited(base)
-            for name, value in list(vars(base).items()):
-                if not name.startswith("__") and is_plain(value):
-                    if base is kind:
-                        self.walk.places.append((members, name))
-                    self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
+        for members, name, value in _members(kind, kind, []):
+            if type(members) is Members:
+                self.walk.places.append((members, name))
+            self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
+
+
+def _members(thing: Any, kind: type, before: list[Any]) -> Iterator[tuple[Members, str, Any]]:
+    """Values of ``kind`` and its bases, as far as they are the user's, that code finds through ``thing``: not what the
+    dictionaries ``before`` hide, nor what a class before it in the order of the bases does.
+    """
+    for base in users_bases(kind):
+        members = Members(base) if base is thing else Inherited(base, tuple(before))
+        for name, value in list(members.space.items()):
+            if not name.startswith("__") and is_plain(value) and not any(name in space for space in before):
+                yield members, name, value
+        before.append(members.space)
 
 
 def _is_entered(value: Any) -> bool:

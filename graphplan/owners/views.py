@@ -193,11 +193,24 @@ class Members:
 
 
 class Inherited(Members):
-    """What a class holds, seen through one of its objects: read, guarded and put back; replays do not write here."""
+    """What a class holds, seen through one of its objects or subclasses: not there while one of the dictionaries
+    ``before`` it has that name, which Python asks first.
+    """
+
+    def __init__(self, kind: type, before: Sequence[Any] = ()) -> None:
+        super().__init__(kind)
+        self.before = before
+
+    def __getitem__(self, name: str) -> Any:
+        if any(name in space for space in self.before):
+            raise KeyError(name)
+        return self.space[name]
 
 
 def home(container: Any) -> Any:
     """The object that has to stay the same one for places in ``container`` to remain valid."""
     if isinstance(container, Told):
         return container.items
+    if isinstance(container, Members):
+        return container.kind
     return container.thing if isinstance(container, Attributes) else container

@@ -152,11 +152,14 @@ class Recorder:
         for path, scalar in now.scalars.items():
             if not scalar.lies_here:
                 continue
+            known = self.walk.scalars.get(path)
+            is_hidden = known is not None and not known.lies_here
             is_new = isinstance(scalar.container, (dict, list)) and id(scalar.container) not in self._containers
-            if is_new and path in self.walk.scalars:
+            if is_new and known is not None and not is_hidden:
                 found.renewed.add(path)
             value = scalar.get()
-            old = self.scalars.get(path, THERE if path in self.places else ABSENT)
+            # What a class has stays as it was where the step gives an object its own.
+            old = ABSENT if is_hidden else self.scalars.get(path, THERE if path in self.places else ABSENT)
             if not same_value(old, value) and not path.startswith(grown):
                 found.scalars[path] = (old, value)
         for path in self.scalars.keys() - now.scalars.keys() - found.rebindings.keys():

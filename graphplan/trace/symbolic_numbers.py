@@ -23,7 +23,7 @@ from graphplan.feed.signature import is_literal
 from graphplan.observe.host_draws import DRAWN, Draw, HostDraws
 from graphplan.observe.source import Source, find_source, with_users_line
 from graphplan.owners.slots import Item, Namespace, Scalar, Walk, lasting
-from graphplan.owners.views import Attributes, Cell, Given, Members, Numbers, attributes_of, home
+from graphplan.owners.views import Attributes, Cell, Given, Inherited, Members, Numbers, attributes_of, home
 from graphplan.tensors.deferred import DeferredNumber, NumberForm, form_of, in_order, value_of
 from graphplan.tensors.symbolic import Question, SymbolicNumber, has_stand_ins
 from graphplan.trace.changes import same_value
@@ -76,6 +76,8 @@ class SymbolicNumbers:
         given: the tensors that the step was given, by identity.
         touched: the paths of numbers that the step has compared or computed with.
         kinds: the classes of all numbers, and of truth values that count as asked, by path: code may ask for them.
+        lies: by path, the first path of the same place, by which the step is given the number, and whether an object or
+            a subclass shows it of a class.
         counted: paths at which the step has left the integer that lay there and a constant one.
         draws: what the step has drawn, in order, and ``drawn`` the numbers, by path.
         deciding: the paths of numbers that are arguments of draws.
@@ -94,11 +96,9 @@ class SymbolicNumbers:
         may_fill: bool = True,
         is_shared: bool = False,
     ) -> None:
-        # One place may have several paths.
-        first: dict[tuple[int, Any], str] = {}
         found = {path: lasting(place) for path, place in places.items() if may_be_symbolic(place)}
-        self._paths = {path: first.setdefault(_identity(place), path) for path, place in found.items()}
-        self.places = {path: found[path] for path in first.values()}
+        self.lies = lies_of(found)
+        self.places = {path: found[path] for path, (first, _) in self.lies.items() if path == first}
         self.asked: dict[Question, bool] = {}
         self.used: dict[str, Source | None] = {}
         self.needs: dict[str, str] = {}
@@ -139,6 +139,8 @@ class SymbolicNumbers:
                 else:
                     undo.callback(_take_back, container, place.key, number, known[path])
                     container[place.key] = number
+            # Each object may come to have a number of its own, which hides that of its class.
+            self.kinds.update((path, self.kinds[first]) for path, (first, is_class) in self.lies.items() if is_class)
             undo.callback(self._shown.clear)
             for thing, paths in shown.values():
                 undo.callback(setattr, thing, "__class__", type(thing))
@@ -314,7 +316,7 @@ class SymbolicNumbers:
 
     def tracks(self, path: str) -> bool:
         """Return True if all is known of what code has done with the number at ``path``."""
-        path = self._paths.get(path, path)
+        path = self.lies.get(path, (path,))[0]
         return path in self.kinds and path not in self.used
 
     def ask_truth(self, path: str, value: bool) -> None:
@@ -362,7 +364,7 @@ def may_be_symbolic(place: Scalar) -> bool:
     """
     if type(lasting(place)) is Item:
         return True
-    if isinstance(place.owner, Namespace) or place.name or place.others or type(place.container) is Members:
+    if isinstance(place.owner, Namespace) or place.name or place.others or isinstance(place.container, Members):
         return _container_of(place) is not None
     if place.key != place.attribute:
         return False
@@ -370,6 +372,13 @@ def may_be_symbolic(place: Scalar) -> bool:
         return True
     thing = place.container.thing if type(place.container) in (Numbers, Given) else None
     return isinstance(getattr(type(thing), str(place.key), None), property)
+
+
+def lies_of(places: Mapping[str, Scalar]) -> dict[str, tuple[str, bool]]:
+    """Of each of ``places``, the first path of the same one, and whether it is shown of a class."""
+    first: dict[tuple[int, Any], str] = {}
+    names = {path: first.setdefault(_identity(lasting(place)), path) for path, place in places.items()}
+    return {path: (name, type(places[path].container) is Inherited) for path, name in names.items()}
 
 
 def _identity(place: Scalar) -> tuple[int, Any]:
@@ -385,7 +394,7 @@ def _container_of(place: Scalar) -> Any:
         return inner if inner is not None and place.key in inner else None
     if type(place) is Item:
         return place.items
-    if type(container) is Members:
+    if isinstance(container, Members):
         # A metaclass may have code of its own.
         return container if type(container.kind).__setattr__ is type.__setattr__ else None
     if isinstance(container, (Attributes, Cell)):
