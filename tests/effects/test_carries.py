@@ -74,7 +74,8 @@ def _submodule(model: Any, x: Tensor, loss: Tensor) -> None:
 
 
 def _tuple_of_objects(model: Any, x: Tensor, loss: Tensor) -> Tensor:
-    before = model.memory[0].row
+    # The first row is made on the CPU.
+    before = model.memory[0].row.to(x.device)
     model.memory = (SimpleRow(0.5 * before + x.mean(0)), {"loss": loss.detach()})
     return before.mean()
 
