@@ -18,7 +18,7 @@ from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.static_numbers import StaticNumbers
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.dtensors import is_sharded
-from graphplan.tensors.storages import copier, storage_id
+from graphplan.tensors.storages import copier, is_wide, overlaps, storage_id
 from graphplan.tensors.trees import flatten_result, map_result, rebuilder
 from graphplan.trace.changes import place_of
 
@@ -158,7 +158,10 @@ def lend_outputs(plan: Plan) -> dict[int, Lease]:
         if output.kind == "tensor" and spec is not None and 0 not in spec.shape:
             with torch.inference_mode(False), torch.no_grad():
                 like = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-                memory = torch.empty_like(like, device=spec.device)
+                if is_wide(like) or overlaps(spec.shape, spec.stride):
+                    memory = torch.empty_like(like, device=spec.device)
+                else:
+                    memory = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
             lent[number] = Lease(memory, f"output {number} of {plan.name}")
     return lent
 

@@ -102,6 +102,19 @@ def test_results_lie_in_memory_as_the_steps_own(returns: Callable[[Any], Any]) -
     assert [part.stride() for part in kept.all] == [part.stride() for part in expected]
 
 
+def test_lent_results_lie_in_memory_as_the_functions_own() -> None:
+    """A copy into them would be dense."""
+    net = nn.Linear(16, 64)
+    call = graphed(lambda x: net(x).chunk(2, -1)[1], outputs="static", verify="off")
+    with torch.no_grad():
+        for _ in range(6):
+            x = torch.randn(64, 16)
+            result, expected = call(x), net(x).chunk(2, -1)[1]
+            assert result.stride() == expected.stride()
+            assert float(result.mean()) == float(expected.mean())
+    assert call.stats.replayed == 2
+
+
 def test_a_column_of_much_is_dense() -> None:
     """Its gaps would take a thousand times its memory."""
     call = graphed(lambda x: x.exp()[:, 0], verify="off")
