@@ -93,6 +93,17 @@ def _in_a_base_class() -> Case:
     return lambda loss: Inherited.scaled(loss), lambda: setattr(Settings, "scale", 3.0)
 
 
+def _in_a_class_before_an_objects_base() -> Case:
+    kind = type("Kind", (type("Between", (Settings,), {}),), {})
+    thing = kind()
+    return lambda loss: loss * thing.scale, lambda: setattr(kind.__base__, "scale", 3.0)
+
+
+def _in_a_class_before_its_base() -> Case:
+    kind = type("Kind", (Settings,), {})
+    return lambda loss: loss * kind.scale, lambda: setattr(kind, "scale", 3.0)
+
+
 def _in_a_class_of_a_closure() -> Case:
     kind = type("Kind", (), {"scale": 1.0})
     return lambda loss: loss * kind.scale, lambda: setattr(kind, "scale", 3.0)
@@ -143,6 +154,8 @@ def _in_defaults_of_keywords() -> Case:
         _in_a_class_method,
         _in_a_static_method,
         _in_a_base_class,
+        _in_a_class_before_an_objects_base,
+        _in_a_class_before_its_base,
         _in_a_class_of_a_closure,
         _in_a_module_of_a_closure,
         _in_a_dictionary_in_a_tuple,
