@@ -190,13 +190,14 @@ class ExecutedCode:
         """Methods of the user's classes that ran, and values of these classes under names that the code uses."""
         found = [names_of(code) for code in self._globals]
         used = frozenset[str]().union(*(names.attributes | names.stored for names in found))
+        called = used.union(*(names.methods for names in found))
         for kind in self._kinds(has_met):
             methods, values = _SPACES.setdefault(kind, vars(kind)), Members(kind)
             for name, member in list(methods.items()):
                 function = function_of(member)
                 if function is not None and function.__code__ in self._globals:
                     yield f"{kind.__name__}.{name}", methods, name
-                elif name in used and not hasattr(type(member), "__get__"):
+                elif name in (called if type(member) is staticmethod else used) and _is_value(member):
                     yield f"{kind.__name__}.{name}", values, name
 
     def _functions(
@@ -250,6 +251,11 @@ def is_of_module(space: Mapping[str, Any]) -> bool:
     """Whether ``space`` is the namespace of a module, rather than one that code was compiled in."""
     module = sys.modules.get(str(space.get("__name__")))
     return module is not None and vars(module) is space
+
+
+def _is_value(member: Any) -> bool:
+    """Whether a class holds ``member`` for itself; what a static method has may be a function of a library's."""
+    return type(member) is staticmethod or not hasattr(type(member), "__get__")
 
 
 def _is_in_module(kind: type) -> bool:

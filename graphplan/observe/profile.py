@@ -105,7 +105,8 @@ class Reads:
         """Whether what ``scalar`` shows may have been read. Names are only known because code uses them."""
         if isinstance(scalar, Presence):
             # What is there is compared itself. Of modules there are many, of which most are asked for nothing.
-            is_asked = not isinstance(scalar.owner, Module) or self._is_read_within(scalar.owner, scalar.attribute)
+            name, is_module = scalar.attribute, isinstance(scalar.owner, Module)
+            is_asked = not is_module or name in self.called or self._is_read_within(scalar.owner, name)
             return is_asked and not scalar.get()
         if isinstance(scalar.owner, Namespace) or scalar.name is not None:
             return True

@@ -223,13 +223,15 @@ class Namespace:
 
     def add(self, label: str, space: Any, key: Any) -> bool:
         """Take in one name; False if it is known."""
-        home = space.cell if isinstance(space, Cell) else space.kind if isinstance(space, Members) else space
-        place = (id(home), key)
-        if place in self._known:
+        if self.has(space, key):
             return False
-        self._known.add(place)
+        self._known.add(_place(space, key))
         self.entries[free_name(label, self.entries)] = (space, key)
         return True
+
+    def has(self, space: Any, key: Any) -> bool:
+        """Whether a label leads there."""
+        return _place(space, key) in self._known
 
     def plain(self) -> Namespace:
         """The names that lead to nothing but a number, a string or nothing: holding on to them keeps nothing alive."""
@@ -246,6 +248,11 @@ class Namespace:
         for label, (space, key) in self.entries.items():
             with suppress(KeyError):
                 yield label, space, key, space[key]
+
+
+def _place(space: Any, key: Any) -> tuple[int, Any]:
+    home = space.cell if isinstance(space, Cell) else space.kind if isinstance(space, Members) else space
+    return id(home), key
 
 
 @dataclass(slots=True)

@@ -57,19 +57,21 @@ from graphplan.tensors.records import slots_of
 STEP = "the step"  # The path of a step's function.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
+_METHODS = (FunctionType, staticmethod, classmethod)
 
 Source = tuple[Any, str]
 """The object and attribute that lead to a place."""
 
 
 class ValueWalker:
-    """Fills ``walk`` with what values hold. ``used`` are the names that the step's code loads of any object,
-    ``mentioned`` all that occur in code that ran, None if that is not known, ``asked`` those that it asks for.
+    """Fills ``walk`` with what values hold. ``names`` are those of the step's code, ``mentioned`` all that occur in
+    code that ran, None if that is not known.
     """
 
-    def __init__(self, used: set[str], mentioned: set[str] | None, asked: set[str], leaves: set[str]) -> None:
+    def __init__(self, names: Namespace, mentioned: set[str] | None) -> None:
         self.walk = Walk()
-        self._used, self._mentioned, self._asked, self._leaves = used, mentioned, asked, leaves
+        self._used, self._asked, self._leaves = names.attributes, names.asked, names.leaves
+        self._mentioned, self._has_name = mentioned, names.has
         self._seen: set[int] = set()
         self._named: list[tuple[str, torch.optim.Optimizer]] = []
         """Optimizers that something else than an owner's name leads to, by path."""
@@ -263,7 +265,7 @@ class ValueWalker:
     def _class_values(self, thing: Any, path: str, depth: int = 0) -> None:
         """What the user's classes hold for ``thing``, unless it has its own."""
         inner = attributes_of(thing)
-        for name in self._asked if inner is not None and holds_values(thing) else ():
+        for name in self._asked_of(type(thing)) if inner is not None and holds_values(thing) else ():
             self.walk.objects[Path.presence(path, name)] = Presence(inner, name, thing, name)
         known = (self.walk.scalars, self.walk.objects, self.walk.slots)
         for members, name, value in _members(thing, type(thing), [] if inner is None else [inner]):
@@ -271,6 +273,16 @@ class ValueWalker:
             if not any(place in table for table in known):
                 self.walk.places.append((members, name))
                 self._value(value, place, members, name, depth + 1, (thing, name))
+
+    def _asked_of(self, kind: type) -> set[str]:
+        """Names under which code would find an attribute that an object of ``kind`` may come to have: those that code
+        asks for, those of methods, and if the user's code makes what is not there, all that the class lacks.
+        """
+        bases, said = users_bases(kind), self._mentioned
+        methods = (name for base in bases for name, member in vars(base).items() if type(member) in _METHODS)
+        makes = any("__getattr__" in vars(base) for base in bases)
+        made = (name for name in self._used if not any(name in vars(base) for base in kind.__mro__)) if makes else ()
+        return {*self._asked, *(name for name in methods if said is None or name in said), *made}
 
     def _module(self, module: nn.Module, path: str, depth: int = 0) -> None:
         if not self._first_visit(module):
@@ -381,9 +393,12 @@ class ValueWalker:
     def _class(self, kind: type, path: str, depth: int) -> None:
         """Values in a class that lies in a place of its own."""
         for members, name, value in _members(kind, kind, []):
-            if type(members) is Members:
+            if type(members) is Inherited:
+                self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
+            elif not self._has_name(members, name):
+                # What code has a name for is found by that alone: a number has one place.
                 self.walk.places.append((members, name))
-            self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
+                self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
 
 
 def _members(thing: Any, kind: type, before: list[Any]) -> Iterator[tuple[Members, str, Any]]:

@@ -31,7 +31,7 @@ class _Walker(ValueWalker):
     def __init__(self, owners: Mapping[str, Any]) -> None:
         names = next((owner for owner in owners.values() if isinstance(owner, Namespace)), Namespace())
         mentioned = names.mentioned if names.mentioned and not names.computes else None
-        super().__init__(names.attributes, mentioned, names.asked, names.leaves)
+        super().__init__(names, mentioned)
         self._roots = {
             name: owner.thing if isinstance(owner, (Numbers, Via, Reached)) else owner
             for name, owner in owners.items()

@@ -15,7 +15,7 @@ from graphplan import HostEffectError, graph_step
 class Model(nn.Module):
     """A layer with numbers in its class."""
 
-    calls, rate = 0, 1.0
+    calls, rate, share = 0, 1.0, 0.5
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +48,14 @@ def _through_type(model: Any, x: Tensor) -> Tensor:
     return x * model.calls * (2.0 if Model.calls % 3 == 0 else 1.0)
 
 
+TABLE = {"model": Model}
+
+
+def _in_a_table(model: Any, x: Tensor) -> Tensor:
+    type(model).share = 0.9 * type(model).share + 0.1
+    return x * model.share * len(TABLE["model"].__name__)
+
+
 def _through_objects(model: Any, x: Tensor) -> Tensor:
     return model.helpers[0](x) * 2 + model.helpers[1](x) + Helper.made
 
@@ -71,7 +79,7 @@ def classes_as_they_were() -> Iterator[None]:
 
 
 def _train(act: Callable[[Model, int], None], body: Callable[[Any, Tensor], Tensor], *, graphed: bool) -> Any:
-    Model.calls, Helper.made, Helper.rate = 0, 0, 1.0
+    Model.calls, Model.share, Helper.made, Helper.rate = 0, 0.5, 0, 1.0
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=True)
 
@@ -89,7 +97,7 @@ def _train(act: Callable[[Model, int], None], body: Callable[[Any, Tensor], Tens
     for index in range(60):
         act(model, index)
         losses.append(step(torch.randn(8)))
-    return losses, [model.weight.detach().clone()], (Model.calls, Helper.made), step
+    return losses, [model.weight.detach().clone()], (Model.calls, Model.share, Helper.made), step
 
 
 def _decay(model: Model, index: int) -> None:
@@ -111,6 +119,7 @@ def _drop_own(model: Model, index: int) -> None:
 
 BODIES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Model, int], None]]] = {
     "counted by its class": (_through_type, lambda model, index: None),
+    "held in a table": (_in_a_table, lambda model, index: None),
     "seen through two objects": (_through_objects, _decay),
     "one object gets its own": (_through_objects, _decay_and_part),
     "an object loses its own": (_by_instance, _drop_own),
