@@ -117,7 +117,7 @@ LOGS: dict[str, Row] = {
     "detached": logs(lambda self, loss: self.log("a", loss.detach() * 2, on_step=True, on_epoch=True)),
     "a Python number": logs(lambda self, loss: self.log("a", 1.5, on_step=True, on_epoch=True, prog_bar=True)),
     # After one warm-up step, it takes two traces to see that a metric counts its updates, and two more to follow that.
-    "metrics and collections": Row(Metered, replayed=12),
+    "metrics and collections": Row(Metered, replayed=13),
     "collected outputs": Row(Collecting, shows=lambda fit: (fit.module.calls, len(fit.module.means)) == (18, 3)),
     "from on_before_optimizer_step": Row(variant(on_before_optimizer_step=_log_gradients)),
     "from on_after_backward": Row(variant(on_after_backward=_log_gradients)),
