@@ -268,7 +268,9 @@ class Profile:
         if is_library(code.co_filename):
             if not known and (label := name_of_saving(frame, code.co_name, owner)) is not None:
                 self.executed.note_write(label)
-                self._on_write(frame.f_locals.values())
+                if label != "logging":
+                    # It makes the text before any handler writes that: a record that none wants is never read.
+                    self._on_write(frame.f_locals.values())
             return name is None
         if not known:
             note_code(code, frame.f_globals)

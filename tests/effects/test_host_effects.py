@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import re
 import warnings
 from collections import deque
@@ -244,6 +245,23 @@ def test_a_step_that_prints_says_so_once(allow: tuple[str, ...], capsys: pytest.
     assert [bool(re.search(pattern, text)) for text in texts] == ([] if allow else [True])
     eager = step.stats.calls - step.stats.replayed + step.stats.verified
     assert capsys.readouterr().out.count("a step") == len(rig.calls) + eager
+
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def _logs(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.calls += 1
+    _LOGGER.debug("call %d: %s", model.calls, loss.item())
+
+
+def test_a_record_that_no_handler_writes(equals_eager: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text is never made, so nothing reads the numbers in it."""
+    monkeypatch.setattr(_LOGGER, "level", logging.DEBUG)
+    monkeypatch.setattr(_LOGGER, "propagate", False)
+    monkeypatch.setattr(_LOGGER, "handlers", [logging.NullHandler()])
+    step = equals_eager(partial(updating_rig, _logs, attributes(calls=0)), allow=("logging",))
+    assert step.stats.replayed > 0
 
 
 class _Keyed:
