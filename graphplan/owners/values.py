@@ -72,6 +72,7 @@ class ValueWalker:
         self.walk = Walk()
         self._used, self._asked, self._leaves = names.attributes, names.asked, names.leaves
         self._mentioned, self._has_name = mentioned, names.has
+        self._asked_of_kinds: dict[type, set[str]] = {}
         self._seen: set[int] = set()
         self._named: list[tuple[str, torch.optim.Optimizer]] = []
         """Optimizers that something else than an owner's name leads to, by path."""
@@ -278,11 +279,17 @@ class ValueWalker:
         """Names under which code would find an attribute that an object of ``kind`` may come to have: those that code
         asks for, those of methods, and if the user's code makes what is not there, all that the class lacks.
         """
-        bases, said = users_bases(kind), self._mentioned
-        methods = (name for base in bases for name, member in vars(base).items() if type(member) in _METHODS)
-        makes = any("__getattr__" in vars(base) for base in bases)
-        made = (name for name in self._used if not any(name in vars(base) for base in kind.__mro__)) if makes else ()
-        return {*self._asked, *(name for name in methods if said is None or name in said), *made}
+        found = self._asked_of_kinds.get(kind)
+        if found is None:
+            bases, said = users_bases(kind), self._mentioned
+            methods = {name for base in bases for name, member in vars(base).items() if type(member) in _METHODS}
+            names = {name for name in methods if said is None or name in said}
+            if any("__getattr__" in vars(base) for base in bases):
+                names |= self._used.difference(*map(vars, kind.__mro__))
+            # Others stand for what is looked at beyond an attribute, or are looked up in classes alone.
+            found = self._asked | {name for name in names if name.isidentifier() and not name.startswith("__")}
+            self._asked_of_kinds[kind] = found
+        return found
 
     def _module(self, module: nn.Module, path: str, depth: int = 0) -> None:
         if not self._first_visit(module):

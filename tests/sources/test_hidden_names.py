@@ -105,3 +105,15 @@ def _losses(name: str, *, graphed: bool) -> list[Tensor]:
 @pytest.mark.parametrize("name", OWN)
 def test_what_an_object_comes_to_have_is_seen(name: str) -> None:
     assert all(map(torch.equal, _losses(name, graphed=True), _losses(name, graphed=False)))
+
+
+def test_names_that_no_attribute_has_are_not_looked_for() -> None:
+    """What code does with what it loads (``x[:]``) and Python's own names would take a guard each, for each object."""
+    settings = Settings(SimpleNamespace(rates=[1.0, 2.0]))
+    step = graph_step(lambda x: x * settings.rates[0] * len(settings.rates), mode="inference")
+    for _ in range(8):
+        step(torch.ones(3))
+    assert step.stats.replayed
+    asked = [path for path in step.plan.reads.values if path.startswith("hasattr(")]
+    assert any("'rates'" in path for path in asked)
+    assert not any("[" in path or "'__" in path for path in asked)
