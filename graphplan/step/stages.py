@@ -278,7 +278,8 @@ class Stages:
         undo.callback(facts.undo_unowned_writes)
         with placeholders, self._stats.timed("trace"):
             result, walk = self._run_traced(call, fed, facts, undo, rehearses=rehearses)
-            self._latest = facts
+            # Not what the trace holds beside: batches, and copies of tensors that no owner has.
+            self._latest = Trace(operators=facts.operators, drawings=facts.drawings)
             result = placeholders.settled(result)
             if feed.unread and facts.reads.may_tell(tuple({type(feed.leaves[index]) for index in feed.unread})):
                 raise ReadSignal(feed.unread)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphplan import HostEffectError, HostScalarError, SkipReason
+from graphplan import HostEffectError, HostScalarError, SkipReason, graph_step
 from tests.models import CALLS, attributes, updating_rig
 from tests.twins import (
     BEFORE_REPLAY,
@@ -309,3 +311,31 @@ def test_names_that_are_others_in_each_step(monkeypatch: pytest.MonkeyPatch) -> 
     make = partial(updating_rig, named, attributes(turn=lambda: iter(range(CALLS)).__next__))
     text = r"in 8 steps in a row.* used names or objects that it had not used before \(the latest name is factor_\d+\)"
     assert_falls_back(make, SkipReason.CONTROL_FLOW, text)
+
+
+@pytest.mark.filterwarnings("ignore:graphplan runs")
+def test_a_refused_way_holds_no_batch() -> None:
+    """Where operators came from is known until a capture, which may never come; the trace's tensors are let go."""
+    fed: list[weakref.ref[Tensor]] = []
+    state, weight = SimpleNamespace(calls=0, last=0), nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], 0.1, fused=True)
+
+    def step(x: Tensor) -> Tensor:
+        state.calls += 1
+        optimizer.zero_grad()
+        loss = (x * weight).sum()
+        loss.backward()
+        optimizer.step()
+        if state.calls % 10 == 0:
+            state.last = int(loss)
+        return loss.detach()
+
+    graphed = graph_step(step, on_failure="eager", verify="off", backend="tape")
+    for _ in range(60):
+        x = torch.rand(4)
+        fed.append(weakref.ref(x))
+        graphed(x)
+        del x
+    gc.collect()
+    assert graphed.stats.replayed
+    assert not any(x() is not None for x in fed)
