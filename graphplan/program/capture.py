@@ -165,6 +165,8 @@ def outdated(plan: Plan, walk: Walk) -> str | None:
         place = walk.scalars.get(path)
         if place is None or type(place.get()) is not kind:
             return f"{path} held a number of class {kind.__name__} when the step was traced, and does not now"
+    for path in plan.numbers.keys() - walk.scalars.keys():
+        return f"{path} held a number when the step was traced, and is gone"
     for path in plan.rebindings.replaced & walk.slots.keys():
         if not holds_plain(walk.slots[path].get()):
             return f"{path} holds a tensor that asks for gradients, or has attributes, and did not in the traces"

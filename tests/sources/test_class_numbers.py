@@ -183,3 +183,30 @@ def test_a_number_that_hides_that_of_a_class_and_goes_after_each_step_is_refused
     with pytest.raises(HostEffectError, match=r"model\.calls"):
         _train(act, body, graphed=True)
     assert Model.calls == 0
+
+
+class _Base:
+    count = 1
+
+
+class _Deriving(_Base):
+    def scale(self, loss: Tensor) -> Tensor:
+        type(self).count += 1
+        return loss * self.count
+
+
+def test_a_count_of_a_class_that_the_caller_deletes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class has its base's again until the next step."""
+    monkeypatch.setattr(_Deriving, "count", 1, raising=False)
+    del _Deriving.count
+    counts = _Deriving()
+
+    def step(x: Tensor) -> Tensor:
+        return counts.scale(x.sum())
+
+    graphed = graph_step(step, mode="inference", verify="off", backend="tape", on_failure="eager")
+    for call in range(40):
+        if call == 20:
+            del _Deriving.count
+        assert graphed(torch.ones(3)) == 3 * _Deriving.count
+    assert graphed.stats.replayed > 20, graphed.stats.reasons
