@@ -284,7 +284,9 @@ class ValueWalker:
             bases, said = users_bases(kind), self._mentioned
             methods = {name for base in bases for name, member in vars(base).items() if type(member) in _METHODS}
             names = {name for name in methods if said is None or name in said}
-            if any("__getattr__" in vars(base) for base in bases):
+            own = {name for base in bases for name in vars(base)}
+            if "__getattr__" in own and "__setattr__" not in own:
+                # What is set by code of its own hardly lies among an object's attributes.
                 names |= self._used.difference(*map(vars, kind.__mro__))
             # Others stand for what is looked at beyond an attribute, or are looked up in classes alone.
             found = self._asked | {name for name in names if name.isidentifier() and not name.startswith("__")}

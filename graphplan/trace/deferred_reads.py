@@ -54,7 +54,7 @@ class DeferredReads:
 
     def __init__(self, *, fills: bool = True, defers: bool = True, symbolic: SymbolicNumbers | None = None) -> None:
         self._thread = self._modes = 0
-        self._fills = fills
+        self._fills, self.defers = fills, defers
         self._made: list[weakref.ref[Any]] = []
         self._memories: list[StorageWeakRef] = []
         self._is_lost = False

@@ -23,7 +23,7 @@ from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.walk import walk_owners
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_memory, is_freed
-from graphplan.tensors.deferred import HostCopy, form_of, is_deferred
+from graphplan.tensors.deferred import form_of, is_deferred
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result, names_of
@@ -135,7 +135,7 @@ def _run(
     profile = Profile(
         mode.syncs.read,
         lambda: record.prints.append(str(with_users_line(find_source()))),
-        _refuse_to_write,
+        lambda values: _refuse_to_write(record, values),
     )
     generators, held = HostGenerators(), sharding.holds_gradients()
     deferring = nullcontext() if record.deferred is None else record.deferred
@@ -164,13 +164,14 @@ def _run(
     return result
 
 
-def _refuse_to_write(values: Iterable[Any]) -> None:
-    """Raise ReadSignal if there are stand-ins among ``values``, before these are written: what a logger or a file has
-    got stays there when a call is undone.
+def _refuse_to_write(record: Trace, values: Iterable[Any]) -> None:
+    """Raise ReadSignal if there are stand-ins among ``values``, or tensors of which a logger makes some, before these
+    are written: what a logger or a file has got stays there when a call is undone.
     """
     leaves = pytree.tree_leaves(list(values))
     numbers = [leaf for leaf in leaves if is_deferred(leaf)]
-    if any(type(leaf) is HostCopy for leaf in leaves) or not all(number.is_symbolic for number in numbers):
+    defers = record.deferred is not None and record.deferred.defers
+    if (defers and any(isinstance(leaf, Tensor) for leaf in leaves)) or not all(each.is_symbolic for each in numbers):
         raise ReadSignal
     if numbers:
         raise ReadSignal(symbolic={path for number in numbers for path in form_of(number)[1]})
