@@ -34,7 +34,7 @@ from graphplan.specs.paths import Path
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.tensors.attributes import dressed
-from graphplan.tensors.storages import memory_uses, overlaps, storage_id, with_leaves
+from graphplan.tensors.storages import copier, memory_uses, overlaps, storage_id, with_leaves
 from graphplan.tensors.symbolic import has_stand_ins
 from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.deferred_reads import DeferredReads
@@ -232,7 +232,7 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
         if path in plan.rebindings.replaced and holds_plain(slot.get()):
             with torch.inference_mode(False):
                 is_first = path not in partners
-                tensors = list(map(_clone, slot.tensors())) if is_first else walk.slots[partners[path]].tensors()
+                tensors = list(map(_home_like, slot.tensors())) if is_first else walk.slots[partners[path]].tensors()
                 slot.set(with_leaves(slot.get(), tensors))
         elif others:
             raise HostEffectError(
@@ -241,12 +241,9 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
             )
 
 
-def _clone(tensor: Tensor) -> Tensor:
-    """A copy with the strides of ``tensor``, gaps included: those of steps' own results are compared with these."""
-    copy, stride = tensor.clone(), tensor.stride()
-    if copy.stride() == stride or overlaps(tensor.shape, stride) or tensor.is_conj() or tensor.is_neg():
-        return copy
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+def _home_like(tensor: Tensor) -> Tensor:
+    """A copy that lies in memory as ``tensor`` does, but for elements that share some: replays write to each."""
+    return tensor.clone() if overlaps(tensor.shape, tensor.stride()) else copier(tensor)()
 
 
 def _check_shared(plan: Plan, feed: Feed, walk: Walk, inputs: StaticInputs) -> None:

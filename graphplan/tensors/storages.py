@@ -95,7 +95,9 @@ def copier(tensor: Tensor) -> Callable[[], Tensor]:
     if type(tensor) not in PLAIN_KINDS or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return tensor.clone
     shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    if is_wide(tensor) or torch.empty_like(tensor, device="meta").stride() == stride:
+    is_alike = torch.empty_like(tensor, device="meta").stride() == stride
+    if is_alike or is_wide(tensor) or tensor.is_conj() or tensor.is_neg():
+        # Kernels work on a dense copy of what is marked as conjugated or negated.
         return tensor.clone
     source = distinct(tensor)
 
