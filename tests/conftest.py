@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-from graphplan.step import programs
+from graphplan.step import planner, programs
 from graphplan.step.options import Options
 from graphplan.verify import schedule
 from tests import devices
@@ -45,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the mark known, and CUDA's kernels repeatable."""
     config.addinivalue_line("markers", "gated: replays have to be faster than eager steps, or the step stands down")
     config.addinivalue_line("markers", "frugal: further programs wait until replays have saved what others took")
+    config.addinivalue_line("markers", "twice: steps are traced twice, also where one trace is enough")
     config.addinivalue_line("markers", "soak: left to make soak; docs/tests.md has what holds the same promise")
     config.addinivalue_line("markers", "crossed(every, start=0): the cases but each of these are left to make soak")
     # cuBLAS reads it when its first handle is made; without it two runs of one matrix product may differ.
@@ -185,6 +186,15 @@ def undelayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Unless a test says otherwise, no program waits for what others save: tests have few replays."""
     if request.node.get_closest_marker("frugal") is None:
         monkeypatch.setattr(programs, "_ALLOWANCE", math.inf)
+
+
+@pytest.fixture(autouse=True)
+def traced_twice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test says so, all steps are traced twice: their replays begin with the same call, and what two traces tell
+    apart is found there, not by the check of the first replay.
+    """
+    if request.node.get_closest_marker("twice") is not None:
+        monkeypatch.setattr(planner, "SINGLE", False)
 
 
 @pytest.fixture

@@ -1,1 +1,1 @@
-"""From two traces and the owners to a :class:`~graphplan.plan.plan.Plan`."""
+"""From one trace or two and the owners to a :class:`~graphplan.plan.plan.Plan`."""

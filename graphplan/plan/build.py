@@ -58,8 +58,8 @@ def build_plan(
     walk: Walk | None = None,
     loose: bool = False,
 ) -> Plan:
-    """Compile two traces of consecutive real steps. ``feed`` is the second one's, and ``walk`` was at its end, if there
-    is one. ``loose``: see :meth:`Reads.find`.
+    """Compile two traces of consecutive real steps, or one that stands for both (see :func:`suffices`). ``feed`` is the
+    second one's, and ``walk`` was at its end, if there is one. ``loose``: see :meth:`Reads.find`.
     """
     walk = walk or handles.walk()
     pair = TracePair(first, second, walk, allow)
@@ -107,6 +107,7 @@ def build_plan(
         drawn=tuple(second.symbolic.draws),
         last_operators=tuple(f"{operator.name} at {operator.source}" for operator in launched[-_LAST:]),
         kept=_shared(first, second),
+        single=first is second,
         handles=handles,
     )
 

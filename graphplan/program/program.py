@@ -112,6 +112,11 @@ class Program:
         tensors = {id(t): t for slot in slots for t in slot.tensors()}
         return sum(tensor.nbytes for tensor in tensors.values() if tensor.layout is torch.strided)
 
+    @property
+    def is_unproven(self) -> bool:
+        """Whether it was made of one trace, and no replay was compared with the eager step yet."""
+        return self.plan.single and not self.replays
+
     def fits(self) -> bool:
         """Whether everything that a replay uses is where it was, once tensors that moved were followed."""
         if self._is_spoiled or self.bindings.lost_memory() is not None:

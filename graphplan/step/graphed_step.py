@@ -151,7 +151,7 @@ class GraphedStep(CallLock, Reports):
 
     @property
     def plan(self) -> Plan | None:
-        """The latest plan; None before the second trace."""
+        """The latest plan; None before there are traces enough."""
         return self.machine.runner.plan
 
     @property

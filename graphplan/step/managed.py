@@ -70,7 +70,8 @@ class Managed:
 
     ``handles`` give plans access to the ``owners``, ``names`` are those in the step's code, ``refusal`` is raised at
     the next call. ``kept`` are objects that the last call made and left on an owner, by path; ``has_learnt``: it may
-    have led to new owners or names. ``compiled`` says how compiled code that ran was compiled, with its name, by
+    have led to new owners or names; ``has_met``: the latest trace met nothing for the first time that becomes an owner
+    or a name when it is met again. ``compiled`` says how compiled code that ran was compiled, with its name, by
     identity.
     """
 
@@ -96,7 +97,7 @@ class Managed:
         self.changes: list[str] = []
         self.refusal: RefusalError | None = None
         self.kept: dict[str, str] = {}
-        self.has_learnt = False
+        self.has_learnt = self.has_met = False
         self.compiled: dict[int, tuple[Any, str]] = {}
         self._managed: set[int] = set()
         self._fingerprint: Fingerprint | None = None
@@ -284,6 +285,7 @@ class Managed:
             if inner is not None and id(inner) not in known and has_met(thing):
                 self.owners[free_name(type(thing).__name__.lower(), self.owners)] = thing
                 grown = True
+        self.has_met = all(asked.values())
         return grown
 
     def take_fed(self, leaves: Iterable[Any]) -> None:

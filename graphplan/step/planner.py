@@ -21,6 +21,7 @@ from graphplan.owners.views import Given, Numbers
 from graphplan.plan.build import build_plan
 from graphplan.plan.difference import is_reordered
 from graphplan.plan.plan import Plan
+from graphplan.plan.single import suffices
 from graphplan.step.entries import Entry, Line, value_at
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
@@ -28,9 +29,12 @@ from graphplan.tensors.symbolic import has_stand_ins
 from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace, collect
 from graphplan.trace.symbolic_numbers import SymbolicNumbers, may_be_symbolic
+from graphplan.verify.schedule import next_check
 
 FICKLE_TRACES = 3
 """Traces and captures of one line that may come to another value than a trace before, where the step branches on it."""
+SINGLE = True
+"""Whether one trace may make a plan, if the first replay is checked."""
 _REORDERED = 5  # Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps.
 _REPLACED = (Given, Numbers)  # Kinds of numbers that have stand-ins before they are known to change.
 _STRADDLING = 3  # Pairs of traces in a row between which host code changed something: it is no coincidence any more.
@@ -51,6 +55,12 @@ class Planner:
         self._latest: Trace | None = None  # The latest trace, until there is a plan or a refusal.
         self._times_changed: Counter[str] = Counter()  # How often values at these paths differed between traces.
         self._changing = "", 0  # The path that differs between consecutive traces, and how often in a row.
+        # Ranks have to trace in the same steps.
+        self._may_be_single = SINGLE and self._peers is None and next_check(self._options.check_every, 0) == 1
+
+    def distrust(self) -> None:
+        """Make no more plans of one trace: a second one is going to tell what a replay has shown."""
+        self._may_be_single = False
 
     def forget(self) -> None:
         """Let go of what was traced."""
@@ -129,19 +139,35 @@ class Planner:
 
     def plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
         """The plan of the line's traces; None if others have to follow, RefusalError if none would do."""
-        plan = self._plan(call, walk, at_end)
-        if plan is not None:
-            call.line.traces, call.line.straddling, call.line.renamed, self._latest = [], 0, 0, None
-            read = plan.reads.values.items()
-            self._read = {path: value for path, value in read if _may_vary(value)}
+        plan = self._plan(call, walk, at_end) if len(call.line.traces) > 1 else self._plan_single(call, at_end)
+        if plan is not None and not plan.single:
+            self.settle(call, plan)
         return plan
+
+    def settle(self, call: Call, plan: Plan) -> None:
+        """Let go of the traces of a plan that is captured, or going to be."""
+        call.line.traces, call.line.straddling, call.line.renamed, self._latest = [], 0, 0, None
+        self._read = {path: value for path, value in plan.reads.values.items() if _may_vary(value)}
+
+    def _plan_single(self, call: Call, at_end: Walk | None) -> Plan | None:
+        """The plan of one trace, which stays until the capture: the first of two, if the step is another one by then."""
+        (trace,) = call.line.traces
+        if not (self._may_be_single and self._managed.has_met and at_end is not None and suffices(trace)):
+            return None
+        try:
+            with self._managed.rates:
+                handles = self._managed.handles
+                plan = build_plan(trace, trace, call.feed, handles, allow=self._options.allow, walk=at_end)
+        except RefusalError:
+            # A second trace says more.
+            return None
+        # Replays that communicate are not checked.
+        return None if plan.communicates else plan
 
     def _plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
         entry, line, feed = call.entry, call.line, call.feed
         handles = self._managed.handles
         planning: dict[str, Any] = {"allow": self._options.allow, "walk": at_end}
-        if len(line.traces) < 2:
-            return None
         first, second = line.traces
         loose = max(line.straddling, self._changing[1] - 1) >= _STRADDLING - 1
         try:

@@ -118,6 +118,11 @@ class Programs:
         entry.drop()
         self._let_go()
 
+    def take_back(self, entry: Entry) -> None:
+        """Close an entry's programs as if they had not been captured."""
+        entry.drop()
+        self._latest.pop(entry.key[0], None)
+
     def close_ways(self, base: Entry) -> None:
         """Close the programs for what is read of the batches of an entry."""
         for entry in self._entries.values():

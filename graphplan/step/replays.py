@@ -99,7 +99,7 @@ class Replays:
         if program.plan.communicates:
             reason = self._ask_peers(reason)
         if room is None or reason:
-            return self._unchecked(program, feed, reason), None
+            return self._unchecked(program, feed, reason)
         self._asked = 0
         series = program.tally
         assert isinstance(series, _Series)
@@ -118,9 +118,11 @@ class Replays:
                 verdict = check.run(partial(self._eager, program, fed, feed.leaves))
         except (torch.OutOfMemoryError, PeerError) as error:
             fed.restore()
-            return self._unchecked(program, feed, first_line(error)), None
+            return self._unchecked(program, feed, first_line(error))
         if verdict.differences:
             return verdict.result, _disagreement(program, verdict)
+        if verdict.open and program.is_unproven:
+            return verdict.result, _unknown(program, verdict.open, verdict.result)
         change = fed.change()
         if change is not None:
             text = f"replay {program.replays + 1} of {program.plan.name} is not what the eager step does: {change}"
@@ -194,13 +196,22 @@ class Replays:
         """Where a check's next copy goes: pinned memory takes long to allocate, and not all copies need it."""
         return find_room(nbytes, program.plan.device, self._runner.backend.may_take, copies=1)[0] or room
 
-    def _unchecked(self, program: Program, feed: Feed, reason: str) -> Any:
+    def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, VerifyError | None]:
+        """A replay without the check that is due; of a plan that waits for it, the eager step."""
+        if program.is_unproven:
+            result = self._between(program, CallArguments.of(feed), feed.leaves, program.plan.handles.walk)
+            return result, _unknown(program, reason, result)
         self._stop_checks(program, reason)
-        return self.replay(program, feed.leaves)
+        return self.replay(program, feed.leaves), None
 
     def _stop_checks(self, program: Program, reason: str) -> None:
         program.tally = Tally()
         self._stats.note(f"not checked against eager: {reason}", "checks")
+
+
+def _unknown(program: Program, reason: str, result: Any) -> VerifyError:
+    text = f"the first replay of {program.plan.name} could not be checked ({reason}), and it was traced once"
+    return VerifyError(text, result=result)
 
 
 def _disagreement(program: Program, verdict: Verdict) -> VerifyError:

@@ -1,4 +1,4 @@
-"""The stages on the way to a program: eager warm-up, two traces, capture. What is refused of these is undone."""
+"""The stages on the way to a program: eager warm-up, traces, capture. What is refused of these is undone."""
 
 from __future__ import annotations
 
@@ -200,6 +200,10 @@ class Stages:
                     entry.warm = min(entry.warm, self._options.warmup_steps - 1)
                 raise
             refusal = found
+        if call.line.plan is not None and call.line.plan.single:
+            self._stats.note(f"traced anew: {refusal}", "traces")
+            self.distrust(call.entry)
+            return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal), managed=True)
         if isinstance(refusal, OutcomeError):
             # It would keep the frames of the recorded step.
             refusal.__traceback__ = None
@@ -209,6 +213,11 @@ class Stages:
             refusal = refusal.refusal
         self._refuse(entry, refusal)
         return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal))
+
+    def distrust(self, entry: Entry) -> None:
+        """Trace all calls twice from here on: one trace did not tell all of ``entry``'s, whose plan and program go."""
+        self._planner.distrust()
+        self._programs.take_back(entry)
 
     def _refuse(self, entry: Entry, error: RefusalError) -> None:
         if self._peers is None and entry.may_refuse_way():
@@ -250,7 +259,9 @@ class Stages:
             changed = outdated(line.plan, call.walk)
         if found is not None and found.is_outdated:
             changed = changed or "what is read before the step lies in other containers"
-        if changed is not None:
+        if changed is not None and line.plan.single:
+            line.plan = None
+        elif changed is not None:
             line.plan = None
             line.outdated += 1
             most = self._options.max_recaptures
@@ -438,6 +449,7 @@ class Stages:
         """Capture a call and return its result. Raises ReadSignal if a placeholder was used."""
         options, backend, plan = self._options, self._runner.backend, call.line.plan
         assert plan is not None
+        self._planner.settle(call, plan)
         self._latest = None
         compiled = self._managed.runs_compiled(call.walk)
         if compiled and not backend.executes:

@@ -1,4 +1,4 @@
-"""The state machine of a graphed step: for each key eager warm-up, two traces, one capture, then replays.
+"""The state machine of a graphed step: for each key eager warm-up, a trace or two, one capture, then replays.
 
 A refusal before the first good replay raises and undoes its call; after it, the step goes on eagerly with one warning.
 """
@@ -284,7 +284,11 @@ class StateMachine:
             self.latest = refusal.reason
             return self.refused(call, refusal.reason, str(refusal))
         self.memory.after_check(self.runner.backend)
-        if error is not None:
+        if error is not None and program.is_unproven:
+            self.stats.note(f"traced anew: {error}", "traces")
+            self.stages.distrust(call.entry)
+            self.runner.count_eager(error.reason, str(error))
+        elif error is not None:
             self.stats.note(f"invalidated: {error}", "guards")
             self.stand_down(error.reason, str(error))
             self.refusals.refuse(error)

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from graphplan.backends.backend import first_line
 from graphplan.effects.allowed import allowed_by
-from graphplan.errors import OutcomeError, PeerError
+from graphplan.errors import GraphPlanError, OutcomeError, PeerError
 from graphplan.feed.call_arguments import BATCH_READS
 from graphplan.owners.generators import HostGenerators
 from graphplan.owners.slots import Walk
 from graphplan.owners.snapshot import Snapshot
+from graphplan.program.faults import is_steps_own
 from graphplan.program.leases import StaticOutput
 from graphplan.program.program import Program
 from graphplan.tensors.copying import copy_all
@@ -89,26 +90,36 @@ class Check:
         what its owners hold afterwards.
 
         Raises OutOfMemoryError and PeerError, with everything as it was, if there is no room for the eager step beside
-        the program, or on another rank for a copy; and what else ``eager`` raises, with what the replay did undone.
+        the program, or on another rank for a copy; and what else ``eager`` raises, with what the replay did undone:
+        where the step raises an error, both do.
         """
         # Device learning rates are among what is put back: they have to be up to date first. And the check keeps
         # gradients, which are no longer to be told from those that other code keeps.
         self._program.plan.handles.rates.push()
         self._program.bindings.settle_grads()
         self.start()
+        raised: Exception | None = None
         try:
             self.first_replay()
-            hosts = HostGenerators()
+        except Exception as error:
+            if isinstance(error, (GraphPlanError, torch.OutOfMemoryError)) or not is_steps_own(error):
+                raise
+            # The eager step raises it as well, or the replay is wrong.
+            raised = error
         finally:
+            hosts = HostGenerators()
             self.undo(self._before)
         walk, start = cache(self._walk), perf_counter()
         try:
             result = eager(walk)
-            seconds = perf_counter() - start, self._seconds
         except torch.OutOfMemoryError:
             # The copies and a second set of activations are the check's doing; without it there was room.
             self.undo(self._before)
             raise
+        if raised is not None:
+            text = f"a replay raises {type(raised).__name__} ({first_line(raised)}), and the eager step does not"
+            return Verdict(detached(result), {"result": text})
+        seconds = perf_counter() - start, self._seconds
         drawn = (name for name in hosts.moved() if not self._is_allowed(name))
         found = dict.fromkeys(drawn, "the eager step draws from it, which a replay does not")
         reason = ""

@@ -1,0 +1,39 @@
+"""Where one trace makes a plan: what a second one would show, the check of the first replay shows as well."""
+
+from __future__ import annotations
+
+from graphplan.owners.views import Given, Numbers
+from graphplan.specs.paths import Of, names
+from graphplan.trace.records import Trace
+from graphplan.trace.symbolic_numbers import SymbolicNumbers
+
+
+def suffices(trace: Trace) -> bool:
+    """Whether one trace of a step is enough: it works with what is fed or owned alone, reads and draws nothing on the
+    host, and changes nothing in Python but integers that it raises.
+
+    What differs between two such steps is a Python value that no guard knows, which the check finds as two traces would.
+    """
+    known = trace.entry_slots.keys() | set(trace.leaf_storages.values())
+    is_elsewhere = trace.graph_elsewhere or trace.derives_otherwise
+    return trace.externals.keys() <= known and not (is_elsewhere or _works_on_host(trace) or _leaves_more(trace))
+
+
+def _works_on_host(trace: Trace) -> bool:
+    """Whether the step reads, draws, branches or copies on the host."""
+    reads = trace.host_reads or trace.transfers or trace.own_states or trace.prints or bool(trace.deferred)
+    return bool(reads or trace.draws or trace.drawings or trace.host_program) or _follows(trace.symbolic)
+
+
+def _follows(numbers: SymbolicNumbers) -> bool:
+    """Whether owners' numbers have stand-ins: where the step sets one to the value that it has, a trace cannot tell."""
+    is_given = all(type(place.container) in (Given, Numbers) for place in numbers.places.values())
+    return bool(numbers.asked or numbers.used or numbers.draws or numbers.behind) or not is_given
+
+
+def _leaves_more(trace: Trace) -> bool:
+    """Whether the step leaves more changed than gradients, memory that it writes to, and integers that it raises."""
+    changes = trace.changes
+    is_raised = all(type(old) is type(new) is int and old < new for old, new in changes.scalars.values())
+    is_plain = is_raised and all(names(path, Of.GRADIENT) for path in changes.rebindings)
+    return bool(changes.appended or changes.moved or changes.flags or changes.renewed) or not is_plain

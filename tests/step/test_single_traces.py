@@ -1,0 +1,301 @@
+"""Steps of which one trace is enough, and what calls for a second one: before the capture, or at the first replay."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import HostScalarError, graphed
+from graphplan.backends.tape import TapeBackend
+from graphplan.errors import HostSyncError
+from graphplan.program.program import Program
+from graphplan.step import replays
+from tests.failure_modes.naive import changing_rig, loss_of, stay
+from tests.models import CALLS, MODELS, OPTIMIZERS, Box, attributes, keeping_rig, training_rig, updating_rig
+from tests.twins import BEFORE_REPLAY, WARMUP, Rig, assert_same_as_eager, assert_same_runs, build, drive, managed
+
+ONCE = WARMUP + 1  # The call of the capture, if one trace is enough.
+FIRST = ONCE + 1  # The call of the first replay.
+
+
+def counts(step: Any) -> tuple[int, ...]:
+    """What became of the calls."""
+    return step.stats.eager, step.stats.traced, step.stats.captured, step.stats.replayed
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [*((m, "adamw") for m in MODELS), *(("mlp", o) for o in OPTIMIZERS)])
+def test_one_trace_is_enough(model: str, optimizer: str) -> None:
+    """A scheduler sets the learning rate between the calls, and the state of dropout goes on."""
+    step = assert_same_as_eager(partial(training_rig, model, optimizer, sizes=[8] * CALLS))
+    assert counts(step) == (WARMUP, 1, 1, CALLS - WARMUP - 2), step.report()
+    assert step.stats.verified > 1
+
+
+def test_each_further_shape_is_traced_once() -> None:
+    step = assert_same_as_eager(partial(training_rig, "mlp", "adamw", sizes=[8, 4] * 12))
+    assert (step.stats.traced, step.stats.captured) == (2, 2), step.report()
+
+
+def test_an_integer_that_the_step_raises() -> None:
+    """The first replay raises it as the eager step does, which is what the check compares."""
+
+    def counts_up(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+        model.seen += 2
+        return loss
+
+    step = assert_same_as_eager(partial(keeping_rig, counts_up, CALLS, seen=0))
+    assert (step.stats.traced, dict(step.plan.counters)) == (1, {"model.seen": 2})
+
+
+def _keeps_loss(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    model.kept = loss.detach()
+    return loss
+
+
+def _appends(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    model.losses.append(loss.detach())
+    return loss
+
+
+def _averages(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    model.part = model.part / 2 + 0.5
+    return loss
+
+
+def _reads(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    return loss * 2 if (scores.detach().abs() > -1).all() else loss
+
+
+def _draws(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    return loss * random.random()
+
+
+def _returns_number(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> float:
+    return loss.item()
+
+
+def _draws_from_its_own(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    return loss * torch.rand((), generator=model.source)
+
+
+def _works_with_unowned(held: Box, model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    return loss * held.item
+
+
+@pytest.mark.parametrize(
+    ("body", "kept"),
+    [
+        (_keeps_loss, {"kept": torch.zeros(())}),
+        (_appends, {"losses": []}),
+        (_averages, {"part": 3.0}),
+        (_reads, {}),
+        (_draws, {}),
+        (_returns_number, {}),
+        (_draws_from_its_own, {"source": torch.Generator().manual_seed(3)}),
+        (partial(_works_with_unowned, Box(torch.tensor(2.0))), {}),
+    ],
+)
+def test_what_only_two_traces_tell(body: Callable[..., Any], kept: dict[str, Any]) -> None:
+    """The step leaves more changed than integers, works with more than is owned, or reads or draws on the host."""
+
+    def make() -> Rig:
+        random.seed(5)
+        fresh = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
+        fresh = {name: list(value) if isinstance(value, list) else value for name, value in fresh.items()}
+        if "source" in fresh:
+            fresh["source"] = torch.Generator().manual_seed(3)
+        return keeping_rig(body, CALLS, **fresh)
+
+    step = assert_same_as_eager(make)
+    assert counts(step) == (WARMUP, 2, 1, CALLS - BEFORE_REPLAY), step.report()
+
+
+@pytest.mark.parametrize("verify", ["off", 2])
+def test_a_first_replay_that_is_not_checked(verify: Any) -> None:
+    """Then two traces are made in any case."""
+    step = assert_same_as_eager(partial(training_rig, "mlp", "adamw", sizes=[8] * CALLS), verify=verify)
+    assert counts(step) == (WARMUP, 2, 1, CALLS - BEFORE_REPLAY)
+
+
+@pytest.mark.parametrize("changes_at", [WARMUP + 1, WARMUP + 2])
+def test_a_number_that_changes_before_the_capture_or_the_replay(changes_at: int) -> None:
+    """The first trace becomes the first of two where the capture finds another number; later that is a recapture."""
+
+    def put(model: Any, index: int) -> None:
+        if index + 1 == changes_at:
+            model.scale = 3.0
+
+    def scaled(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+        return loss * model.scale
+
+    step = assert_same_as_eager(partial(keeping_rig, scaled, CALLS, put, scale=2.0))
+    assert step.stats.replayed > CALLS - 12, step.report()
+    assert (step.stats.captured == 1) is (changes_at == WARMUP + 1)
+    assert step.stats.traced > 1
+
+
+def decaying(begin: int) -> Rig:
+    """A loss weight on a schedule that no guard sees; it decays from call ``begin`` on."""
+    weight = Box(1.0)
+
+    def each(model: Any, optimizer: Any, index: int) -> None:
+        weight.item = 0.5 ** max(0, index + 2 - begin)
+
+    return changing_rig(stay, lambda model, x, y: loss_of(model, x, y) * weight.item, each=each)
+
+
+def test_two_traces_tell_what_the_first_replay_has_shown() -> None:
+    """A number that changes all the time: the refusal is the one that two traces lead to, and nothing is lost."""
+    rig = build(partial(decaying, FIRST))
+    step = managed(rig, on_failure="eager")
+    with pytest.warns(UserWarning, match=r"aten\.mul\.Tensor at .* gets other=0\.\d+ on one step"):
+        found = drive(rig, step)
+    rig = build(partial(decaying, FIRST))
+    assert_same_runs(drive(rig, rig.step), found)
+    assert (step.stats.traced, step.stats.captured, step.stats.replayed) == (3, 1, 0)
+    assert "traced anew: replay 1 of" in step.report()
+
+
+def test_two_traces_refuse_what_the_first_replay_has_shown() -> None:
+    rig = build(partial(decaying, FIRST))
+    step = managed(rig)
+    with pytest.raises(HostScalarError, match=r"gets other=0\.\d+ on one step and other=0\.\d+ on the next"):
+        drive(rig, step)
+
+
+def test_a_branch_that_turns_before_the_first_replay() -> None:
+    """It does not turn again, so that two traces lead to replays of the other way."""
+
+    def make() -> Rig:
+        count = Box(itertools.count())
+
+        def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+            value = loss_of(model, x, y)
+            return value * 3 if next(count.item) >= FIRST else value
+
+        return changing_rig(stay, loss)
+
+    step = assert_same_as_eager(make)
+    assert (step.stats.traced, step.stats.captured) == (3, 2), step.report()
+    assert step.stats.replayed > 8
+
+
+def test_a_later_replay_that_is_wrong_is_no_matter_of_traces() -> None:
+    """Replays before it have not been compared: what they did cannot be made good."""
+    rig = build(partial(decaying, FIRST + 2))
+    step = managed(rig)
+    with pytest.warns(UserWarning, match="replay 4 of .* may have gone wrong unseen"):
+        drive(rig, step)
+    assert (step.stats.traced, step.stats.captured, step.stats.replayed) == (1, 1, 3)
+
+
+def test_a_first_replay_that_nothing_can_be_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no room for the copies: an eager step, and from then on as with two traces and no check."""
+    monkeypatch.setattr(replays, "find_room", lambda *_, **__: (None, "no room"))
+    step = assert_same_as_eager(partial(training_rig, "mlp", "adamw", sizes=[8] * CALLS))
+    assert counts(step) == (WARMUP + 1, 1 + 2, 2, CALLS - WARMUP - 6), step.report()
+    assert "traced anew: the first replay of" in step.report()
+    assert "not checked against eager: no room" in step.report()
+
+
+def test_memory_that_runs_out_in_the_first_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eager step that was run stands, though nothing was found out."""
+    failed = []
+    plain = replays.Check.compare
+
+    def compare(check: Any, *args: Any) -> Any:
+        if not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError("planted")
+        return plain(check, *args)
+
+    monkeypatch.setattr(replays.Check, "compare", compare)
+    step = assert_same_as_eager(partial(training_rig, "mlp", "adamw", sizes=[8] * CALLS))
+    assert (step.stats.traced, step.stats.captured) == (3, 2), step.report()
+    assert "could not be checked (planted)" in step.report()
+
+
+def test_a_capture_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the capture alone sees may be what a second trace tells."""
+    plain, refused = TapeBackend.record, []
+
+    def record(backend: Any, *args: Any, **options: Any) -> Any:
+        if not refused:
+            refused.append(1)
+            raise HostSyncError("planted")
+        return plain(backend, *args, **options)
+
+    monkeypatch.setattr(TapeBackend, "record", record)
+    step = assert_same_as_eager(partial(training_rig, "mlp", "adamw", sizes=[8] * CALLS))
+    assert counts(step) == (WARMUP + 1, 3, 1, CALLS - WARMUP - 5), step.report()
+    assert "traced anew: planted" in step.report()
+
+
+def test_a_capture_that_is_refused_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(*_: Any, **__: Any) -> Any:
+        raise HostSyncError("planted")
+
+    monkeypatch.setattr(TapeBackend, "record", record)
+    with pytest.raises(HostSyncError, match="planted"):
+        assert_same_as_eager(partial(training_rig, "mlp", "adamw", sizes=[8] * CALLS))
+
+
+def test_inference_is_traced_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.BatchNorm1d(3)).eval()
+    fast = graphed(model, backend="tape")
+    with torch.no_grad():
+        for x in torch.randn(6, 2, 4):
+            assert torch.equal(fast(x), model(x))
+    assert (fast.stats.traced, fast.stats.captured) == (1, 1)
+    fast.close()
+
+
+def test_only_an_unproven_program_is_taken_back() -> None:
+    """Once a replay was compared, a program of one trace is one like others."""
+    rig = build(partial(updating_rig, lambda model, x, loss: loss * model.scale, attributes(scale=2.0)))
+    step = managed(rig)
+    unproven = []
+    for args in rig.calls[: FIRST + 1]:
+        step(*args)
+        found = step.machine.find_program(args)
+        assert found is None or isinstance(found[0], Program)
+        unproven.append(found is not None and found[0].is_unproven)
+    assert unproven == [False] * (WARMUP + 1) + [True, False]
+
+
+def raising_rig(turned: Any) -> Rig:
+    """Inverts what the calls bring, until ``turned`` says otherwise."""
+    model = nn.Linear(2, 2)
+
+    @torch.no_grad()
+    def step(x: Tensor) -> Tensor:
+        return model(x) if turned.item else model(torch.linalg.inv(x))
+
+    bad = torch.zeros(2, 2)
+    return Rig(step, {"model": model}, [(torch.eye(2) + index,) for index in range(12)] + [(bad,)])
+
+
+@pytest.mark.parametrize("verify", [1, "off"])
+def test_a_replay_that_raises_where_the_eager_step_does_not(verify: Any) -> None:
+    """A check names it, and has what the eager step returns."""
+    turned = Box(False)
+    rig = build(partial(raising_rig, turned))
+    step = managed(rig, verify=verify, on_failure="eager")
+    for args in rig.calls[:-1]:
+        step(*args)
+    turned.item = True
+    (bad,) = rig.calls[-1]
+    if verify == "off":
+        with pytest.raises(torch.linalg.LinAlgError):
+            step(bad)
+    else:
+        with pytest.warns(UserWarning, match="result: a replay raises _?LinAlgError .*, and the eager step does not"):
+            found = step(bad)
+        assert torch.equal(found, rig.step(bad))
