@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from graphplan.backends.cudapools import forget_workspaces
 from graphplan.optimizers.preparation import Preparation
 from tests.facts import assert_same, flatten
-from tests.twins import Record, Rig, assert_same_runs, before_replays, build, drive, managed
+from tests.twins import Record, Rig, assert_same_runs, before_replays, build, drive, managed, saved_traces
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
@@ -122,7 +122,8 @@ def assert_like_eager(
         make: Builds the rig on the device; called once for each run.
         captured: How many captures are expected in all; None leaves them, and the replays, to the caller.
         further: How many of them are of further shapes.
-        replayed: How many replays are expected; by default all calls but those before the first replay.
+        replayed: How many replays are expected, if each capture has two traces; by default all calls but those before
+            the first replay.
         exact: Fail if the two eager runs do not agree bitwise.
         options: Passed to ``graph_step``.
 
@@ -146,7 +147,8 @@ def assert_like_eager(
     calls = len(rig.calls)
     if captured is not None:
         assert stats.captured == captured
-        assert stats.replayed == (calls - before_replays(captured, further) if replayed is None else replayed)
+        expected_replays = calls - before_replays(captured, further) if replayed is None else replayed
+        assert stats.replayed == expected_replays + saved_traces(stats)
     assert stats.eager + stats.traced + stats.captured + stats.replayed == calls
     return step, rig
 

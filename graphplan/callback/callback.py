@@ -68,7 +68,7 @@ class GraphPlanCallback(Callback):
         ... )
         >>> trainer.fit(Regression(), DataLoader(torch.randn(80, 4), batch_size=8))
         >>> callback.stats.eager, callback.stats.traced, callback.stats.captured, callback.stats.replayed
-        (3, 2, 1, 4)
+        (3, 1, 1, 5)
 
     Raises:
         OptionError: if an option has a value that makes no sense, or if a Trainer has two of these callbacks.

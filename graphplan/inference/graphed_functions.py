@@ -99,7 +99,7 @@ class ServeOptions(PlainOptions):
         copy_roles: roles that are copied in; with ``"param"``, :meth:`Graphed.replay` takes other weights.
         outputs: ``"clone"``, or ``"static"``: results are the program's own memory, and raise when they are used
             after its next replay. Fed to another graphed function they are not copied, if it was captured on them.
-        capture_after: number of calls of a shape before it is traced, which takes two calls more, and captured.
+        capture_after: number of calls of a shape before it is traced, which takes a call or two more, and captured.
         pool: what shares stream and memory with others; by default each use of ``graphed`` has its own.
 
     Raises:
@@ -302,7 +302,7 @@ def graphed(fn: Callable[..., Any] | None, options: ServeOptions) -> Any:  # noq
         ...     for _ in range(6):
         ...         y = fast(torch.randn(8, 4))
         >>> fast.stats.eager, fast.stats.traced, fast.stats.captured, fast.stats.replayed
-        (1, 2, 1, 2)
+        (1, 1, 1, 3)
         >>> @graphed(shapes="bucket", buckets=[1, 2, 4, 8])
         ... def classify(x):
         ...     return model(x).softmax(-1)

@@ -62,7 +62,7 @@ class Stats:
         >>> for _ in range(10):
         ...     y = step(torch.ones(3))
         >>> step.stats.traced, step.stats.captured, step.stats.replayed
-        (2, 1, 4)
+        (1, 1, 5)
     """
 
     eager: int = 0

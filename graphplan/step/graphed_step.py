@@ -47,7 +47,7 @@ class GraphedStep(CallLock, Reports):
         >>> for _ in range(10):
         ...     y = step(torch.ones(3))
         >>> print(step.report().splitlines()[0])
-        graphplan: 1 plan; 4 of 10 steps replayed; ...
+        graphplan: 1 plan; 5 of 10 steps replayed; ...
 
     Attributes:
         machine: what makes its calls, and its parts.
@@ -205,7 +205,7 @@ def graph_step(fn: Callable[..., Any], options: StepOptions) -> GraphedStep:  # 
         >>> for _ in range(10):
         ...     loss = step(torch.randn(8, 4), torch.randn(8, 1))
         >>> step.stats.eager, step.stats.traced, step.stats.captured, step.stats.replayed
-        (3, 2, 1, 4)
+        (3, 1, 1, 5)
 
     Args:
         fn: the step: forward, backward, optimizer, or a part of these. It takes pytrees of tensors and literals, of any

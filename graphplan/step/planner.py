@@ -150,7 +150,7 @@ class Planner:
         self._read = {path: value for path, value in plan.reads.values.items() if _may_vary(value)}
 
     def _plan_single(self, call: Call, at_end: Walk | None) -> Plan | None:
-        """The plan of one trace, which stays until the capture: the first of two, if the step is another one by then."""
+        """The plan of one trace, which stays until the capture: the first of two, if the step is another by then."""
         (trace,) = call.line.traces
         if not (self._may_be_single and self._managed.has_met and at_end is not None and suffices(trace)):
             return None

@@ -203,7 +203,7 @@ class Stages:
         if call.line.plan is not None and call.line.plan.single:
             self._stats.note(f"traced anew: {refusal}", "traces")
             self.distrust(call.entry)
-            return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal), managed=True)
+            return self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
         if isinstance(refusal, OutcomeError):
             # It would keep the frames of the recorded step.
             refusal.__traceback__ = None

@@ -287,7 +287,7 @@ class StateMachine:
         if error is not None and program.is_unproven:
             self.stats.note(f"traced anew: {error}", "traces")
             self.stages.distrust(call.entry)
-            self.runner.count_eager(error.reason, str(error))
+            self.runner.count_eager(SkipReason.SHAPE)
         elif error is not None:
             self.stats.note(f"invalidated: {error}", "guards")
             self.stand_down(error.reason, str(error))

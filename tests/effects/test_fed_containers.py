@@ -340,6 +340,7 @@ def test_calls_that_are_refused_or_surrounded_get_it_too() -> None:
     assert graphed(lambda batch: batch, backend="tape")(wanted) is wanted
 
 
+@pytest.mark.twice
 def test_a_change_that_only_a_check_sees() -> None:
     """The eager step of the first check is the first that changes its container."""
     counter = iter(range(1000))
@@ -360,6 +361,7 @@ def test_a_change_that_only_a_check_sees() -> None:
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "eager"])
+@pytest.mark.twice
 def test_a_change_that_only_the_capture_sees(on_failure: str) -> None:
     """What is recorded has containers of its own; the call is undone, or made eagerly on the caller's."""
     counter = iter(range(1000))

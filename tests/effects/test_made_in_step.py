@@ -352,6 +352,7 @@ class Referring(nn.Module):
         return y
 
 
+@pytest.mark.twice
 def test_weak_references_to_what_is_gone_are_alike() -> None:
     def make() -> Rig:
         model = Referring()

@@ -80,6 +80,7 @@ def test_what_is_put_first_is_not_taken_for_appended(kind: Callable[[], Any]) ->
 
 
 @pytest.mark.parametrize("effect", EFFECTS, ids=lambda effect: effect.__name__)
+@pytest.mark.twice
 def test_irregular_host_effects_are_refused(effect: Callable[..., None]) -> None:
     """The message names the attribute's path, and the attribute is put back."""
     make = partial(updating_rig, effect, attributes(weird=EFFECTS[effect]))
@@ -278,6 +279,7 @@ def test_the_length_of_what_the_step_makes_longer(where: str, kind: Callable[[],
     assert_refused(make, HostScalarError, text, done=SECOND_TRACE + 2)
 
 
+@pytest.mark.twice
 def test_a_result_whose_structure_changes_is_refused() -> None:
     """One more key in every other call: both structures are in the message."""
 
@@ -332,6 +334,7 @@ def rebinds_now_and_then(model: Any, x: Tensor, loss: Tensor) -> None:
         model.best = loss
 
 
+@pytest.mark.twice
 def test_a_tensor_that_is_rebound_now_and_then_is_refused() -> None:
     """Rebound in every other call, with the same operators: the slot is named."""
     make = partial(updating_rig, rebinds_now_and_then, attributes(count=0, best=partial(torch.zeros, ())))
@@ -365,6 +368,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("choose", CHOICES, ids=lambda choose: choose.__name__)
+@pytest.mark.twice
 def test_a_choice_between_tensors_is_refused(choose: Callable[..., Tensor]) -> None:
     """The same operators on other tensors, in turn: the operator, its line and both tensors are named."""
     make = partial(updating_rig, choose, attributes(turn=lambda: cycle((0, 1)).__next__, **TENSORS))

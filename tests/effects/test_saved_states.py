@@ -35,6 +35,7 @@ def test_the_host_draws_and_seeds_between_steps(kind: str, equals_eager: Check, 
     equals_eager(partial(rig_of, STEPS[kind], after), exact=True)
 
 
+@pytest.mark.twice
 def test_what_was_replaced_is_back() -> None:
     names = ("get_rng_state", "set_rng_state")
     before = [getattr(space, name) for space in (torch, torch.random, torch.cuda, torch.cuda.random) for name in names]
@@ -80,6 +81,7 @@ def test_states_that_the_step_did_not_save(forward: Any) -> None:
     )
 
 
+@pytest.mark.twice
 def test_states_that_are_put_back_now_and_then() -> None:
     """The two traces do not do the same."""
     calls = iter(range(100))

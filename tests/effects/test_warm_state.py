@@ -64,6 +64,7 @@ def _after(calls: range | list[int], forget: Forget, **options: Any) -> Callable
 
 @pytest.mark.parametrize("after", [3, 4])
 @pytest.mark.parametrize("forget", [_clear, _load_empty])
+@pytest.mark.twice
 def test_state_that_is_dropped_before_the_capture(forget: Forget, after: int) -> None:
     """A recording that makes the state would make it anew in each replay, with a step count of one for ever."""
     each = lambda model, optimizer, index: forget(model, optimizer) if index == after else None  # noqa: E731
@@ -158,6 +159,7 @@ def _new_moments(model: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("move", [_one_vector, _new_moments])
+@pytest.mark.twice
 def test_what_moves_between_two_traces(move: Callable[[Any, Any], None]) -> None:
     """Where the two steps differ because of it, and not because of what they do, one more is traced."""
     each = lambda model, optimizer, index: move(model, optimizer) if index == 3 else None  # noqa: E731

@@ -204,6 +204,7 @@ def test_row_08_a_scaler_that_reads_found_inf(make_optimizer: Any) -> None:
     assert_refused(make, HostSyncError, r"test_rows_05_08\.py:\d+", r"fused=True", prepare_optimizers=False)
 
 
+@pytest.mark.twice
 def test_row_08_a_stock_optimizer_with_a_scaler() -> None:
     """A stock AdamW is prepared to be fused; the scaler then has to use the fused kernel too."""
     rig = scaled_rig(optimizer=partial(AdamW, lr=1e-2))

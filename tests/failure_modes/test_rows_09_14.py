@@ -68,6 +68,7 @@ def test_row_13_python_value_changed() -> None:
     assert assert_handled(partial(changing_rig, stay, _power, calls=calls), replayed=28).stats.captured == 2
 
 
+@pytest.mark.twice
 def test_row_13_python_value_that_never_repeats() -> None:
     """A file name in each batch: one program if no step reads it, else no signature repeats, which is said."""
     calls = [(x, y, f"{index}.png") for index, (x, y) in enumerate(float_batches(120))]

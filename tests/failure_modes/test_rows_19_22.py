@@ -221,6 +221,7 @@ def test_row_22_inputs_that_share_memory() -> None:
     assert_handled_or_refused(fresh)
 
 
+@pytest.mark.twice
 def test_row_22_inputs_that_share_memory_later() -> None:
     """Once captured, a call whose inputs overlap runs eagerly."""
 

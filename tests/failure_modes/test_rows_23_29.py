@@ -177,6 +177,7 @@ def test_row_28_accumulated_micro_batches(set_to_none: bool) -> None:
     assert_handled(partial(accumulating_rig, set_to_none=set_to_none), replayed=30)
 
 
+@pytest.mark.twice
 def test_row_29_results_are_the_callers() -> None:
     """Losses kept from earlier calls stay what they were, whoever writes into them."""
     rig = build(PLAIN)

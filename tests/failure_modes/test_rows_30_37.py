@@ -77,6 +77,7 @@ def test_row_30_host_code_that_stops(owned: bool) -> None:
     assert_handled(partial(listing_rig, owned))
 
 
+@pytest.mark.twice
 def test_row_31_a_batch_is_read_once_and_left_alone() -> None:
     """An iterator gives each batch once, in order; none is fetched ahead, held back or written to."""
     batches = float_batches(24)
@@ -90,6 +91,7 @@ def test_row_31_a_batch_is_read_once_and_left_alone() -> None:
     assert_same(flatten(batches=copies), flatten(batches=batches))
 
 
+@pytest.mark.twice
 def test_row_32_the_caller_reuses_its_batch() -> None:
     """The next batch is written into the same tensor as soon as the call returns (a loader with one buffer)."""
     expected = run_eagerly(PLAIN).outputs
@@ -201,6 +203,7 @@ def test_row_35_exception_in_the_step(at: int) -> None:
     assert_same(flatten(losses=records[0][0]), flatten(losses=records[1][0]))
 
 
+@pytest.mark.twice
 def test_row_36_recordings_go_before_the_process_group() -> None:
     """``close`` gives up every recording, so that none is alive when the process group is destroyed."""
     before = {id(thing) for thing in gc.get_objects() if type(thing) is TapeRecording}

@@ -61,6 +61,7 @@ def test_literals_that_hash_or_compare_alike_are_told_apart(one: Any, two: Any) 
 
 @pytest.mark.parametrize("shape", [(4, 0), (0, 0), (0,), (3, 0, 5), ()], ids=str)
 @pytest.mark.parametrize("options", [{}, {"outputs": "static", "verify": "off"}], ids=str)
+@pytest.mark.twice
 def test_tensors_without_elements_and_without_dimensions(shape: tuple[int, ...], options: Any) -> None:
     fast = assert_replays(lambda x: (x * 2, x.sum()), [(torch.randn(shape),) for _ in range(7)], **options)
     assert fast.stats.replayed == 3
@@ -161,6 +162,7 @@ def test_other_weights_are_not_for_padded_calls() -> None:
 # Re-entry.
 
 
+@pytest.mark.twice
 def test_a_function_that_calls_itself_is_one_step() -> None:
     def halve(x: Tensor, times: int) -> Tensor:
         return x if not times else fast(x / 2, times - 1)  # type: ignore[no-any-return]

@@ -91,6 +91,7 @@ def test_padding_that_begins_to_matter(whole: bool) -> None:
         assert torch.equal(fast(five), model(five))
 
 
+@pytest.mark.twice
 def test_a_captured_program_is_checked_with_padding() -> None:
     """One that turns out well is padded from then on, checked as often as any other."""
     model = Changing()

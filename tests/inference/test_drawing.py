@@ -66,6 +66,7 @@ def test_padded_calls_that_draw_are_refused_by_name(fn: Any, verify: str) -> Non
 
 @pytest.mark.parametrize("verify", ["geometric", "off"])
 @pytest.mark.parametrize("fn", [tokens, own_tokens, seldom_others])
+@pytest.mark.twice
 def test_calls_of_the_size_itself_are_replayed(fn: Any, verify: str) -> None:
     batches = batches_of(*(4, 3) * 12)
     fast = served(fn, verify=verify, on_failure="eager")

@@ -50,6 +50,7 @@ def inputs(*sizes: int, width: int = 8) -> list[tuple[Tensor]]:
     return [(torch.randn(size, width),) for size in sizes]
 
 
+@pytest.mark.twice
 def test_a_function_with_arguments_and_without() -> None:
     layer = Layer()
 
@@ -70,6 +71,7 @@ def test_a_function_with_arguments_and_without() -> None:
     assert bare.plan.name.endswith("bare")
 
 
+@pytest.mark.twice
 def test_a_module_and_its_hooks() -> None:
     layer = Layer()
     layer.register_forward_hook(lambda module, args, out: out + 1)
@@ -86,6 +88,7 @@ class Decorated(Layer):
         return super().forward(x, mask, causal=causal)
 
 
+@pytest.mark.twice
 def test_two_layers_of_a_class_share_no_program() -> None:
     layers = [Decorated(), Decorated()]
     for (x,) in inputs(*[4] * 8):
@@ -184,6 +187,7 @@ def test_literals_and_missing_arguments_are_part_of_the_key() -> None:
     assert fast.num_graphs == 3
 
 
+@pytest.mark.twice
 def test_gradients_flow_through_an_eager_call() -> None:
     """Where gradients are wanted, be it for an input or a parameter, the call is eager, and says so."""
     layer = Layer()
@@ -203,6 +207,7 @@ def test_gradients_flow_through_an_eager_call() -> None:
     assert fast.stats.replayed == 2
 
 
+@pytest.mark.twice
 def test_modes_are_part_of_the_key() -> None:
     layer = Layer()
     fast = graphed(layer, backend="tape")
@@ -268,6 +273,7 @@ def test_replay_without_a_program() -> None:
         graphed(Layer(), shapes="bucket", buckets=[4]).replay((torch.ones(3, 8),))
 
 
+@pytest.mark.twice
 def test_an_input_that_the_function_changes_is_written_back() -> None:
     def fill(x: Tensor, cache: Tensor, index: int) -> Tensor:
         cache[index] = x.sum(0)
@@ -324,6 +330,7 @@ pytree.register_pytree_node(Registered, lambda r: (r.items, None), lambda items,
     ],
     ids=["tuple", "dict", "ordered", "named", "dataclass", "nested", "registered"],
 )
+@pytest.mark.twice
 def test_results_of_any_structure_at_their_true_size(wrap: Any) -> None:
     def fn(x: Tensor) -> Any:
         return wrap(x * 2)
@@ -341,6 +348,7 @@ def _open(value: Any) -> Any:
     return value.items if isinstance(value, Registered) else value
 
 
+@pytest.mark.twice
 def test_state_needs_a_role() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -361,6 +369,7 @@ def test_state_needs_a_role() -> None:
     assert fast.stats.replayed == 4
 
 
+@pytest.mark.twice
 def test_a_model_in_training_mode() -> None:
     """Regression: the refusal spoke of roles, and not of the mode that the model is in."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
@@ -438,11 +447,13 @@ def test_one_allocation_serves_all_shapes_and_grows_by_leaps() -> None:
     ],
     ids=["transposed", "expanded", "overlapping", "strided", "empty", "channels last", "offset"],
 )
+@pytest.mark.twice
 def test_inputs_of_any_geometry(make: Any) -> None:
     fast = assert_replays(lambda x: (x * 2 + 1).sum(0), [(make(),) for _ in range(7)])
     assert fast.stats.replayed == 3
 
 
+@pytest.mark.twice
 def test_memory_format_is_kept() -> None:
     convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     images = [(torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last),) for _ in range(7)]
@@ -486,6 +497,7 @@ def test_a_refusal_raises_or_warns() -> None:
     assert fast.stats.captured == 0
 
 
+@pytest.mark.twice
 def test_capture_after_counts_calls_of_a_shape() -> None:
     fast = graphed(Layer(), backend="tape", capture_after=3)
     for (x,) in inputs(4, 5, 4, 5, 4, 5):
@@ -526,6 +538,7 @@ def test_eviction_by_bytes_frees_them() -> None:
     assert fast.stats.events["evicted: more bytes than memory_budget"] == 1
 
 
+@pytest.mark.twice
 def test_a_graphed_function_within_another_is_part_of_it() -> None:
     inner, layer = Decorated(), Layer()
 
@@ -597,6 +610,7 @@ def test_after_closing() -> None:
         fast(torch.ones(4, 8))
 
 
+@pytest.mark.twice
 def test_the_report_lists_the_cache() -> None:
     fast = assert_replays(Layer(), inputs(*[4] * 6, *[2] * 6))
     text = fast.report()
@@ -638,6 +652,7 @@ def test_backend_eager_is_the_function_and_nothing_else() -> None:
     assert fast.stats.skipped == {SkipReason.BACKEND_EAGER: 6}
 
 
+@pytest.mark.twice
 def test_a_container_without_keys_is_fed() -> None:
     """Leaves of a type that tells torch no keys go by their numbers."""
     fast = graphed(lambda box, k: box.items[0] * k, backend="tape")
@@ -650,6 +665,7 @@ def test_a_container_without_keys_is_fed() -> None:
 
 @pytest.mark.parametrize("verify", ["geometric", "off"])
 @pytest.mark.parametrize("shape", [(1, 4, 8), (1, 7, 8), (3, 4, 8)])
+@pytest.mark.twice
 def test_attention_of_a_tensor_to_itself(shape: tuple[int, ...], verify: str) -> None:
     """Torch's fused kernel asks whether query, key and value are one tensor, and computes otherwise if they are."""
     attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
@@ -663,6 +679,7 @@ def test_attention_of_a_tensor_to_itself(shape: tuple[int, ...], verify: str) ->
     assert fast.stats.replayed == 4
 
 
+@pytest.mark.twice
 def test_a_module_that_was_made_in_inference_mode() -> None:
     with torch.inference_mode():
         layer = Layer()
@@ -727,6 +744,7 @@ def test_compiled_modules() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"outputs": "static"}, {"shapes": "bucket", "buckets": [4, 8]}])
+@pytest.mark.twice
 def test_nothing_is_kept_alive(options: Any) -> None:
     """Neither batches nor results are; nor is a model, its programs and their memory, once nobody has it any more."""
     # Those of other tests' functions, which a module may hold.

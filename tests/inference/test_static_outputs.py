@@ -217,6 +217,7 @@ def views(h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pairs(verify=["off", "geometric", 1, 3], pass_on=[same, crossed, views], cell=[recurrent, halving])
+@pytest.mark.twice
 def test_states_that_are_fed_back(cell: Callable[..., Any], pass_on: Callable[..., Any], verify: Any) -> None:
     """What is fed lies where the results of the replay go: the eager step of a check gets what was fed."""
     layer = nn.Linear(WIDTH, WIDTH)
@@ -230,6 +231,7 @@ def test_states_that_are_fed_back(cell: Callable[..., Any], pass_on: Callable[..
 
 
 @pairs(verify=["off", "geometric", 1, 3], rows=[3, 4], cell=[recurrent, halving])
+@pytest.mark.twice
 def test_states_that_are_fed_back_padded(cell: Callable[..., Any], rows: int, verify: Any) -> None:
     """The call without padding, which a padded replay is compared with, gets what was fed."""
     layer = nn.Linear(WIDTH, WIDTH)
@@ -246,6 +248,7 @@ def test_states_that_are_fed_back_padded(cell: Callable[..., Any], rows: int, ve
     assert fast.stats.replayed == CALLS - TO_REPLAY + (rows == 4)
 
 
+@pytest.mark.twice
 def test_a_difference_in_a_state_that_is_fed_back_is_found() -> None:
     layer, weight = nn.Linear(WIDTH, WIDTH), Box(1.0)
     fast = graphed(lambda h: layer(h).tanh() * weight.item, backend="tape", outputs="static", verify=1)
@@ -260,6 +263,7 @@ def test_a_difference_in_a_state_that_is_fed_back_is_found() -> None:
 
 
 @pytest.mark.parametrize("verify", ["off", "geometric", 1])
+@pytest.mark.twice
 def test_results_that_an_owner_keeps(verify: Any) -> None:
     """Those that a later replay has overwritten may lie there as long as nobody uses them."""
     layer = Layer()

@@ -103,6 +103,7 @@ def same(folder: Path, kind: type[Trainer] = Graphed, **options: Any) -> Any:
     ids=lambda options: "+".join(options) or "defaults",
 )
 @pytest.mark.crossed(2)
+@pytest.mark.twice
 def test_the_whole_step_is_replayed(options: dict[str, Any], tmp_path: Path) -> None:
     stats = same(tmp_path, **options).graphed.stats
     assert (stats.captured, stats.replayed) == (1, 2 * STEPS - BEFORE_REPLAY), stats.events
@@ -130,6 +131,7 @@ def test_evaluations_and_checkpoints_in_between(tmp_path: Path) -> None:
     assert trainer.graphed.stats.replayed >= 4 * STEPS - 16 - 2 * BEFORE_REPLAY
 
 
+@pytest.mark.twice
 def test_a_second_training(tmp_path: Path) -> None:
     """``train()`` again has a step of its own, and optimizers are stock after each."""
     results = []
@@ -154,6 +156,7 @@ class ForwardBackward(Graphed):
 
 
 @pytest.mark.parametrize(("kind", "callbacks"), [(Graphed, [Clips()]), (ForwardBackward, [])], ids=["hook", "option"])
+@pytest.mark.twice
 def test_forward_and_backward_alone(kind: type[Trainer], callbacks: list[Any], tmp_path: Path) -> None:
     trainer = same(tmp_path, kind, callbacks=callbacks)
     assert trainer.graphed.stats.replayed == 2 * STEPS - BEFORE_REPLAY
@@ -190,6 +193,7 @@ def other(base: type[Trainer]) -> type[Trainer]:
     return type(f"Graphed{base.__name__}", (Graphed, base), {})
 
 
+@pytest.mark.twice
 def test_adapters_of_peft(tmp_path: Path) -> None:
     """The adapters alone are trained."""
     peft = pytest.importorskip("peft")

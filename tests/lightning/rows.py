@@ -98,7 +98,7 @@ class Side:
 
     def __init__(self, row: Row, folder: Path, *, graphed: bool) -> None:
         self.row, self.folder, self.graphed = row, folder, graphed
-        self.replayed = self.evaluated = self.steps = 0
+        self.replayed = self.evaluated = self.captured = self.steps = 0
         self.times: list[float] = []
         self.watchers: list[Watcher] = []
         self.seen: list[Any] = []
@@ -178,6 +178,7 @@ class Side:
             assert stats.eager + stats.traced + stats.captured + stats.replayed == stats.calls, fit.callback.report()
             self.replayed += stats.replayed
             self.evaluated += fit.callback.eval_stats.replayed
+            self.captured += sum(each.captured for each in (stats, fit.callback.eval_stats))
         self.steps = sum(len(watcher.batches) for watcher in self.watchers)
 
     def facts(self, fit: Fit) -> dict[str, Any]:
@@ -221,7 +222,9 @@ def check(row: Row, folder: Path) -> Outcome:
     assert_same(expected, graphed.facts(fit))
     report = fit.callback.report() if fit.callback is not None else ""
     found, wanted = (graphed.replayed, graphed.evaluated), (row.replayed, row.evaluated)
-    assert found == wanted, f"replayed {found}, expected {wanted}\n{report}"
+    # Rows say how many there are if all captures have two traces; where one is enough, its next call is a replay.
+    more = [one - other for one, other in zip(found, wanted, strict=True)]
+    assert min(more) >= 0 and sum(more) <= graphed.captured, f"replayed {found}, expected {wanted}\n{report}"
     assert graphed.steps == plain.steps
     assert not [text for text in graphed.said - plain.said if not re.match(row.says, text)]
     assert row.shows(fit), report

@@ -24,8 +24,8 @@ from tests.lightning.parts import FUSED_ADAMW, Fit, LitDigits, per_step
 from tests.lightning.rows import FULL, Row, scheduled, variant
 from tests.optimizers.test_gradient_scaler import prepared
 
-ON_THE_HOST = FULL - 4
-"""Replays where the optimizer turns out to stay on the host with the second trace: tracing begins anew."""
+ON_THE_HOST = FULL - 2
+"""Replays where the optimizer turns out to stay on the host with a trace: tracing begins anew."""
 
 
 class Lion(Optimizer):

@@ -118,7 +118,7 @@ for _precision, _kind in CLIPPED_BY.items():
     PRECISION.pop(f"{_precision}, clipped by {'value' if _kind == 'norm' else 'norm'}")
 PRECISION |= {
     "16-mixed, accumulated": scaled(
-        ADAMW, prepared(ADAMW), replayed=15, trainer=_scaler(accumulate_grad_batches=2, max_epochs=4)
+        ADAMW, prepared(ADAMW), replayed=18, trainer=_scaler(accumulate_grad_batches=2, max_epochs=4)
     ),
     "16-mixed, a scale that starts too high": scaled(
         ADAMW,
@@ -152,19 +152,19 @@ def _short(trainer: dict[str, Any], replayed: int, **row: Any) -> Row:
 RAGGED = 6 * 24 + 10
 TRAINERS: dict[str, Row] = {
     **PRECISION,
-    "accumulation over 2": _short({"accumulate_grad_batches": 2, "max_epochs": 4}, 15),
-    "accumulation over 4, ragged end": _short({"accumulate_grad_batches": 4, "max_epochs": 4}, 10),
-    "accumulation over 3, ragged batch": _short({"accumulate_grad_batches": 3, "max_epochs": 5}, 17, examples=RAGGED),
-    "accumulation and clipping": _short({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 4}, 15),
+    "accumulation over 2": _short({"accumulate_grad_batches": 2, "max_epochs": 4}, 18),
+    "accumulation over 4, ragged end": _short({"accumulate_grad_batches": 4, "max_epochs": 4}, 14),
+    "accumulation over 3, ragged batch": _short({"accumulate_grad_batches": 3, "max_epochs": 5}, 22, examples=RAGGED),
+    "accumulation and clipping": _short({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 4}, 18),
     "a ragged batch": _short({"max_epochs": 6}, 6 * 7 - 4 - FURTHER, examples=RAGGED),
     "max_steps": _short({"max_steps": 14, "max_epochs": -1}, 10),
     "max_time": _short({"max_time": {"hours": 1}}, FULL, leaves_out=("time_elapsed",)),
     "limit_train_batches": _short({"limit_train_batches": 4, "max_epochs": 4}, 12),
-    "overfit_batches": _short({"overfit_batches": 2, "max_epochs": 7}, 8),
+    "overfit_batches": _short({"overfit_batches": 2, "max_epochs": 7}, 10),
     "fast_dev_run": _short({"fast_dev_run": 12}, 2, shows=lambda fit: len(fit.observer.batches) == 6),
     "barebones": _short({"barebones": True}, FULL, shows=lambda fit: fit.trainer.logger is None and not fit.rows),
-    "validation twice an epoch": _short({"val_check_interval": 0.5}, 13),
-    "validation after a third of an epoch": _short({"val_check_interval": 1 / 3}, 12),
+    "validation twice an epoch": _short({"val_check_interval": 0.5}, 15),
+    "validation after a third of an epoch": _short({"val_check_interval": 1 / 3}, 14),
     "validation across epochs": _short({"val_check_interval": 4, "check_val_every_n_epoch": None}, FULL),
     "no sanity check": _short({"num_sanity_val_steps": 0}, FULL),
     "the whole sanity check": _short({"num_sanity_val_steps": -1}, FULL),

@@ -70,6 +70,7 @@ def test_a_value_of_each_epoch(way: str, batches: int, tmp_path: Path) -> None:
     assert bool(anew) == (batches == 4), found.callback.report()
 
 
+@pytest.mark.twice
 def test_the_smaller_last_batch_gets_its_plan_once_the_value_stays(tmp_path: Path) -> None:
     """Its traces come from two epochs. That of the others is captured in each epoch anew."""
     sizes = (16,) * 8 + (6,)
@@ -81,6 +82,7 @@ def test_the_smaller_last_batch_gets_its_plan_once_the_value_stays(tmp_path: Pat
     assert stats.replayed == 9 * 9 - 6 - 3 * 4 - 6, found.callback.report()
 
 
+@pytest.mark.twice
 def test_the_smaller_last_batch_stays_eager_where_the_value_never_does(tmp_path: Path) -> None:
     make, sizes = until(100), (16,) * 8 + (6,)
     expected = fit(make, tmp_path / "eager", sizes=sizes, max_epochs=8)
@@ -145,6 +147,7 @@ LOOKS = [(_unused, 1, 21), (_compared, 2, 17), (_computed, 1, 21), (_divided, 3,
 
 
 @pytest.mark.parametrize(("use", "captured", "replayed"), LOOKS)
+@pytest.mark.twice
 def test_a_step_that_looks_at_the_epoch(use: Any, captured: int, replayed: int, tmp_path: Path) -> None:
     """It is captured anew where what it does with the number comes out otherwise, not in each epoch. Of 30 steps, the
     last one of an epoch has another shape.

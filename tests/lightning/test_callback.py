@@ -49,6 +49,7 @@ from tests.lightning.parts import (
 FULL = 21
 
 
+@pytest.mark.twice
 def test_nothing_stays_installed_after_a_fit(tmp_path: Path) -> None:
     """The trainer, the module and the optimizer are as after an eager fit."""
     found = fit(LitDigits, tmp_path, tape())
@@ -91,6 +92,7 @@ class Interrupting(Observer):
 
 @pytest.mark.parametrize("error", [Mine, KeyboardInterrupt])
 @pytest.mark.parametrize("at", [2, 12])
+@pytest.mark.twice
 def test_an_interrupted_fit(error: type[BaseException], at: int, tmp_path: Path) -> None:
     """Ctrl-C and errors of other callbacks leave nothing behind, before and after the first replay."""
     callback = tape()
@@ -223,6 +225,7 @@ def test_a_fit_that_is_too_short_only_says_so(tmp_path: Path) -> None:
     assert short.callback.stats.replayed == 0
 
 
+@pytest.mark.twice
 def test_the_summary_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: Any) -> None:
     """One line at the end of the fit says how many steps were replayed."""
     caplog.set_level("INFO")
@@ -244,6 +247,7 @@ def test_the_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))])
+@pytest.mark.twice
 def test_the_callback_can_be_copied_before_a_fit(make: Callable[[Any], Any], tmp_path: Path) -> None:
     """Spawning strategies and tuners copy callbacks; the copy works like the original."""
     copied = make(tape(warmup_steps=4, allow=("model.calls",)))
@@ -256,6 +260,7 @@ def test_the_eager_backend(tmp_path: Path) -> None:
     assert found.callback.stats.eager == 30
 
 
+@pytest.mark.twice
 def test_policies_from_a_configuration(tmp_path: Path) -> None:
     """Policies can be written as plain lists; one without storage for the state is refused by name."""
     full = {"train": {"static_roles": ["input", "param", "state"], "copy_roles": ["input"]}}
@@ -293,6 +298,7 @@ def test_two_callbacks_in_one_trainer(tmp_path: Path) -> None:
         fit(LitDigits, tmp_path, tape(), more=[tape(on_failure="eager")])
 
 
+@pytest.mark.twice
 def test_one_callback_serves_two_trainers(tmp_path: Path) -> None:
     """Statistics are those of the last fit; programs of the first fit do not outlive it."""
     callback = tape()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
@@ -23,6 +24,7 @@ from tests.twins import BEFORE_REPLAY, FURTHER, WARMUP
 EPOCHS = 3
 
 
+@pytest.mark.twice
 def test_three_epochs_are_bitwise_equal(tmp_path: Path) -> None:
     """27 full batches: three eager, two traced, one captured, 21 replayed; three ragged ones: one eager, two traced."""
     found = assert_fit_equals_eager(LitDigits, tmp_path, replayed=21)
@@ -50,6 +52,7 @@ def _stock(prepare: bool) -> LitDigits:
     return LitDigits(make_optimizer=make)
 
 
+@pytest.mark.twice
 def test_a_stock_optimizer_is_prepared(tmp_path: Path) -> None:
     """A stock AdamW trains as one that was prepared by hand, and stays close to the unprepared one."""
     prepared = fit(partial(_stock, True), tmp_path / "prepared")
@@ -62,6 +65,7 @@ def test_a_stock_optimizer_is_prepared(tmp_path: Path) -> None:
         torch.testing.assert_close(left["out"]["loss"], right["out"]["loss"], rtol=0, atol=1e-3)
 
 
+@pytest.mark.twice
 def test_the_flags_of_a_prepared_optimizer_are_put_back(tmp_path: Path) -> None:
     """After the fit, and in its checkpoints, a stock optimizer has the options that the user gave it."""
     plain = fit(partial(_stock, False), tmp_path / "plain")

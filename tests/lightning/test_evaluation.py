@@ -83,6 +83,7 @@ def quiet(run: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("make", [LitDigits, Evaluated])
+@pytest.mark.twice
 def test_validation_in_a_fit(make: type[LitDigits], tmp_path: Path) -> None:
     """One program for all epochs: the weights that training updates in place are its own."""
     batch = 10
@@ -141,6 +142,7 @@ def test_a_fit_with_everything_else_is_the_same(tmp_path: Path) -> None:
 
 
 @each(inference_mode=[True, False], what=["validate", "test", "predict"])
+@pytest.mark.twice
 def test_evaluation_on_its_own(what: str, inference_mode: bool, tmp_path: Path) -> None:
     def run(callback: GraphPlanCallback | None, folder: Path) -> Any:
         torch.manual_seed(0)
@@ -184,6 +186,7 @@ class Writer(BasePredictionWriter):
         self.written.append(keep(predictions))
 
 
+@pytest.mark.twice
 def test_prediction_writers(tmp_path: Path) -> None:
     def run(callback: GraphPlanCallback | None, folder: Path) -> Any:
         torch.manual_seed(0)

@@ -50,6 +50,7 @@ def train(*, replays: bool, named: bool, precision: Any = "32-true", norm: float
     named=by_key({"named": True, "found": False}),
     options=by_key({"plain": {}, "bf16": {"precision": "bf16-mixed"}, "clipped": {"norm": 0.1}}),
 )
+@pytest.mark.twice
 def test_a_loop_under_fabric(options: dict[str, Any], named: bool) -> None:
     eager, weights, states, _ = train(replays=False, named=named, **options)
     replayed, new_weights, new_states, call = train(replays=True, named=named, **options)

@@ -83,6 +83,7 @@ def run(kind: str, callback: GraphPlanCallback | None) -> tuple[dict[str, Tensor
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.twice
 def test_names_beside_tensors(kind: str) -> None:
     callback = GraphPlanCallback(backend="tape", min_speedup=0)
     (expected, metrics), (found, others) = run(kind, None), run(kind, callback)

@@ -34,7 +34,7 @@ def test_a_fit_with_packages_in_a_folder_of_their_own(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FIT.format(folder=str(tmp_path))]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=there, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-2:] == [str(tmp_path / "lightning" / "__init__.py"), "21"]
+    assert done.stdout.split()[-2:] == [str(tmp_path / "lightning" / "__init__.py"), "22"]
 
 
 def test_a_package_of_the_users_with_a_librarys_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

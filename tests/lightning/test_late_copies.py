@@ -201,6 +201,7 @@ def _now_and_then(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
+@pytest.mark.twice
 def test_what_only_some_steps_change(tmp_path: Path, recorded: Recorded) -> None:
     """Each way through the step is traced, and captured, on its own."""
     options = {"variant": lambda batch, index: index % 4 == 3, "allow": ["batch_idx"], "warmup_steps": 1}
@@ -218,6 +219,7 @@ def _grows(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
+@pytest.mark.twice
 def test_large_memory_is_not_kept_for_a_number_in_it(tmp_path: Path, recorded: Recorded) -> None:
     make = with_step(_grows)
     assert_same_fits(fit(make, tmp_path / "eager"), fit(make, tmp_path / "graphed", tape()))

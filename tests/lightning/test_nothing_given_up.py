@@ -247,6 +247,7 @@ class _ManualMuch(Manual):
     make=by_key({"automatic": with_step(_returning_much), "manual": _ManualMuch}),
     rewrite=[_write, _extend, _log_and_clear],
 )
+@pytest.mark.twice
 def test_outputs_that_a_callback_rewrites(rewrite: Any, make: Any, tmp_path: Path) -> None:
     """In place, with new keys, or by taking some away: the next callback sees that, and no later batch does."""
     watchers = Observer(), Observer()

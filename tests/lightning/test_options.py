@@ -87,6 +87,7 @@ def test_debug_changes_no_number(tmp_path: Path) -> None:
     assert found.callback.options.debug
 
 
+@pytest.mark.twice
 def test_max_graphs_bounds_what_is_kept(tmp_path: Path) -> None:
     """Two sizes of batches, and room for one program: the other one is given up, and captured again."""
     sizes = ([16] * 8 + [8] * 8) * 2
@@ -134,6 +135,7 @@ def test_captures_that_do_not_pay_demote_the_step(tmp_path: Path) -> None:
     assert more.captured > 2
 
 
+@pytest.mark.twice
 def test_captures_that_do_not_pay_raise_before_the_first_replay(tmp_path: Path) -> None:
     """Where nothing was ever replayed, nobody would lose a run."""
     callback = tape(max_recaptures=1, warmup_steps=1)

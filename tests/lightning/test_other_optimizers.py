@@ -313,6 +313,7 @@ RATES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RATES)
+@pytest.mark.twice
 def test_groups_without_a_number_for_a_learning_rate(name: str, tmp_path: Path) -> None:
     """What the step logs is no rate of theirs."""
     make, defaults = RATES[name]

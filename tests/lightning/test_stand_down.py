@@ -142,6 +142,7 @@ def test_what_was_measured_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "step 1000000 -> 5000000 µs" in callback.report()
 
 
+@pytest.mark.twice
 def test_a_fit_that_pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its first steps are Lightning's own, and then all is installed in the middle of the epoch."""
     callback = tape(min_speedup=1.0)

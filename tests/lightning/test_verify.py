@@ -33,6 +33,7 @@ MATRIX = (
 
 
 @pytest.mark.parametrize("verify", ["geometric", 1, "off"])
+@pytest.mark.twice
 def test_checks_leave_no_trace(verify: Any, tmp_path: Path) -> None:
     """Rows, metrics after each batch, weights, optimizer state, checkpoints: those of the fit without the callback."""
     found = assert_fit_equals_eager(LitDigits, tmp_path, replayed=FULL, callback=tape(verify=verify))
@@ -45,6 +46,7 @@ def test_checks_leave_no_trace(verify: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MATRIX)
 @pytest.mark.crossed(2)
+@pytest.mark.twice
 def test_rows_of_the_matrix(name: str, tmp_path: Path) -> None:
     """Accumulation, clipping, logs, other batches, and what callbacks do to a run."""
     check(replace(ROWS[name], options={**ROWS[name].options, "verify": 1}), tmp_path)
@@ -84,6 +86,7 @@ class Stopped(Exception):
     """Ends a fit."""
 
 
+@pytest.mark.twice
 def test_a_first_replay_that_is_wrong(tmp_path: Path) -> None:
     """The fit ends with an error that names the loss and its figures, after the batch was trained on as in eager."""
     states = []
@@ -103,6 +106,7 @@ def test_a_first_replay_that_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "eager"])
+@pytest.mark.twice
 def test_a_later_replay_that_is_wrong(on_failure: str, tmp_path: Path) -> None:
     """One warning, the event in the report, and eager steps from then on; with every replay checked, eager's fit."""
     make = partial(hidden, FIRST + 1)

@@ -53,6 +53,7 @@ def _train(name: str, *, graphed: bool, **options: Any) -> tuple[dict[str, Any],
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.twice
 def test_replayed_in_the_step(name: str) -> None:
     expected, _ = _train(name, graphed=False)
     found, stats = _train(name, graphed=True)

@@ -77,6 +77,7 @@ def train(name: str, *, scheduled: bool, graphed: bool) -> tuple[dict[str, Any],
 
 
 @each(name=sorted(ON_DEVICE), scheduled=[False, True])
+@pytest.mark.twice
 def test_fused_optimizers_are_replayed_under_any_schedule(name: str, scheduled: bool) -> None:
     """Prepared: the fused kernel, a device learning rate, one capture; bitwise the prepared eager run."""
     expected, _ = train(name, scheduled=scheduled, graphed=False)
@@ -105,6 +106,7 @@ def test_what_is_prepared_in_half_precision_still_trains(name: str, dtype: torch
 
 
 @pytest.mark.parametrize("name", sorted(CONSTANT))
+@pytest.mark.twice
 def test_optimizers_without_a_device_lr_are_replayed_while_it_stays(name: str) -> None:
     """A constant learning rate is a constant of the program; a schedule is refused by name."""
     expected, _ = train(name, scheduled=False, graphed=False)
@@ -170,6 +172,7 @@ def test_betas_in_a_list() -> None:
 
 
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.twice
 def test_parameters_that_are_unfrozen_have_no_momentum_yet(dampening: float) -> None:
     """torch's fused SGD, which is graphplan's choice, takes parameters with a momentum or without, not both."""
 
@@ -201,6 +204,7 @@ def test_parameters_that_are_unfrozen_have_no_momentum_yet(dampening: float) -> 
             torch.testing.assert_close(found[path], value, msg=path)
 
 
+@pytest.mark.twice
 def test_parameters_that_a_later_path_takes_have_no_momentum_yet() -> None:
     """The trace of their first step, which stock kernels take, is not counted."""
 

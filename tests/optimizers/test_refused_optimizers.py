@@ -260,6 +260,7 @@ def test_a_forgotten_optimizer_is_found(owned: str) -> None:
     assert any(external.name.endswith("param_groups[0].lr") for external in step.plan.state)
 
 
+@pytest.mark.twice
 def test_owners_as_a_sequence() -> None:
     """Owners without names of their own are named after their classes or positions, and work alike."""
     make = partial(training_rig, "mlp", "adamw", sizes=(8,) * 20)

@@ -60,6 +60,7 @@ def test_every_batch_is_trained_on_once(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("warmup", [1, 2, 11])
+@pytest.mark.twice
 def test_warmup_steps(warmup: int) -> None:
     """As many eager steps as asked for come before the two traced ones."""
     step = assert_equals_eager(make_rig, replayed=24 - warmup - 3, warmup_steps=warmup)
@@ -206,6 +207,7 @@ def test_a_step_can_be_collected(closed: bool) -> None:
     assert [ref() for ref in alive] == [None, None, None]
 
 
+@pytest.mark.twice
 def test_two_steps_on_two_models() -> None:
     """Steps of one function have their own plans and programs, and follow a generator that is reseeded outside."""
     makes = [make_rig, partial(training_rig, "mlp", "adagrad", sizes=(8,) * 24)]

@@ -69,6 +69,7 @@ def test_keyword_arguments() -> None:
     assert {external.name for external in step.plan.inputs} == {"args[0]", "kwargs['mask']"}
 
 
+@pytest.mark.twice
 def test_a_literal_is_part_of_the_signature() -> None:
     """Two values of a literal get two programs; -0.0, 0.0, 0 and False are four values."""
 
@@ -247,6 +248,7 @@ def test_a_mutated_input_is_written_back() -> None:
     assert [e.name for e in step.plan.inputs if e.mutated] == ["args[0]"]
 
 
+@pytest.mark.twice
 def test_a_read_input_is_left_alone() -> None:
     """The caller's batch is never adopted: it keeps its bits and its address, and later writes to it do not matter."""
     rig = build(partial(rig_of, _plain, list(float_batches(CALLS))))
@@ -306,6 +308,7 @@ def _weighted(weights: Tensor, model: nn.Module, x: Tensor, y: Tensor) -> Tensor
     return F.cross_entropy(model(x), y, weight=weights)
 
 
+@pytest.mark.twice
 def test_inference() -> None:
     """An evaluation step under the inference policy: no state, eager's numbers, and training in between is seen."""
     model = Mlp().eval()

@@ -176,6 +176,7 @@ ROLES_LEFT_OUT = {
 
 
 @pytest.mark.parametrize("role", ROLES_LEFT_OUT)
+@pytest.mark.twice
 def test_a_role_without_storage_is_refused(role: str) -> None:
     """A policy that leaves a role out is refused before capture, naming externals of that role and the policy."""
     static, name = ROLES_LEFT_OUT[role]
@@ -184,6 +185,7 @@ def test_a_role_without_storage_is_refused(role: str) -> None:
     assert_refused(make, UncoveredRoleError, name, "static_roles", role, done=PLANNED, policy=policy)
 
 
+@pytest.mark.twice
 def test_inference_refuses_a_step_that_trains() -> None:
     """The inference policy has no storage for state: running statistics and moments are named."""
     make = partial(training_rig, "mlp", "adamw", sizes=(8,) * 10)

@@ -63,6 +63,7 @@ def places(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.twice
 def test_the_same_memory_with_other_values(writes: bool) -> None:
     """What is fed is read, and written, where it lies."""
     make = lambda: rig_with(places(1), writes=writes)  # noqa: E731
@@ -71,6 +72,7 @@ def test_the_same_memory_with_other_values(writes: bool) -> None:
     assert step.stats.bytes_copied == 0
 
 
+@pytest.mark.twice
 def test_other_memory_is_run_eagerly() -> None:
     """Two places in turn: only the calls with the place that was captured are replayed."""
     make = lambda: rig_with(places(2))  # noqa: E731
@@ -121,6 +123,7 @@ def test_a_batch_that_was_let_go() -> None:
     assert fast.stats.captured == 1 and fast.stats.replayed == 0
 
 
+@pytest.mark.twice
 def test_gradients_of_what_is_not_copied() -> None:
     """They would be those of the tensor that was captured."""
 

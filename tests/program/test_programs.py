@@ -226,6 +226,7 @@ def test_a_plan_cannot_be_changed() -> None:
         plan.note = "new attribute"
 
 
+@pytest.mark.twice
 def test_gradients_that_a_step_accumulates_into_and_then_drops() -> None:
     """Zeroed at the end of every second step: that program finds gradients and leaves none."""
 

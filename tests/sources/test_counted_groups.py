@@ -142,6 +142,7 @@ def _train(
 
 
 @pytest.mark.parametrize("make", [Counting, Nested])
+@pytest.mark.twice
 def test_what_nothing_depends_on_is_counted_up_after_replays(make: Callable[[Any], Optimizer]) -> None:
     expected, _ = _train(make, graphed=False)
     found, run = _train(make, graphed=True)

@@ -168,6 +168,7 @@ def test_a_function_that_an_object_of_the_step_holds(monkeypatch: pytest.MonkeyP
     assert not looked
 
 
+@pytest.mark.twice
 def test_another_function_of_the_same_code() -> None:
     """It is a name once it has turned up twice, which one trace of a further shape would not do."""
     step = assert_equals_eager(later_rig, captured=4, replayed=CALLS)

@@ -314,6 +314,7 @@ def test_odd_things_behind_names() -> None:
     assert_equals_eager(partial(changing_rig, stay, loss), verify=1)
 
 
+@pytest.mark.twice
 def test_an_import_in_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a module does while it is imported is not the step's doing: nothing of it is guarded."""
     lines = ["LIMIT = 3", "def tripled(value):", "    return value * LIMIT", "TABLE = tripled(9)", "SCALE = 2.0"]

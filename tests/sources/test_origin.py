@@ -199,6 +199,7 @@ class Slotted:
 
 
 @pytest.mark.parametrize("kind", [Hostile, Slotted])
+@pytest.mark.twice
 def test_guards_run_no_code_of_the_objects_that_they_read(kind: type) -> None:
     layer = nn.Linear(3, 3)
     layer.thing = kind()  # type: ignore[assignment]

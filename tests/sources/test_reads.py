@@ -513,6 +513,7 @@ class Counting(torch.optim.Optimizer):
                 param.add_(param.grad, alpha=-0.05)
 
 
+@pytest.mark.twice
 def test_a_count_in_an_optimizers_state() -> None:
     """It goes on in replays."""
     model = nn.Linear(8, 4)

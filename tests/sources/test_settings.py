@@ -171,6 +171,7 @@ def test_a_change_reaches_the_next_step(change: Callable[[Any], None], monkeypat
         assert_same_runs(records[0], records[2])
 
 
+@pytest.mark.twice
 def test_a_default_device_is_no_reason_to_stay_eager() -> None:
     rig = build(partial(_rig, lambda model: None))
     with torch.device("cpu"):

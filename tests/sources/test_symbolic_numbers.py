@@ -247,6 +247,7 @@ def test_calls_whose_comparison_has_code_compute_with_the_number_are_eager() -> 
     assert times == 3
 
 
+@pytest.mark.twice
 def test_a_number_that_code_computes_with_and_that_stays_for_a_while() -> None:
     """It has a program from its second call on."""
 

@@ -25,6 +25,7 @@ def _step() -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
 
 
 @pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.twice
 def test_walks_up_to_the_first_replay(is_named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One before each call, two around each trace and capture; two for the check of the first replay."""
     made: list[int] = []
@@ -59,6 +60,7 @@ def _holder() -> Any:
     return owners
 
 
+@pytest.mark.twice
 def test_what_no_code_mentions_is_passed_over() -> None:
     """A data set; code may come to anything where the user's computes names."""
     found = []

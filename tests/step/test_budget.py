@@ -112,6 +112,7 @@ def test_memory_that_grows_where_it_lies_is_counted() -> None:
     assert 20 * 4 * 4096 <= step.plan.footprint.peak < 1.2 * 20 * 4 * 4096
 
 
+@pytest.mark.twice
 def test_a_program_that_is_too_large_is_not_captured() -> None:
     """Eager's numbers, one warning, the reason in the report; also where refusals raise."""
     budget = needed() - 1
@@ -178,6 +179,7 @@ def test_programs_go_for_a_new_one_and_their_memory_with_them() -> None:
     assert step.stats.captured == 3
 
 
+@pytest.mark.twice
 def test_a_program_that_turns_out_to_be_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """An estimate may be too low: what was captured all the same is dropped, and the calls go on eagerly."""
     monkeypatch.setattr(TapeBackend, "needs", lambda *_, alone: 0)
@@ -191,6 +193,7 @@ def test_a_program_that_turns_out_to_be_too_large(monkeypatch: pytest.MonkeyPatc
     assert step.machine.programs.all() == []
 
 
+@pytest.mark.twice
 def test_a_device_that_has_too_little_memory() -> None:
     """Of a step that makes more than there is, bit by bit, the tape would keep all."""
     free = free_bytes(torch.device("cpu"))

@@ -88,6 +88,7 @@ AT_ONCE: dict[str, tuple[Callable[[Box, Tensor], Tensor], int]] = {
 
 
 @pytest.mark.parametrize("name", AT_ONCE)
+@pytest.mark.twice
 def test_what_traces_show_is_refused_by_them(name: str) -> None:
     act, traces = AT_ONCE[name]
     assert _refused_at(act, 1, 20) == WARMUP + traces

@@ -48,6 +48,7 @@ def losses(outputs: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(("model", "optimizer"), COMBINATIONS)
+@pytest.mark.twice
 def test_graphed_steps_equal_eager_steps(model: str, optimizer: str) -> None:
     """Losses, parameters, gradients, buffers, optimizer state, param_groups and the generator; one capture."""
     expected = eager(model, optimizer)
@@ -67,6 +68,7 @@ def test_the_eager_oracle_trains(model: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.twice
 def test_stock_optimizers_are_prepared(optimizer: str) -> None:
     """A stock optimizer equals an eager one prepared alike, and stays within 1e-3 of the unprepared loss curve."""
     stock = partial(training_rig, "mlp", optimizer, fused=None, sizes=(8,) * FEWER)

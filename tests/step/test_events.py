@@ -84,6 +84,7 @@ def test_captures_that_do_not_pay_come_to_an_end() -> None:
     assert step.stats.captured == 3
 
 
+@pytest.mark.twice
 def test_captures_that_do_not_pay_raise_before_the_first_replay() -> None:
     """Where nothing was ever replayed, nobody would lose a run."""
     rig = build(partial(_flag_rig, 4, 1))
@@ -109,6 +110,7 @@ def _named_rig(every: int, ways: int, calls: int = 24) -> Any:
     return changing_rig(stay, _named, prepare=attributes(mode="m0", turn=0), each=each, calls=batches)
 
 
+@pytest.mark.twice
 def test_plans_that_are_out_of_date_at_their_captures_come_to_an_end() -> None:
     """The name is another one after each two traces, so that nothing is ever captured."""
     make = partial(_named_rig, 2, 1)

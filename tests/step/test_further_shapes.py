@@ -94,6 +94,7 @@ def run(loss_of: LossOf, sizes: Sequence[int], **options: Any) -> tuple[Any, lis
     return step, kinds
 
 
+@pytest.mark.twice
 def test_one_shape_after_the_other() -> None:
     """The first one takes six calls, each further one four, and its first replay is checked."""
     step, kinds = run(plain, [8] * 9 + [5] * 7 + [3] * 7 + [8, 5, 3])
@@ -125,6 +126,7 @@ def test_a_further_shape_waits_until_replays_have_paid_for_the_first_one(measure
 
 
 @pytest.mark.frugal
+@pytest.mark.twice
 def test_calls_that_have_to_wait_are_looked_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """To find out what they are fed takes long beside a small step. Once replays have paid, their programs come."""
     looks: list[str] = []
@@ -144,6 +146,7 @@ def test_calls_that_have_to_wait_are_looked_up_now_and_then(monkeypatch: pytest.
     assert len(looks) < len(kinds) - kinds.count(R)
 
 
+@pytest.mark.twice
 def test_shapes_in_turns() -> None:
     """They warm up together."""
     sizes = [3, 4, 5, 6, 7, 8]
@@ -156,6 +159,7 @@ def test_shapes_in_turns() -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "lstm", "transformer"])
 @pytest.mark.crossed(2)
+@pytest.mark.twice
 def test_mixed_shapes_are_eagers(model: str) -> None:
     """Batch normalisation, dropout, recurrence and attention, in no order, with clipping and a schedule."""
     order = torch.randint(5, (90,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -175,6 +179,7 @@ def counts_of(step: Any) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("order", ["in turns", "at random"])
+@pytest.mark.twice
 def test_more_shapes_than_programs(order: str) -> None:
     """The programs that there are stay, and calls of other shapes are eager."""
     sizes = [3, 4, 5, 6, 7, 8] * 40
@@ -213,6 +218,7 @@ def derived(model: Net, x: Tensor) -> Tensor:
     return scores.sum() / x.shape[0] + (scores.mean() * weight).sum()
 
 
+@pytest.mark.twice
 def test_numbers_that_follow_from_the_shape() -> None:
     step, kinds = run(derived, [8] * 8 + [5] * 6 + [3] * 6 + [8, 5, 3] * 3)
     assert kinds[8:20] == [*MORE, R, *MORE, R]
@@ -225,11 +231,13 @@ def branching(model: Net, x: Tensor) -> Tensor:
     return plain(model, x) if len(x) > 4 else model.extra(model(x)).abs().mean()
 
 
+@pytest.mark.twice
 def test_shapes_that_take_another_path() -> None:
     _, kinds = run(branching, [8] * 7 + [4] * 6 + [3] * 6 + [6] * 5)
     assert kinds == [*FIRST, *MORE, V, *MORE, R, *MORE]
 
 
+@pytest.mark.twice
 def test_a_layer_that_only_a_further_shape_uses() -> None:
     """Nobody named it, and its eager step is not watched: the trace finds it."""
     head = nn.Linear(3, 3)
@@ -458,6 +466,7 @@ def test_random_steps_on_random_sizes_are_eagers() -> None:
     assert sum(found) > len(found) / 2
 
 
+@pytest.mark.twice
 def test_what_comes_seldom_is_worth_less() -> None:
     """Once or twice: no capture. Seldom: three eager steps first, as for the first shape."""
     rare = [5, *[8] * 40]
@@ -467,12 +476,14 @@ def test_what_comes_seldom_is_worth_less() -> None:
     assert step.stats.captured == 1
 
 
+@pytest.mark.twice
 def test_shapes_that_never_come_again_are_left_alone() -> None:
     step, kinds = run(plain, [8] * 7 + list(range(9, 40)))
     assert kinds[7:] == [E] * 31
     assert (step.stats.traced, step.stats.captured) == (2, 1)
 
 
+@pytest.mark.twice
 def test_a_program_that_is_captured_anew_is_checked_again() -> None:
     rig = build(partial(rig_of, plain, [8] * 7 + [5] * 5))
     step = managed(rig)
@@ -485,6 +496,7 @@ def test_a_program_that_is_captured_anew_is_checked_again() -> None:
     assert kinds[-1] == R
 
 
+@pytest.mark.twice
 def test_predictions_of_further_shapes() -> None:
     """How often a shape is called before that is the caller's to say."""
     fast = graphed(nn.Linear(6, 2), backend="tape", capture_after=2)
@@ -496,6 +508,7 @@ def test_predictions_of_further_shapes() -> None:
     assert (stats.eager, stats.traced, stats.captured, stats.verified) == (2 + 2, 2 + 2, 2, 2 + 1)
 
 
+@pytest.mark.twice
 def test_outputs_that_follow_from_the_shape() -> None:
     """A number that the step returns is the shape's own."""
 

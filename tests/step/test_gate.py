@@ -218,6 +218,7 @@ def hooks_of(model: nn.Module, its: Any) -> Any:
     ]  # fmt: skip
 
 
+@pytest.mark.twice
 def test_a_step_that_does_not_pay_stands_down_to_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the numbers of eager steps; what was measured is in the report; nothing is left of graphplan's."""
     twin = Rig(monkeypatch, fused=True)
@@ -271,6 +272,7 @@ def test_repeatable_runs_keep_the_kernels_of_replays(monkeypatch: pytest.MonkeyP
     assert_same(*runs)
 
 
+@pytest.mark.twice
 def test_a_step_that_pays_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is not timed any more."""
     rig = Rig(monkeypatch)
@@ -364,6 +366,7 @@ def test_signatures_that_never_repeat_stand_down(monkeypatch: pytest.MonkeyPatch
     assert rig.step.stats.skipped == {SkipReason.SHAPE: 36}
 
 
+@pytest.mark.twice
 def test_new_signatures_are_eager_in_the_end_and_known_ones_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No warm-up, no trace, no look at the owners for what will never have a program."""
     rig = Rig(monkeypatch, min_speedup=None)
@@ -381,6 +384,7 @@ def test_new_signatures_are_eager_in_the_end_and_known_ones_are_replayed(monkeyp
     assert rig.step.stats.replayed == 14
 
 
+@pytest.mark.twice
 def test_a_shape_that_waits_is_served_once_replays_of_another_have_paid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though no replay follows another one: what replays save is known from those between eager steps."""
     rig = Rig(monkeypatch)

@@ -122,6 +122,7 @@ def test_needed_values_that_never_come_again_are_told_soon(use: Use, device: tor
 
 
 @pytest.mark.parametrize(("times", "captured"), [(60, 60), (400, 0)])
+@pytest.mark.twice
 def test_times_that_are_indices(times: int, captured: int) -> None:
     """A sampler's come again, each with a program; those of which there are more than programs never do."""
     model, table = nn.Linear(4, 4), torch.linspace(0.1, 0.9, 400)

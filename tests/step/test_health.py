@@ -161,6 +161,7 @@ def test_memory_that_runs_out_leads_to_eager_steps(name: str, phase: str) -> Non
 @pytest.mark.parametrize("phase", ["second trace", "capture"])
 @pytest.mark.parametrize("number", [0, 30, 60])
 @pytest.mark.crossed(2)
+@pytest.mark.twice
 def test_a_step_that_went_eager_keeps_nothing_of_its_capture(number: int, phase: str) -> None:
     """Neither the copy of the state nor what was recorded, but for the static inputs."""
     rig = build(scaled_rig)

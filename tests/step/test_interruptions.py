@@ -28,6 +28,7 @@ LSTM = partial(training_rig, "lstm", "adamw", sizes=(4,) * 12)
 
 
 @each(phase=PHASES, error=[KeyboardInterrupt, SystemExit, Planted])
+@pytest.mark.twice
 def test_an_interrupt_leaves_a_step_that_goes_on(error: type[BaseException], phase: str) -> None:
     """Wherever it comes; a twin that gets the state of that moment goes on in the same way."""
     at = PHASES[phase]
@@ -91,6 +92,7 @@ REGISTERS = pytest.mark.parametrize("register", [_in_forward, _in_backward, _in_
 
 @pytest.mark.parametrize("phase", ["warm-up", "first trace", "second trace"])
 @REGISTERS
+@pytest.mark.twice
 def test_an_error_of_a_hook(register: Callable[[Rig, Any], Any], phase: str) -> None:
     """It comes out, and leaves what it leaves in an eager step, which a trace is; the run goes on as eager's does."""
     _, expected, run, _ = fail_in_a_hook(register, phase, lambda rig: rig.step)
@@ -101,6 +103,7 @@ def test_an_error_of_a_hook(register: Callable[[Rig, Any], Any], phase: str) -> 
 
 
 @REGISTERS
+@pytest.mark.twice
 def test_an_error_of_a_hook_in_the_capture(register: Callable[[Rig, Any], Any]) -> None:
     """It comes out, the call has not happened, and the run equals eager's."""
     rig = build(LSTM)
@@ -145,6 +148,7 @@ def test_a_host_read_that_only_the_capture_sees() -> None:
     assert step.stats.skipped == {SkipReason.CAPTURE: 4}
 
 
+@pytest.mark.twice
 def test_a_second_model_in_the_process() -> None:
     """Two steps in turn, one of which cannot be captured: both runs are eager's."""
 

@@ -131,6 +131,7 @@ def test_a_refusal_names_the_place_and_the_ways_out(name: str) -> None:
     assert text.endswith(WAY_OUT) and text.count("on_failure=") == 1
 
 
+@pytest.mark.twice
 def test_all_values_that_change_are_named_at_once() -> None:
     """One may lead to another: to allow one after the other would take as many runs."""
     loop, other = Loop(), Loop()

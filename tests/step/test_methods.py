@@ -54,6 +54,7 @@ class GraphedModel(Model):
 GraphedModel.forward = graph_step(Model.forward, mode="inference")  # type: ignore[assignment]
 
 
+@pytest.mark.twice
 def test_each_instance_has_a_step_of_its_own() -> None:
     torch.manual_seed(0)
     found, expected = [Trainer(), Trainer()], [Trainer(), Trainer()]
@@ -73,6 +74,7 @@ def test_each_instance_has_a_step_of_its_own() -> None:
     assert isinstance(Trainer.step, GraphedStep)
 
 
+@pytest.mark.twice
 def test_a_forward_that_is_replaced_in_its_class() -> None:
     models: list[Any] = [GraphedModel(), GraphedModel()]
     with torch.no_grad():
@@ -135,6 +137,7 @@ def test_a_method_that_is_called_on_its_class() -> None:
         Trainer.step(torch.ones(2, 4))
 
 
+@pytest.mark.twice
 def test_a_method_at_capture_sizes() -> None:
     class Padding(Trainer):
         def sums(self, x: Tensor) -> Tensor:

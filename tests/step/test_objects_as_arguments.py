@@ -40,6 +40,7 @@ def rig_of(pairs: int) -> Rig:
     return Rig(train_step, {}, [call(number) for number in range(80)], after, extra=extra)
 
 
+@pytest.mark.twice
 def test_one_model(device: torch.device, backend: str) -> None:
     step = same_as_eager(lambda: rig_of(1), device, backend)
     assert (step.stats.captured, step.stats.replayed) == (2, 68)
@@ -93,6 +94,7 @@ class Scaled:
         self.x, self.by = x, {"y": scaler}
 
 
+@pytest.mark.twice
 def test_a_module_in_a_batch() -> None:
     """It is named, and may be fed beside the batch, as the refusal says."""
     scaler = nn.BatchNorm1d(6, affine=False)

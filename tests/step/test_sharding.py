@@ -52,6 +52,7 @@ def test_a_step_is_replayed(verify: str) -> None:
     assert_equals_eager(partial(sharded_rig, evaluate), verify=verify)
 
 
+@pytest.mark.twice
 def test_a_replay_gives_gathered_memory_back() -> None:
     rig = build(sharded_rig)
     step = managed(rig)
@@ -264,6 +265,7 @@ def stopping_rig() -> Rig:
 
 
 @pytest.mark.parametrize("call", [4, 5])
+@pytest.mark.twice
 def test_a_trace_or_capture_that_is_broken_off_leaves_fsdp_at_rest(call: int) -> None:
     """The error comes in the middle of the forward pass, with parameters gathered. A trace is an eager step up to
     there, a capture has not happened.

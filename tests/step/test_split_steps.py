@@ -47,6 +47,7 @@ def drive(run: Run, first: Callable[..., Any], second: Callable[..., Any], *, ac
 
 
 @pairs(sets_to_none=[True, False], name=OPTIMIZERS, accumulates=[1, 3])
+@pytest.mark.twice
 def test_the_optimizer_alone(name: str, sets_to_none: bool, accumulates: int) -> None:
     """Forward branches on a value, and makes new gradients each time; clipping, step and zero_grad are a replay."""
     eager, own = (Run(OPTIMIZERS[name], sets_to_none=sets_to_none) for _ in range(2))

@@ -77,6 +77,7 @@ def test_outputs_have_the_structure_that_eager_returns(name: str, equals_eager: 
     equals_eager(partial(mlp_rig, OUTPUTS[name]))
 
 
+@pytest.mark.twice
 def test_outputs_belong_to_the_caller() -> None:
     """Later replays do not change what an earlier call returned, and outputs are detached."""
     rig = build(mlp_rig)
@@ -130,6 +131,7 @@ def test_a_record_without_tensors_is_the_same_object_each_time() -> None:
         assert torch.equal(expected[1].value, found["notes"][1].value)
 
 
+@pytest.mark.twice
 def test_a_tensor_in_two_places_of_the_result() -> None:
     """Who writes to it in one place finds that in the other."""
 

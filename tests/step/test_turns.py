@@ -103,6 +103,7 @@ def test_a_step_within_another_one() -> None:
     assert inner.stats.replayed and not step.stats.replayed
 
 
+@pytest.mark.twice
 def test_two_threads_take_turns() -> None:
     """Calls from several threads, one after the other, are the run of one."""
     rig = build(scaled_rig)

@@ -128,6 +128,7 @@ class Clipper:
 
 
 @pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.twice
 def test_another_name_for_groups(changes: bool, device: torch.device, backend: str) -> None:
     """They have other flags while a step runs. What code reads of them is compared as the optimizer's."""
 

@@ -705,6 +705,7 @@ IN_INFERENCE_MODE = [CONSTANT[number] for number in (0, 1, 2, 3, 8)]
     [(function, torch.no_grad) for function in CONSTANT]
     + [(function, torch.inference_mode) for function in IN_INFERENCE_MODE],
 )
+@pytest.mark.twice
 def test_constants_are_read(function: Callable[[Tensor], Tensor], mode: Callable[[], Any]) -> None:
     fast = graphed(function, backend="tape")
     with mode(), warnings.catch_warnings():

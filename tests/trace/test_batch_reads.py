@@ -170,6 +170,7 @@ FORWARDS += [by_two_that_follow, by_slice, by_index_and_mask, by_matrix, by_targ
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.twice
 def test_reads_of_the_batch(forward: Forward) -> None:
     """One program for all batches in which as many rows are selected, whichever they are."""
     step = assert_same_as_eager(partial(rig_of, forward))
@@ -184,6 +185,7 @@ def test_every_replay_is_checked(forward: Forward) -> None:
 
 
 @pytest.mark.parametrize("forward", [forward for forward in FORWARDS if forward is not by_branch])
+@pytest.mark.twice
 def test_batches_of_two_ways_take_turns(forward: Forward) -> None:
     """Two programs, and none is captured again."""
     make = partial(rig_of, forward, partial(batches, lambda index: 3 + index % 2, calls=30))
@@ -191,6 +193,7 @@ def test_batches_of_two_ways_take_turns(forward: Forward) -> None:
     assert counts(step) == (2, 30 - BEFORE - FURTHER), step.report()
 
 
+@pytest.mark.twice
 def test_a_branch_that_is_taken_or_not() -> None:
     make = partial(rig_of, by_branch, partial(batches, lambda index: 4 * (index // 10 % 2), calls=40))
     step = assert_same_as_eager(make)
@@ -201,6 +204,7 @@ def by_threshold(model: Any, x: Tensor, mask: Tensor) -> Tensor:
     return model(x)[mask] if int(mask.sum()) > 3 else model(x)[~mask] * mask.sum().item()
 
 
+@pytest.mark.twice
 def test_a_number_that_leads_to_other_reads() -> None:
     """The second way is expected to read what the first one does, once."""
     make = partial(rig_of, by_threshold, partial(batches, lambda index: 3 + index % 2, calls=40))
@@ -217,6 +221,7 @@ def test_a_mask_that_selects_nothing() -> None:
     assert (captured, replayed >= 40 - BEFORE - FURTHER) == (2, True)
 
 
+@pytest.mark.twice
 def test_equal_reads_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
     find = batch_reads.BatchReads.find
@@ -639,6 +644,7 @@ def other_nodes(data: dict[str, Tensor], index: int) -> None:
 
 
 @pytest.mark.parametrize("after", [lambda data, index: None, other_nodes], ids=["stays", "changes"])
+@pytest.mark.twice
 def test_a_step_without_arguments(after: Callable[[Any, int], object]) -> None:
     assert counts(assert_same_as_eager(partial(full_batch_rig, after))) == (1, CALLS - BEFORE)
 
@@ -702,6 +708,7 @@ def named(x: Tensor, mask: Tensor) -> Names:
 
 
 @pytest.mark.parametrize("kind", [Fields, Record, Plain, named])
+@pytest.mark.twice
 def test_batches_of_other_kinds(kind: Callable[..., Any]) -> None:
     def calls() -> list[tuple[Any, ...]]:
         return [(kind(*batch),) for batch in batches()]
@@ -1142,6 +1149,7 @@ def returns_what_it_wrote(model: Any, x: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("forward", [writes_to_what_it_found, returns_what_it_wrote])
 @pytest.mark.parametrize("verify", ["off", 1])
+@pytest.mark.twice
 def test_what_was_found_is_written_to(forward: Forward, verify: Any) -> None:
     """Checks do not take it for a change of what is fed: an eager step writes to tensors of its own."""
     step = assert_same_as_eager(partial(rig_of, forward), verify=verify)
@@ -1295,6 +1303,7 @@ def test_the_way_out_fits_what_is_read(forward: Forward, text: str) -> None:
     assert_falls_back(partial(rig_of, forward, partial(batches, calls=40)), SkipReason.HOST_SYNC, text)
 
 
+@pytest.mark.twice
 def test_an_attribute_is_the_way_out_for_what_a_cache_holds() -> None:
     """As that refusal says."""
 

@@ -216,6 +216,7 @@ def test_what_is_asked_on_the_host_is_a_branch(body: Body, backend: str) -> None
     assert any(re.search(detail, text) for text in step.stats.reasons), step.stats.reasons
 
 
+@pytest.mark.twice
 def test_tensors_of_other_shapes_are_compared_without_a_look_at_values(backend: str) -> None:
     """As a kernel of a Gaussian process asks whether two sets of points are one."""
 

@@ -90,7 +90,7 @@ def _errors(rig: Rig, call: Callable[..., Any]) -> tuple[list[Any], list[str]]:
 
 @each(verify=["off", "geometric", 1], check=CHECKS)
 def test_a_replay_raises_what_the_eager_step_raises(check: Callable[[Tensor], Tensor], verify: str | int) -> None:
-    """With the same words, and with the state that eager leaves, checked or not; the calls after it are replays again."""
+    """With the same words and the state that eager leaves, checked or not; the calls after it are replays again."""
     rig = build(partial(counting_rig, check))
     expected, told = _errors(rig, rig.step)
     rig = build(partial(counting_rig, check))

@@ -62,6 +62,7 @@ def _within(codes: set[CodeType]) -> bool:
     return frame is not None
 
 
+@pytest.mark.twice
 def test_no_collection_on_the_way_to_a_program_or_in_a_check() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))

@@ -213,6 +213,7 @@ def test_reads_of_the_batch_are_made_before_it(
 
 
 @of_modes("step", FINE)
+@pytest.mark.twice
 def test_what_reads_nothing_is_replayed(step: str, mode: str, inside: bool, device: torch.device, backend: str) -> None:
     function = within(FINE[step], mode, device) if inside else FINE[step]
     fast = graphed(function, backend=backend, min_speedup=0)

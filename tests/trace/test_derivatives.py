@@ -53,6 +53,7 @@ def _functional_grad(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [_penalty, _hessian_product])
+@pytest.mark.twice
 def test_double_backward(loss: Callable[..., Tensor]) -> None:
     """A backward pass through a backward pass is recorded like any other."""
     make = partial(changing_rig, stay, loss)
@@ -65,6 +66,7 @@ def test_double_backward(loss: Callable[..., Tensor]) -> None:
 
 @pytest.mark.parametrize("loss", [_per_sample, _functional_grad])
 @pytest.mark.filterwarnings("ignore:graphplan runs this step eagerly")
+@pytest.mark.twice
 def test_functional_transforms(loss: Callable[..., Tensor]) -> None:
     """``torch.func`` inside a step: eager's numbers, or a refusal; never other numbers."""
     make = partial(changing_rig, stay, loss)

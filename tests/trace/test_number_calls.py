@@ -77,6 +77,7 @@ BODIES = [returns, converts_what_waits, keeps, is_asked, compares, follows, call
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.twice
 def test_numbers_of_classes_that_are_called(body: Body, equals_eager: Any) -> None:
     """They are eager's, of eager's types, and the module has no names of its own for them afterwards."""
     step = equals_eager(partial(rig_of, body), exact=True)

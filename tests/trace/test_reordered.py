@@ -77,6 +77,7 @@ def run(until: int, *, threaded: bool, calls: int) -> tuple[list[Tensor], Tensor
     return outputs, work.total, step
 
 
+@pytest.mark.twice
 def test_an_order_that_settles_is_waited_for() -> None:
     """Each time twice as long; every call is a step all the same."""
     outputs, total, step = run(12, threaded=True, calls=40)
@@ -89,11 +90,13 @@ def test_an_order_that_settles_is_waited_for() -> None:
     assert torch.equal(total, sum(outputs[1:], outputs[0].clone()))
 
 
+@pytest.mark.twice
 def test_an_order_that_never_settles_is_refused() -> None:
     with pytest.raises(ControlFlowError, match=r"operator \d+ is aten\.(sinh|cosh)\.default .* on one step and aten\."):
         run(10**6, threaded=True, calls=200)
 
 
+@pytest.mark.twice
 def test_an_order_that_the_steps_own_code_changes_is_refused_at_once() -> None:
     with pytest.raises(ControlFlowError, match=r"operator \d+ is aten\.(sinh|cosh)\.default .* on one step and aten\."):
         run(10**6, threaded=False, calls=6)
@@ -149,11 +152,13 @@ def test_an_order_that_changes_later_is_no_fault() -> None:
     assert (step.stats.replayed, step.stats.verified) == (8, 4)
 
 
+@pytest.mark.twice
 def test_an_order_of_the_steps_own_that_changes_later_is_a_fault() -> None:
     with pytest.warns(UserWarning, match=r"replay 2 of Sums is not what the eager step does: .*total"):
         checked(1.0, threaded=False)
 
 
+@pytest.mark.twice
 def test_what_a_checkpoint_recomputes_is_in_no_order_of_the_engines() -> None:
     with pytest.warns(UserWarning, match=r"replay 2 of Sums is not what the eager step does: .*total"):
         checked(1.0, threaded=True, recomputes=True)

@@ -84,6 +84,7 @@ def test_a_comparison_that_comes_out_otherwise_between_the_traces() -> None:
 
 
 @pytest.mark.parametrize("update", [scaled, shown, with_default, by_setting], ids=lambda update: update.__name__)
+@pytest.mark.twice
 def test_a_value_that_is_set_between_the_traces(update: Callable[..., Any]) -> None:
     """The second trace is the first of another pair: one more step comes before the capture."""
     make = partial(reading_rig, update, partial(set_once, BETWEEN))

@@ -182,6 +182,7 @@ def noisy_rig(hidden: Box, begin: int) -> Any:
     return changing_rig(stay, lambda model, x, y: loss_of(model, noisy(x), y) * hidden.item, each=each)
 
 
+@pytest.mark.twice
 def test_an_operator_that_is_not_deterministic_is_no_fault() -> None:
     """Every replay differs from the eager step in its last digits, and is as good."""
     rig = build(lambda: noisy_rig(Box(1.0), begin=99))
@@ -193,6 +194,7 @@ def test_an_operator_that_is_not_deterministic_is_no_fault() -> None:
     assert not torch.equal(noisy(x), noisy(x))
 
 
+@pytest.mark.twice
 def test_a_fault_on_top_of_noise_is_found() -> None:
     """A thousandth too much in the loss is more than the noise explains; the message has both figures."""
     rig = build(lambda: noisy_rig(Box(1.0), begin=BEFORE_REPLAY + 4))

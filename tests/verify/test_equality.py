@@ -197,6 +197,7 @@ def test_checks_change_nothing(name: str) -> None:
     assert checking.stats.captured == step.stats.captured, checking.report()
 
 
+@pytest.mark.twice
 def test_a_step_that_fails_in_a_check(tmp_path: Path) -> None:
     """The error of the eager half comes out, what the replay did is undone, and the next call goes on."""
 
@@ -227,6 +228,7 @@ def test_a_step_that_fails_in_a_check(tmp_path: Path) -> None:
     assert step.stats.verified == step.stats.replayed == len(rig.calls) - BEFORE_REPLAY
 
 
+@pytest.mark.twice
 def test_read_only_memory_is_left_alone(tmp_path: Path) -> None:
     """Batches in a file that is mapped for reading only: nobody may write into them, not even the same values."""
     shape = (CALLS, 6, 8)
@@ -246,6 +248,7 @@ def test_read_only_memory_is_left_alone(tmp_path: Path) -> None:
         drive(rig, managed(rig))
 
 
+@pytest.mark.twice
 def test_allowed_differences_are_not_compared() -> None:
     """What replays may leave out by name may differ from what the eager step leaves."""
 

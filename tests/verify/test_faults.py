@@ -149,6 +149,7 @@ def test_nothing_but_a_check_sees_the_faults(name: str, begin: int) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.crossed(2, 1)
+@pytest.mark.twice
 def test_the_first_replay_is_found_wrong(name: str) -> None:
     """The error names path and figures and has eager's result; the state is eager's, then and ever after."""
     make, pattern = FAULTS[name]
@@ -180,6 +181,7 @@ def test_the_first_replay_is_found_wrong(name: str) -> None:
 
 @each(name=FAULTS, on_failure=["raise", "eager"])
 @pytest.mark.crossed(2)
+@pytest.mark.twice
 def test_a_later_replay_is_found_wrong(name: str, on_failure: str) -> None:
     """One warning, an event, and from that call on each step is the eager one, from the state that there was."""
     make, pattern = partial(FAULTS[name][0], LATE), FAULTS[name][1]
@@ -203,6 +205,7 @@ def test_a_later_replay_is_found_wrong(name: str, on_failure: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.twice
 def test_a_step_whose_every_replay_is_checked_is_never_wrong(name: str) -> None:
     """``verify=1`` costs an eager step each time, and then the whole run is eager's."""
     make = partial(FAULTS[name][0], LATE)

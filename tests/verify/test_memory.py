@@ -71,6 +71,7 @@ def test_one_copy_needs_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_room(1000, DEVICE, lambda nbytes: nbytes == 1200, copies=1)[0] == DEVICE
 
 
+@pytest.mark.twice
 def test_copies_of_one_check_lie_in_several_places(
     equals_eager: Callable[..., Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +101,7 @@ def run_eagerly(make: Callable[[], Rig]) -> Record:
     return drive(rig, rig.step)
 
 
+@pytest.mark.twice
 def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two programs, each replayed without checks and with one event; the numbers are eager's."""
     free(monkeypatch, cpu=1 << 40)
@@ -155,6 +157,7 @@ def test_no_memory_for_the_eager_half() -> None:
 
 
 @pytest.mark.parametrize("where", ["differing", "differing_values"])
+@pytest.mark.twice
 def test_no_memory_to_compare(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The eager half is done by then: its outcome stands, nothing is replayed on top of it."""
     expected = run_eagerly(make_rig)
@@ -170,6 +173,7 @@ def test_no_memory_to_compare(where: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert list(step.stats.events) == ["not checked against eager: CUDA out of memory"]
 
 
+@pytest.mark.twice
 def test_no_memory_for_the_second_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replays tell noise from faults; without room for the second one the fault stays open, the numbers eager's."""
     hidden = Box(1.0)
@@ -223,6 +227,7 @@ def test_checks_that_may_take_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("verify", [1, 3, "off"])
 @pytest.mark.parametrize("is_taken_off", [False, True])
+@pytest.mark.twice
 def test_gradients_that_somebody_keeps(verify: Any, is_taken_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They stay what they were, whatever replays and eager steps of checks leave where recorded ones lie."""
 
@@ -275,6 +280,7 @@ def test_gradients_of_a_check_that_something_else_refers_to(keeps: str, monkeypa
 
 
 @pytest.mark.parametrize("verify", ["off", 1])
+@pytest.mark.twice
 def test_a_program_whose_memory_eager_code_keeps_is_captured_anew(verify: Any) -> None:
     """No replay overwrites it."""
     expected = run_eagerly(make_rig)

@@ -32,6 +32,7 @@ def _(x: Tensor) -> Tensor:
 shaky.register_autograd(lambda ctx, grad: grad)
 
 
+@pytest.mark.twice
 def test_each_check_measures_the_noise() -> None:
     """A third run of the step tells it, and a fault is still found."""
     torch.manual_seed(0)
@@ -59,6 +60,7 @@ def test_each_check_measures_the_noise() -> None:
     [(True, False), (False, False), (True, True)],
     ids=["noise", "no noise", "noise, and updates that are smaller than rounding"],
 )
+@pytest.mark.twice
 def test_a_fault_in_what_the_step_writes_to_is_found(noise: bool, coarse: bool) -> None:
     """More replays write where the eager step has written, and what that left must not be lost: updates that are no
     longer made show in the parameters alone. What rounds these is no excuse.

@@ -42,6 +42,7 @@ def checked_replays(replays: int, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("options", [{}, {"verify": "geometric"}], ids=str)
+@pytest.mark.twice
 def test_the_geometric_schedule(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Powers of two, and from a thousand on every thousandth, as long as checks may take any share of the time."""
     monkeypatch.setattr(schedule, "SHARE", math.inf)
@@ -49,6 +50,7 @@ def test_the_geometric_schedule(options: dict[str, Any], monkeypatch: pytest.Mon
     assert checked_replays(2 * PERIOD + 10, **options) == [*powers, PERIOD, 2 * PERIOD]
 
 
+@pytest.mark.twice
 def test_checks_whose_time_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first replay and the 64th are checked as ever; between them and after that no time is short enough."""
     monkeypatch.setattr(schedule, "FREE", 0.0)
@@ -184,6 +186,7 @@ def test_ranks_check_the_same_replays(first: tuple[float, float], expected: list
 
 
 @pytest.mark.parametrize("every", [1, 7])
+@pytest.mark.twice
 def test_every_nth_replay(every: int) -> None:
     """A number counts replays, not calls."""
     assert checked_replays(30, verify=every) == list(range(every, 31, every))
@@ -204,6 +207,7 @@ def test_what_is_no_schedule(verify: Any) -> None:
     assert repr(verify) in str(caught.value)
 
 
+@pytest.mark.twice
 def test_programs_of_several_shapes_share_a_schedule() -> None:
     """Two batch sizes: replays 1, 2, 4, 8 and 16 of both together; programs that are captured anew start again."""
     rig = build(partial(training_rig, "mlp", "adamw", sizes=[5 if index % 2 else 8 for index in range(40)]))
@@ -238,6 +242,7 @@ def test_the_report_tells_of_checks() -> None:
     assert "verify" not in silent.report() and "checked" not in silent.report()
 
 
+@pytest.mark.twice
 def test_a_check_is_no_steady_replay() -> None:
     """The time of checked replays is counted apart, so that it does not hide what a replay costs."""
     rig = build(partial(training_rig, "mlp", "adamw", sizes=(8,) * 20))
