@@ -22,6 +22,7 @@ from graphplan.step.runner import Parts
 from graphplan.verify.check import Check, Verdict, detached
 from graphplan.verify.schedule import Timetable, next_check
 
+_UNPROVEN = "the first replay after a single trace could not be checked"
 _LATEST = 2  # Captures whose checks go on where the program is captured again.
 
 
@@ -89,10 +90,10 @@ class Replays:
         """Whether the next replay of ``program`` is to be checked."""
         return isinstance(program.tally, _Series) and program.tally.is_due(program)
 
-    def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None]:
-        """A replay that is checked against eager, whose outcome stands; a plain one where there is no room for that.
-        Raises OutcomeError and PeerError with everything as it was, CheckMemoryError where other ranks run the eager
-        step as well.
+    def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None] | None:
+        """A replay that is checked against eager, whose outcome stands; a plain one where there is no room for that, or
+        None with a program that is not replayed then. Raises OutcomeError and PeerError with everything as it was,
+        CheckMemoryError where other ranks run the eager step as well.
         """
         nbytes = program.count_state_bytes()
         room, reason = find_room(nbytes, program.plan.device, self._runner.backend.may_take)
@@ -122,7 +123,7 @@ class Replays:
         if verdict.differences:
             return verdict.result, _disagreement(program, verdict)
         if verdict.open and program.is_unproven:
-            return verdict.result, _unknown(program, verdict.open, verdict.result)
+            return verdict.result, VerifyError(f"{_UNPROVEN} ({verdict.open})", result=verdict.result)
         change = fed.change()
         if change is not None:
             text = f"replay {program.replays + 1} of {program.plan.name} is not what the eager step does: {change}"
@@ -196,22 +197,17 @@ class Replays:
         """Where a check's next copy goes: pinned memory takes long to allocate, and not all copies need it."""
         return find_room(nbytes, program.plan.device, self._runner.backend.may_take, copies=1)[0] or room
 
-    def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, VerifyError | None]:
-        """A replay without the check that is due; of a plan that waits for it, the eager step."""
+    def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, VerifyError | None] | None:
+        """A replay without the check that is due; None if the program is not replayed without it."""
         if program.is_unproven:
-            result = self._between(program, CallArguments.of(feed), feed.leaves, program.plan.handles.walk)
-            return result, _unknown(program, reason, result)
+            self._stats.note(f"traced anew: {_UNPROVEN} ({reason})", "traces")
+            return None
         self._stop_checks(program, reason)
         return self.replay(program, feed.leaves), None
 
     def _stop_checks(self, program: Program, reason: str) -> None:
         program.tally = Tally()
         self._stats.note(f"not checked against eager: {reason}", "checks")
-
-
-def _unknown(program: Program, reason: str, result: Any) -> VerifyError:
-    text = f"the first replay of {program.plan.name} could not be checked ({reason}), and it was traced once"
-    return VerifyError(text, result=result)
 
 
 def _disagreement(program: Program, verdict: Verdict) -> VerifyError:

@@ -277,12 +277,18 @@ class StateMachine:
     def _check(self, call: Call, program: Program) -> Any:
         """A replay that is checked against eager. After a difference, the step stands down."""
         try:
-            result, error = self.replays.check(program, self.lookup.moved(call.feed))
+            checked = self.replays.check(program, self.lookup.moved(call.feed))
         except PeerError as refusal:
             self.programs.forget()
             self.demote(refusal)
             self.latest = refusal.reason
             return self.refused(call, refusal.reason, str(refusal))
+        if checked is None:
+            # Not beside the program, which goes: there may be no room for both.
+            self.stages.distrust(call.entry)
+            self.latest = SkipReason.SHAPE
+            return self.as_traced(call, SkipReason.SHAPE, "")
+        result, error = checked
         self.memory.after_check(self.runner.backend)
         if error is not None and program.is_unproven:
             self.stats.note(f"traced anew: {error}", "traces")

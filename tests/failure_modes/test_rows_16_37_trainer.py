@@ -199,4 +199,4 @@ def test_row_37_capture_never_engaged_in_a_trainer(tmp_path: Path) -> None:
     with pytest.raises(NotCapturedError, match=r"no step was captured in \d+ steps.*shape"):
         fit(LitDigits, tmp_path, tape(), sizes=range(2, 62))
     found = fit(LitDigits, tmp_path / "counted", tape())
-    assert "21" in found.callback.report()
+    assert "22" in found.callback.report()

@@ -77,6 +77,7 @@ def test_the_backward_pass_takes_the_same_way() -> None:
         assert not torch.cuda.is_current_stream_capturing()
 
 
+@pytest.mark.twice
 def test_classes_with_a_given_number() -> None:
     fast = graph_step(lambda x: F.one_hot(x, 3), backend=BACKEND)
     for _ in range(8):

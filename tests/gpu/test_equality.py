@@ -72,6 +72,7 @@ def test_graphed_steps_equal_eager_steps(model: str, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.twice
 def test_bfloat16_autocast_in_the_step(model: str) -> None:
     """The casts of weights and activations belong to the graph."""
     make = on_device(partial(scheduled_rig, model, "adamw fused", bf16=True))
@@ -80,6 +81,7 @@ def test_bfloat16_autocast_in_the_step(model: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw fused", "sgd nesterov"])
+@pytest.mark.twice
 def test_fused_optimizers_equal_the_run_that_nobody_prepared(optimizer: str) -> None:
     """A Python lr and no flags in the eager run, a device lr and flags in the graphed one: the same bits."""
     make = on_device(partial(scheduled_rig, "mlp", optimizer))
@@ -178,6 +180,7 @@ class Descent(nn.Module):
         return (self.weight * x).sum()
 
 
+@pytest.mark.twice
 def test_the_scheduler_s_lr_reaches_every_replay() -> None:
     """Each step goes as far as the host's Python learning rate of that call says, jumps and zero included."""
     model = Descent().to(DEVICE)
@@ -202,6 +205,7 @@ def test_the_scheduler_s_lr_reaches_every_replay() -> None:
     assert step.stats.replayed == 14 and step.stats.captured == 1
 
 
+@pytest.mark.twice
 def test_outputs_belong_to_the_caller() -> None:
     """A loss that was returned keeps its value when later replays run, and no feed is overwritten."""
     rig = build(on_device(partial(scheduled_rig, "mlp", "adamw fused", sizes=(8,) * 30)))

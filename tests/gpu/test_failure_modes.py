@@ -115,6 +115,7 @@ def test_row_07_the_whole_scaled_step() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 2])
+@pytest.mark.twice
 def test_row_09_smaller_last_batch(size: int) -> None:
     """Never broadcast, never padded: eager until it has a program."""
     calls = [(x[:size], y[:size]) if index > 21 else (x, y) for index, (x, y) in enumerate(float_batches(24))]
@@ -254,6 +255,7 @@ def test_row_33_another_thread_waits_for_the_whole_device() -> None:
 
 
 @needs_cuda
+@pytest.mark.twice
 def test_row_36_graphs_go_before_the_process_group(tmp_path: Any) -> None:
     """NCCL waits for graphs that hold its kernels: ``close`` comes first, and the group goes without hanging."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)

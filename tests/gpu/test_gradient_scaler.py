@@ -34,6 +34,7 @@ def facts(rig: Rig, run: Record) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", FUSABLE)
+@pytest.mark.twice
 def test_row_08_a_stock_optimizer_with_a_scaler(name: str) -> None:
     """Made fused for the scaler's sake: growth, backoff and skipped steps of one that was fused from the start."""
     twin = scaled(partial(FUSABLE[name], fused=True))
@@ -67,6 +68,7 @@ def test_row_08_checkpoints_keep_the_stock_layout(name: str) -> None:
         }
 
 
+@pytest.mark.twice
 def test_row_08_a_first_step_that_overflows() -> None:
     """The warm-up waits for a step that is not skipped."""
     runs, step = [], None

@@ -54,6 +54,7 @@ PLACES = {
 
 @pytest.mark.parametrize("name", RIGS)
 @pytest.mark.parametrize("error", [Planted, KeyboardInterrupt])
+@pytest.mark.twice
 def test_an_error_of_the_users_at_ten_operators(error: type[BaseException], name: str) -> None:
     """It comes out as it is, ten times over the step's length; the eleventh call is captured; the run is eager's."""
     count = operators_of_capture(RIGS[name])
@@ -63,6 +64,7 @@ def test_an_error_of_the_users_at_ten_operators(error: type[BaseException], name
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.twice
 def test_an_error_of_the_users_at_a_named_operator(place: str) -> None:
     """The same at the operators that leave the most behind: random ones, after ``unscale_``, in the optimizer."""
     mode = FailAt(0, Planted("planted"), called(PLACES[place]))
@@ -72,6 +74,7 @@ def test_an_error_of_the_users_at_a_named_operator(place: str) -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("name", RIGS)
+@pytest.mark.twice
 def test_a_capture_that_cuda_gives_up_at_ten_operators(name: str) -> None:
     """CaptureError each time; allocator, pools, generators and streams are as good as before."""
     count = operators_of_capture(RIGS[name])
@@ -81,12 +84,14 @@ def test_a_capture_that_cuda_gives_up_at_ten_operators(name: str) -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.twice
 def test_a_capture_that_cuda_gives_up_at_a_named_operator(place: str) -> None:
     """The same at the operators that leave the most behind."""
     run_through(RIGS["scaled"], [FailAt(0, forbidden, called(PLACES[place]))], CaptureError, "captur")
 
 
 @pytest.mark.parametrize("what", [Planted("planted"), too_much, pytest.param(forbidden, marks=needs_cuda)])
+@pytest.mark.twice
 def test_a_failed_capture_beside_a_living_program(what: Any) -> None:
     """A second signature's capture fails and is made later; the first program, whose pool it shared, replays on."""
 
@@ -118,6 +123,7 @@ def test_a_failed_capture_beside_a_living_program(what: Any) -> None:
 
 
 @pytest.mark.parametrize("what", [Planted("planted"), pytest.param(forbidden, marks=needs_cuda)])
+@pytest.mark.twice
 def test_a_failed_capture_within_the_callers_autocast(what: Any) -> None:
     """Casts of the weights that the capture made, and autocast remembers, are not what the next call computes with."""
 

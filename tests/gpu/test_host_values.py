@@ -37,6 +37,7 @@ def _make() -> Rig:
 
 
 @needs_cuda
+@pytest.mark.twice
 def test_objects_with_host_tensors_that_are_not_read() -> None:
     """As batches of graphs have where their parts begin."""
     expected, found = build(_make), build(_make)
@@ -103,6 +104,7 @@ def _makes_constant(make: Callable[[Tensor], Tensor]) -> Rig:
 
 @needs_cuda
 @pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.twice
 def test_host_tensors_of_pythons_numbers_alone_are_constants(name: str) -> None:
     """A capture copies from copies of them on the device: attention masks and caches of libraries make such tensors."""
     make = partial(_makes_constant, CONSTANTS[name])

@@ -59,6 +59,7 @@ def callback(**options: Any) -> GraphPlanCallback:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.twice
 def test_a_fit_equals_the_eager_fit(variant: str, tmp_path: Path) -> None:
     """Weights, optimizer, schedule, CSV rows, metrics and checkpoints, bit by bit; nothing stays installed."""
     options = {**ON_DEVICE, **VARIANTS[variant]}
@@ -79,6 +80,7 @@ def test_a_fit_equals_the_eager_fit(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transfer", ["auto", "stock"])
+@pytest.mark.twice
 def test_batches_that_nobody_else_is_given(transfer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied from host memory into the program's inputs, or moved by Lightning first: the eager fit either way."""
     monkeypatch.setattr(Observer, "on_train_batch_end", Callback.on_train_batch_end)
@@ -108,6 +110,7 @@ def test_one_side_of_the_step(watched: bool, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("make_optimizer", "clip"), [(FUSED_ADAMW, None), (partial(AdamW, lr=3e-3), 0.5)])
+@pytest.mark.twice
 def test_a_fit_with_a_scaler(make_optimizer: Any, clip: float | None, tmp_path: Path) -> None:
     """A stock AdamW is made fused, which Lightning would not clip if it knew; equal to the same steps run eagerly."""
     make = partial(LitDigits, make_optimizer=make_optimizer)
@@ -126,6 +129,7 @@ def test_a_fit_with_a_scaler(make_optimizer: Any, clip: float | None, tmp_path: 
 
 
 @pytest.mark.parametrize("first", ["eager", "graphed"])
+@pytest.mark.twice
 def test_checkpoints_are_interchangeable(first: str, tmp_path: Path) -> None:
     """Two epochs without or with the callback, then two more the other way, are four epochs of either."""
     callbacks = {"eager": [None, callback()], "graphed": [callback(), None]}[first]
@@ -140,6 +144,7 @@ def test_checkpoints_are_interchangeable(first: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:GPU available but not used")
 @pytest.mark.parametrize("first", ["host", "device"])
+@pytest.mark.twice
 def test_a_checkpoint_of_the_other_device(first: str, tmp_path: Path) -> None:
     """Moments and step counters come from a host's fit into a device's, or the reverse: it goes on as the eager fit."""
     host = {**ON_DEVICE, "accelerator": "cpu"}
@@ -152,6 +157,7 @@ def test_a_checkpoint_of_the_other_device(first: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 20, 40])
+@pytest.mark.twice
 def test_a_capture_that_runs_out_of_memory(number: int, tmp_path: Path) -> None:
     """The fit goes on eagerly, with one warning: weights, progress, logs and checkpoints are the eager fit's."""
     full = 9
@@ -166,6 +172,7 @@ def test_a_capture_that_runs_out_of_memory(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.twice
 def test_a_fused_optimizer_is_clipped(precision: Any, tmp_path: Path) -> None:
     """Which Lightning alone refuses; the numbers are those of the same steps run eagerly."""
 
@@ -195,6 +202,7 @@ def test_validation_is_replayed_in_the_pool_of_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["validate", "test", "predict"])
+@pytest.mark.twice
 def test_evaluation_on_its_own(what: str, tmp_path: Path) -> None:
     """With what callbacks and callers get."""
 
@@ -290,6 +298,7 @@ def test_a_module_compiled_with_graphs_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [Manual, Gan])
+@pytest.mark.twice
 def test_manual_optimization(make: Any, tmp_path: Path) -> None:
     """With every optimizer, toggle and random number in one graph."""
     expected = fit(make, tmp_path / "eager", callback(eager_if=1), **ON_DEVICE)

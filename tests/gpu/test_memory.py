@@ -35,6 +35,7 @@ from tests.twins import Record, Rig, assert_same_runs, build, drive, managed, st
 
 
 @pytest.mark.parametrize("name", RIGS)
+@pytest.mark.twice
 def test_memory_that_runs_out_in_a_capture(name: str) -> None:
     """A refusal that is also what torch raises; the memory is back, and the next call is captured."""
     count = operators_of_capture(RIGS[name])
@@ -44,6 +45,7 @@ def test_memory_that_runs_out_in_a_capture(name: str) -> None:
 
 @pytest.mark.parametrize("what", [too_much, pytest.param(forbidden, marks=needs_cuda)])
 @pytest.mark.parametrize("name", RIGS)
+@pytest.mark.twice
 def test_a_failed_capture_goes_on_eagerly(name: str, what: Callable[[], object]) -> None:
     """One warning, eager's numbers, and no more memory than before."""
     rig = build(RIGS[name])
@@ -122,8 +124,11 @@ def limited_to(nbytes: int) -> Iterator[None]:
 
 
 @needs_cuda
-def test_a_device_on_which_only_eager_steps_fit() -> None:
-    """The copies of the state that a capture needs do not fit: eager steps go on, within the same limit."""
+@pytest.mark.parametrize("traces", [pytest.param(2, marks=pytest.mark.twice), 1])
+def test_a_device_on_which_only_eager_steps_fit(traces: int) -> None:
+    """The copies of the state that a capture needs do not fit: eager steps go on, within the limit. So it is after a
+    capture with one trace, if there is no room for the check of the first replay: the program goes first.
+    """
     make = on_device(partial(wide_rig, momentum=0.9))
     rig = build(make)
     expected = drive(rig, oracle(rig))
@@ -138,7 +143,8 @@ def test_a_device_on_which_only_eager_steps_fit() -> None:
     ):
         rest = drive(replace(rig, calls=rig.calls[AT:]), step)
     assert_same_runs(expected, Record(begun.outputs + rest.outputs, state_of(rig)))
-    assert step.stats.skipped == {SkipReason.CAPTURE: CALLS - AT}
+    assert (step.stats.captured, step.stats.replayed) == (2 - traces, 0)
+    assert step.stats.skipped[SkipReason.CAPTURE] >= CALLS - AT - 4
     assert_frees_cached_memory()
 
 
@@ -191,6 +197,7 @@ def test_an_estimate_is_near_to_what_a_capture_reserves() -> None:
 
 
 @needs_cuda
+@pytest.mark.twice
 def test_a_program_that_is_too_large_is_not_captured() -> None:
     """One warning, eager's numbers, and nothing is reserved for a program."""
     rig = build(make_wide)
@@ -289,6 +296,7 @@ def most_reserved(make: Callable[[], Rig], **options: Any) -> tuple[int, Record,
 
 @needs_cuda
 @pytest.mark.parametrize("make", [gpt_rig, stateful_rig])
+@pytest.mark.twice
 def test_checks_take_little_more_than_eager_steps(make: Callable[[], Rig]) -> None:
     """At most 1.3 times what eager steps have reserved, from the first step to the last checked one."""
     eager, expected, _ = most_reserved(on_device(make))

@@ -44,6 +44,7 @@ def train(name: str, *, graphed: bool) -> tuple[dict[str, Any], Any]:
 
 @needs_cuda
 @pytest.mark.parametrize("name", sorted(MAKERS.keys() - HOST_ONLY))
+@pytest.mark.twice
 def test_optimizers_are_replayed_under_a_schedule(name: str) -> None:
     """One capture; bitwise the managed eager run."""
     expected, _ = train(name, graphed=False)

@@ -90,6 +90,7 @@ def _logits(model: nn.Module, x: Tensor) -> Tensor:
         return model(x)
 
 
+@pytest.mark.twice
 def test_inference() -> None:
     """The inference policy: no state, eager's numbers; weights trained in place meanwhile are seen."""
     torch.manual_seed(0)
@@ -160,6 +161,7 @@ def test_eager_calls_between_replays() -> None:
     assert step.stats.skipped[SkipReason.EAGER_IF] == 4
 
 
+@pytest.mark.twice
 def test_two_steps_at_once() -> None:
     """Two graphed steps of two models take turns; each equals its own eager run."""
     runs = []

@@ -211,6 +211,7 @@ def test_a_device_constant_that_changes_is_refused() -> None:
 
 
 @needs_cuda
+@pytest.mark.twice
 def test_a_host_batch_without_device_is_refused() -> None:
     """A CPU tensor fed to a CUDA step: the argument, both devices and ``device=`` are named."""
     make = on_device(partial(updating_rig, lambda model, x, loss: None, attributes()))
@@ -263,6 +264,7 @@ def hidden_rig(where: str) -> Rig:
 
 @needs_cuda
 @pytest.mark.parametrize("where", ["backward", "end"])
+@pytest.mark.twice
 def test_a_capture_that_fails_leaves_everything_as_it_was(where: str) -> None:
     """CaptureError at the capturing call, state and generator untouched; eager training goes on from there bitwise."""
     make = on_device(partial(hidden_rig, where))
@@ -300,6 +302,7 @@ def leaves_a_stream_behind(model: nn.Module, x: Tensor, loss: Tensor) -> None:
 
 
 @needs_cuda
+@pytest.mark.twice
 def test_a_capture_that_cuda_refuses_at_its_end() -> None:
     """Work on a stream that never comes back to the step's own: refused with what CUDA says, and undone."""
     rig = build(rig_of(leaves_a_stream_behind))
@@ -364,6 +367,7 @@ class Crash(Exception):
     """What a user's step raises."""
 
 
+@pytest.mark.twice
 def test_an_error_of_the_user_in_the_capturing_call() -> None:
     """The user's own exception comes out as it is, nothing of the call has happened, and the next call is captured."""
     armed = {"calls": 0}

@@ -124,6 +124,7 @@ def _outline(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.twice
 def test_a_state_dict_is_that_of_an_eager_run(name: str) -> None:
     """A plain float lr, no flag of ours, tensors where a stock optimizer has them; an eager run goes on from it."""
     make = on_device(partial(stock_rig, STOCK[name]))
@@ -185,6 +186,7 @@ def test_a_loaded_state_reaches_the_next_step() -> None:
 
 
 @needs_cuda
+@pytest.mark.twice
 def test_closing_gives_the_graph_s_memory_back() -> None:
     """Activations of a captured step are reserved for it until ``close``."""
     model = nn.Sequential(nn.Linear(1024, 4096), nn.Tanh(), nn.Linear(4096, 8)).to(DEVICE)

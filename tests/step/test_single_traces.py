@@ -201,7 +201,7 @@ def test_a_first_replay_that_nothing_can_be_compared_with(monkeypatch: pytest.Mo
     monkeypatch.setattr(replays, "find_room", lambda *_, **__: (None, "no room"))
     step = assert_same_as_eager(partial(training_rig, "mlp", "adamw", sizes=[8] * CALLS))
     assert counts(step) == (WARMUP + 1, 1 + 2, 2, CALLS - WARMUP - 6), step.report()
-    assert "traced anew: the first replay of" in step.report()
+    assert "traced anew: the first replay after a single trace could not be checked (no room)" in step.report()
     assert "not checked against eager: no room" in step.report()
 
 

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from tests.crossing import pairs
 from tests.models import CALLS, CLASSES, Mlp, float_batches
-from tests.twins import Rig, assert_equals_eager, build, drive, managed
+from tests.twins import Rig, assert_equals_eager, build, drive, managed, saved_traces
 
 
 class Result(NamedTuple):
@@ -184,7 +184,7 @@ def test_gradients_that_are_dropped_between_calls() -> None:
     found = drive(rig, step)
     assert found.outputs[-1][0].equal(expected.outputs[-1][0])
     assert step.stats.replayed > 0
-    assert_equals_eager(make, captured=step.stats.captured, replayed=step.stats.replayed)
+    assert_equals_eager(make, captured=step.stats.captured, replayed=step.stats.replayed - saved_traces(step.stats))
 
 
 def accumulating_rig() -> Rig:
