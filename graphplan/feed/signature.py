@@ -240,6 +240,12 @@ def is_literal(value: Any) -> bool:
     return isinstance(value, _LITERALS) or is_itself(value)
 
 
+def marks_of(tensor: Tensor) -> tuple[tuple[str, Any], ...]:
+    """The attributes on a result: those that are no literals by their types, to keep no more of the step's alive."""
+    held = attributes_on(tensor).items() if type(tensor) is Tensor else ()
+    return tuple((name, item if is_literal(item) else type(item)) for name, item in held)
+
+
 def _mark_key(value: Any) -> Hashable:
     """The key of a tensor's attribute: its value if it is a literal, else its type."""
     if type(value) is tuple and is_literal(value):

@@ -32,6 +32,7 @@ from graphplan.tensors.trees import map_result
 
 _MIB = 2**20
 _CALLS = 64  # A size is called at most this often; a capture that has not come by then does not come.
+_LOOKS = 4  # For a program: captured, checked, if that fails captured anew, replayed.
 
 
 class Pool:
@@ -203,17 +204,18 @@ class Graphed(GraphedStep):
         """
         if self._padded is not None:
             raise OptionError("replay is for shapes='exact'; expected calls, which are padded first")
-        for is_known in (False, True):
+        for _ in range(_LOOKS):
             with self._alone():
                 found = self.machine.find_program(tuple(map(plain, args)))
-                if found is not None:
+                # A call checks one that was traced once.
+                if found is not None and not found[0].is_unproven:
                     program, feed = found
                     result = program.run(feed.leaves, {Role.PARAM: params or {}})
                     program.replays += 1
                     self.stats.replayed += 1
                     return result
-            if not is_known:
-                _capture(self, map_result(lambda tensor: tensor.clone(), args), {})
+            if _capture(self, map_result(lambda tensor: tensor.clone(), args), {}) is not None and found is None:
+                break
         why = ", ".join(self.stats.reasons) or "nothing was refused"
         raise NotCapturedError(f"{self._name} has no program for these arguments: {why}; expected one to replay")
 

@@ -12,7 +12,8 @@ def suffices(trace: Trace) -> bool:
     """Whether one trace of a step is enough: it works with what is fed or owned alone, reads and draws nothing on the
     host, and changes nothing in Python but integers that it raises.
 
-    What differs between two such steps is a Python value that no guard knows. The check finds it, as two traces would.
+    What differs between two such steps is a Python value that no guard knows. The check finds it if it makes a
+    difference to what the first replay leaves, and the capture if it is returned.
     """
     known = trace.entry_slots.keys() | set(trace.leaf_storages.values())
     is_elsewhere = trace.graph_elsewhere or trace.derives_otherwise

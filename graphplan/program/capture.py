@@ -26,7 +26,7 @@ from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import own_tensors
 from graphplan.program.bindings import Bindings
 from graphplan.program.inputs import MEMORY_IS_FED, HostInputs, StaticInputs
-from graphplan.program.outputs import Outputs, lend_outputs
+from graphplan.program.outputs import Outputs, check_result, lend_outputs
 from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.program.undo import Undo
@@ -136,6 +136,7 @@ def _record(
         change = fed.change()
         if change is not None:
             raise HostEffectError(change)
+        check_result(plan, result)
         after = plan.handles.walk()
         with torch.no_grad():
             outputs = Outputs(plan, result, bindings.numbers, overwritten=bindings.targets, lent=lent)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from graphplan.compare.moving import hand_out
-from graphplan.errors import CaptureError
+from graphplan.errors import CaptureError, OutputError
+from graphplan.feed.signature import marks_of
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import is_overwritten, may_overwrite
@@ -19,8 +20,30 @@ from graphplan.program.static_numbers import StaticNumbers
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import copier, is_wide, overlaps, storage_id
-from graphplan.tensors.trees import flatten_result, map_result, rebuilder
-from graphplan.trace.changes import place_of
+from graphplan.tensors.trees import flatten_result, map_result, names_of, rebuilder, text_of
+from graphplan.trace.changes import place_of, same_value
+
+
+def check_result(plan: Plan, result: Any) -> None:
+    """Refuse what a recorded step returns, if it is not what the traced ones did beside the values of tensors."""
+    leaves, structure = flatten_result(result)
+    if structure != plan.output_structure:
+        raise OutputError(
+            f"the step returns {text_of(plan.output_structure)} in its traces and {text_of(structure)} in the capture; "
+            "a replay returns one structure: return the same one each time"
+        )
+    for name, output, leaf in zip(names_of(structure, "result"), plan.outputs, leaves, strict=True):
+        if output.kind not in ("literal", "tensor"):
+            continue
+        is_made = output.kind == "tensor" and isinstance(leaf, Tensor)
+        planned = "a tensor" if output.kind == "tensor" else output.value
+        expected, found = (output.marks, marks_of(leaf)) if is_made else (planned, leaf)
+        if not same_value(expected, found):
+            what = f"what hangs on {name}" if is_made else name
+            raise OutputError(
+                f"{what}, which the step returns, is {expected!r} in its traces and {found!r} in the capture; a replay "
+                "would return the first for ever. Return a tensor, or compute it outside the step"
+            )
 
 
 class Outputs:

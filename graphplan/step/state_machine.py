@@ -292,6 +292,7 @@ class StateMachine:
         self.memory.after_check(self.runner.backend)
         if error is not None and program.is_unproven:
             self.stats.note(f"traced anew: {error}", "traces")
+            self.latest = None
             self.stages.distrust(call.entry)
             self.runner.count_eager(SkipReason.SHAPE)
         elif error is not None:

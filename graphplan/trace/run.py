@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from graphplan.errors import HostEffectError
 from graphplan.feed.call_arguments import CallArguments, call_step
 from graphplan.feed.placeholders import ReadSignal, index_of, is_placeholder
-from graphplan.feed.signature import Feed, changed_object, is_dense, is_literal
+from graphplan.feed.signature import Feed, changed_object, is_dense, marks_of
 from graphplan.observe.capture_state import presenting_capture
 from graphplan.observe.profile import Profile
 from graphplan.observe.source import find_source, runs_step, with_users_line
@@ -22,7 +22,7 @@ from graphplan.owners.sharding import Sharding, come_to_rest
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.walk import walk_owners
 from graphplan.specs.roles import TensorSpec
-from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_memory, is_freed
+from graphplan.tensors.attributes import PLAIN_KINDS, has_memory, is_freed
 from graphplan.tensors.deferred import form_of, is_deferred
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
@@ -251,6 +251,4 @@ def _describe_output(value: Any, feed: Feed, paths: Mapping[int, str], copies: C
         return OutputTensor(spec=spec, is_copied=True)
     if leaf is not None or id(value) in paths:
         return OutputTensor(leaf=leaf, path=None if leaf is not None else paths[id(value)], spec=spec)
-    held = attributes_on(value).items() if type(value) is Tensor else ()
-    # A trace must not keep more of the step's alive than numbers and strings.
-    return OutputTensor(spec=spec, marks=tuple((name, item if is_literal(item) else type(item)) for name, item in held))
+    return OutputTensor(spec=spec, marks=marks_of(value))

@@ -90,22 +90,22 @@ class Check:
         what its owners hold afterwards.
 
         Raises OutOfMemoryError and PeerError, with everything as it was, if there is no room for the eager step beside
-        the program, or on another rank for a copy; and what else ``eager`` raises, with what the replay did undone:
-        where the step raises an error, both do.
+        the program, or on another rank for a copy; and what else ``eager`` raises, with what the replay did undone. An
+        error of the step's own that the replay raises is a difference, unless ``eager`` raises it as well.
         """
         # Device learning rates are among what is put back: they have to be up to date first. And the check keeps
         # gradients, which are no longer to be told from those that other code keeps.
         self._program.plan.handles.rates.push()
         self._program.bindings.settle_grads()
         self.start()
-        raised: Exception | None = None
+        raised = ""
         try:
             self.first_replay()
         except Exception as error:
             if isinstance(error, (GraphPlanError, torch.OutOfMemoryError)) or not is_steps_own(error):
                 raise
-            # The eager step raises it as well, or the replay is wrong.
-            raised = error
+            # The eager step raises it as well, or the replay is wrong. The error itself would hold this frame.
+            raised = f"a replay raises {type(error).__name__} ({first_line(error)}), and the eager step does not"
         finally:
             hosts = HostGenerators()
             self.undo(self._before)
@@ -116,9 +116,8 @@ class Check:
             # The copies and a second set of activations are the check's doing; without it there was room.
             self.undo(self._before)
             raise
-        if raised is not None:
-            text = f"a replay raises {type(raised).__name__} ({first_line(raised)}), and the eager step does not"
-            return Verdict(detached(result), {"result": text})
+        if raised:
+            return Verdict(detached(result), {"result": raised})
         seconds = perf_counter() - start, self._seconds
         drawn = (name for name in hosts.moved() if not self._is_allowed(name))
         found = dict.fromkeys(drawn, "the eager step draws from it, which a replay does not")

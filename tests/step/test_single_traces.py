@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from graphplan import HostScalarError, graphed
 from graphplan.backends.tape import TapeBackend
@@ -115,6 +116,74 @@ def test_what_only_two_traces_tell(body: Callable[..., Any], kept: dict[str, Any
 
     step = assert_same_as_eager(make)
     assert counts(step) == (WARMUP, 2, 1, CALLS - BEFORE_REPLAY), step.report()
+
+
+def _unseen(make: Callable[[Tensor, int], Any]) -> Callable[[], Rig]:
+    """Steps that return what ``make`` makes of the loss and of a number that no guard sees, raised after each call."""
+
+    def rig() -> Rig:
+        number = Box(5)
+
+        def after(model: Any, index: int) -> None:
+            number.item += 1
+
+        return keeping_rig(lambda model, loss, scores, y: make(loss, number.item), CALLS, after)
+
+    return rig
+
+
+def _marked(loss: Tensor, number: int) -> Tensor:
+    vars(loss)["tag"] = number
+    return loss
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda loss, number: (loss, number),
+        lambda loss, number: {f"loss{number}": loss},
+        lambda loss, number: loss if number % 2 else (loss, loss),
+        lambda loss, number: loss if number % 2 else None,
+        _marked,
+    ],
+)
+def test_a_result_that_is_another_one_in_the_capture(make: Callable[[Tensor, int], Any]) -> None:
+    """The recorded call returns its own, and the step is traced twice: the check does not see attributes of tensors."""
+
+    def told(call: Callable[..., Any], rig: Rig) -> list[str]:
+        found = []
+        for index, args in enumerate(rig.calls):
+            result = call(*args)
+            marks = vars(result) if isinstance(result, Tensor) else {}
+            plain = tree_map(lambda leaf: leaf.item() if isinstance(leaf, Tensor) else leaf, result)
+            found.append(f"{plain} {marks}")
+            rig.after(index)
+        return found
+
+    rig = build(_unseen(make))
+    expected = told(rig.step, rig)
+    rig = build(_unseen(make))
+    step = managed(rig, on_failure="eager")
+    with pytest.warns(UserWarning, match="the step returns"):
+        found = told(step, rig)
+    assert found == expected
+    assert step.stats.replayed == 0
+
+
+def test_other_weights_wait_for_the_check() -> None:
+    """``replay`` checks nothing itself: what was traced once is called first, and refused as after two traces."""
+    model, count = nn.Linear(4, 4).eval(), Box(itertools.count(1))
+    options: dict[str, Any] = {"owners": {"model": model}, "copy_roles": ("input", "param"), "backend": "tape"}
+    plain = graphed(lambda x: model(x) * 2, **options)
+    fast = graphed(lambda x: model(x) * next(count.item), **options)
+    x = torch.randn(2, 4)
+    with torch.inference_mode():
+        assert torch.equal(plain.replay((x,)), model(x) * 2)
+        assert (plain.stats.traced, plain.stats.verified, plain.stats.replayed) == (1, 1, 2)
+        with pytest.raises(HostScalarError, match=r"gets other=\d on one step and other=\d on the next"):
+            fast.replay((x,))
+    for each in (plain, fast):
+        each.close()
 
 
 @pytest.mark.parametrize("verify", ["off", 2])
