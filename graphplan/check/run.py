@@ -23,6 +23,7 @@ from graphplan.report.figures import CLOSED
 from graphplan.report.stats import Stats
 from graphplan.specs.roles import Role
 from graphplan.step.graphed_step import graph_step
+from graphplan.step.planner import TWICE
 from graphplan.trace.mode import refuse_trace
 from graphplan.trace.operator_schemas import AS_ON_DEVICE
 from graphplan.trace.records import collecting
@@ -172,6 +173,14 @@ def check_step(
 
 def check(run: Callable[[], Ran], name: str) -> Result:
     """The result of two short trainings, on the tape without raising: one collects refusals, one is as it would be."""
+    token = TWICE.set(True)
+    try:
+        return _check(run, name)
+    finally:
+        TWICE.reset(token)
+
+
+def _check(run: Callable[[], Ran], name: str) -> Result:
     # A step that is refused is let go on, for a plan of it.
     with warnings.catch_warnings(), collecting() as found, cuda_rules():
         warnings.simplefilter("ignore")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ FICKLE_TRACES = 3
 """Traces and captures of one line that may come to another value than a trace before, where the step branches on it."""
 SINGLE = True
 """Whether one trace may make a plan, if the first replay is checked."""
+TWICE = ContextVar("twice", default=False)
+"""Whether steps that are made meanwhile are traced twice in any case, since two traces say more than a check."""
 _REORDERED = 5  # Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps.
 _REPLACED = (Given, Numbers)  # Kinds of numbers that have stand-ins before they are known to change.
 _STRADDLING = 3  # Pairs of traces in a row between which host code changed something: it is no coincidence any more.
@@ -56,7 +59,8 @@ class Planner:
         self._times_changed: Counter[str] = Counter()  # How often values at these paths differed between traces.
         self._changing = "", 0  # The path that differs between consecutive traces, and how often in a row.
         # Ranks have to trace in the same steps.
-        self._may_be_single = SINGLE and self._peers is None and next_check(self._options.check_every, 0) == 1
+        is_checked = next_check(self._options.check_every, 0) == 1
+        self._may_be_single = SINGLE and self._peers is None and is_checked and not TWICE.get()
 
     def distrust(self) -> None:
         """Make no more plans of one trace: a second one is going to tell what a replay has shown."""

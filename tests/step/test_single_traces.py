@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from graphplan import HostScalarError, graphed
+from graphplan import HostScalarError, check_step, graphed
 from graphplan.backends.tape import TapeBackend
 from graphplan.errors import HostSyncError
 from graphplan.program.program import Program
@@ -168,6 +168,17 @@ def test_a_result_that_is_another_one_in_the_capture(make: Callable[[Tensor, int
         found = told(step, rig)
     assert found == expected
     assert step.stats.replayed == 0
+
+
+def test_a_diagnosis_is_made_of_two_traces() -> None:
+    """A bound that is another one in each call, and that nothing comes to: no check would find it."""
+    rig, bound = build(partial(training_rig, "mlp", "adamw", sizes=[8] * CALLS)), Box(itertools.count(1000))
+
+    def step(*args: Any) -> Tensor:
+        return rig.step(*args).clamp(max=next(bound.item))
+
+    (blocker,) = check_step(step, rig.calls, owners=rig.owners).blockers
+    assert "gets max=10" in blocker
 
 
 def test_other_weights_wait_for_the_check() -> None:
