@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -29,13 +30,28 @@ def check_difference(first: Trace, second: Trace) -> None:
             raise trace.violation
     _check_reads(first, second)
     kept = _kept(first, second)
-    for number, (a, b) in enumerate(zip_longest(first.operators, second.operators)):
+    for number, (a, b) in enumerate(check_operators(first.operators, second.operators)):
+        if a.operands != b.operands or a.offsets != b.offsets:
+            _check_operands(a, b, number, kept)
+    _check_externals(first, second)
+    _check_generators(first, second)
+    if first.states != second.states:
+        raise GeneratorSeekError(
+            f"the step put {len(first.states.restores)} states of generators back on one step and "
+            f"{len(second.states.restores)} on the next, or others of those that it saves; a replay puts the same ones "
+            "back. Have each step save and restore alike"
+        )
+
+
+def check_operators(first: Sequence[Operator], second: Sequence[Operator]) -> Iterator[tuple[Operator, Operator]]:
+    """Pair the operators of two steps. Those that are others, or get other numbers, are refused on the way."""
+    for number, (a, b) in enumerate(zip_longest(first, second)):
         if a is None or b is None:
             extra = a or b
             raise ControlFlowError(
-                f"one step runs {len(first.operators)} operators and the next {len(second.operators)}; the first extra "
-                f"one is operator {number}, {extra.name} at {extra.source}. Give each path a step of its own, or "
-                "name the calls that take the rarer one with eager_if=",
+                f"one step runs {len(first)} operators and the next {len(second)}; the first extra one is operator "
+                f"{number}, {extra.name} at {extra.source}. Give each path a step of its own, or name the calls that "
+                "take the rarer one with eager_if=",
                 component=extra.source.component,
             )
         if a.name != b.name:
@@ -47,16 +63,7 @@ def check_difference(first: Trace, second: Trace) -> None:
             )
         if a.scalars or b.scalars or a.constant is not None:
             _check_numbers(a, b)
-        if a.operands != b.operands or a.offsets != b.offsets:
-            _check_operands(a, b, number, kept)
-    _check_externals(first, second)
-    _check_generators(first, second)
-    if first.states != second.states:
-        raise GeneratorSeekError(
-            f"the step put {len(first.states.restores)} states of generators back on one step and "
-            f"{len(second.states.restores)} on the next, or others of those that it saves; a replay puts the same ones "
-            "back. Have each step save and restore alike"
-        )
+        yield a, b
 
 
 _RATE_FIX = (

@@ -12,8 +12,9 @@ def suffices(trace: Trace) -> bool:
     """Whether one trace of a step is enough: it works with what is fed or owned alone, reads and draws nothing on the
     host, and changes nothing in Python but integers that it raises.
 
-    What differs between two such steps is a Python value that no guard knows. The check finds it if it makes a
-    difference to what the first replay leaves, and the capture if it is returned.
+    What differs between two such steps is a Python value that no guard knows. The capture finds it if it is returned,
+    and the check of the first replay if it leads to other operators, is a number that one gets, or changes what the
+    step leaves.
     """
     known = trace.entry_slots.keys() | set(trace.leaf_storages.values())
     is_elsewhere = trace.graph_elsewhere or trace.derives_otherwise
@@ -27,9 +28,12 @@ def _works_on_host(trace: Trace) -> bool:
 
 
 def _follows(numbers: SymbolicNumbers) -> bool:
-    """Whether owners' numbers have stand-ins: where the step sets one to the value that it has, a trace cannot tell."""
+    """Whether the step uses numbers with stand-ins, or owners have some: a trace cannot tell if the step sets one of
+    these to the value that it has.
+    """
     is_given = all(type(place.container) in (Given, Numbers) for place in numbers.places.values())
-    return bool(numbers.asked or numbers.used or numbers.draws or numbers.behind) or not is_given
+    is_followed = numbers.asked or numbers.touched or numbers.draws or numbers.behind
+    return bool(is_followed) or not is_given
 
 
 def _leaves_more(trace: Trace) -> bool:

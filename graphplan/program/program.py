@@ -32,6 +32,7 @@ from graphplan.specs.roles import Role
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result
+from graphplan.trace.records import Operator
 
 NO_CHECK = 2**62
 """No replay has this number."""
@@ -104,6 +105,8 @@ class Program:
         bindings.share_memory(recording.generation)
         self.replays = 0
         self.tally = Tally()
+        self.expected: Sequence[Operator] = ()
+        """The operators of the only trace that it was made of, until a replay was compared with an eager step."""
 
     def count_state_bytes(self) -> int:
         """Bytes of the owners' dense tensors, without those that the step has nothing to do with."""
@@ -114,8 +117,8 @@ class Program:
 
     @property
     def is_unproven(self) -> bool:
-        """Whether it was made of one trace, and no replay was compared with the eager step yet."""
-        return self.plan.single and not self.replays
+        """Whether no replay was compared yet with an eager step, which should run the ``expected`` operators."""
+        return bool(self.expected)
 
     def fits(self) -> bool:
         """Whether everything that a replay uses is where it was, once tensors that moved were followed."""

@@ -118,10 +118,13 @@ class Programs:
         entry.drop()
         self._let_go()
 
-    def take_back(self, entry: Entry) -> None:
-        """Close an entry's programs as if they had not been captured."""
-        entry.drop()
-        self._latest.pop(entry.key[0], None)
+    def take_back(self, entry: Entry, program: Program) -> None:
+        """Close one program of an entry, which has not paid and does not count as a capture that did not."""
+        for way in entry.ways:
+            way.lines = {variant: line for variant, line in way.lines.items() if line.program is not program}
+        program.close()
+        if self._latest.get(entry.key[0]) is program:
+            del self._latest[entry.key[0]]
 
     def close_ways(self, base: Entry) -> None:
         """Close the programs for what is read of the batches of an entry."""

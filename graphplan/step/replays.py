@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -12,18 +14,34 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 
 from graphplan.backends.backend import first_line
-from graphplan.errors import CheckMemoryError, OutcomeError, PeerError, VerifyError
+from graphplan.errors import CheckMemoryError, OutcomeError, PeerError, RefusalError, VerifyError
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
+from graphplan.plan.difference import check_operators
 from graphplan.program.program import Program, Tally
 from graphplan.step.memory_budget import find_room
 from graphplan.step.runner import Parts
+from graphplan.trace.repeated_operators import RepeatedOperators
 from graphplan.verify.check import Check, Verdict, detached
 from graphplan.verify.schedule import Timetable, next_check
 
 _UNPROVEN = "the first replay after a single trace could not be checked"
 _LATEST = 2  # Captures whose checks go on where the program is captured again.
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What became of a replay that was to be checked: ``result`` is the call's, ``error`` what was found wrong.
+
+    ``proves_nothing``: the program was made of one trace, and the check does not say that it is good. Its step is
+    traced twice instead, and refused for the ``doubt`` unless these traces say more.
+    """
+
+    result: Any
+    error: VerifyError | None = None
+    doubt: RefusalError | None = None
+    proves_nothing: bool = False
 
 
 class _Series(Tally):
@@ -90,7 +108,7 @@ class Replays:
         """Whether the next replay of ``program`` is to be checked."""
         return isinstance(program.tally, _Series) and program.tally.is_due(program)
 
-    def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None] | None:
+    def check(self, program: Program, feed: Feed) -> Checked | None:
         """A replay that is checked against eager, whose outcome stands; a plain one where there is no room for that, or
         None with a program that is not replayed then. Raises OutcomeError and PeerError with everything as it was,
         CheckMemoryError where other ranks run the eager step as well.
@@ -116,18 +134,22 @@ class Replays:
                     place=partial(self._place, program, nbytes, room),
                     on_any=self._on_any if program.plan.communicates else bool,
                 )
-                verdict = check.run(partial(self._eager, program, fed, feed.leaves))
+                repeated = RepeatedOperators(program.expected) if program.is_unproven else None
+                verdict = check.run(partial(self._eager, program, fed, feed.leaves, repeated))
         except (torch.OutOfMemoryError, PeerError) as error:
             fed.restore()
             return self._unchecked(program, feed, first_line(error))
+        doubt = None if repeated is None else _unlike(repeated)
+        if doubt is not None or (verdict.open and program.is_unproven):
+            self._stats.note(f"traced anew: {doubt or f'{_UNPROVEN} ({verdict.open})'}", "traces")
+            return Checked(verdict.result, doubt=doubt, proves_nothing=True)
         if verdict.differences:
-            return verdict.result, _disagreement(program, verdict)
-        if verdict.open and program.is_unproven:
-            return verdict.result, VerifyError(f"{_UNPROVEN} ({verdict.open})", result=verdict.result)
+            return Checked(verdict.result, _disagreement(program, verdict))
         change = fed.change()
         if change is not None:
             text = f"replay {program.replays + 1} of {program.plan.name} is not what the eager step does: {change}"
-            return verdict.result, VerifyError(text, result=verdict.result)
+            return Checked(verdict.result, VerifyError(text, result=verdict.result))
+        program.expected = ()
         series.note(program, number)
         self._count(program)
         self._stats.checked.append(verdict.seconds)
@@ -139,7 +161,7 @@ class Replays:
             self._stats.verified += 1
             self._stats.bytes_verified = nbytes
         self._stats.end_call("verified")
-        return verdict.result, None
+        return Checked(verdict.result)
 
     def begin(self, program: Program) -> None:
         """Have a new program checked with others of its kind. If it communicates, all ranks check in the same steps."""
@@ -164,10 +186,17 @@ class Replays:
             return reason or "the ranks do not check the same steps"
         return reason or ("" if can else "another rank has no room for a check")
 
-    def _eager(self, program: Program, fed: CallArguments, leaves: Sequence[Any], walk: Callable[[], Walk]) -> Any:
-        """The eager step of a check. ``walk`` leads to what its owners hold afterwards."""
+    def _eager(
+        self,
+        program: Program,
+        fed: CallArguments,
+        leaves: Sequence[Any],
+        repeated: RepeatedOperators | None,
+        walk: Callable[[], Walk],
+    ) -> Any:
+        """The eager step of a check, heard by ``repeated``. ``walk`` leads to what its owners hold afterwards."""
         try:
-            return self._between(program, fed, leaves, walk)
+            return self._between(program, fed, leaves, walk, repeated)
         except torch.OutOfMemoryError as error:
             if not program.plan.communicates:
                 raise
@@ -177,10 +206,22 @@ class Replays:
                 "smaller, or leave checks out with verify='off'"
             ) from error
 
-    def _between(self, program: Program, fed: CallArguments, leaves: Sequence[Any], walk: Callable[[], Walk]) -> Any:
+    def _between(
+        self,
+        program: Program,
+        fed: CallArguments,
+        leaves: Sequence[Any],
+        walk: Callable[[], Walk],
+        repeated: RepeatedOperators | None = None,
+    ) -> Any:
         """Run the step eagerly between two replays of ``program``."""
-        within = partial(program.run_between, self._runner.backend, leaves, walk)
-        result = self._runner.run(lambda: detached(self._runner.call(fed)), within=within)
+
+        def call() -> Any:
+            with repeated or nullcontext():
+                result = self._runner.call(fed)
+            return detached(result)
+
+        result = self._runner.run(call, within=partial(program.run_between, self._runner.backend, leaves, walk))
         self._runner.outcome = (result,)
         return result
 
@@ -197,17 +238,28 @@ class Replays:
         """Where a check's next copy goes: pinned memory takes long to allocate, and not all copies need it."""
         return find_room(nbytes, program.plan.device, self._runner.backend.may_take, copies=1)[0] or room
 
-    def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, VerifyError | None] | None:
+    def _unchecked(self, program: Program, feed: Feed, reason: str) -> Checked | None:
         """A replay without the check that is due; None if the program is not replayed without it."""
         if program.is_unproven:
             self._stats.note(f"traced anew: {_UNPROVEN} ({reason})", "traces")
             return None
         self._stop_checks(program, reason)
-        return self.replay(program, feed.leaves), None
+        return Checked(self.replay(program, feed.leaves))
 
     def _stop_checks(self, program: Program, reason: str) -> None:
         program.tally = Tally()
         self._stats.note(f"not checked against eager: {reason}", "checks")
+
+
+def _unlike(repeated: RepeatedOperators) -> RefusalError | None:
+    """The error for a step that runs other operators than were traced, or with other numbers."""
+    repeated.faults.check()
+    try:
+        for _ in check_operators(repeated.expected, repeated.found):
+            pass
+    except RefusalError as error:
+        return error.with_traceback(None)
+    return None
 
 
 def _disagreement(program: Program, verdict: Verdict) -> VerifyError:

@@ -16,6 +16,7 @@ from graphplan.backends.backend import is_out_of_memory, refusing_memory
 from graphplan.compare.building import build_later
 from graphplan.effects.host import check_threads, omissions, taken_item
 from graphplan.errors import (
+    CaptureMemoryError,
     ControlFlowError,
     GraphPlanError,
     HostEffectError,
@@ -200,9 +201,11 @@ class Stages:
                     entry.warm = min(entry.warm, self._options.warmup_steps - 1)
                 raise
             refusal = found
-        if call.line.plan is not None and call.line.plan.single:
+        is_single = call.line.plan is not None and call.line.plan.single
+        if is_single and not isinstance(refusal, CaptureMemoryError):
             self._stats.note(f"traced anew: {refusal}", "traces")
-            self.distrust(call.entry)
+            call.line.plan = None
+            self.distrust()
             return self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
         if isinstance(refusal, OutcomeError):
             # It would keep the frames of the recorded step.
@@ -214,10 +217,9 @@ class Stages:
         self._refuse(entry, refusal)
         return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal))
 
-    def distrust(self, entry: Entry) -> None:
-        """Trace all calls twice from here on: one trace did not tell all of ``entry``'s, whose plan and program go."""
-        self._planner.distrust()
-        self._programs.take_back(entry)
+    def distrust(self, doubt: RefusalError | None = None) -> None:
+        """Trace all calls twice from here on: one trace did not tell all of some. ``doubt``: see :class:`Checked`."""
+        self._planner.distrust(doubt)
 
     def _refuse(self, entry: Entry, error: RefusalError) -> None:
         if self._peers is None and entry.may_refuse_way():
@@ -259,11 +261,10 @@ class Stages:
             changed = outdated(line.plan, call.walk)
         if found is not None and found.is_outdated:
             changed = changed or "what is read before the step lies in other containers"
-        if changed is not None and line.plan.single:
+        if changed is not None:
+            # A single trace is the first of two now.
+            line.outdated += not line.plan.single
             line.plan = None
-        elif changed is not None:
-            line.plan = None
-            line.outdated += 1
             most = self._options.max_recaptures
             if line.outdated >= most:
                 raise RecaptureError(
@@ -449,6 +450,7 @@ class Stages:
         """Capture a call and return its result. Raises ReadSignal if a placeholder was used."""
         options, backend, plan = self._options, self._runner.backend, call.line.plan
         assert plan is not None
+        expected = call.line.traces[-1].operators if plan.single else ()
         self._planner.settle(call, plan)
         self._latest = None
         compiled = self._managed.runs_compiled(call.walk)
@@ -481,6 +483,7 @@ class Stages:
             program.inputs.stage()
         build_later()
         self._stats.captured += 1
+        program.expected = expected
         call.line.program = program
         self._managed.refresh(program.adopted.walk)
         self._managed.churn = 0

@@ -285,22 +285,25 @@ class StateMachine:
             return self.refused(call, refusal.reason, str(refusal))
         if checked is None:
             # Not beside the program, which goes: there may be no room for both.
-            self.stages.distrust(call.entry)
-            self.latest = SkipReason.SHAPE
+            self._take_back(call.entry, program)
             return self.as_traced(call, SkipReason.SHAPE, "")
-        result, error = checked
         self.memory.after_check(self.runner.backend)
-        if error is not None and program.is_unproven:
-            self.stats.note(f"traced anew: {error}", "traces")
-            self.latest = None
-            self.stages.distrust(call.entry)
+        if checked.proves_nothing:
+            self._take_back(call.entry, program, checked.doubt)
             self.runner.count_eager(SkipReason.SHAPE)
-        elif error is not None:
+        elif checked.error is not None:
+            error = checked.error
             self.stats.note(f"invalidated: {error}", "guards")
             self.stand_down(error.reason, str(error))
             self.refusals.refuse(error)
             self.runner.count_eager(error.reason, str(error))
-        return result
+        return checked.result
+
+    def _take_back(self, entry: Entry, program: Program, doubt: RefusalError | None = None) -> None:
+        """Let go of a program that was made of one trace; the step is traced twice from here on."""
+        self.latest = SkipReason.SHAPE
+        self.programs.take_back(entry, program)
+        self.stages.distrust(doubt)
 
     def _instead(self, call: Call, entry: Entry, program: Program, outcome: OutcomeError) -> Any:
         """An eager step for a replay that branched otherwise: if often, calls are eager; in a row, captured anew."""

@@ -176,6 +176,7 @@ def test_a_step_that_went_eager_keeps_nothing_of_its_capture(number: int, phase:
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.crossed(3, 2)
+@pytest.mark.twice
 def test_memory_that_runs_out_is_a_refusal(phase: str) -> None:
     """It can be caught as what torch raises too; the call has not happened and holds nothing; the next one works."""
     rig = build(scaled_rig)

@@ -13,14 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from graphplan import HostScalarError, check_step, graphed
+from graphplan import ControlFlowError, HostScalarError, check_step, graphed
 from graphplan.backends.tape import TapeBackend
 from graphplan.errors import HostSyncError
 from graphplan.program.program import Program
 from graphplan.step import replays
 from tests.failure_modes.naive import changing_rig, loss_of, stay
 from tests.models import CALLS, MODELS, OPTIMIZERS, Box, attributes, keeping_rig, training_rig, updating_rig
-from tests.twins import BEFORE_REPLAY, WARMUP, Rig, assert_same_as_eager, assert_same_runs, build, drive, managed
+from tests.twins import (
+    BEFORE_REPLAY,
+    WARMUP,
+    Rig,
+    assert_same_as_eager,
+    assert_same_runs,
+    build,
+    drive,
+    line_of,
+    managed,
+)
 
 ONCE = WARMUP + 1  # The call of the capture, if one trace is enough.
 FIRST = ONCE + 1  # The call of the first replay.
@@ -240,7 +250,7 @@ def test_two_traces_tell_what_the_first_replay_has_shown() -> None:
     rig = build(partial(decaying, FIRST))
     assert_same_runs(drive(rig, rig.step), found)
     assert (step.stats.traced, step.stats.captured, step.stats.replayed) == (3, 1, 0)
-    assert "traced anew: replay 1 of" in step.report()
+    assert "traced anew: aten.mul.Tensor at" in step.report()
 
 
 def test_two_traces_refuse_what_the_first_replay_has_shown() -> None:
@@ -250,21 +260,56 @@ def test_two_traces_refuse_what_the_first_replay_has_shown() -> None:
         drive(rig, step)
 
 
+def turning(begin: int) -> Rig:
+    """A branch on the number of the step, which an iterator keeps."""
+    count = Box(itertools.count())
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        value = loss_of(model, x, y)
+        return value * 3 if next(count.item) >= begin else value  # culprit
+
+    return changing_rig(stay, loss)
+
+
 def test_a_branch_that_turns_before_the_first_replay() -> None:
-    """It does not turn again, so that two traces lead to replays of the other way."""
+    """Two traces are alike again. As nothing tells what turned it, it may turn once more: the step is refused."""
+    make = partial(turning, FIRST)
+    rig = build(make)
+    step = managed(rig, on_failure="eager")
+    with pytest.warns(UserWarning, match=rf"aten\.mul\.Tensor at {line_of(turning)}.* on the next: the step's control"):
+        found = drive(rig, step)
+    rig = build(make)
+    assert_same_runs(drive(rig, rig.step), found)
+    assert (step.stats.traced, step.stats.captured, step.stats.replayed) == (3, 1, 0), step.report()
 
-    def make() -> Rig:
-        count = Box(itertools.count())
 
-        def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
-            value = loss_of(model, x, y)
-            return value * 3 if next(count.item) >= FIRST else value
+def limited(begin: int) -> Rig:
+    """A bound that nothing reaches until late, in a place that no guard sees."""
+    limit = Box(100.0)
 
-        return changing_rig(stay, loss)
+    def each(model: Any, optimizer: Any, index: int) -> None:
+        limit.item = 100.0 - index if index < begin + 6 else 1e-3
 
-    step = assert_same_as_eager(make)
-    assert (step.stats.traced, step.stats.captured) == (3, 2), step.report()
-    assert step.stats.replayed > 8
+    return changing_rig(stay, lambda model, x, y: loss_of(model, x, y).clamp(max=limit.item), each=each)
+
+
+def test_a_number_that_makes_no_difference_yet() -> None:
+    """What a replay leaves is the eager step's, but the operator gets another number there."""
+    rig = build(partial(limited, FIRST))
+    step = managed(rig)
+    with pytest.raises(HostScalarError, match=r"aten\.clamp\.default at .* gets max=\d+\.0 on one step"):
+        drive(rig, step)
+
+
+def _sums_up(counts: Any, model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    return sum((loss * 0.0 for _ in range(next(counts.item) // FIRST)), loss)
+
+
+def test_an_operator_more_that_makes_no_difference() -> None:
+    rig = build(lambda: keeping_rig(partial(_sums_up, Box(itertools.count())), CALLS))
+    step = managed(rig)
+    with pytest.raises(ControlFlowError, match=r"one step runs \d+ operators and the next \d+; the first extra one"):
+        drive(rig, step)
 
 
 def test_a_later_replay_that_is_wrong_is_no_matter_of_traces() -> None:

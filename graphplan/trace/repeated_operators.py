@@ -1,0 +1,40 @@
+"""What of a second step is compared with one trace: which operators run, and what they get beside tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from graphplan.observe.source import find_source
+from graphplan.observe.watching import Aside
+from graphplan.trace.composites import OperatorMode
+from graphplan.trace.mode import LIFTS
+from graphplan.trace.operator_schemas import OperatorCall
+from graphplan.trace.records import Operator
+
+
+class RepeatedOperators(OperatorMode):
+    """Notes what a step does that should run the operators ``expected`` again: a small part of what a trace notes. What
+    they work on is left to those who compare what the step leaves.
+    """
+
+    def __init__(self, expected: Sequence[Operator]) -> None:
+        super().__init__()
+        self.expected = expected
+        self.found: list[Operator] = []
+        self._is_unlike = False
+
+    def operate(self, aside: Aside, call: OperatorCall) -> Any:
+        """Run an operator, and note its name and numbers. It comes from where the one in its place does, if alike."""
+        name, (_, scalars) = call.schema.name, call.tensors_and_others()
+        known = self.expected[min(len(self.found), len(self.expected) - 1)]
+        source = known.source
+        if name != known.name and not self._is_unlike:
+            # What follows is unlike, too, and only this one is told of.
+            source, self._is_unlike = find_source(), True
+        constant = call.args[0].detach().clone() if name in LIFTS else None
+        self.found.append(
+            Operator(name, known.operands, known.offsets, tuple(scalars), source, known.launches, constant,
+                     known.random, known.threaded)
+        )  # fmt: skip
+        return aside.run(call.schema.call, call.args, call.kwargs, is_native=call.schema.is_native)
