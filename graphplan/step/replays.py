@@ -22,6 +22,7 @@ from graphplan.plan.difference import check_operators
 from graphplan.program.program import Program, Tally
 from graphplan.step.memory_budget import find_room
 from graphplan.step.runner import Parts
+from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.repeated_operators import RepeatedOperators
 from graphplan.verify.check import Check, Verdict, detached
 from graphplan.verify.schedule import Timetable, next_check
@@ -35,7 +36,7 @@ class Checked:
     """What became of a replay that was to be checked: ``result`` is the call's, ``error`` what was found wrong.
 
     ``proves_nothing``: the program was made of one trace, and the check does not say that it is good. Its step is
-    traced twice instead, and refused for the ``doubt`` unless these traces say more.
+    traced twice instead, and refused for the ``doubt``, if the replay was wrong, unless these traces say more.
     """
 
     result: Any
@@ -134,15 +135,17 @@ class Replays:
                     place=partial(self._place, program, nbytes, room),
                     on_any=self._on_any if program.plan.communicates else bool,
                 )
-                repeated = RepeatedOperators(program.expected) if program.is_unproven else None
+                repeated = None
+                if program.is_unproven:
+                    repeated = RepeatedOperators(program.expected, answers_in(fed.kwargs))
                 verdict = check.run(partial(self._eager, program, fed, feed.leaves, repeated))
         except (torch.OutOfMemoryError, PeerError) as error:
             fed.restore()
             return self._unchecked(program, feed, first_line(error))
-        doubt = None if repeated is None else _unlike(repeated)
-        if doubt is not None or (verdict.open and program.is_unproven):
-            self._stats.note(f"traced anew: {doubt or f'{_UNPROVEN} ({verdict.open})'}", "traces")
-            return Checked(verdict.result, doubt=doubt, proves_nothing=True)
+        unlike = None if repeated is None else _unlike(repeated)
+        if unlike is not None or (verdict.open and program.is_unproven):
+            self._stats.note(f"traced anew: {unlike or f'{_UNPROVEN} ({verdict.open})'}", "traces")
+            return Checked(verdict.result, doubt=unlike if verdict.differences else None, proves_nothing=True)
         if verdict.differences:
             return Checked(verdict.result, _disagreement(program, verdict))
         change = fed.change()

@@ -286,6 +286,7 @@ class StateMachine:
         if checked is None:
             # Not beside the program, which goes: there may be no room for both.
             self._take_back(call.entry, program)
+            self.runner.backend.trim()
             return self.as_traced(call, SkipReason.SHAPE, "")
         self.memory.after_check(self.runner.backend)
         if checked.proves_nothing:

@@ -7,6 +7,7 @@ from typing import Any
 
 from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside
+from graphplan.trace.batch_reads import Answer, BatchAnswers
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.mode import LIFTS
 from graphplan.trace.operator_schemas import OperatorCall
@@ -15,17 +16,31 @@ from graphplan.trace.records import Operator
 
 class RepeatedOperators(OperatorMode):
     """Notes what a step does that should run the operators ``expected`` again: a small part of what a trace notes. What
-    they work on is left to those who compare what the step leaves.
+    they work on is left to those who compare what the step leaves. ``answers`` is what the traced step was given in
+    place of reads, which are made here, and noted as they were in the trace.
     """
 
-    def __init__(self, expected: Sequence[Operator]) -> None:
-        super().__init__()
+    def __init__(self, expected: Sequence[Operator], answers: BatchAnswers | None = None) -> None:
+        super().__init__(answers)
+        self._answer: Answer | None = None
         self.expected = expected
         self.found: list[Operator] = []
         self._is_unlike = False
 
+    def takes(self, answer: Answer, call: OperatorCall) -> bool:
+        """False: the read is made."""
+        self._answer = answer
+        return False
+
     def operate(self, aside: Aside, call: OperatorCall) -> Any:
         """Run an operator, and note its name and numbers. It comes from where the one in its place does, if alike."""
+        answer, self._answer = self._answer, None
+        noted = call if answer is None else answer.call
+        if noted is not None:
+            self._note(noted)
+        return aside.run(call.schema.call, call.args, call.kwargs, is_native=call.schema.is_native)
+
+    def _note(self, call: OperatorCall) -> None:
         name, (_, scalars) = call.schema.name, call.tensors_and_others()
         known = self.expected[min(len(self.found), len(self.expected) - 1)]
         source = known.source
@@ -37,4 +52,3 @@ class RepeatedOperators(OperatorMode):
             Operator(name, known.operands, known.offsets, tuple(scalars), source, known.launches, constant,
                      known.random, known.threaded)
         )  # fmt: skip
-        return aside.run(call.schema.call, call.args, call.kwargs, is_native=call.schema.is_native)

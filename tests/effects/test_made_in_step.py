@@ -179,6 +179,7 @@ DYING: dict[str, Step] = {
 
 @pytest.mark.parametrize("name", DYING)
 @pytest.mark.crossed(2, 1)
+@pytest.mark.twice
 def test_what_dies_in_the_step_is_captured(name: str) -> None:
     step = assert_equals_eager(partial(rig_of, DYING[name]))
     assert set(step.machine.managed.owners) == {"model", "optimizer", "keeper", "names"}

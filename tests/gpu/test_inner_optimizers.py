@@ -29,6 +29,7 @@ INNER: dict[str, Step] = {
 
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True")
+@pytest.mark.twice
 def test_an_inner_optimizer_is_replayed(name: str) -> None:
     assert_like_eager(on_device(partial(rig_of, INNER[name])))
 

@@ -124,11 +124,9 @@ def limited_to(nbytes: int) -> Iterator[None]:
 
 
 @needs_cuda
-@pytest.mark.parametrize("traces", [pytest.param(2, marks=pytest.mark.twice), 1])
-def test_a_device_on_which_only_eager_steps_fit(traces: int) -> None:
-    """The copies of the state that a capture needs do not fit: eager steps go on, within the limit. So it is after a
-    capture with one trace, if there is no room for the check of the first replay: the program goes first.
-    """
+@pytest.mark.twice
+def test_a_device_on_which_only_eager_steps_fit() -> None:
+    """The copies of the state that a capture needs do not fit: eager steps go on, within the same limit."""
     make = on_device(partial(wide_rig, momentum=0.9))
     rig = build(make)
     expected = drive(rig, oracle(rig))
@@ -143,8 +141,7 @@ def test_a_device_on_which_only_eager_steps_fit(traces: int) -> None:
     ):
         rest = drive(replace(rig, calls=rig.calls[AT:]), step)
     assert_same_runs(expected, Record(begun.outputs + rest.outputs, state_of(rig)))
-    assert (step.stats.captured, step.stats.replayed) == (2 - traces, 0)
-    assert step.stats.skipped[SkipReason.CAPTURE] >= CALLS - AT - 4
+    assert step.stats.skipped == {SkipReason.CAPTURE: CALLS - AT}
     assert_frees_cached_memory()
 
 
