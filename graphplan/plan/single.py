@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from graphplan.owners.views import Given, Numbers
 from graphplan.specs.paths import Of, names
 from graphplan.trace.records import Trace
 from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 
-def suffices(trace: Trace) -> bool:
+def suffices(trace: Trace, rates: Collection[int]) -> bool:
     """Whether one trace of a step is enough: it works with what is fed or owned alone, reads and draws nothing on the
-    host, and changes nothing in Python but integers that it raises.
+    host, and changes nothing in Python but integers that it raises. ``rates`` are storages of device learning rates.
 
     What differs between two such steps is a Python value that no guard knows. The capture finds it if it is returned,
     and the check of the first replay if it leads to other operators, is a number that one gets, or changes what the
     step leaves.
     """
     known = trace.entry_slots.keys() | set(trace.leaf_storages.values())
-    is_elsewhere = trace.graph_elsewhere or trace.derives_otherwise
-    return trace.externals.keys() <= known and not (is_elsewhere or _works_on_host(trace) or _leaves_more(trace))
+    is_owned = trace.externals.keys() - rates <= known
+    # Which eager steps run otherwise: in them a rate is a tensor to the optimizer's kernels alone.
+    differs = (
+        trace.graph_elsewhere
+        or trace.derives_otherwise
+        or any(
+            external.source.component != "optimizer"
+            for storage, external in trace.externals.items()
+            if storage in rates
+        )
+    )
+    return is_owned and not (differs or _works_on_host(trace) or _leaves_more(trace))
 
 
 def _works_on_host(trace: Trace) -> bool:

@@ -75,6 +75,7 @@ def reading_rig(update: Callable[..., Any], after: Callable[..., Any]) -> Rig:
     return updating_rig(update, attributes(scale=1.0), after)
 
 
+@pytest.mark.twice
 def test_a_comparison_that_comes_out_otherwise_between_the_traces() -> None:
     """The second trace is the first of another pair."""
     step = assert_equals_eager(
@@ -110,6 +111,7 @@ def test_a_value_that_is_set_now_and_then(phase: int) -> None:
     assert not step.stats.skipped.keys() - {SkipReason.SHAPE, SkipReason.GUARD}
 
 
+@pytest.mark.twice
 def test_a_layers_setting_that_is_set_between_the_traces() -> None:
     """A probability that only torch's own code reads."""
 
@@ -136,6 +138,7 @@ def test_a_value_that_is_set_after_every_call() -> None:
     assert_falls_back(make, SkipReason.HOST_SCALAR, r"which is 0\.\d+ before one step and 0\.\d+ before the next")
 
 
+@pytest.mark.twice
 def test_values_that_are_set_one_after_the_other() -> None:
     """Two changes in a row are still by chance."""
 
