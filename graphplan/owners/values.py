@@ -166,15 +166,17 @@ class ValueWalker:
         """A tuple with tensors is a slot of theirs, one without a value, but for one of objects and containers alone:
         a step may make all of it anew. In any there may be objects.
         """
-        if value and all(map(_is_entered, value)):
+        # Its class may have other ideas of its length and of what it holds.
+        items = tuple(tuple.__iter__(value))
+        if items and all(map(_is_entered, items)):
             self.walk.links.append((container, key, value))
             self.walk.objects[path] = Scalar(container, key, *source)
-            self.walk.objects[Path.length(path)] = Scalar(Told(value, len), "len", *source)
+            self.walk.objects[Path.length(path)] = Scalar(Told(value, tuple.__len__), "len", *source)
         elif not tensor_leaves(value):
             self.walk.scalars[path] = Scalar(container, key, *source)
         elif not isinstance(container, tuple):
             self._slot(path, container, key, source)
-        for number, item in enumerate(value):
+        for number, item in enumerate(items):
             place = f"{path}[{number}]"
             if issubclass(type(item), Tensor):
                 if place in self._leaves and has_own_gradient(item):

@@ -284,7 +284,8 @@ def same_value(first: Any, second: Any) -> bool:
     if type(first) is not type(second) or isinstance(first, Tensor):
         return False
     if isinstance(first, tuple):
-        return len(first) == len(second) and all(map(same_value, first, second))
+        ones, others = tuple.__iter__(first), tuple.__iter__(second)
+        return tuple.__len__(first) == tuple.__len__(second) and all(map(same_value, ones, others))
     if type(first) is weakref.ref:
         # What a step refers to weakly and makes anew is gone after it.
         return first() is second()

@@ -44,6 +44,48 @@ class OddNumber(int):
     __hash__ = int.__hash__
 
 
+class OddTuple(tuple[Any, ...]):
+    """Tells nobody how long it is, nor whether it is empty, as e3nn's irreps do not."""
+
+    __slots__ = ()
+
+    @property
+    def first(self) -> Any:
+        return tuple.__getitem__(self, 0)
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __bool__(self) -> bool:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("held", [lambda: 2.0, lambda: Odd(2.0), lambda: torch.tensor(2.0), lambda: [2.0]])
+def test_a_tuple_with_a_length_of_its_own(held: Callable[[], Any]) -> None:
+    """It is read as a plain tuple is, without a call of its class's methods."""
+
+    def train(*, replays: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = nn.Linear(4, 2)
+        model.pair = OddTuple((held(), "name"))
+
+        def step(x: Tensor) -> Tensor:
+            first = model.pair.first
+            value = getattr(first, "value", first)
+            out: Tensor = model(x) * (value[0] if isinstance(value, list) else value)
+            return out
+
+        call: Any = graph_step(step, owners=[model], backend="tape", mode="inference") if replays else step
+        with torch.no_grad():
+            found = [call(X) for _ in range(8)]
+            model.pair = OddTuple((3.0, "other"))
+            found += [call(X) for _ in range(12)]
+        assert not replays or call.stats.replayed > 5, call.report()
+        return found
+
+    assert all(map(torch.equal, train(replays=False), train(replays=True)))
+
+
 @pytest.mark.parametrize("value", [lambda: Odd(1.0), lambda: np.ones(3), lambda: {1, 2}])
 def test_hyper_parameters_of_any_kind(value: Callable[[], Any]) -> None:
     """What nobody can compare or hash is told apart by what it holds, or by identity; nothing comes of the attempt."""
