@@ -189,12 +189,13 @@ def undelayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture(autouse=True)
-def traced_twice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def traced_twice(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where a test says so, all steps are traced twice: replays begin with the same call, and what two traces tell
     apart is found there, not by the check of the first replay.
     """
-    if request.node.get_closest_marker("twice") is not None:
-        monkeypatch.setattr(planner, "SINGLE", False)
+    token = planner.TWICE.set(request.node.get_closest_marker("twice") is not None)
+    yield
+    planner.TWICE.reset(token)
 
 
 @pytest.fixture

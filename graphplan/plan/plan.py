@@ -110,7 +110,7 @@ class Plan:
         filled: tensors that hold such numbers, or what is computed of them.
         drawn: what the step draws from Python's and NumPy's generators, as replays do before they begin.
         kept: fed tensors whose memory the step may also read by another name.
-        single: whether it was made of one trace. What a second one would tell, the check of the first replay does.
+        single: whether it was made of one trace, so that the check of the first replay stands for a second one.
         handles: the step itself.
     """
 

@@ -1,4 +1,4 @@
-"""Where one trace makes a plan: what a second one would show, the check of the first replay shows as well."""
+"""Where one trace makes a plan, and the check of the first replay stands for a second one."""
 
 from __future__ import annotations
 
@@ -20,17 +20,14 @@ def suffices(trace: Trace, rates: Collection[int]) -> bool:
     """
     known = trace.entry_slots.keys() | set(trace.leaf_storages.values())
     is_owned = trace.externals.keys() - rates <= known
-    # Which eager steps run otherwise: in them a rate is a tensor to the optimizer's kernels alone.
-    differs = (
-        trace.graph_elsewhere
-        or trace.derives_otherwise
-        or any(
-            external.source.component != "optimizer"
-            for storage, external in trace.externals.items()
-            if storage in rates
-        )
-    )
-    return is_owned and not (differs or _works_on_host(trace) or _leaves_more(trace))
+    runs_otherwise = trace.graph_elsewhere or trace.derives_otherwise or _shows_rates(trace, rates)
+    return is_owned and not (runs_otherwise or _works_on_host(trace) or _leaves_more(trace))
+
+
+def _shows_rates(trace: Trace, rates: Collection[int]) -> bool:
+    """Whether others than the optimizer's kernels get a device learning rate, which is a number in eager steps."""
+    met = (external for storage, external in trace.externals.items() if storage in rates)
+    return any(external.source.component != "optimizer" for external in met)
 
 
 def _works_on_host(trace: Trace) -> bool:

@@ -34,10 +34,8 @@ from graphplan.verify.schedule import next_check
 
 FICKLE_TRACES = 3
 """Traces and captures of one line that may come to another value than a trace before, where the step branches on it."""
-SINGLE = True
-"""Whether one trace may make a plan, if the first replay is checked."""
 TWICE = ContextVar("twice", default=False)
-"""Whether steps that are made meanwhile are traced twice in any case, since two traces say more than a check."""
+"""Whether steps that are made meanwhile are traced twice in any case: two traces name the line that differs."""
 _REORDERED = 5  # Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps.
 _REPLACED = (Given, Numbers)  # Kinds of numbers that have stand-ins before they are known to change.
 _STRADDLING = 3  # Pairs of traces in a row between which host code changed something: it is no coincidence any more.
@@ -61,7 +59,7 @@ class Planner:
         self._doubt: RefusalError | None = None  # How a replay after a single trace was unlike the eager step.
         # Ranks have to trace in the same steps.
         is_checked = next_check(self._options.check_every, 0) == 1
-        self._may_be_single = SINGLE and self._peers is None and is_checked and not TWICE.get()
+        self._may_be_single = is_checked and self._peers is None and not TWICE.get()
 
     def distrust(self, doubt: RefusalError | None) -> None:
         """Make no more plans of one trace. If two say nothing against the step, it is refused for the ``doubt``."""
