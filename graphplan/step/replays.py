@@ -143,11 +143,12 @@ class Replays:
             fed.restore()
             return self._unchecked(program, feed, first_line(error))
         unlike = None if repeated is None else _unlike(repeated)
-        if unlike is not None or (verdict.open and program.is_unproven):
-            self._stats.note(f"traced anew: {unlike or f'{_UNPROVEN} ({verdict.open})'}", "traces")
-            return Checked(verdict.result, doubt=unlike if verdict.differences else None, proves_nothing=True)
+        if program.is_unproven and (unlike is not None or verdict.open or verdict.differences):
+            wrong = _disagreement(program, verdict) if verdict.differences else None
+            self._stats.note(f"traced anew: {unlike or wrong or f'{_UNPROVEN} ({verdict.open})'}", "traces")
+            return Checked(verdict.result, doubt=wrong and (unlike or wrong), proves_nothing=True)
         if verdict.differences:
-            return Checked(verdict.result, _disagreement(program, verdict))
+            return Checked(verdict.result, _disagreement(program, verdict, verdict.result))
         change = fed.change()
         if change is not None:
             text = f"replay {program.replays + 1} of {program.plan.name} is not what the eager step does: {change}"
@@ -265,7 +266,7 @@ def _unlike(repeated: RepeatedOperators) -> RefusalError | None:
     return None
 
 
-def _disagreement(program: Program, verdict: Verdict) -> VerifyError:
+def _disagreement(program: Program, verdict: Verdict, result: Any = None) -> VerifyError:
     number = program.replays + 1
     (first, text), *others = verdict.differences.items()
     # Those between two checks were not compared.
@@ -276,5 +277,5 @@ def _disagreement(program: Program, verdict: Verdict) -> VerifyError:
         "that the step depends on is not in the recording: a Python or NumPy value that changes where graphplan cannot "
         "see it, an operator that writes memory unseen, or host code. Hold it in a tensor that the step updates, feed "
         f"it, or keep the step eager. The eager step's outcome stands{past}",
-        result=verdict.result,
+        result=result,
     )

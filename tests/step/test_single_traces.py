@@ -424,3 +424,31 @@ def test_a_replay_that_raises_where_the_eager_step_does_not(verify: Any) -> None
         with pytest.warns(UserWarning, match="result: a replay raises _?LinAlgError .*, and the eager step does not"):
             found = step(bad)
         assert torch.equal(found, rig.step(bad))
+
+
+def _doubles(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    model.seen["calls"] *= 2
+    return loss
+
+
+def test_two_traces_tell_of_an_integer_that_is_raised_by_more_each_time() -> None:
+    """Its operators are the same ones, and the replay is wrong: the refusal names what the step does in Python."""
+    rig = build(partial(keeping_rig, _doubles, CALLS, seen={"calls": 1}))
+    step = managed(rig, on_failure="eager")
+    with pytest.warns(UserWarning, match=r"the step changes model\.seen\.calls in Python .*pass allow="):
+        found = drive(rig, step)
+    rig = build(partial(keeping_rig, _doubles, CALLS, seen={"calls": 1}))
+    assert_same_runs(drive(rig, rig.step), found)
+    assert (step.stats.traced, step.stats.captured, step.stats.replayed) == (3, 1, 0), step.report()
+
+
+def _phased(count: Any, model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    return loss * (2.0 if next(count.item) % 2 else 1.0)
+
+
+def test_two_traces_tell_of_a_number_that_is_the_same_in_the_trace_and_in_the_check() -> None:
+    """It was another one in the capture between them."""
+    rig = build(lambda: keeping_rig(partial(_phased, Box(itertools.count())), CALLS))
+    step = managed(rig)
+    with pytest.raises(HostScalarError, match=r"gets other=[12]\.0 on one step and other=[12]\.0 on the next"):
+        drive(rig, step)
