@@ -91,7 +91,8 @@ class Entry:
     """What is known of the calls of one ``key``.
 
     ``since``, ``used`` and ``called`` number the lookup that made it, the latest one, and its latest call on the way to
-    a program. ``captured``: it has or had one. ``gate`` times its replays until ``is_decided``. ``outside``: results
+    a program. ``doubt``: how a replay after a single trace was wrong, told once if two traces say nothing against the
+    step. ``captured``: it has or had one. ``gate`` times its replays until ``is_decided``. ``outside``: results
     take part in a backward pass outside the step, so calls are eager. ``batch``: what the step reads of its batch
     chooses another entry, whose ``base`` is this one. ``ways``: the one used last comes last; the numbers at ``places``
     decide between them. ``untried`` ways were traced since the last capture, up to a limit (``too_many``).
@@ -107,6 +108,7 @@ class Entry:
     eager_calls: int = 0
     called: int = 0
     refusal: RefusalError | None = None
+    doubt: RefusalError | None = None
     captured: bool = False
     wants_grad: bool = False
     outside: bool = False

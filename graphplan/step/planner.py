@@ -56,14 +56,13 @@ class Planner:
         self._latest: Trace | None = None  # The latest trace, until there is a plan or a refusal.
         self._times_changed: Counter[str] = Counter()  # How often values at these paths differed between traces.
         self._changing = "", 0  # The path that differs between consecutive traces, and how often in a row.
-        self._doubt: RefusalError | None = None  # How a replay after a single trace was unlike the eager step.
         # Ranks have to trace in the same steps.
         is_checked = next_check(self._options.check_every, 0) == 1
         self._may_be_single = is_checked and self._peers is None and not TWICE.get()
 
-    def distrust(self, doubt: RefusalError | None) -> None:
-        """Make no more plans of one trace. If two say nothing against the step, it is refused for the ``doubt``."""
-        self._may_be_single, self._doubt = False, doubt
+    def distrust(self) -> None:
+        """Make no more plans of one trace."""
+        self._may_be_single = False
 
     def forget(self) -> None:
         """Let go of what was traced."""
@@ -143,9 +142,10 @@ class Planner:
     def plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
         """The plan of the line's traces; None if others have to follow, RefusalError if none would do."""
         plan = self._plan(call, walk, at_end) if len(call.line.traces) > 1 else self._plan_single(call, at_end)
-        if plan is not None and self._doubt is not None:
-            call.line.traces = []
-            raise self._doubt
+        doubt = call.entry.doubt
+        if plan is not None and doubt is not None:
+            call.line.traces, call.entry.doubt = [], None
+            raise doubt
         if plan is not None and not plan.single:
             self.settle(call, plan)
         return plan
@@ -181,7 +181,7 @@ class Planner:
             with self._managed.rates:
                 return self._build(first, second, feed, handles, loose=loose, **planning)
         except RefusalError as error:
-            line.traces, self._doubt = [], None
+            line.traces, entry.doubt = [], None
             if isinstance(error, OutcomeError):
                 line.outcomes += 1
                 if line.outcomes >= FICKLE_TRACES:

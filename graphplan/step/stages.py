@@ -217,9 +217,9 @@ class Stages:
         self._refuse(entry, refusal)
         return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal))
 
-    def distrust(self, doubt: RefusalError | None = None) -> None:
-        """Trace all calls twice from here on: one trace did not tell all of some. ``doubt``: see :class:`Checked`."""
-        self._planner.distrust(doubt)
+    def distrust(self) -> None:
+        """Trace all calls twice from here on: one trace did not tell all of some."""
+        self._planner.distrust()
 
     def _refuse(self, entry: Entry, error: RefusalError) -> None:
         if self._peers is None and entry.may_refuse_way():

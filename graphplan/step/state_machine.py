@@ -304,7 +304,8 @@ class StateMachine:
         """Let go of a program that was made of one trace; the step is traced twice from here on."""
         self.latest = SkipReason.SHAPE
         self.programs.take_back(entry, program)
-        self.stages.distrust(doubt)
+        entry.doubt = doubt
+        self.stages.distrust()
 
     def _instead(self, call: Call, entry: Entry, program: Program, outcome: OutcomeError) -> Any:
         """An eager step for a replay that branched otherwise: if often, calls are eager; in a row, captured anew."""

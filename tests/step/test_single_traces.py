@@ -452,3 +452,35 @@ def test_two_traces_tell_of_a_number_that_is_the_same_in_the_trace_and_in_the_ch
     step = managed(rig)
     with pytest.raises(HostScalarError, match=r"gets other=[12]\.0 on one step and other=[12]\.0 on the next"):
         drive(rig, step)
+
+
+def _stepping(turned: Box) -> Callable[[], Rig]:
+    """Calls of two shapes, and a factor that no guard sees."""
+
+    def make() -> Rig:
+        turned.item = 1.0
+        model = nn.Linear(2, 2)
+        step = torch.no_grad()(lambda x: model(x) * turned.item)
+        calls = [(torch.full((size, 2), float(index)),) for size in (4, 8) for index in range(CALLS)]
+        return Rig(step, {"model": model}, calls)
+
+    return make
+
+
+def test_a_doubt_is_told_once_and_of_its_own_calls() -> None:
+    """The factor turns once before the first replay: a caller that goes on has replays, and so have further shapes."""
+    turned = Box(1.0)
+    rig = build(_stepping(turned))
+    step = managed(rig)
+    raised = []
+    for index, args in enumerate(rig.calls):
+        turned.item = 1.0 if index < FIRST else 3.0
+        try:
+            found = step(*args)
+        except HostScalarError as error:
+            raised.append(error)
+            found = step(*args)
+        assert torch.equal(found, rig.step(*args))
+    assert len(raised) == 1
+    assert step.stats.captured == 3, step.report()
+    assert step.stats.replayed > 2 * (CALLS - 12)
