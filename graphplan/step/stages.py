@@ -25,6 +25,7 @@ from graphplan.errors import (
     RecaptureError,
     RefusalError,
     SkipReason,
+    UncoveredRoleError,
 )
 from graphplan.feed.buffers import Buffers
 from graphplan.feed.call_arguments import CallArguments
@@ -202,7 +203,8 @@ class Stages:
                 raise
             refusal = found
         is_single = call.line.plan is not None and call.line.plan.single
-        if is_single and not isinstance(refusal, CaptureMemoryError):
+        # No second trace changes what room there is, nor a policy.
+        if is_single and not isinstance(refusal, (CaptureMemoryError, UncoveredRoleError)):
             self._stats.note(f"traced anew: {refusal}", "traces")
             call.line.plan = None
             self.distrust()

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from graphplan import HostScalarError, check_step, graphed
 from graphplan.backends.tape import TapeBackend
-from graphplan.errors import HostSyncError
+from graphplan.errors import HostSyncError, UncoveredRoleError
 from graphplan.program.program import Program
 from graphplan.step import replays
 from tests.failure_modes.naive import changing_rig, loss_of, stay
@@ -484,3 +484,16 @@ def test_a_doubt_is_told_once_and_of_its_own_calls() -> None:
     assert len(raised) == 1
     assert step.stats.captured == 3, step.report()
     assert step.stats.replayed > 2 * (CALLS - 12)
+
+
+def test_a_capture_that_the_policy_refuses() -> None:
+    """Another trace would not change that: it is refused at once."""
+
+    def make() -> Rig:
+        return training_rig("mlp", "adamw", sizes=[8] * CALLS)
+
+    rig = build(make)
+    step = managed(rig, mode="inference")
+    with pytest.raises(UncoveredRoleError, match="the inference policy has static_roles"):
+        drive(rig, step)
+    assert counts(step)[:3] == (WARMUP, 1, 0)
