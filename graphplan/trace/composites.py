@@ -90,6 +90,9 @@ class OperatorMode(TorchDispatchMode):
                     counts = aside.run(_count_below, args, call.kwargs)
                 if counts is not None:
                     return counts
+            if self.casts_within(call):
+                with _as_outside(func, self._casts):
+                    return self._hear(aside, call)
             try:
                 masks = call.masks() if schema.may_synchronize else ()
                 if masks:
@@ -100,6 +103,10 @@ class OperatorMode(TorchDispatchMode):
                 out = aside.carry_on(error, func, args, kwargs or {})
                 self.faults.note(error)
                 return out
+
+    def casts_within(self, call: OperatorCall) -> bool:
+        """Whether an operator runs others that autocast casts for: it has to be on, as outside the mode."""
+        return call.schema.casts_within and any(self._casts.values())
 
     def _hear(self, aside: Aside, call: OperatorCall) -> Any:
         answer = None if self._answers is None else self._answers.take(call)

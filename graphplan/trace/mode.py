@@ -87,6 +87,13 @@ class TraceMode(OperatorMode):
         written = call.written() if schema.may_write else ()
         for tensor in written:
             self._mark_written(tensor, call, source)
+        if self.casts_within(call):
+            record.violate(
+                CaptureError,
+                f"{name} at {source} runs other operators, for which autocast casts; replays run it without autocast. "
+                "Have torch's modules take their slow path: torch.backends.mha.set_fastpath_enabled(False)",
+                component=source.component,
+            )
         if schema.is_random or schema.own_state is not None:
             self._note_draw(call, source)
         out = aside.run(schema.call, call.args, call.kwargs, is_native=schema.is_native)

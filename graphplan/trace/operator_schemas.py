@@ -101,6 +101,7 @@ _EQUAL = "aten.equal.default"
 _SELECT = "aten.masked_select.default"
 _FROM_OUTSIDE = ("aten.from_file.default",)
 """What gives other values than those of its arguments."""
+_CASTS_WITHIN = ("aten._transformer_encoder_layer_fwd.", "aten._native_multi_head_attention.")
 _DERIVED_OTHERWISE = ("aten.prod.", "aten.cumprod.")
 UNORDERED = tuple(
     f"aten.{name}" for name in (
@@ -158,6 +159,7 @@ class Schema:
         own_state: position of a state of its own to draw from.
         is_ignored: whether it is no part of what a step computes.
         is_composite: whether torch puts it together from other operators, on every device.
+        casts_within: whether its kernel is put together from others, for which autocast casts as if code ran these.
         turns: whether all that it does is to give a tensor another shape or memory (``squeeze_``, ``set_``).
         may_synchronize: whether the host may have to wait for what it reads or makes.
         is_certain: whether its results follow from its arguments. Those of collectives and of extensions may differ.
@@ -190,6 +192,7 @@ class Schema:
         self.may_synchronize = waits or name in (*_BY_ARGUMENTS, *TRANSFERS, *_HOST_READS)
         self.is_certain = self.is_native and not (self.is_random or self.communicates or name in _FROM_OUTSIDE)
         self.derives_otherwise = name.startswith(_DERIVED_OTHERWISE)
+        self.casts_within = name.startswith(_CASTS_WITHIN)
 
 
 _SCHEMAS: dict[int, Schema] = {}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from graphplan import FeedError, Graphed, OptionError, Pool, SkipReason, graphed
+from graphplan import CaptureError, FeedError, Graphed, OptionError, Pool, SkipReason, graphed
 from tests.inference.helpers import assert_replays
 
 
@@ -262,3 +263,23 @@ def test_a_soak_of_threads_and_shapes_leaks_nothing() -> None:
     assert first[1] == 6, "three capture sizes, of rows and of columns"
     assert first == second
     assert exact.stats.calls + padded.stats.calls >= 5 * 8 * 60
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_fast_path_under_an_autocast_of_the_host(is_fast: bool) -> None:
+    """Its one operator runs others, which autocast casts for: calls are eager, and the error says what to turn off."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    fast = graphed(model, backend="tape")
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(is_fast)
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            for index, x in enumerate(torch.randn(8, 2, 5, 16)):
+                refused = pytest.raises(
+                    CaptureError, match=r"_transformer_encoder_layer_fwd.*set_fastpath_enabled\(False"
+                )
+                with refused if is_fast and index else nullcontext():
+                    assert torch.equal(fast(x), model(x))
+        assert bool(fast.stats.replayed) is not is_fast
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
