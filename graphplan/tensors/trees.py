@@ -232,7 +232,9 @@ def _rebuild(structure: Structure, leaves: Iterator[Any], outer: tuple[Any, ...]
     if kind is dict:
         return {key: _rebuild(part, leaves, outer) for key, part in zip(label, parts, strict=True)}
     if isinstance(label, _Context):
-        return _node_of(kind).unflatten_fn([_rebuild(part, leaves, outer) for part in parts], label.value)
+        node = _node_of(kind).unflatten_fn([_rebuild(part, leaves, outer) for part in parts], label.value)
+        # Of a torch.Size, pytree makes a plain tuple.
+        return kind(node) if type(node) is tuple and issubclass(kind, tuple) else node
     record = (base_of(kind) or object).__new__(kind)
     values = {name: _rebuild(part, leaves, (*outer, record)) for name, part in zip(label, parts, strict=True)}
     fill_record(record, values)

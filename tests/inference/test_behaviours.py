@@ -283,3 +283,19 @@ def test_a_fast_path_under_an_autocast_of_the_host(is_fast: bool) -> None:
         assert bool(fast.stats.replayed) is not is_fast
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+def test_a_size_that_is_returned() -> None:
+    """Of the class that it has in eager calls, whose methods a tuple has not."""
+    model = nn.Linear(4, 2)
+
+    @graphed(owners=[model], backend="tape")
+    def shaped(x: Tensor) -> Any:
+        y = model(x)
+        return y, {"shape": y.shape}
+
+    for x in torch.randn(6, 3, 4):
+        y, found = shaped(x)
+        assert (type(found["shape"]), found["shape"].numel()) == (torch.Size, 6)
+        assert torch.equal(y, model(x))
+    assert shaped.stats.replayed > 2
