@@ -61,18 +61,16 @@ def build_plan(
     """Compile two traces of consecutive real steps, or one that stands for both (see :func:`suffices`). ``feed`` is the
     second one's, and ``walk`` was at its end, if there is one. ``loose``: see :meth:`Reads.find`.
     """
-    walk = walk or handles.walk()
-    pair = TracePair(first, second, walk, allow)
+    pair = TracePair(first, second, walk or handles.walk(), allow)
     # What the step sets anew each time is told as such, not as what it computes that of.
     left = find_left_flags(pair)
     _check(pair, feed)
     # A list that changes its length is told as such, not as the numbers that it holds.
     appends, numbers, counters = find_appends(pair), find_numbers(pair), find_counters(pair)
-    rebindings = Rebindings.find(pair)
+    rebindings, shadows = Rebindings.find(pair), handles.rates.storages
     changed = {*numbers, *counters}
     launched = [operator for operator in second.operators if operator.launches]
-    shadows = handles.rates.storages
-    externals = classify(first, second, feed, walk, rebindings=rebindings, shadows=shadows)
+    externals = classify(first, second, feed, pair.walk, rebindings=rebindings, shadows=shadows)
     assert second.device is not None
     return Plan(
         name=getattr(step := handles.function(), "__qualname__", type(step).__name__),
@@ -88,7 +86,7 @@ def build_plan(
         # What a result shows is told as such, not as a value that was read.
         outputs=tuple(_outputs(first, second, {*rebindings.paths} - rebindings.moved)),
         output_structure=second.output_structure,
-        entry_grads=MappingProxyType(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
+        entry_grads=MappingProxyType(_entry_grads(second, pair.walk) if _uses_grads(first, second, pair.walk) else {}),
         operators=MappingProxyType(collections.Counter(operator.name for operator in launched)),
         footprint=first.footprint.merge(second.footprint),
         traced=_traced_values(second),

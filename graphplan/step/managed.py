@@ -70,9 +70,9 @@ class Managed:
 
     ``handles`` give plans access to the ``owners``, ``names`` are those in the step's code, ``refusal`` is raised at
     the next call. ``kept`` are objects that the last call made and left on an owner, by path; ``has_learnt``: it may
-    have led to new owners or names; ``has_met``: the latest trace met nothing for the first time that becomes an owner
-    or a name when it is met again. ``compiled`` says how compiled code that ran was compiled, with its name, by
-    identity.
+    have led to new owners or names; ``knows_all``: no object that the latest call used was met for the first time, to
+    become an owner or a name when it is met again. ``compiled`` says how compiled code that ran was compiled, with its
+    name, by identity.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Managed:
         self.changes: list[str] = []
         self.refusal: RefusalError | None = None
         self.kept: dict[str, str] = {}
-        self.has_learnt = self.has_met = False
+        self.has_learnt = self.knows_all = False
         self.compiled: dict[int, tuple[Any, str]] = {}
         self._managed: set[int] = set()
         self._fingerprint: Fingerprint | None = None
@@ -285,7 +285,7 @@ class Managed:
             if inner is not None and id(inner) not in known and has_met(thing):
                 self.owners[free_name(type(thing).__name__.lower(), self.owners)] = thing
                 grown = True
-        self.has_met = all(asked.values())
+        self.knows_all = all(asked.values())
         return grown
 
     def take_fed(self, leaves: Iterable[Any]) -> None:

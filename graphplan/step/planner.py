@@ -158,7 +158,7 @@ class Planner:
     def _plan_single(self, call: Call, at_end: Walk | None) -> Plan | None:
         """The plan of one trace, which stays until the capture: the first of two, if the step is another by then."""
         (trace,) = call.line.traces
-        may_be_single = self._may_be_single and self._managed.has_met and at_end is not None
+        may_be_single = self._may_be_single and self._managed.knows_all and at_end is not None
         if not (may_be_single and suffices(trace, self._managed.rates.storages)):
             return None
         try:

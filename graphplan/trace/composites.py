@@ -90,10 +90,10 @@ class OperatorMode(TorchDispatchMode):
                     counts = aside.run(_count_below, args, call.kwargs)
                 if counts is not None:
                     return counts
-            if self.casts_within(call):
-                with _as_outside(func, self._casts):
-                    return self._hear(aside, call)
             try:
+                if self.casts_within(call):
+                    with _as_outside(func, self._casts):
+                        return self._hear(aside, call)
                 masks = call.masks() if schema.may_synchronize else ()
                 if masks:
                     finds = (OperatorCall(schema_of(_FIND), (mask,), {}) for mask in masks)

@@ -102,6 +102,7 @@ _SELECT = "aten.masked_select.default"
 _FROM_OUTSIDE = ("aten.from_file.default",)
 """What gives other values than those of its arguments."""
 _CASTS_WITHIN = ("aten._transformer_encoder_layer_fwd.", "aten._native_multi_head_attention.")
+"""What torch's modules run in one piece for inference, of kernels that go through autocast."""
 _DERIVED_OTHERWISE = ("aten.prod.", "aten.cumprod.")
 UNORDERED = tuple(
     f"aten.{name}" for name in (
