@@ -27,7 +27,8 @@ class TracePair:
     """What code may have read in either of them."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "either", self.first.reads | self.second.reads)
+        first, second = self.both
+        object.__setattr__(self, "either", first.reads if first is second else first.reads | second.reads)
 
     @property
     def both(self) -> tuple[Trace, Trace]:

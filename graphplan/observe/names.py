@@ -5,10 +5,11 @@ from __future__ import annotations
 import dis
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 from types import CodeType
+from typing import Any
 
 from graphplan.environment.origin import is_library
 
@@ -67,6 +68,37 @@ def names_of(code: CodeType) -> Names:
             _NAMES.clear()
         known = _NAMES[id(code)] = code, _find_names(code)
     return known[1]
+
+
+class SpelledNames:
+    """The ``names`` that code takes, a set: they are looked for in code that spells one as it is asked for, since to
+    find all names in the code of a large library takes as long as some steps.
+    """
+
+    def __init__(self, names: Callable[[Names], frozenset[str]], codes: Iterable[CodeType] = ()) -> None:
+        self._names = names
+        self._codes = {id(code): code for code in codes}
+        self._spelling: dict[Any, list[CodeType]] = {}
+        self._known: dict[str, bool] = {}
+
+    def __contains__(self, name: object) -> bool:
+        if not isinstance(name, str):
+            return False
+        known = self._known.get(name)
+        if known is None:
+            codes = self._by_word().get(name.removesuffix("[:]"), ())
+            known = self._known[name] = any(name in self._names(names_of(code)) for code in codes)
+        return known
+
+    def __or__(self, other: SpelledNames) -> SpelledNames:
+        return SpelledNames(self._names, (self._codes | other._codes).values())
+
+    def _by_word(self) -> Mapping[Any, list[CodeType]]:
+        if not self._spelling:
+            for code in self._codes.values():
+                for word in {*code.co_names, *(each for each in code.co_consts if type(each) is str)}:
+                    self._spelling.setdefault(word, []).append(code)
+        return self._spelling
 
 
 def plain_steps(code: CodeType) -> list[dis.Instruction]:

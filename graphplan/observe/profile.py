@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from inspect import getattr_static
-from types import CodeType, FrameType
+from operator import attrgetter
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -23,14 +24,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphplan.environment.collector import no_collections
-from graphplan.environment.origin import TORCH, file_of, is_library, is_librarys, is_users, is_users_file
+from graphplan.environment.origin import TORCH, Codes, file_of, is_library, is_librarys, is_users, is_users_file
 from graphplan.environment.switches import USED
 from graphplan.errors import Faults
 from graphplan.observe.asked_classes import Asked, asked_classes, handles_errors
 from graphplan.observe.conversions import READERS, Conversions
 from graphplan.observe.executed_code import ExecutedCode, function_of
 from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_of_saving, name_of_start, name_of_write
-from graphplan.observe.names import Names, names_of
+from graphplan.observe.names import Names, SpelledNames, names_of
 from graphplan.observe.number_calls import note_code
 from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside, Watcher, is_silent, new_watcher
@@ -44,6 +45,12 @@ _COMPILES, _ENTERS_COMPILED = f"{_DYNAMO}convert_frame.py", f"{_DYNAMO}eval_fram
 """Where ``torch.compile`` compiles, and where what it compiled is entered."""
 _LOOKED_AT = WRITERS | READERS.keys() | USED.keys() | {"print"} | {function.__name__ for function in STARTERS_IN_C}
 """Names of the functions in C that matter wherever they are called."""
+_CALL = Module._call_impl
+_OF_TENSORS = (each for each in vars(Tensor).values() if isinstance(each, FunctionType))
+_UNOWNED = Codes(Module.__getattr__, _CALL, *_OF_TENSORS)
+"""Methods that run more often than others, whose objects need not be known: it leads to parameters, buffers and modules
+alone; its module is known by then; tensors have none of the values that are guarded.
+"""
 
 
 @dataclass(slots=True)
@@ -65,11 +72,11 @@ class Reads:
     """
 
     anywhere: set[str] = field(default_factory=set)
-    by_packages: set[str] = field(default_factory=set)
+    by_packages: SpelledNames = field(default_factory=lambda: SpelledNames(attrgetter("attributes")))
     called: set[str] = field(default_factory=set)
     methods_on: dict[int, list[CodeType]] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
-    assigned: set[str] = field(default_factory=set)
+    assigned: SpelledNames = field(default_factory=lambda: SpelledNames(attrgetter("assigned")))
     stored: set[tuple[int, str]] = field(default_factory=set)
     codes: list[tuple[CodeType, int]] = field(default_factory=list)
     dynamic: bool = False
@@ -188,8 +195,7 @@ class Profile:
         self._on_print = on_print
         self._on_write = on_write
         self._codes: dict[tuple[int, int], CodeType] = {}
-        # It leads to parameters, buffers and modules alone, and runs more often than any other method.
-        self._owners: dict[int, tuple[str | None, bool]] = {id(Module.__getattr__.__code__): (None, False)}
+        self._owners: dict[int, tuple[str | None, bool]] = dict.fromkeys(_UNOWNED, (None, False))
         """What :meth:`_meet` found, by the identity of code."""
         self._known: set[Any] = set()
         self._stored: set[tuple[int, str]] = set()
@@ -249,6 +255,8 @@ class Profile:
         if number in CALLS:
             # Before all else: it runs more often than any other method, and to ask for variables takes long.
             module = note_called(frame, code)
+            if module is not None:
+                self._codes[id(_CALL.__code__), id(module)] = _CALL.__code__
             self._codes[number, 0 if module is None else id(module)] = code
             return False
         name, is_closure = self._owners.get(number) or self._meet(frame, code, number)
@@ -352,11 +360,11 @@ class Profile:
                 found.methods_on.setdefault(owner, []).append(code)
             if not is_library(code.co_filename):
                 found.codes.append((code, owner))
-        for code, _ in found.codes:
-            names = names_of(code)
-            found.assigned.update(names.assigned)
-            if id(code) not in self._users:
-                found.by_packages.update(names.attributes)
+        codes = [code for code, _ in found.codes]
+        found.assigned = SpelledNames(attrgetter("assigned"), codes)
+        found.by_packages = SpelledNames(
+            attrgetter("attributes"), (code for code in codes if id(code) not in self._users)
+        )
         for names in map(names_of, self.executed.codes):
             found.anywhere.update(names.attributes)
             found.called.update(names.methods)

@@ -8,6 +8,7 @@ from typing import Any
 from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside
 from graphplan.trace.batch_reads import Answer, BatchAnswers
+from graphplan.trace.changes import same_value
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.mode import LIFTS
 from graphplan.trace.operator_schemas import OperatorCall
@@ -41,14 +42,17 @@ class RepeatedOperators(OperatorMode):
         return aside.run(call.schema.call, call.args, call.kwargs, is_native=call.schema.is_native)
 
     def _note(self, call: OperatorCall) -> None:
-        name, (_, scalars) = call.schema.name, call.tensors_and_others()
+        name, scalars = call.schema.name, tuple(call.tensors_and_others()[1])
         known = self.expected[min(len(self.found), len(self.expected) - 1)]
+        if name == known.name and known.constant is None and same_value(scalars, known.scalars):
+            self.found.append(known)
+            return
         source = known.source
         if name != known.name and not self._is_unlike:
             # What follows is unlike, too, and only this one is told of.
             source, self._is_unlike = find_source(), True
         constant = call.args[0].detach().clone() if name in LIFTS else None
         self.found.append(
-            Operator(name, known.operands, known.offsets, tuple(scalars), source, known.launches, constant,
+            Operator(name, known.operands, known.offsets, scalars, source, known.launches, constant,
                      known.random, known.threaded)
         )  # fmt: skip

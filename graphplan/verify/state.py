@@ -53,10 +53,13 @@ def collect_values(
     """The Python values of owners and ``result`` now, flags of owners and of what is ``fed``, and torch's switches."""
     values = {name: leaf for name, leaf in result if not isinstance(leaf, Tensor)}
     for path, scalar in walk.scalars.items():
-        if scalar.lies_here and not allowed(path):
-            values.update(
-                (name, part) for name, part in _parts(path, scalar.get()) if not issubclass(type(part), Tensor)
-            )
+        if not scalar.lies_here or allowed(path):
+            continue
+        value = scalar.get()
+        if type(value) in PLAIN:
+            values[path] = value
+        else:
+            values.update((name, part) for name, part in _parts(path, value) if not issubclass(type(part), Tensor))
     flags = Flags(walk, fed).read().items()
     values.update((path, flag) for path, flag in flags if not (isinstance(flag, Tensor) or allowed(path)))
     values.update({Path.length(path): len(items) for path, items in walk.lists.items() if not allowed(path)})
@@ -75,8 +78,9 @@ def tensors_of(walk: Walk, is_left_out: Callable[[str], bool] = lambda path: Fal
         else:
             found.update((f"{path}[{number}]", tensor) for number, tensor in enumerate(leaves))
     for path, scalar in walk.scalars.items():
-        if not is_left_out(path):
-            found.update((name, part) for name, part in _parts(path, scalar.get()) if issubclass(type(part), Tensor))
+        value = scalar.get()
+        if type(value) not in PLAIN and not is_left_out(path):
+            found.update((name, part) for name, part in _parts(path, value) if issubclass(type(part), Tensor))
     return found
 
 
