@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from traceback import walk_stack, walk_tb
 from types import CodeType, FrameType
 from typing import Any
@@ -24,7 +24,6 @@ SCHEDULERS = os.path.join(OPTIM, "lr_scheduler.py")
 _OF_STEPS = tuple(os.path.join(TORCH, *path) for path in (("nn",), ("autograd", "__init__"), ("_tensor.",)))
 """torch's code that a step calls, and no optimizer's step."""
 CHECKPOINT = os.path.join(TORCH, "utils", "checkpoint.py")
-_DULL_MODULES = ("torch.nn.", "torch.autograd", "torch._", "graphplan.trace.mode", "graphplan.trace.composites")
 PAUSED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """Flags of code that gives values away, and whose frame may go on for another caller."""
 
@@ -149,8 +148,16 @@ def find_source(innermost: FrameType | None = None) -> Source:
     """The innermost frame outside torch, Lightning and this package around ``innermost`` or the caller; else the
     innermost of Lightning's or torchmetrics', else the step's caller.
     """
-    frame = innermost = innermost or sys._getframe(1)
+    return _search(innermost or sys._getframe(1), None)[0]
+
+
+def _search(innermost: FrameType, known: FrameType | None) -> tuple[Source, FrameType | None]:
+    """See :func:`find_source`. Also the outermost frame of the user's that was looked at and is no ``step``: the search
+    ends at one that is ``known`` to be no optimizer's.
+    """
+    frame = innermost
     found: FrameType | None = None
+    outermost: FrameType | None = None
     familiar: FrameType | None = None
     component: _Component | None = None
     around: FrameType | None = innermost
@@ -159,19 +166,19 @@ def find_source(innermost: FrameType | None = None) -> Source:
         place = _PLACES.get(id(frame.f_code)) or _place_of(frame.f_code)
         if place.is_dull:
             continue
-        if found is None and not place.is_library:
-            found = frame
+        if not place.is_library:
+            found, outermost = found or frame, outermost if place.is_step else frame
         if found is None and familiar is None and place.is_familiar:
             familiar = frame
-        if component is None and place.is_step:
-            component = _component(frame, innermost)
+        if component is None and (place.is_step or frame is known):
+            component = _STEP if frame is known else _component(frame, innermost)
         if place.runs_step:
             component = component or _STEP
             if found is None:
                 found, familiar = familiar, None
         if found is not None and component is not None:
             break
-    return _source(found or frame, component or _STEP, familiar if found is not None else None)
+    return _source(found or frame, component or _STEP, familiar if found is not None else None), outermost
 
 
 _ENGINE = "torch.autograd.graph"
@@ -180,87 +187,38 @@ _Component = tuple[str, str, bool]
 _STEP: _Component = ("step", "", False)
 
 
-@cache
-def _is_dull(module: str | None) -> bool:
-    """Return True for modules in which all code is dull. Most frames around an operator are of one, and audit hooks of
-    other packages hear of each frame whose code is asked for.
-    """
-    return module is not None and module.startswith(_DULL_MODULES)
-
-
 class Sources:
-    """Calls :func:`find_source` for each operator of one thread, from the innermost frame that it knows: to look
-    through the whole stack takes a quarter of a trace. Known frames, with their variables, are held until the next
-    operator or :meth:`forget`, but for those that autograd calls: it copies a gradient that someone holds.
+    """Calls :func:`find_source` for each operator of one thread to which another instruction has led than to the one
+    before: one runs a backward pass, or what torch makes of a function's call. Frames are held until :meth:`forget`.
     """
 
     def __init__(self) -> None:
-        self._around: list[FrameType] = []
-        """Frames of the user's code that are no optimizer's, and run no step of one: outer ones first."""
-        self._places: list[_Place] = []
-        """What their code tells."""
-        self._stop: FrameType | None = None
-        """The frame of Lightning's or an optimizer's from which the whole stack was looked through last."""
-        self._beyond: dict[tuple[int | str, ...], Source] = {}
-        """What was found there, by its instruction and what has led from there to the operator: code, or its module."""
+        self._latest: tuple[FrameType | None, int, Source | None] = (None, 0, None)
+        """A frame, its instruction, and what was found from there."""
+        self._known: FrameType | None = None
+        """The user's frame that leads to operators which are no optimizer's."""
 
-    def find(self, innermost: FrameType) -> Source:
-        """Where what is called in the frame ``innermost`` comes from."""
-        frame: FrameType | None = innermost
-        inner, passed = list[tuple[FrameType, _Place]](), list[int | str]()
-        called_back = 0
-        while frame is not None:
-            module: Any = frame.f_globals.get("__name__")
-            if _is_dull(module):
-                passed.append(module)
-                if module == _ENGINE:
-                    called_back = len(inner)
-                frame = frame.f_back
-                continue
-            if frame in self._around:
-                return self._find_within(frame, inner, called_back)
-            code = frame.f_code
-            number = id(code)
-            place = _PLACES.get(number) or _place_of(code)
-            if place.is_step or place.runs_step or place.is_familiar:
-                break
-            if not place.is_library:
-                inner.append((frame, place))
-            passed.append(number)
-            frame = frame.f_back
-        # What is called by a frame that an optimizer's step has left for its closure is no optimizer's either.
-        known = [
-            (each, place) for each, place in reversed(inner[called_back:]) if find_source(each).component == "step"
-        ]
-        self._around, self._places = [each for each, _ in known], [place for _, place in known]
-        if frame is None or inner or frame.f_code.co_flags & PAUSED:
-            self._stop = None
-            return find_source(innermost)
-        # No frame beyond this one has gone on since.
-        if frame is not self._stop:
-            self._stop, self._beyond = frame, {}
-        key = (frame.f_lasti, *passed)
-        source = self._beyond.get(key)
-        if source is None:
-            source = self._beyond[key] = find_source(innermost)
+    def find(self, caller: FrameType) -> Source:
+        """Where what the frame ``caller`` calls comes from."""
+        frame, at, source = self._latest
+        if source is None or frame is not caller or at != caller.f_lasti:
+            source, outermost = _search(caller, self._known)
+            # Autograd copies a gradient that someone holds, as a frame does that it calls.
+            is_called_back = torch._C._current_graph_task_id() >= 0
+            if outermost is not None and outermost is not self._known and not (is_called_back or _is_paused(outermost)):
+                self._known = outermost if find_source(outermost).component == "step" else None
+            is_held = not _is_paused(caller) and (not is_called_back or caller.f_globals.get("__name__") == _ENGINE)
+            self._latest = caller if is_held else None, caller.f_lasti, source
         return source
-
-    def _find_within(self, frame: FrameType, inner: list[tuple[FrameType, _Place]], called_back: int) -> Source:
-        """The source of what a known frame has led to, through frames of the user's code: ``inner`` ones first, of
-        which autograd has called as many as ``called_back``.
-        """
-        self._stop = None
-        end = self._around.index(frame) + 1
-        del self._around[end:], self._places[end:]
-        for each, place in reversed(inner[called_back:]):
-            self._around.append(each)
-            self._places.append(place)
-        innermost, place = inner[0] if inner else (frame, self._places[-1])
-        return _source_at(place, innermost, _STEP)
 
     def forget(self) -> None:
         """Let go of all frames."""
-        self._around, self._places, self._stop, self._beyond = [], [], None, {}
+        self._latest, self._known = (None, 0, None), None
+
+
+def _is_paused(frame: FrameType) -> bool:
+    """Whether the frame may go on for another caller."""
+    return bool(frame.f_code.co_flags & PAUSED)
 
 
 def _source(frame: FrameType, component: _Component, by: FrameType | None = None) -> Source:

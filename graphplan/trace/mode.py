@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ from graphplan.trace.rate_reads import RateWatch
 from graphplan.trace.records import Operator, Trace, TracedExternal
 from graphplan.trace.rng import TracedGenerators
 
-_NEAR = 8
-"""Operators of the previous trace among which the one at hand may be."""
+_DISPATCH = OperatorMode.__torch_dispatch__.__code__
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 
 
@@ -53,7 +53,6 @@ class TraceMode(OperatorMode):
         self, record: Trace, rates: RateWatch, before: Trace | None = None, answers: BatchAnswers | None = None
     ) -> None:
         super().__init__(answers)
-        before = before or Trace()
         self.record = record
         self.operands = Operands(record.device)
         self._host = HostRecorder() if record.device is not None and record.device.type != "cpu" else None
@@ -61,12 +60,11 @@ class TraceMode(OperatorMode):
         self.syncs = HostSyncs(record, self.operands, self._host)
         self.generators = TracedGenerators(record.violate, self.recorders)
         self._rates = rates
-        self._before, self._at, self._is_beside = before.operators, 0, True
         self._source: Source | None = None
         """Where the operator at hand comes from, if that was looked for."""
         self._sources = Sources()
         self._thread = get_ident()
-        for generator in before.generators:
+        for generator in before.generators if before is not None else ():
             self._watch_generator(generator)
 
     def __exit__(self, *exc: Any) -> None:
@@ -81,7 +79,7 @@ class TraceMode(OperatorMode):
         constant = self._lift(call.args[0]) if name in LIFTS else None
         tensors, scalars = call.tensors_and_others()
         operands, offsets = self._take_operands(tensors, name)
-        source = self._source_of(name, operands)
+        source = self._source or self._find()
         # A constant that others are added to is one, too: the step counter of an optimizer that the step makes.
         stay_fixed = schema.is_certain and fixed.issuperset(operands)
         written = call.written() if schema.may_write else ()
@@ -163,25 +161,13 @@ class TraceMode(OperatorMode):
         if self._host is not None:
             record.host_program = self._host.program()
 
-    def _source_of(self, name: str, operands: tuple[Operand, ...]) -> Source:
-        """Where an operator comes from: as in the previous trace if the operator in its place is the same, since to
-        look for it takes a fifth of a trace. A few may be in one trace alone.
-        """
-        near = self._before[self._at : self._at + 1] if self._is_beside else ()
-        if near and near[0].name == name and near[0].operands == operands:
-            self._at += 1
-            return near[0].source
-        source, self._is_beside = self._source or self._find(), False
-        for at, before in enumerate(self._before[self._at : self._at + _NEAR], self._at + 1):
-            if before.name == name and before.operands == operands and before.source == source:
-                self._at, self._is_beside = at, True
-                break
-        return source
-
     def _find(self) -> Source:
-        # As far out as this mode's own frames reach at least: each that is looked at is a twentieth of the search.
-        innermost = sys._getframe(4)
-        return self._sources.find(innermost) if get_ident() == self._thread else find_source(innermost)
+        frame: FrameType | None = sys._getframe(3)
+        # Beyond this mode's own frames.
+        while frame is not None and frame.f_code is not _DISPATCH:
+            frame = frame.f_back
+        caller = None if frame is None else frame.f_back
+        return find_source() if caller is None or get_ident() != self._thread else self._sources.find(caller)
 
     def _take_operands(self, tensors: list[Tensor], name: str) -> tuple[tuple[Operand, ...], tuple[int, ...]]:
         """What an operator gets, and where in what came from outside: the rest follows from the operators before."""

@@ -21,10 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan import HostSyncError, SkipReason, UnownedTensorError, graph_step, graphed
 from graphplan.owners.slots import Slot
 from graphplan.step import programs
-from graphplan.step.managed import Managed
 from graphplan.step.programs import Programs
 from graphplan.trace import batch_reads, batch_recorder, host_reads
-from graphplan.trace.mode import TraceMode
 from graphplan.trace.operator_schemas import POSITIONS
 from tests.lightning.parts import assert_fit_equals_eager, tape, with_step
 from tests.twins import (
@@ -491,28 +489,6 @@ def test_a_tensor_in_a_cache(name: str) -> None:
     step = assert_same_as_eager(partial(cache_rig, forward, after), verify=3)
     assert counts(step) == (captured, 40 - BEFORE - 1 - FURTHER * (captured - 1)), step.report()
     assert "read before the step: a tensor in a cache, first at" in step.report()
-
-
-def test_a_trace_after_one_that_was_thrown_away_looks_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where operators come from is known of the trace that found the cache. What begins with it, the next one numbers
-    otherwise.
-    """
-    looked: list[int] = []
-    trace, find = Managed.trace, TraceMode._find
-
-    def traced(*args: Any) -> Any:
-        looked.append(0)
-        return trace(*args)
-
-    def found(mode: TraceMode) -> Any:
-        looked[-1] += 1
-        return find(mode)
-
-    monkeypatch.setattr(Managed, "trace", traced)
-    monkeypatch.setattr(TraceMode, "_find", found)
-    step = assert_same_as_eager(partial(cache_rig, of_cache), verify="off")
-    assert len(looked) == step.stats.traced > 2
-    assert looked[1] < looked[0] // 4, looked
 
 
 def refill(index: int, at: tuple[int, ...]) -> None:

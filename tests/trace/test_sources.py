@@ -120,35 +120,6 @@ def test_frames_are_let_go_with_the_trace(fails: bool) -> None:
         gc.enable()
 
 
-def test_an_operator_of_one_trace_alone_is_stepped_over() -> None:
-    """Those after it are where they were in the trace before, and are not looked for again."""
-    weight = torch.ones(3)
-
-    @runs_step
-    def step(extra: int) -> Tensor:
-        out = torch.zeros(3)
-        for _ in range(extra):
-            out.detach()
-        for _ in range(10):
-            out = out * weight
-            out = out + 1
-        return out
-
-    def traced(extra: int, before: Trace | None = None) -> tuple[Trace, int]:
-        record = Trace()
-        with TraceMode(record, RateWatch(record, tuple), before) as mode:
-            step(extra)
-        return record, mode._at
-
-    first, at = traced(2)
-    assert not at
-    for extra in (0, 2, 4):
-        again, at = traced(extra, first)
-        assert at == len(first.operators) == len(again.operators) + 2 - extra
-        expected = [each.source for each in first.operators[-20:]]
-        assert [each.source for each in again.operators[-20:]] == expected
-
-
 def test_one_of_the_steps_own_is_not_taken_for_the_optimizers() -> None:
     """After an operator that the trace before has not got, the next one there may only look like it."""
     rate, weight = torch.tensor(0.1), torch.ones(3)
