@@ -203,11 +203,11 @@ class Sources:
         frame, at, source = self._latest
         if source is None or frame is not caller or at != caller.f_lasti:
             source, outermost = _search(caller, self._known)
-            # Autograd copies a gradient that someone holds, as a frame does that it calls.
-            is_called_back = torch._C._current_graph_task_id() >= 0
-            if outermost is not None and outermost is not self._known and not (is_called_back or _is_paused(outermost)):
+            is_in_backward = torch._C._current_graph_task_id() >= 0
+            if outermost is not None and outermost is not self._known and not (is_in_backward or _is_paused(outermost)):
                 self._known = outermost if find_source(outermost).component == "step" else None
-            is_held = not _is_paused(caller) and (not is_called_back or caller.f_globals.get("__name__") == _ENGINE)
+            # Autograd copies a gradient that someone holds, as a frame does that it calls.
+            is_held = not (_is_paused(caller) or (is_in_backward and _is_called_back(caller)))
             self._latest = caller if is_held else None, caller.f_lasti, source
         return source
 
@@ -219,6 +219,11 @@ class Sources:
 def _is_paused(frame: FrameType) -> bool:
     """Whether the frame may go on for another caller."""
     return bool(frame.f_code.co_flags & PAUSED)
+
+
+def _is_called_back(frame: FrameType) -> bool:
+    """Whether autograd's engine calls what runs in the frame."""
+    return any(around.f_globals.get("__name__") == _ENGINE for around, _ in walk_stack(frame.f_back))
 
 
 def _source(frame: FrameType, component: _Component, by: FrameType | None = None) -> Source:
