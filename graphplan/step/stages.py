@@ -110,8 +110,9 @@ class Stages:
                 result = self._runner.run(call)
             else:
                 self._planner.note_numbers(self._managed.walk_before())
-                # Further calls of one more key are watched, before it is traced.
-                is_well_known = not entry.eager_calls and self._learnt_nothing >= _WELL_KNOWN
+                # Further calls of one more key are watched, before it is traced, until one shows nothing new.
+                is_first_known = not entry.eager_calls and self._learnt_nothing >= _WELL_KNOWN
+                is_well_known = is_first_known or (entry.warm > 1 and not self._managed.has_learnt)
                 result = self._runner.run(call if is_well_known else partial(self._watch, call, fed, entry))
                 if self._managed.has_learnt or self._managed.is_outdated:
                     self._managed.refresh()
