@@ -46,10 +46,14 @@ _COMPILES, _ENTERS_COMPILED = f"{_DYNAMO}convert_frame.py", f"{_DYNAMO}eval_fram
 _LOOKED_AT = WRITERS | READERS.keys() | USED.keys() | {"print"} | {function.__name__ for function in STARTERS_IN_C}
 """Names of the functions in C that matter wherever they are called."""
 _CALL = Module._call_impl
-_OF_TENSORS = (each for each in vars(Tensor).values() if isinstance(each, FunctionType))
-_UNOWNED = Codes(Module.__getattr__, _CALL, *_OF_TENSORS)
-"""Methods that run more often than others, whose objects need not be known: it leads to parameters, buffers and modules
-alone; its module is known by then; tensors have none of the values that are guarded.
+_FREQUENT: tuple[Any, ...] = (
+    Module.__getattr__,
+    _CALL,
+    *(each for each in vars(Tensor).values() if isinstance(each, FunctionType)),
+)
+_UNOWNED = Codes(*(each for each in _FREQUENT if each.__code__.co_filename.startswith(TORCH)))
+"""torch's methods that run more often than others, whose objects need not be known: it leads to parameters, buffers and
+modules alone; its module is known by then; tensors have none of the values that are guarded.
 """
 
 

@@ -189,7 +189,7 @@ _STEP: _Component = ("step", "", False)
 
 class Sources:
     """Calls :func:`find_source` for each operator of one thread to which another instruction has led than to the one
-    before: one runs a backward pass, or what torch makes of a function's call. Frames are held until :meth:`forget`.
+    before: one runs a backward pass, or what torch makes of a function's call. Frames are held until the next search.
     """
 
     def __init__(self) -> None:
@@ -204,8 +204,9 @@ class Sources:
         if source is None or frame is not caller or at != caller.f_lasti:
             source, outermost = _search(caller, self._known)
             is_in_backward = torch._C._current_graph_task_id() >= 0
-            if outermost is not None and outermost is not self._known and not (is_in_backward or _is_paused(outermost)):
-                self._known = outermost if find_source(outermost).component == "step" else None
+            if outermost is not self._known:
+                is_lasting = outermost is not None and not (is_in_backward or _is_paused(outermost))
+                self._known = outermost if is_lasting and find_source(outermost).component == "step" else None
             # Autograd copies a gradient that someone holds, as a frame does that it calls.
             is_held = not (_is_paused(caller) or (is_in_backward and _is_called_back(caller)))
             self._latest = caller if is_held else None, caller.f_lasti, source

@@ -78,8 +78,7 @@ def tensors_of(walk: Walk, is_left_out: Callable[[str], bool] = lambda path: Fal
         else:
             found.update((f"{path}[{number}]", tensor) for number, tensor in enumerate(leaves))
     for path, scalar in walk.scalars.items():
-        value = scalar.get()
-        if type(value) not in PLAIN and not is_left_out(path):
+        if not is_left_out(path) and type(value := scalar.get()) not in PLAIN:
             found.update((name, part) for name, part in _parts(path, value) if issubclass(type(part), Tensor))
     return found
 

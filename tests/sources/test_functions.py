@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +24,7 @@ from graphplan.observe import executed_code as spaces
 from tests.models import CALLS, Box, Mlp, float_batches
 from tests.twins import Rig, assert_equals_eager, build
 
+ROOT = Path(__file__).parents[2]
 CHANGED = 12
 CHANGE = r"weight(_\d)? was 0\.5 and is 2\.0"
 """Other functions of the same code may be waiting to be collected, with a variable of the same name."""
@@ -207,3 +212,37 @@ def test_an_object_in_a_box_under_a_bare_plan() -> None:
     program = capture(plan, feed=rig.calls[0], backend="tape")
     loss = program.replay(rig.calls[0])
     assert total.value.item() == (7.0 + loss).item()
+
+
+_METHODS_FIRST = """
+import torch
+
+class Gate:
+    def __init__(self, factor):
+        self.factor = factor
+    def gate(self):
+        return self * 2
+
+def scaling(gate):
+    return lambda tensor: tensor * gate.factor
+
+one, other = Gate(2.0), Gate(3.0)
+torch.Tensor.scaled_by_one, torch.Tensor.scaled_by_other = scaling(one), scaling(other)
+from graphplan import graph_step
+
+def step(x):
+    return x.scaled_by_one() + x.scaled_by_other()
+
+fast = graph_step(step, backend="tape", mode="inference")
+for call in range(20):
+    other.factor = 3.0 if call < 10 else 5.0
+    assert fast(torch.ones(2)).tolist() == step(torch.ones(2)).tolist(), call
+assert fast.stats.captured == 2 and fast.stats.replayed > 8, fast.stats
+"""
+
+
+def test_methods_that_tensors_had_before_graphplan_was_imported(tmp_path: Path) -> None:
+    """They are the user's, as others are: only torch's own need not be looked at in each call."""
+    script = tmp_path / "methods.py"
+    script.write_text(_METHODS_FIRST)
+    subprocess.run([sys.executable, str(script)], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})

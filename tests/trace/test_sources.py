@@ -120,6 +120,33 @@ def test_frames_are_let_go_with_the_trace(fails: bool) -> None:
         gc.enable()
 
 
+def test_a_helper_of_a_method_called_step_is_let_go_when_it_has_returned() -> None:
+    """What its variables held would be there in the backward pass, and what asks for it would see it."""
+    seen: list[bool] = []
+
+    class Loop:
+        def __init__(self) -> None:
+            self.model = nn.Linear(2, 2)
+
+        def loss(self, x: Tensor) -> Tensor:
+            hidden = self.model(x) * 2
+            held = weakref.ref(hidden)
+            out = (hidden + 1).mean()
+            out.register_hook(lambda grad: seen.append(held() is not None))
+            return out
+
+        def step(self, x: Tensor) -> None:
+            self.model.zero_grad()
+            self.loss(x).backward()
+
+    loop = Loop()
+    fast = graph_step(loop.step, backend="tape", warmup_steps=1, allow=("seen",))
+    for _ in range(6):
+        fast(torch.ones(1, 2))
+    assert fast.stats.traced and fast.stats.captured == 1
+    assert seen and not any(seen)
+
+
 def test_one_of_the_steps_own_is_not_taken_for_the_optimizers() -> None:
     """After an operator that the trace before has not got, the next one there may only look like it."""
     rate, weight = torch.tensor(0.1), torch.ones(3)
