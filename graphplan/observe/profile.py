@@ -14,9 +14,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
-from inspect import getattr_static
+from inspect import getattr_static, isfunction
 from operator import attrgetter
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -46,11 +46,7 @@ _COMPILES, _ENTERS_COMPILED = f"{_DYNAMO}convert_frame.py", f"{_DYNAMO}eval_fram
 _LOOKED_AT = WRITERS | READERS.keys() | USED.keys() | {"print"} | {function.__name__ for function in STARTERS_IN_C}
 """Names of the functions in C that matter wherever they are called."""
 _CALL = Module._call_impl
-_FREQUENT: tuple[Any, ...] = (
-    Module.__getattr__,
-    _CALL,
-    *(each for each in vars(Tensor).values() if isinstance(each, FunctionType)),
-)
+_FREQUENT: tuple[Any, ...] = (Module.__getattr__, _CALL, *filter(isfunction, vars(Tensor).values()))
 _UNOWNED = Codes(*(each for each in _FREQUENT if each.__code__.co_filename.startswith(TORCH)))
 """torch's methods that run more often than others, whose objects need not be known: it leads to parameters, buffers and
 modules alone; its module is known by then; tensors have none of the values that are guarded.
@@ -366,9 +362,8 @@ class Profile:
                 found.codes.append((code, owner))
         codes = [code for code, _ in found.codes]
         found.assigned = SpelledNames(attrgetter("assigned"), codes)
-        found.by_packages = SpelledNames(
-            attrgetter("attributes"), (code for code in codes if id(code) not in self._users)
-        )
+        packages = (code for code in codes if id(code) not in self._users)
+        found.by_packages = SpelledNames(attrgetter("attributes"), packages)
         for names in map(names_of, self.executed.codes):
             found.anywhere.update(names.attributes)
             found.called.update(names.methods)

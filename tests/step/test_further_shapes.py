@@ -533,6 +533,28 @@ def test_warm_up_steps_of_ever_new_shapes_are_not_all_watched(monkeypatch: pytes
     assert len(watched) <= 6
 
 
+@pytest.mark.parametrize(("late", "times"), [(False, 2), (True, 3)])
+def test_the_last_warm_up_call_is_watched_if_the_one_before_showed_something(
+    monkeypatch: pytest.MonkeyPatch, late: bool, times: int
+) -> None:
+    """A model that is used from the second call on is owned then, and what it uses is looked at once more."""
+    watched: list[None] = []
+    discover = Managed.discover
+    monkeypatch.setattr(Managed, "discover", lambda *args, **kwargs: watched.append(None) or discover(*args, **kwargs))
+    models = [nn.Linear(2, 2), *[nn.Linear(2, 2)] * (not late)]
+
+    def step(x: Tensor) -> Tensor:
+        return torch.stack([model(x) for model in models]).sum(0)
+
+    fast = graph_step(step, backend="tape", mode="inference")
+    for call in range(12):
+        if late and call == 1:
+            models.append(nn.Linear(2, 2))
+        x = torch.randn(3, 2)
+        assert torch.equal(fast(x), step(x))
+    assert fast.stats.replayed and len(watched) == times
+
+
 def test_a_module_that_one_step_made_is_no_matter_for_other_shapes() -> None:
     """What the last step that was watched left says nothing of those that are not."""
     model, made = nn.Linear(4, 4), [0]
