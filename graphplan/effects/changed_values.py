@@ -114,7 +114,7 @@ def find_assignments(pair: TracePair, changed: Collection[str]) -> dict[str, Any
         is_read_only = not scalar.lies_here or isinstance(scalar.container, (Told, tuple))
         if path in changed or pair.allows(path) or is_read_only:
             continue
-        if pair.remakes(path) or all(trace.reads.may_store(scalar) for trace in pair.each):
+        if pair.remakes(path) or all(trace.reads.may_store(scalar) for trace in pair.both):
             found[path] = scalar.get()
     return found
 

@@ -49,20 +49,20 @@ class Reads:
         """
         values: dict[str, Any] = {}
         stale: dict[str, Scalar] = {}
-        appended, traces = AppendedLists(pair), pair.each
+        appended = AppendedLists(pair)
         for path, scalar in {**pair.walk.scalars, **pair.walk.objects}.items():
             if path in changed or pair.allows(path):
                 continue
             if path in appended.lengths:
                 _check_length(path, appended, pair)
                 continue
-            if appended.hides(path, scalar) or not all(path in trace.entry_scalars for trace in traces):
+            if appended.hides(path, scalar) or not all(path in trace.entry_scalars for trace in pair.both):
                 continue
             if pair.tracks(path) or pair.remakes(path):
                 continue
             sure = pair.reads(scalar) or pair.uses(path, scalar)
             # What is assigned to what it was is as good as read: after other calls, it may be something else.
-            if not (sure or pair.may_read(scalar) or any(trace.reads.may_assign(scalar) for trace in traces)):
+            if not (sure or pair.may_read(scalar) or any(trace.reads.may_assign(scalar) for trace in pair.both)):
                 continue
             old, new = (trace.entry_scalars[path] for trace in pair.both)
             if sure:

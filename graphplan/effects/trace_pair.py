@@ -35,11 +35,6 @@ class TracePair:
         """The traces."""
         return self.first, self.second
 
-    @property
-    def each(self) -> tuple[Trace, ...]:
-        """The traces, where one that stands for both need not be asked twice."""
-        return self.both if self.first is not self.second else (self.first,)
-
     def allows(self, path: str) -> bool:
         """Whether replays may leave what is at ``path`` out of account."""
         return is_allowed(path, self.allow)
@@ -62,7 +57,7 @@ class TracePair:
     def uses(self, path: str, scalar: Scalar) -> bool:
         """Whether code needed the value of a number with a stand-in, or of an argument without one."""
         is_given = type(scalar.container) is Given
-        return any(path in t.symbolic.used or (is_given and path not in t.symbolic.places) for t in self.each)
+        return any(path in t.symbolic.used or (is_given and path not in t.symbolic.places) for t in self.both)
 
     def tracks(self, path: str) -> bool:
         """Whether all is known of what both traces have done with the number at ``path``."""

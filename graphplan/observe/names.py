@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 from types import CodeType
@@ -71,12 +71,12 @@ def names_of(code: CodeType) -> Names:
 
 
 class SpelledNames:
-    """The ``names`` that code takes, a set: they are looked for in code that spells one as it is asked for, since to
-    find all names in the code of a large library takes as long as some steps.
+    """A set of code's ``kind`` of :class:`Names`: they are looked for in code that spells one as it is asked for, since
+    to find all names in the code of a large library takes as long as some steps.
     """
 
-    def __init__(self, names: Callable[[Names], frozenset[str]], codes: Iterable[CodeType] = ()) -> None:
-        self._names = names
+    def __init__(self, kind: str, codes: Iterable[CodeType] = ()) -> None:
+        self._kind = kind
         self._codes = {id(code): code for code in codes}
         self._spelling: dict[Any, list[CodeType]] = {}
         self._known: dict[str, bool] = {}
@@ -87,11 +87,11 @@ class SpelledNames:
         known = self._known.get(name)
         if known is None:
             codes = self._by_word().get(name.removesuffix("[:]"), ())
-            known = self._known[name] = any(name in self._names(names_of(code)) for code in codes)
+            known = self._known[name] = any(name in getattr(names_of(code), self._kind) for code in codes)
         return known
 
     def __or__(self, other: SpelledNames) -> SpelledNames:
-        return SpelledNames(self._names, (self._codes | other._codes).values())
+        return SpelledNames(self._kind, (self._codes | other._codes).values())
 
     def _by_word(self) -> Mapping[Any, list[CodeType]]:
         if not self._spelling:

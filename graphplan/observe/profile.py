@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from inspect import getattr_static, isfunction
-from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -72,11 +71,11 @@ class Reads:
     """
 
     anywhere: set[str] = field(default_factory=set)
-    by_packages: SpelledNames = field(default_factory=lambda: SpelledNames(attrgetter("attributes")))
+    by_packages: SpelledNames = field(default_factory=lambda: SpelledNames("attributes"))
     called: set[str] = field(default_factory=set)
     methods_on: dict[int, list[CodeType]] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
-    assigned: SpelledNames = field(default_factory=lambda: SpelledNames(attrgetter("assigned")))
+    assigned: SpelledNames = field(default_factory=lambda: SpelledNames("assigned"))
     stored: set[tuple[int, str]] = field(default_factory=set)
     codes: list[tuple[CodeType, int]] = field(default_factory=list)
     dynamic: bool = False
@@ -361,9 +360,8 @@ class Profile:
             if not is_library(code.co_filename):
                 found.codes.append((code, owner))
         codes = [code for code, _ in found.codes]
-        found.assigned = SpelledNames(attrgetter("assigned"), codes)
-        packages = (code for code in codes if id(code) not in self._users)
-        found.by_packages = SpelledNames(attrgetter("attributes"), packages)
+        found.assigned = SpelledNames("assigned", codes)
+        found.by_packages = SpelledNames("attributes", (code for code in codes if id(code) not in self._users))
         for names in map(names_of, self.executed.codes):
             found.anywhere.update(names.attributes)
             found.called.update(names.methods)
