@@ -91,10 +91,12 @@ class Program:
         self._undo, self._host = undo, host
         self._draws_from = {draw.generator for draw in plan.drawn}
         self.outcomes = self.outcomes_in_a_row = 0
-        """Replays that ended at a value that was another one than in the traces; the latest ones, with none between."""
+        """Replays that ended at a value that was another one than in the traces; the latest ones that did so at the same
+        one, with nothing between.
+        """
         self.differs = False
         """A check found other bits than the eager step's, which may be noise: further ones keep copies to compare."""
-        self._replays_before_outcome = 0
+        self._latest_outcome = 0, ""
         self._flags = Flags(walk) if plan.left else None
         asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.names())}
         self._asking = [(asking[path], value) for path, value in plan.left.items() if path in asking]
@@ -203,11 +205,10 @@ class Program:
                 if self._host is not None:
                     self._host.load(is_recorded=is_recorded)
                 _launch(self._recording)
-        except OutcomeError:
+        except OutcomeError as outcome:
             self.outcomes += 1
-            is_next = self.replays == self._replays_before_outcome
-            self.outcomes_in_a_row = self.outcomes_in_a_row + 1 if is_next else 1
-            self._replays_before_outcome = self.replays
+            before, self._latest_outcome = self._latest_outcome, (self.replays, str(outcome))
+            self.outcomes_in_a_row = self.outcomes_in_a_row + 1 if self._latest_outcome == before else 1
             raise
 
     def wait(self, when: str) -> None:

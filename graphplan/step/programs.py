@@ -15,6 +15,8 @@ from graphplan.step.options import Options
 _KEYS_PER_GRAPH = 8
 _IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
 _ALLOWANCE = 40  # Eager steps that starting may take beyond what replays save, before a further program waits.
+_HORIZON = 500
+"""Calls within which replays have to save what starting takes: many fits are no longer."""
 _UNPAID = 2  # Captures in a row that did not pay, after which further ones wait.
 _LONGEST = 32
 """Maximum number of waits in a row without a replay between them, of which a call may count two."""
@@ -42,6 +44,7 @@ class Programs:
         self._latest: dict[Hashable, Program | int] = {}
         self._reasons: list[str] = []
         self._unpaid = 0
+        self._captured_at = 0  # How many calls there had been as the first program was captured.
         self.attempts = 0  # Calls on the way to a program that have returned.
         self._misses = self._paid = 0
         self._waits = self._waits_at = 0
@@ -169,6 +172,7 @@ class Programs:
         is_further = len(entry.programs()) > 1
         self._stats.recaptured += before is not None and not is_further
         entry.captured, entry.untried = True, 0
+        self._captured_at = self._captured_at or self._stats.calls
         if before is not None:
             replays = before.replays if isinstance(before, Program) else before
             self._unpaid = self._unpaid + 1 if replays < _PAYS else 0
@@ -203,8 +207,8 @@ class Programs:
 
     def waits(self, entry: Entry) -> str | None:
         """Return why a new signature, another way through the step, or a capture after some that did not pay, has to
-        wait until replays have saved what starting took so far, less an allowance. None if it may start now, or has
-        waited long enough without a replay, which saves nothing.
+        wait until replays save what starting took so far, less an allowance. None if it may start now, or has waited
+        long enough without a replay, which saves nothing.
         """
         has_ways = len(entry.ways) > 1
         is_behind = any(other.progress > entry.progress for other in self._entries.values())
@@ -245,12 +249,16 @@ class Programs:
         return f"the step was captured again {self._unpaid} times in a row for fewer than {_PAYS} replays each: {why}"
 
     def has_spent(self) -> bool:
-        """Whether starting takes more than replays have saved, with those begun and one more, all like those so far."""
+        """Whether starting takes more than replays save, with those begun and one more, all like those so far: they have
+        saved something, and go on like that for the rest of the first ``_HORIZON`` calls.
+        """
         if not self._may_wait:
             return False
-        balance = self._stats.balance()
+        balance, calls = self._stats.balance(), self._stats.calls
         begun = sum(entry.progress > 0 and not entry.programs() for entry in self._entries.values())
-        return (1 + begun) * balance.spent / max(1, self._stats.captured) - balance.net >= _ALLOWANCE
+        rest = max(0, _HORIZON - calls) / max(1, calls - self._captured_at)
+        further = (1 + begun) * balance.spent / max(1, self._stats.captured)
+        return balance.spent + further - balance.saved * (1 + rest) >= _ALLOWANCE
 
     @property
     def progress(self) -> int:

@@ -126,6 +126,22 @@ def test_a_further_shape_waits_until_replays_have_paid_for_the_first_one(measure
 
 
 @pytest.mark.frugal
+@pytest.mark.parametrize("goes_on", [True, False], ids=["soon", "late"])
+def test_a_further_shape_starts_where_replays_go_on_to_pay(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
+    """What replays save is expected of those that follow, too, but of no more than the first calls."""
+    rig = build(partial(rig_of, plain, [8] * 8 + [5] * 6))
+    step = managed(rig, verify="off")
+    kinds_of(step, rig.calls[:8])
+    monkeypatch.setattr(programs, "_HORIZON", 500 if goes_on else 8)
+    stats = step.stats
+    # Two replays have saved 180 ms, and starting took 10 s: there may be some hundreds more.
+    stats.measured = {"eager": 0.1, "replayed": 0.01}
+    stats.phases["trace"] += 10.0
+    kinds = kinds_of(step, rig.calls[8:])
+    assert kinds[-2:] == ([R, R] if goes_on else [E, E])
+
+
+@pytest.mark.frugal
 @pytest.mark.twice
 def test_calls_that_have_to_wait_are_looked_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """To find out what they are fed takes long beside a small step. Once replays have paid, their programs come."""

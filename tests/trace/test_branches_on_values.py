@@ -254,6 +254,31 @@ def test_a_branch_that_turns_is_captured_anew(backend: str) -> None:
     assert step.stats.replayed >= 18
 
 
+def alternates(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """From the eleventh call on, one of two branches goes the other way: never the same as in the call before."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    is_late, is_odd = model.seen >= 10, model.seen % 2 == 1
+    if is_late & is_odd:
+        loss = loss * 0.5
+    if is_late & ~is_odd:
+        loss = loss * 0.25
+    model.seen += 1
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def test_branches_that_turn_by_turns_are_not_traced_anew(backend: str) -> None:
+    """Two traces of such a step do not go the same way: it is given up, as one that goes the other way often is."""
+    with pytest.warns(UserWarning, match="graphplan runs this step eagerly: .* reads a tensor's value on the host"):
+        step = both(rig_of(alternates, calls=40), backend)
+    # A trace tells that the counter is read before it is changed.
+    assert (step.stats.traced, step.stats.captured, step.stats.recaptured) == (3, 1, 0)
+    assert step.stats.replayed == 10 - BEFORE_REPLAY - 1
+    assert step.is_down
+
+
 def test_an_error_in_calls_that_are_captured() -> None:
     """The tape executes what it records, and undoes that. The state before leads to the error again: after two an
     eager step gets beyond it. (A capture on a device takes the value for the expected one, as replays do.)
