@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from threading import RLock
 from typing import Any
 
+from graphplan.observe.watching import Aside
+
 _INHERITED = object()
 
 
@@ -20,7 +22,7 @@ class Replacements:
 
     def enter(self, who: Any) -> None:
         """Add one; the first puts the replacements in place."""
-        with self._lock:
+        with self._lock, Aside():
             self.entered.append(who)
             for holder, name, value in () if self._replaced else self._find():
                 self._replaced.append((holder, name, vars(holder).get(name, _INHERITED), value))
