@@ -91,8 +91,8 @@ class Program:
         self._undo, self._host = undo, host
         self._draws_from = {draw.generator for draw in plan.drawn}
         self.outcomes = self.outcomes_in_a_row = 0
-        """Replays that ended at a value that was another one than in the traces; the latest ones that did so at the same
-        one, with nothing between.
+        """Replays that ended at a value that was another one than in the traces; the latest ones in a row, all of which
+        ended at the same one.
         """
         self.differs = False
         """A check found other bits than the eager step's, which may be noise: further ones keep copies to compare."""

@@ -249,8 +249,8 @@ class Programs:
         return f"the step was captured again {self._unpaid} times in a row for fewer than {_PAYS} replays each: {why}"
 
     def has_spent(self) -> bool:
-        """Whether starting takes more than replays save, with those begun and one more, all like those so far: they have
-        saved something, and go on like that for the rest of the first ``_HORIZON`` calls.
+        """Whether starting takes more than replays save, with what has begun and one more: these have saved something,
+        and go on to do so for the rest of the first ``_HORIZON`` calls.
         """
         if not self._may_wait:
             return False

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from graphplan.tensors.attributes import PLAIN_KINDS
-from graphplan.tensors.copying import bits, copy_all, flat, groups, unequal, values_of
+from graphplan.tensors.copying import bits, copy_all, flat, groups, unequal
 
 _BYTES = 2**22
 """Bytes that are summed at a time, of which that takes four copies."""
+_ROW = 2**16  # Words of one sum.
 _STEP, _MIX, _LAST = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """Multipliers of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), signed."""
 
@@ -21,10 +22,10 @@ class Checksums:
     """Sums of the bits of ``tensors``, by path, made where these lie; copies of those that have a layout or a class of
     their own.
 
-    Each word of 32 bits is multiplied by an odd number of 64 bits that depends on its place, modulo 2**64: Carter and
-    Wegman's multilinear hash (Universal classes of hash functions, 1979). If one word becomes another, so does the sum.
-    If several do, a sum of random factors would stay by a chance of at most one in 2**32: the highest bit of a word, a
-    sign, meets the 33 lowest bits of its factor, of which one is known.
+    Each word of 32 bits is multiplied by an odd number of 64 bits that depends on its place in a row, modulo 2**64:
+    Carter and Wegman's multilinear hash (Universal classes of hash functions, 1979) of each row. If one word becomes
+    another, so does the sum. If several do, a sum of random factors would stay by a chance of at most one in 2**32: the
+    highest bit of a word, a sign, meets the 33 lowest bits of its factor, of which one is known.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -37,7 +38,7 @@ class Checksums:
         """Whether ``other`` is of tensors with other paths, forms or bits. Waits for the device."""
         if (self._forms, self._paths) != (other._forms, other._paths) or unequal(self._copies, other._copies):
             return True
-        return values_of(self._sums) != values_of(other._sums)
+        return [sums.tolist() for sums in self._sums] != [sums.tolist() for sums in other._sums]
 
 
 def _has_words(tensor: Tensor) -> bool:
@@ -47,19 +48,20 @@ def _has_words(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def _sums(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """One tensor for each device, by the order of these."""
     keys = [(tensor.device, tensor.dtype) for tensor in tensors]
     factors = {device: _factors().to(device) for device in {tensor.device for tensor in tensors}}
-    return [
-        (words * factors[words.device][: words.numel()]).sum()
-        for _, members in groups(tensors, keys, _BYTES)
-        for words in _words([tensors[index] for index in members])
-    ]
+    sums: dict[torch.device, list[Tensor]] = {device: [] for device in sorted(factors, key=str)}
+    for _, members in groups(tensors, keys, _BYTES):
+        for words in _words([tensors[index] for index in members]):
+            sums[words.device].append((words * factors[words.device]).sum(-1))
+    return [torch.cat(parts) for parts in sums.values()]
 
 
 @lru_cache(maxsize=1)
 def _factors() -> Tensor:
-    """Odd numbers for the words that are summed at once, on the host: a device takes longer to load what makes them."""
-    numbers = torch.arange(1, _BYTES // 4 + 1).mul_(_STEP)
+    """Odd numbers for the words of a row, on the host: a device takes longer to load what makes them."""
+    numbers = torch.arange(1, _ROW + 1).mul_(_STEP)
     for bits_down, factor in ((30, _MIX), (27, _LAST)):
         # The lowest bits of a product depend on the lowest bits alone: here they get the highest ones'.
         numbers = numbers.bitwise_xor_((numbers >> bits_down) & ((1 << (64 - bits_down)) - 1)).mul_(factor)
@@ -67,9 +69,9 @@ def _factors() -> Tensor:
 
 
 def _words(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """The bits of tensors on one device and of one dtype, one after the other, in pieces; the last one is filled up."""
+    """The bits of tensors on one device and of one dtype, one after the other, in rows; the last one is filled up."""
     for part in bits(flat(tensors)).reshape(-1).view(torch.uint8).split(_BYTES):
-        missing = -part.numel() % 4
+        missing = -part.numel() % (4 * _ROW)
         if missing or part.storage_offset() % 4:
             part = torch.cat([part, part.new_zeros(missing)])
-        yield part.view(torch.int32)
+        yield part.view(torch.int32).view(-1, _ROW)
