@@ -58,6 +58,7 @@ STEP = "the step"  # The path of a step's function.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _METHODS = (FunctionType, staticmethod, classmethod)
+_ATOMS = frozenset(SCALARS)
 
 Source = tuple[Any, str]
 """The object and attribute that lead to a place."""
@@ -101,6 +102,9 @@ class ValueWalker:
             else:
                 self._slot(path, container, key, source)
                 self._marks(value, path)
+        elif kind is tuple and _ATOMS.issuperset(map(type, value)):
+            # Sizes, strides and paddings, as layers have: one value.
+            self.walk.scalars[path] = Scalar(container, key, *source)
         elif kind in CODE and depth <= MAX_DEPTH:
             self.walk.scalars[path] = Scalar(container, key, *source)
             self._behind(value, path, depth, source)
