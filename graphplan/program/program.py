@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -36,6 +37,8 @@ from graphplan.trace.records import Operator
 
 NO_CHECK = 2**62
 """No replay has this number."""
+LATEST_OUTCOMES = 10
+"""Replays that ended at another value than in the traces; if most are alike, it may be another one for good."""
 
 
 @hands_over
@@ -90,13 +93,12 @@ class Program:
         self.outputs = outputs
         self._undo, self._host = undo, host
         self._draws_from = {draw.generator for draw in plan.drawn}
-        self.outcomes = self.outcomes_in_a_row = 0
-        """Replays that ended at a value that was another one than in the traces; the latest ones in a row, all of which
-        ended at the same one.
-        """
+        self.outcomes = 0
+        """Replays that ended at a value that was another one than in the traces."""
+        self._latest_outcomes: deque[str] = deque(maxlen=LATEST_OUTCOMES)
         self.differs = False
         """A check found other bits than the eager step's, which may be noise: further ones keep copies to compare."""
-        self._latest_outcome = 0, ""
+        self._replays_before_outcome = 0
         self._flags = Flags(walk) if plan.left else None
         asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.names())}
         self._asking = [(asking[path], value) for path, value in plan.left.items() if path in asking]
@@ -207,9 +209,16 @@ class Program:
                 _launch(self._recording)
         except OutcomeError as outcome:
             self.outcomes += 1
-            before, self._latest_outcome = self._latest_outcome, (self.replays, str(outcome))
-            self.outcomes_in_a_row = self.outcomes_in_a_row + 1 if self._latest_outcome == before else 1
+            if self.replays != self._replays_before_outcome:
+                self._latest_outcomes.clear()
+            self._replays_before_outcome = self.replays
+            self._latest_outcomes.append(str(outcome))
             raise
+
+    @property
+    def outcomes_alike(self) -> int:
+        """How many of the latest ``outcomes``, with no other replay between them, were the same."""
+        return max(Counter(self._latest_outcomes).values(), default=0)
 
     def wait(self, when: str) -> None:
         """Wait for the device, so that what failed there by ``when`` is told now."""

@@ -52,8 +52,7 @@ class Stats:
     ``phase_counts`` the calls they cover; ``"steady"`` is every replay of a program but its first. ``laps`` are seconds
     from one replay's end to the next one's: what a training step takes all in all, on a busy device too, where the host
     runs ahead of it. ``measured`` are seconds of a step, ``"eager"`` without graphplan and ``"replayed"``, where it was
-    measured whether replays pay. ``checked`` are seconds of the latest checks' eager steps and replays, ``warm`` those
-    of the shortest call of a warm-up.
+    measured whether replays pay. ``shortest`` are the host's seconds of the shortest eager step of warm-ups and checks.
 
     Examples:
         >>> import torch
@@ -82,8 +81,7 @@ class Stats:
     bytes_estimated: int = 0
     laps: deque[float] = field(default_factory=lambda: deque(maxlen=LAPS))
     measured: dict[str, float] = field(default_factory=dict)
-    checked: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LAPS))
-    warm: float = math.inf
+    shortest: float = math.inf
     follow: bool = True
     """True for the steps of a loop, which follow each other; False for requests, with idle time between them."""
     last_end: float = 0.0
@@ -129,7 +127,7 @@ class Stats:
         self.phases[phase] += seconds
         self.phase_counts[phase] += 1
         if phase == "warmup":
-            self.warm = min(self.warm, seconds)
+            self.shortest = min(self.shortest, seconds)
 
     def count_replay(self, start: float, now: float, nbytes: int, *, first: bool) -> None:
         """Count a replay that took from ``start`` to ``now`` on the host, and copied ``nbytes`` in."""
@@ -204,21 +202,15 @@ class Stats:
         return Gain(saved, spent, saved - spent)
 
     def balance(self) -> Gain:
-        """What replays have saved so far, in eager steps. Where these are not timed from end to end, the two halves of
-        checks are compared, which are of the same step each; without checks, calls of the warm-up and replays. Checks
-        run on cold caches: replays tell by how much both halves are slower there.
+        """What replays have saved so far, in eager steps. Where these are not timed from end to end, the shortest one
+        of warm-ups and checks counts, which take longer than others for cold caches and all that is looked at.
         """
         eager, gain = self.step_us("eager"), self.gain()
         if eager is not None:
             saved, spent = 0.0 if gain is None else gain.saved, self.spent(eager)
         else:
-            seconds = self.warm if math.isfinite(self.warm) else 0.0
-            replay = self.phases["steady"] / (self.phase_counts["steady"] or 1)
-            pairs = self.checked or [(seconds, replay)]
-            in_checks = median(other for _, other in pairs)
-            pace = min(1.0, replay / in_checks) if replay and in_checks else 1.0
-            eager = pace * median(seconds for seconds, _ in pairs) * 1e6
-            saved = pace * median(one - other for one, other in pairs) * self.phase_counts["steady"]
+            eager = self.shortest * 1e6 if math.isfinite(self.shortest) else 0.0
+            saved = self.phase_counts["steady"] * eager / 1e6 - self.phases["steady"]
             # What is loaded in the first steps takes as long without graphplan.
             spent = self.spent(eager, STARTING[1:])
         return Gain(*(seconds / eager * 1e6 if eager else 0.0 for seconds in (saved, spent, saved - spent)))
@@ -249,8 +241,7 @@ class Stats:
         self.measured |= other.measured
         self.follow &= other.follow
         self.laps += other.laps
-        self.checked += other.checked
-        self.warm = min(self.warm, other.warm)
+        self.shortest = min(self.shortest, other.shortest)
         for phase in PHASES:
             self.phases[phase] += other.phases[phase]
             self.phase_counts[phase] += other.phase_counts[phase]

@@ -156,7 +156,7 @@ class Replays:
         program.expected = ()
         series.note(program, number)
         self._count(program)
-        self._stats.checked.append(verdict.seconds)
+        self._stats.shortest = min(self._stats.shortest, verdict.seconds)
         self._stats.replayed += 1
         self._stats.bytes_copied += program.bytes_per_replay
         if verdict.open:

@@ -320,11 +320,10 @@ class Stages:
                 error = failure if isinstance(failure, RefusalError) else refusal_of(failure)
                 if error is None:
                     raise
+                # Calls that take this way are known by what it has asked.
+                call.entry.learn(facts, call.walk.scalars)
                 # The traced step is a good eager step, and stands unless the refusal raises.
                 self._refuse(call.entry, error)
-                if call.entry.way.refusal is error:
-                    # Other calls that take this way are known by what it has asked.
-                    call.entry.learn(facts, call.walk.scalars)
                 self._stats.skip(error.reason, str(error))
         call.entry.eager_calls += 1
         self._stats.traced += 1

@@ -32,7 +32,7 @@ from graphplan.feed.unread import UnreadValues
 from graphplan.observe.source import find_source, with_users_line
 from graphplan.program.faults import refusal_of
 from graphplan.program.outputs import lasting
-from graphplan.program.program import Program
+from graphplan.program.program import LATEST_OUTCOMES, Program
 from graphplan.step.call_lock import running_step, runs_within_step
 from graphplan.step.compiled import CompiledModules
 from graphplan.step.entries import Entry
@@ -313,11 +313,11 @@ class StateMachine:
         if "feed" not in vars(call):
             call.feed = flatten(call.args, call.kwargs, self.unread.keys)
         result = self.replays.instead(program, self.lookup.moved(call.feed), outcome)
-        if program.outcomes_in_a_row >= _FICKLE:
+        if program.outcomes_alike >= _FICKLE:
             # The branch has turned: a warm-up is over.
             self.programs.drop(entry, str(outcome))
             self.fast_path.forget()
-        elif program.outcomes >= max(_FICKLE, program.replays * _SHARE):
+        elif program.outcomes >= max(LATEST_OUTCOMES, program.replays * _SHARE):
             entry.refusal = outcome.refusal
             self.fast_path.forget()
             self.refusals.warn(f"graphplan runs this step eagerly: {outcome.refusal}")

@@ -46,7 +46,7 @@ CHANGES = sorted(EVENTS.keys() - FINAL - IDLE)
 KEYS = 8 * RUN.max_graphs
 LIMITS = {"Programs._entries": KEYS, "Managed._seen": 256, "Stats.events": TEXTS + 1, "Stats.reasons": TEXTS + 1}
 LIMITS |= {f"Library.{name}": 256 for name in ("entries", "_known", "settled", "codes")}
-LIMITS |= {"Stats.laps": LAPS, "Stats.checked": LAPS, "Stats.changes": STRETCHES}
+LIMITS |= {"Stats.laps": LAPS, "Stats.changes": STRETCHES}
 LIMITS |= {
     "Namespace.attributes": 128,
     "Namespace.mentioned": 2048,

@@ -120,7 +120,7 @@ def test_seconds_saved_and_spent() -> None:
 
 
 def test_what_replays_have_saved_in_eager_steps() -> None:
-    """By steps if they were timed from end to end, else by the halves of checks; without these, by the warm-up."""
+    """By steps if they were timed from end to end, else by the shortest eager step of warm-up and checks."""
     stats = made("eerrrr")
     assert stats.balance() == (0.0, 0.0, 0.0)
     for seconds in (30.0, 4.0, 5.0):
@@ -128,14 +128,13 @@ def test_what_replays_have_saved_in_eager_steps() -> None:
     stats.phases |= {"trace": 20.0, "steady": 4.0}
     stats.phase_counts |= {"trace": 2, "steady": 4}
     assert stats.balance() == (3.0, 3.0, 0.0)
-    stats.checked.extend([(2.0, 1.5), (2.0, 1.0), (9.0, 1.5)])
-    # Replays take two thirds of what they take in checks.
-    assert stats.balance() == pytest.approx((2.0, 13.0, -11.0))
-    stats.phases["steady"] = 8.0
+    stats.shortest = 2.0
     assert stats.balance() == (2.0, 8.0, -6.0)
-    stats.phase_counts["steady"] = 0
+    stats.phases["steady"] = 10.0
+    assert stats.balance() == (-1.0, 8.0, -9.0)
+    stats.phases["steady"], stats.phase_counts["steady"] = 0.0, 0
     assert stats.balance() == (0.0, 8.0, -8.0)
-    stats.phase_counts["steady"] = 4
+    stats.phases["steady"], stats.phase_counts["steady"] = 4.0, 4
     stats.measured = {"eager": 5.0, "replayed": 1.0}
     assert stats.balance() == pytest.approx((3.2, 6.8, -3.6))
 

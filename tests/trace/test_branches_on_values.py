@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,14 +255,14 @@ def test_a_branch_that_turns_is_captured_anew(backend: str) -> None:
     assert step.stats.replayed >= 18
 
 
-def alternates(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    """From the eleventh call on, one of two branches goes the other way: never the same as in the call before."""
+def alternates(model: Any, optimizer: Any, x: Tensor, y: Tensor, *, often: int = 2) -> Any:
+    """From the eleventh call on, one of two branches goes the other way, the first one in one of so many calls."""
     optimizer.zero_grad()
     loss = F.cross_entropy(model(x), y)
-    is_late, is_odd = model.seen >= 10, model.seen % 2 == 1
-    if is_late & is_odd:
+    is_late, is_first = model.seen >= 10, model.seen % often == 1
+    if is_late & is_first:
         loss = loss * 0.5
-    if is_late & ~is_odd:
+    if is_late & ~is_first:
         loss = loss * 0.25
     model.seen += 1
     loss.backward()
@@ -277,6 +278,13 @@ def test_branches_that_turn_by_turns_are_not_traced_anew(backend: str) -> None:
     assert (step.stats.traced, step.stats.captured, step.stats.recaptured) == (3, 1, 0)
     assert step.stats.replayed == 10 - BEFORE_REPLAY - 1
     assert step.is_down
+
+
+def test_a_branch_that_turns_beside_another_one_is_captured_anew(backend: str) -> None:
+    """Most of the latest calls have gone the same other way."""
+    step = both(rig_of(partial(alternates, often=7), calls=60), backend)
+    assert (step.stats.captured, step.stats.recaptured) == (2, 1)
+    assert step.stats.replayed >= 25
 
 
 def test_an_error_in_calls_that_are_captured() -> None:
