@@ -91,11 +91,12 @@ class Entry:
     """What is known of the calls of one ``key``.
 
     ``since``, ``used`` and ``called`` number the lookup that made it, the latest one, and its latest call on the way to
-    a program. ``doubt``: how a replay after a single trace was wrong, told once if two traces say nothing against the
-    step. ``captured``: it has or had one. ``gate`` times its replays until ``is_decided``. ``outside``: results
-    take part in a backward pass outside the step, so calls are eager. ``batch``: what the step reads of its batch
-    chooses another entry, whose ``base`` is this one. ``ways``: the one used last comes last; the numbers at ``places``
-    decide between them. ``untried`` ways were traced since the last capture, up to a limit (``too_many``).
+    a program; ``met`` is how many there were. ``doubt``: how a replay after a single trace was wrong, told once if two
+    traces say nothing against the step. ``captured``: it has or had one. ``gate`` times its replays until
+    ``is_decided``. ``outside``: results take part in a backward pass outside the step, so calls are eager. ``batch``:
+    what the step reads of its batch chooses another entry, whose ``base`` is this one. ``ways``: the one used last
+    comes last; the numbers at ``places`` decide between them. ``untried`` ways were traced since the last capture, up
+    to a limit (``too_many``).
     ``flows_out``: what a backward pass outside the step has come to, by the number of the call that returned it.
     ``pause``: why this call is eager though there is a program; ``paused``: after how many of its replays one was last
     left out so.
@@ -105,6 +106,7 @@ class Entry:
     warm: int = 0
     since: int = 0
     used: int = 0
+    met: int = 0
     eager_calls: int = 0
     called: int = 0
     refusal: RefusalError | None = None

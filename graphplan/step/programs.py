@@ -17,6 +17,7 @@ _IDLE = 16  # Lookups per known key after which a program that none of them foun
 _ALLOWANCE = 40  # Eager steps that starting may take beyond what replays save, before a further program waits.
 _HORIZON = 500
 """Calls within which replays have to save what starting takes: many fits are no longer."""
+_OFTEN = 16  # Times as often as it has come so far that a signature or a way is expected to come at most.
 _UNPAID = 2  # Captures in a row that did not pay, after which further ones wait.
 _LONGEST = 32
 """Maximum number of waits in a row without a replay between them, of which a call may count two."""
@@ -61,6 +62,7 @@ class Programs:
     def touch(self, entry: Entry) -> None:
         """Count ``entry`` as the one used last."""
         self._lookups += 1
+        entry.met += 1
         entry.used = self._lookups
 
     def add(self, key: Key, entry: Entry) -> Entry:
@@ -216,7 +218,7 @@ class Programs:
         # What has begun is brought to its end.
         if entry.progress or not (is_further or self._unpaid >= _UNPAID):
             return None
-        if not self.has_spent():
+        if not self.has_spent(entry):
             self._longest = _LONGEST
             return None
         # Where a step goes one of many ways by chance, most calls may be none that is known yet.
@@ -248,17 +250,28 @@ class Programs:
         why = "; ".join(reasons) or "its signature or its flags change each time"
         return f"the step was captured again {self._unpaid} times in a row for fewer than {_PAYS} replays each: {why}"
 
-    def has_spent(self) -> bool:
-        """Whether starting takes more than replays save, with what has begun and one more: these have saved something,
-        and go on to do so for the rest of the first ``_HORIZON`` calls.
+    def has_spent(self, entry: Entry | None = None) -> bool:
+        """Whether starting takes more than replays save, with what has begun and one more, ``entry`` if it is known.
+        They have saved something, and go on to do so for the rest of the first ``_HORIZON`` calls; so have those of
+        ``entry`` to do.
         """
         if not self._may_wait:
             return False
         balance, calls = self._stats.balance(), self._stats.calls
         begun = sum(entry.progress > 0 and not entry.programs() for entry in self._entries.values())
-        rest = max(0, _HORIZON - calls) / max(1, calls - self._captured_at)
-        further = (1 + begun) * balance.spent / max(1, self._stats.captured)
-        return balance.spent + further - balance.saved * (1 + rest) >= _ALLOWANCE
+        cost = balance.spent / max(1, self._stats.captured)
+        debt = balance.spent + (1 + begun) * cost - balance.saved
+        rest = max(0, _HORIZON - calls)
+        # What all have cost so far is more than another one will: the first one's traces look for more.
+        if entry is not None and self._expected(entry, rest) * balance.saved < cost / 2 * self._stats.replayed:
+            return debt >= _ALLOWANCE
+        return debt - balance.saved * rest / max(1, calls - self._captured_at) >= _ALLOWANCE
+
+    def _expected(self, entry: Entry, calls: int) -> float:
+        """How many of the next ``calls`` will be an entry's, by how many have been, and of how many since the first."""
+        # What is read of a batch takes a lookup of its own.
+        lookups = (self._lookups - entry.since) / (1 if entry.base is None else 2)
+        return min(calls * (entry.met - 1) / max(1.0, lookups), _OFTEN * entry.met)
 
     @property
     def progress(self) -> int:

@@ -61,7 +61,7 @@ def _sums(tensors: Sequence[Tensor]) -> list[Tensor]:
 @lru_cache(maxsize=1)
 def _factors() -> Tensor:
     """Odd numbers for the words of a row, on the host: a device takes longer to load what makes them."""
-    numbers = torch.arange(1, _ROW + 1).mul_(_STEP)
+    numbers = torch.arange(1, _ROW + 1, device="cpu").mul_(_STEP)
     for bits_down, factor in ((30, _MIX), (27, _LAST)):
         # The lowest bits of a product depend on the lowest bits alone: here they get the highest ones'.
         numbers = numbers.bitwise_xor_((numbers >> bits_down) & ((1 << (64 - bits_down)) - 1)).mul_(factor)

@@ -128,16 +128,19 @@ def test_a_further_shape_waits_until_replays_have_paid_for_the_first_one(measure
 @pytest.mark.frugal
 @pytest.mark.parametrize("goes_on", [True, False], ids=["soon", "late"])
 def test_a_further_shape_starts_where_replays_go_on_to_pay(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
-    """What replays save is expected of those that follow, too, but of no more than the first calls."""
-    rig = build(partial(rig_of, plain, [8] * 8 + [5] * 6))
+    """What replays save is expected of those that follow, too, but of no more than the first calls, and a shape has to
+    have come a few times.
+    """
+    rig = build(partial(rig_of, plain, [8] * 8 + [5] * 14))
     step = managed(rig, verify="off")
     kinds_of(step, rig.calls[:8])
     monkeypatch.setattr(programs, "_HORIZON", 500 if goes_on else 8)
     stats = step.stats
-    # Two replays have saved 180 ms, and starting took 10 s: there may be some hundreds more.
+    # Two replays have saved 180 ms, and starting took 5 s: there may be some hundreds more.
     stats.measured = {"eager": 0.1, "replayed": 0.01}
-    stats.phases["trace"] += 10.0
+    stats.phases["trace"] += 5.0
     kinds = kinds_of(step, rig.calls[8:])
+    assert kinds[0] == E
     assert kinds[-2:] == ([R, R] if goes_on else [E, E])
 
 

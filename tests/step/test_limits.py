@@ -81,7 +81,7 @@ def test_ways_wait_for_what_they_cost() -> None:
 
 def test_a_shape_that_does_not_come_again_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was traced once, and is nearer to a program than the other, which waits for it only for a while."""
-    monkeypatch.setattr(Programs, "has_spent", lambda self: True)
+    monkeypatch.setattr(Programs, "has_spent", lambda *_: True)
     rig = build(lambda: rig_of([8] * (BEFORE_REPLAY - 2) + [6] * 120))
     step = managed(rig)
     for args in rig.calls:
@@ -92,7 +92,7 @@ def test_a_shape_that_does_not_come_again_holds_up_no_other(monkeypatch: pytest.
 
 def test_captures_that_do_not_pay_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list that the step looks at grows now and then, as that of a player's rewards after each game: it is said."""
-    monkeypatch.setattr(Programs, "has_spent", lambda self: True)
+    monkeypatch.setattr(Programs, "has_spent", lambda *_: True)
     rig = build(lambda: rig_of([8] * 120))
     given, model = rig.step, rig.owners["model"]
     model.rewards = [1.0]
@@ -115,7 +115,7 @@ def test_captures_that_do_not_pay_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("turns", ["shape", "way"])
 def test_what_comes_for_good_waits_for_a_while_alone(turns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program before is not replayed any more, and cannot save what it took."""
-    monkeypatch.setattr(Programs, "has_spent", lambda self: True)
+    monkeypatch.setattr(Programs, "has_spent", lambda *_: True)
     before, after = [8] * (BEFORE_REPLAY + 5), [6 if turns == "shape" else 8] * 120
     rig = build(lambda: rig_of([*before, *after]))
     given, model = rig.step, rig.owners["model"]

@@ -770,7 +770,7 @@ def changing(index: int) -> int:
 def test_a_way_that_waits_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not among those that are never met again, as long as others are replayed meanwhile."""
     waits = [False]
-    monkeypatch.setattr(Programs, "has_spent", lambda self: waits[0])
+    monkeypatch.setattr(Programs, "has_spent", lambda *_: waits[0])
 
     def calls() -> list[tuple[Any, ...]]:
         # Of every second one, another number of rows is selected from some call on.

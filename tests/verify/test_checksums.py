@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphplan.verify.checksums import Checksums
+from graphplan.verify.checksums import Checksums, _factors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
 
@@ -103,3 +103,12 @@ def test_layouts_of_their_own() -> None:
     assert known.differ(Checksums({**tensors, "conjugated": conjugated.resolve_conj() + 1}))
     wide[1, 2, 3, 4] += 1
     assert known.differ(Checksums(tensors))
+
+
+def test_another_default_device() -> None:
+    """What is made first while it is set lies on the host all the same."""
+    _factors.cache_clear()
+    tensor = torch.randn(5)
+    with torch.device("meta"):
+        known = Checksums({"x": tensor.clone()})
+    assert not known.differ(Checksums({"x": tensor}))
