@@ -30,7 +30,7 @@ from graphplan.specs.paths import Of, Path, names
 from graphplan.tensors.copying import write_all
 from graphplan.tensors.deferred import is_deferred, value_of
 from graphplan.tensors.dtensors import is_sharded, local
-from graphplan.tensors.storages import copier, memory_uses, storage_id
+from graphplan.tensors.storages import copier, memory_uses, places, storage_id, with_leaves
 from graphplan.trace.changes import place_of
 
 _get_grad = attrgetter("grad")
@@ -315,6 +315,14 @@ class Bindings:
     def move_homes(self, walk: Walk) -> None:
         """Take what ``walk``'s carried slots hold as :attr:`homes`."""
         self.homes = {path: walk.slots[path].get() if path in walk.slots else home for path, home in self.homes.items()}
+
+    def homes_in_place(self) -> dict[str, Any]:
+        """:attr:`homes`; in place of those that another program has moved, tensors where replays read and write."""
+        found = dict(self.homes)
+        for path, home in self.homes.items():
+            if places(tensor_leaves(home)) != places(self._memory_of[path]):
+                found[path] = with_leaves(home, [memory.detach() for memory in self._memory_of[path]])
+        return found
 
     def replace_recorded(self) -> None:
         """After the recorded pass has run: give owners copies of what a replay will overwrite."""

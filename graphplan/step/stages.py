@@ -470,7 +470,7 @@ class Stages:
                     policy=options.policy or Policy.of_mode(options.mode),
                     backend=backend,
                     buffers=self._buffers,
-                    homes=ChainMap(*(dict(program.bindings.homes) for program in self._programs.all())),
+                    homes=ChainMap(*(program.bindings.homes_in_place() for program in self._programs.all())),
                     lends=options.outputs == "static",
                 )
             try:

@@ -15,6 +15,7 @@ from torch.optim import SGD
 from graphplan import GradientError, Policy, Program, compile_plan, graph_step
 from graphplan.feed.buffers import Buffers
 from graphplan.feed.signature import flatten
+from graphplan.program.adopted_tensors import AdoptedTensors
 from graphplan.program.capture import capture_program
 from graphplan.step.runner import Backends
 from tests.models import CALLS, Memory, attributes, float_batches, updating_rig
@@ -344,3 +345,57 @@ def test_two_carries_do_not_move_into_one_tensor() -> None:
     average = 0.9 * twin[0] + x.mean(0)
     assert torch.equal(model.average, average)
     assert torch.equal(model.other, 0.5 * twin[1] + average)
+
+
+class Total(nn.Module):
+    """Adds up what it computes, in another tensor each time, as a metric does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.reset()
+
+    def reset(self) -> None:
+        self.total = torch.zeros(())
+
+
+def test_programs_share_what_is_carried_after_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program for another shape has followed the new tensor as a third one is captured: no turn copies from then
+    on.
+    """
+    followed: list[AdoptedTensors] = []
+    follow = AdoptedTensors.follow_tensors
+
+    def counted(adopted: AdoptedTensors) -> bool:
+        followed.append(adopted)
+        return follow(adopted)
+
+    torch.manual_seed(0)
+    models = [Total(), Total()]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def step_of(model: Total) -> Callable[[Tensor], Tensor]:
+        def step(x: Tensor) -> Tensor:
+            out = model.layer(x).sum().detach()
+            model.total = model.total + out
+            return out
+
+        return step
+
+    steps = [step_of(models[0]), graph_step(step_of(models[1]), owners={"model": models[1]}, verify="off")]
+
+    def run(sizes: list[int]) -> None:
+        for size in sizes:
+            for step in steps:
+                step(torch.ones(size, 4))
+
+    run([8] * 8 + [5] * 6)
+    for model in models:
+        model.reset()
+    run([5] + [3] * 6)
+    monkeypatch.setattr(AdoptedTensors, "follow_tensors", counted)
+    run([8, 5, 3] * 10)
+    assert torch.equal(models[0].total, models[1].total)
+    assert steps[1].stats.captured == 3
+    # Two have not seen the new tensor yet.
+    assert len(followed) <= 2
