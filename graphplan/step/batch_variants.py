@@ -54,10 +54,11 @@ class BatchVariants:
             return None
         share = f"{_MISSES} in a row" if self._misses >= _MISSES else "most of them"
         first, *others = self._known
+        what = f"{first.what.removesuffix(' on the host')} on the host"
         error = next(filter(None, map(first.differs_from, others)), self._error)
         return HostSyncError(
-            f"what the step reads of {first.what} on the host differs too much from call to call: {share} were unlike "
-            f"those that were traced. {error}",
+            f"what the step reads of {what} differs too much from call to call: {share} were unlike those that were "
+            f"traced. {error}",
             component=error.component,
         )
 

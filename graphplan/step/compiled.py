@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graphplan.effects.allowed import is_allowed
 from graphplan.environment.devices import is_accelerator
-from graphplan.errors import CaptureError, HostSyncError
+from graphplan.errors import CaptureError, HostScalarError, HostSyncError, RefusalError
 from graphplan.owners.discovery import names_in
 from graphplan.owners.slots import Walk
 from graphplan.owners.views import Numbers, attributes_of
@@ -166,6 +166,14 @@ class CompiledModules:
         for module in self._ours:
             module._compiled_call_impl = None
         self._ours = []
+
+
+def name_compiled(error: RefusalError) -> None:
+    """Have an ``error`` say what refuses a number or a read that does not refuse other steps."""
+    if isinstance(error, (HostScalarError, HostSyncError)):
+        advice = "Have the step's caller work with the number, or leave that part uncompiled"
+        text = "The step runs code that torch.compile compiled, beside which numbers are not followed and no read waits"
+        error.args = (f"{error}. {text}. {advice}",)
 
 
 def refuse_beside_compiled(plan: Plan) -> None:

@@ -39,7 +39,7 @@ from graphplan.program.capture import capture_program, outdated
 from graphplan.program.faults import is_steps_own, refusal_of
 from graphplan.specs.policy import Policy
 from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants, reads_of
-from graphplan.step.compiled import Rehearsal, refuse_beside_compiled, refuse_graphs_within, uncompiled
+from graphplan.step.compiled import Rehearsal, name_compiled, refuse_beside_compiled, refuse_graphs_within, uncompiled
 from graphplan.step.entries import Entry
 from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.planner import FICKLE_TRACES, Planner
@@ -320,6 +320,8 @@ class Stages:
                 error = failure if isinstance(failure, RefusalError) else refusal_of(failure)
                 if error is None:
                     raise
+                if rehearses:
+                    name_compiled(error)
                 # Calls that take this way are known by what it has asked.
                 call.entry.learn(facts, call.walk.scalars)
                 # The traced step is a good eager step, and stands unless the refusal raises.

@@ -193,6 +193,30 @@ def test_an_outcome_that_is_refused() -> None:
     assert (step.stats.captured, step.stats.replayed) == (1, 48 - 6 - 4)
 
 
+@pytest.mark.parametrize("often", [3, 4, 5, 6])
+@pytest.mark.filterwarnings("ignore:graphplan runs such calls eagerly")
+def test_a_way_that_is_refused_in_the_first_traces(often: int) -> None:
+    """One that reads the host in some calls: those without are replayed, whichever of both is traced first."""
+
+    def body(model: Any, x: Tensor) -> Tensor:
+        y: Tensor = model.net(x).sum().detach()
+        if (model.step + 1) % often == 0:
+            model.text = f"{y.item():.3f}"
+        return y
+
+    torch.manual_seed(0)
+    model = Model()
+    step = graph_step(partial(body, model), owners={"model": model}, on_failure="eager")
+    for index in range(60):
+        model.step, x = index, torch.randn(2, 4)
+        y = step(x)
+        text = getattr(model, "text", "")
+        assert torch.equal(y, body(model, x))
+        assert getattr(model, "text", "") == text
+    assert step.stats.captured == 1
+    assert step.stats.replayed >= 60 - 60 // often - 8
+
+
 class Showing(Model):
     """Keeps its loss now and then, with the number of the step."""
 

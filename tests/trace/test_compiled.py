@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
-from graphplan import CaptureError, graph_step
+from graphplan import CaptureError, RefusalError, graph_step
 from graphplan.backends.tape import _TapeMode
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import flatten
@@ -100,6 +100,44 @@ def itself_rig(backend: Any) -> Rig:
     torch._dynamo.reset()
     net = Net()
     return Rig(torch.compile(lambda x: net(x), backend=backend), {"net": net}, [args[:1] for args in calls()])
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["number", "read"])
+def test_what_is_refused_beside_compiled_code_alone(reads: bool) -> None:
+    """A number that is counted up, and one of the device: other steps have these replayed."""
+
+    def make(*, compiled: bool) -> Rig:
+        torch.manual_seed(0)
+        net: Any = Net()
+        net.calls, net.shown = 0, 0.0
+        part = torch.compile(net.layers, backend="aot_eager") if compiled else net.layers
+        optimizer = SGD(net.parameters(), lr=0.1)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(part(x), y)
+            if reads:
+                net.shown = loss.item()
+            elif net.calls >= 0:
+                net.calls += 1
+                loss = loss * (1 + 0.001 * net.calls)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        calls = [(torch.randn(5, 6), torch.randint(3, (5,))) for _ in range(10)]
+        return Rig(step, {"net": net, "optimizer": optimizer}, calls)
+
+    rig = make(compiled=True)
+    step = graph_step(rig.step, owners=rig.owners, backend="tape")
+    with pytest.raises(RefusalError, match=r"code that torch\.compile compiled, beside which numbers are not followed"):
+        for args in rig.calls:
+            step(*args)
+    rig = make(compiled=False)
+    step = graph_step(rig.step, owners=rig.owners, backend="tape")
+    for args in rig.calls:
+        step(*args)
+    assert step.stats.replayed >= 3
 
 
 def test_a_step_that_is_compiled_itself() -> None:
