@@ -18,6 +18,7 @@ _UNPROVEN = 3  # Maximum ways as long as no batch has taken one of them again.
 MOST_GUESSES = 6  # Maximum of these for all keys of a step.
 _MISSES = 16  # Batches in a row that take no known way, after which none is looked for.
 _LOOKS = 64  # Batches that were looked at, after which a third of all has to have taken a known way.
+_DEARER = 4  # Times what replays have saved that looks which found nothing may take by then.
 
 
 class BatchVariants:
@@ -27,6 +28,7 @@ class BatchVariants:
         self._error = error
         self._known: list[BatchReads] = []
         self._misses = self._taken = self._taken_before = self._looks = self._found = self._progress = 0
+        self._lost = 0.0
         self._is_over = False
 
     def add(self, reads: BatchReads) -> None:
@@ -93,10 +95,13 @@ class BatchVariants:
                 return _extended(feed, reads, tensors)
         return None
 
-    def miss(self, progress: int | None) -> None:
-        """Count a batch that takes no known way. Where further ways wait for others to be replayed, ``progress`` is how
-        often these were: as long as they are, none is missed.
+    def miss(self, progress: int | None, *, lost: float, saved: float) -> None:
+        """Count a batch that takes no known way: the look took ``lost`` eager steps, and replays have ``saved`` some.
+        Where further ways wait for others to be replayed, ``progress`` is how often these were: as long as they are,
+        none is missed.
         """
+        self._lost += lost
+        self._is_over |= self._looks == _LOOKS and self._lost > _DEARER * saved
         self._misses += progress in (None, self._progress)
         self._progress = progress or 0
 

@@ -259,11 +259,11 @@ class Programs:
             return False
         balance, calls = self._stats.balance(), self._stats.calls
         begun = sum(entry.progress > 0 and not entry.programs() for entry in self._entries.values())
-        cost = balance.spent / max(1, self._stats.captured)
+        # The first one takes as long as two others: its traces look for more.
+        cost = balance.spent / (1 + self._stats.captured)
         debt = balance.spent + (1 + begun) * cost - balance.saved
         rest = max(0, _HORIZON - calls)
-        # What all have cost so far is more than another one will: the first one's traces look for more.
-        if entry is not None and self._expected(entry, rest) * balance.saved < cost / 2 * self._stats.replayed:
+        if entry is not None and self._expected(entry, rest) * balance.saved < cost * self._stats.replayed:
             return debt >= _ALLOWANCE
         return debt - balance.saved * rest / max(1, calls - self._captured_at) >= _ALLOWANCE
 

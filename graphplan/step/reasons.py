@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from graphplan.environment.collector import no_collections
@@ -114,10 +116,12 @@ class Reasons:
         if base.batch is None or base.refusal is not None:
             return None
         programs, moved = self._step.programs, lookup.moved(call.feed)
+        start, stats = perf_counter(), self._step.stats
         feed = base.batch.extend(moved)
         if feed is None:
             waits = bool(programs.all()) and programs.has_spent() and not base.batch.has_turned
-            base.batch.miss(programs.progress if waits else None)
+            lost = (perf_counter() - start) * 1e6 / (stats.eager_us() or math.inf)
+            base.batch.miss(programs.progress if waits else None, lost=lost, saved=stats.balance().saved)
             base.refusal = base.batch.refusal
             if base.refusal is not None:
                 self._step.refusals.refuse(base.refusal)
