@@ -96,8 +96,8 @@ class Entry:
     ``is_decided``. ``outside``: results take part in a backward pass outside the step, so calls are eager. ``batch``:
     what the step reads of its batch chooses another entry, whose ``base`` is this one. ``ways``: the one used last
     comes last; the numbers at ``places`` decide between them. ``untried`` ways were traced since the last capture, up
-    to a limit (``too_many``).
-    ``flows_out``: what a backward pass outside the step has come to, by the number of the call that returned it.
+    to a limit (``too_many``). ``flows_out``: what a backward pass outside the step has come to, by the number of the
+    call that returned it.
     ``pause``: why this call is eager though there is a program; ``paused``: after how many of its replays one was last
     left out so.
     """

@@ -252,8 +252,8 @@ class Programs:
 
     def has_spent(self, entry: Entry | None = None) -> bool:
         """Whether starting takes more than replays save, with what has begun and one more, ``entry`` if it is known.
-        They have saved something, and go on to do so for the rest of the first ``_HORIZON`` calls; so have those of
-        ``entry`` to do.
+        Replays are expected to go on to save as they have for the rest of the first ``_HORIZON`` calls, and those of
+        ``entry`` have to save by then what one more costs.
         """
         if not self._may_wait:
             return False

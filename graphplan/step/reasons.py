@@ -121,7 +121,9 @@ class Reasons:
         if feed is None:
             waits = bool(programs.all()) and programs.has_spent() and not base.batch.has_turned
             lost = (perf_counter() - start) * 1e6 / (stats.eager_us() or math.inf)
-            base.batch.miss(programs.progress if waits else None, lost=lost, saved=stats.balance().saved)
+            # Where steps are timed from end to end, on CUDA, a look waits for the device, as the step itself would.
+            saved = stats.balance().saved if stats.step_us("eager") is None else math.inf
+            base.batch.miss(programs.progress if waits else None, lost=lost, saved=saved)
             base.refusal = base.batch.refusal
             if base.refusal is not None:
                 self._step.refusals.refuse(base.refusal)
