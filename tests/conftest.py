@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-from graphplan.step import batch_variants, planner, programs
+from graphplan.step import planner, programs
 from graphplan.step.options import Options
 from graphplan.verify import schedule
 from tests import devices
@@ -186,7 +186,6 @@ def undelayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Unless a test says otherwise, no program waits for what others save: tests have few replays."""
     if request.node.get_closest_marker("frugal") is None:
         monkeypatch.setattr(programs, "_ALLOWANCE", math.inf)
-        monkeypatch.setattr(batch_variants, "_DEARER", math.inf)
 
 
 @pytest.fixture(autouse=True)

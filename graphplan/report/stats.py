@@ -205,18 +205,15 @@ class Stats:
         """What replays have saved so far, in eager steps. Where these are not timed from end to end, the shortest one
         of warm-ups and checks counts, which take longer than others for cold caches and all that is looked at.
         """
-        gain, eager = self.gain(), self.eager_us()
-        if self.step_us("eager") is not None:
+        eager, gain = self.step_us("eager"), self.gain()
+        if eager is not None:
             saved, spent = 0.0 if gain is None else gain.saved, self.spent(eager)
         else:
+            eager = self.shortest * 1e6 if math.isfinite(self.shortest) else 0.0
             saved = self.phase_counts["steady"] * eager / 1e6 - self.phases["steady"]
             # What is loaded in the first steps takes as long without graphplan.
             spent = self.spent(eager, STARTING[1:])
         return Gain(*(seconds / eager * 1e6 if eager else 0.0 for seconds in (saved, spent, saved - spent)))
-
-    def eager_us(self) -> float:
-        """Microseconds of the eager steps that :meth:`balance` counts in; 0 if there were none."""
-        return self.step_us("eager") or (self.shortest * 1e6 if math.isfinite(self.shortest) else 0.0)
 
     def spent(self, eager: float, phases: Sequence[str] = STARTING) -> float:
         """Seconds of warm-up, traces, captures and checks beyond their steps, of ``eager`` microseconds each."""

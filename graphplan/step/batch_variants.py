@@ -17,8 +17,7 @@ _MOST = 8
 _UNPROVEN = 3  # Maximum ways as long as no batch has taken one of them again.
 MOST_GUESSES = 6  # Maximum of these for all keys of a step.
 _MISSES = 16  # Batches in a row that take no known way, after which none is looked for.
-_LOOKS = 64  # Batches that were looked at, after which a third of all has to have taken a known way.
-_DEARER = 4  # Times what replays have saved that looks which found nothing may take by then.
+_LOOKS = 64  # Batches that were looked at, after which a third of all has to have been replayed.
 
 
 class BatchVariants:
@@ -27,8 +26,7 @@ class BatchVariants:
     def __init__(self, error: HostSyncError) -> None:
         self._error = error
         self._known: list[BatchReads] = []
-        self._misses = self._taken = self._taken_before = self._looks = self._found = self._progress = 0
-        self._lost = 0.0
+        self._misses = self._taken = self._replayed_before = self._looks = self._found = self._progress = 0
         self._is_over = False
 
     def add(self, reads: BatchReads) -> None:
@@ -74,17 +72,20 @@ class BatchVariants:
         """Whether a further batch of the key has come."""
         return bool(self._looks)
 
-    def extend(self, feed: Feed) -> Feed | None:
-        """``feed`` with what is read of it before the step; None if that takes no known way."""
+    def extend(self, feed: Feed, replayed: int) -> Feed | None:
+        """``feed`` with what is read of it before the step; None if that takes no known way. ``replayed`` is how many
+        batches were.
+        """
         taken, search = sum(reads.taken for reads in self._known), Search(feed.leaves)
         if taken != self._taken:
             # Calls that are like earlier ones do not come here.
             self._misses, self._taken = 0, taken
         if self._looks == _LOOKS:
-            known = taken - self._taken_before
-            self._is_over = 3 * known < self._looks - self._found + known
+            # Some ways that are known wait for a program, or find no room for one.
+            now = max(0, replayed - self._replayed_before)
+            self._is_over = 3 * now < self._looks - self._found + now
             self._looks = self._found = 0
-            self._taken_before = taken
+            self._replayed_before = replayed
         self._looks += 1
         for reads in self._known:
             tensors = None if reads.is_outdated else reads.find(search)
@@ -95,13 +96,10 @@ class BatchVariants:
                 return _extended(feed, reads, tensors)
         return None
 
-    def miss(self, progress: int | None, *, lost: float, saved: float) -> None:
-        """Count a batch that takes no known way: the look took ``lost`` eager steps, and replays have ``saved`` some.
-        Where further ways wait for others to be replayed, ``progress`` is how often these were: as long as they are,
-        none is missed.
+    def miss(self, progress: int | None) -> None:
+        """Count a batch that takes no known way. Where further ways wait for others to be replayed, ``progress`` is how
+        often these were: as long as they are, none is missed.
         """
-        self._lost += lost
-        self._is_over |= self._looks == _LOOKS and self._lost > _DEARER * saved
         self._misses += progress in (None, self._progress)
         self._progress = progress or 0
 

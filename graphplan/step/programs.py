@@ -131,6 +131,11 @@ class Programs:
         if self._latest.get(entry.key[0]) is program:
             del self._latest[entry.key[0]]
 
+    def replays_of(self, base: Entry) -> int:
+        """Replays by the programs that there are for what is read of the batches of an entry."""
+        ways = (entry for entry in self._entries.values() if entry.base is base)
+        return sum(program.replays for entry in ways for program in entry.programs())
+
     def close_ways(self, base: Entry) -> None:
         """Close the programs for what is read of the batches of an entry."""
         for entry in self._entries.values():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from graphplan.environment.collector import no_collections
@@ -116,14 +114,10 @@ class Reasons:
         if base.batch is None or base.refusal is not None:
             return None
         programs, moved = self._step.programs, lookup.moved(call.feed)
-        start, stats = perf_counter(), self._step.stats
-        feed = base.batch.extend(moved)
+        feed = base.batch.extend(moved, programs.replays_of(base))
         if feed is None:
             waits = bool(programs.all()) and programs.has_spent() and not base.batch.has_turned
-            lost = (perf_counter() - start) * 1e6 / (stats.eager_us() or math.inf)
-            # Where steps are timed from end to end, on CUDA, a look waits for the device, as the step itself would.
-            saved = stats.balance().saved if stats.step_us("eager") is None else math.inf
-            base.batch.miss(programs.progress if waits else None, lost=lost, saved=saved)
+            base.batch.miss(programs.progress if waits else None)
             base.refusal = base.batch.refusal
             if base.refusal is not None:
                 self._step.refusals.refuse(base.refusal)
