@@ -31,9 +31,14 @@ def _shows_rates(trace: Trace, rates: Collection[int]) -> bool:
 
 
 def _works_on_host(trace: Trace) -> bool:
-    """Whether the step reads, draws, branches or copies on the host."""
-    reads = trace.host_reads or trace.transfers or trace.own_states or trace.prints or bool(trace.deferred)
-    return bool(reads or trace.draws or trace.drawings or trace.host_program) or _follows(trace.symbolic)
+    """Whether the step reads, draws, branches or copies on the host, but for what is asserted alone, which decides
+    nothing, and copies of Python's numbers, which the capture compares with those of the trace.
+    """
+    reads = any(read.constant or read.expected for read in trace.host_reads)
+    copies = any(not transfer.is_constant for transfer in trace.transfers)
+    if reads or copies or trace.own_states or trace.prints or trace.deferred:
+        return True
+    return bool(trace.draws or trace.drawings or trace.host_program) or _follows(trace.symbolic)
 
 
 def _follows(numbers: SymbolicNumbers) -> bool:

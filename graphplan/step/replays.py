@@ -63,10 +63,10 @@ class _Series(Tally):
         is_overdue = number > self.due + len(latest)
         return number >= self.due and (is_overdue or self._checked[program] == min(latest))
 
-    def note(self, program: Program, number: int) -> None:
+    def note(self, program: Program, number: int, step: float) -> None:
         self._checked[program] = number
         if number >= self.due:
-            self.due = self.timetable.end(number)
+            self.due = self.timetable.end(number, step)
 
 
 class Replays:
@@ -154,9 +154,9 @@ class Replays:
             text = f"replay {program.replays + 1} of {program.plan.name} is not what the eager step does: {change}"
             return Checked(verdict.result, VerifyError(text, result=verdict.result))
         program.expected = ()
-        series.note(program, number)
-        self._count(program)
         self._stats.shortest = min(self._stats.shortest, verdict.seconds)
+        series.note(program, number, self._stats.shortest)
+        self._count(program)
         self._stats.replayed += 1
         self._stats.bytes_copied += program.bytes_per_replay
         if verdict.open:

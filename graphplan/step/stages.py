@@ -169,6 +169,7 @@ class Stages:
     def advance(self, call: Call) -> Any:
         """A trace, or with a plan in hand the capture; a refusal that is not raised leads to an eager step."""
         entry, feed = call.entry, call.feed
+        is_single = call.line.plan is not None and call.line.plan.single
         try:
             refuse_graphs_within(call.walk, self._runner.fn, self._runner.device, self._managed.compiled)
             taken = taken_item(call.walk, self._managed.names.iterated, self._options.allow)
@@ -197,13 +198,13 @@ class Stages:
             if found is None:
                 # A mode of the caller's around the step may raise what it likes.
                 call.line.outcomes += call.line.plan is not None and _get_current_dispatch_mode() is None
-                if call.line.outcomes > 1:
+                if call.line.outcomes > 1 or is_single:
                     # A capture is undone. Where its state leads to the error each time, an eager step gets beyond that.
+                    # The trace with which one of a single trace is compared is gone by then.
                     call.line.plan = None
                     entry.warm = min(entry.warm, self._options.warmup_steps - 1)
                 raise
             refusal = found
-        is_single = call.line.plan is not None and call.line.plan.single
         # No second trace changes what room there is, nor a policy.
         if is_single and not isinstance(refusal, (CaptureMemoryError, UncoveredRoleError)):
             self._stats.note(f"traced anew: {refusal}", "traces")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from math import ceil
 from time import perf_counter, process_time
 from typing import Any
 
@@ -16,8 +16,10 @@ from graphplan.program.program import NO_CHECK
 EVERY = 1000  # The geometric schedule doubles up to here, and then goes on in steps of this size.
 SHARE = 0.01  # Part of the time that checks of the geometric schedule may take, from replay ``EARLY`` on.
 EARLY = 64  # The first replays, of which the last one is checked in any case.
-FREE = 0.2
-"""Seconds that checks of the first replays may take: as often as the schedule says as long as one more fits in."""
+FREE, STEPS = 0.2, 10.0
+"""Seconds that checks of the first replays may take, and how many times an eager step's: as often as the schedule says as
+long as one more fits in.
+"""
 
 
 def parse_verify(value: Any) -> int | None:
@@ -68,8 +70,8 @@ class Timetable:
         if self._every is None:
             self._begun = self._now()
 
-    def end(self, number: int) -> int:
-        """Replay ``number`` was checked; the replay to check next."""
+    def end(self, number: int, step: float = math.inf) -> int:
+        """Replay ``number`` was checked; the replay to check next. An eager step takes ``step`` seconds, if known."""
         then = next_check(self._every, number)
         if self._every is not None:
             return then
@@ -78,11 +80,11 @@ class Timetable:
         self._spent += seconds
         self._latest = number, now
         if number < EARLY:
-            return self._agree(EARLY if self._spent + seconds > FREE else then)
+            return self._agree(EARLY if self._spent + seconds > min(FREE, STEPS * step) else then)
         if before is not None and number - before[0] > 1:
             seconds_per_step = (self._begun - before[1]) / (number - before[0] - 1)
             if seconds_per_step > 0:
-                then = max(then, number + ceil(seconds / (SHARE * seconds_per_step)))
+                then = max(then, number + math.ceil(seconds / (SHARE * seconds_per_step)))
         return self._agree(then)
 
     def _now(self) -> float:

@@ -99,7 +99,8 @@ def test_a_loop_of_fabric(precision: str) -> None:
     _, expected = fabric_loop(precision, eager)
     step, found = fabric_loop(precision, graph_step)
     assert_same(expected, found)
-    assert (step.stats.captured, step.stats.replayed) == (1, STEPS - BEFORE_REPLAY)
+    # Whether the gradients' norm is finite is asserted alone, so one trace will do.
+    assert (step.stats.captured, step.stats.replayed) == (1, STEPS - BEFORE_REPLAY + 1)
 
 
 @pytest.mark.parametrize(("accumulates", "precision"), [(1, "no"), (2, "no"), (1, "bf16")])

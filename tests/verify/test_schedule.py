@@ -18,7 +18,7 @@ from graphplan.verify.schedule import Timetable
 from tests.models import Box, training_rig
 from tests.twins import BEFORE_REPLAY, BEFORE_TWO, build, drive, managed
 
-PERIOD, FREE = 1000, schedule.FREE
+PERIOD, FREE, MOST = 1000, schedule.FREE, schedule.STEPS
 
 
 def checked_replays(replays: int, **options: Any) -> list[int]:
@@ -87,6 +87,7 @@ POWERS = [2**exponent for exponent in range(7)]
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests of other things leave checks all the time that they take."""
     monkeypatch.setattr(schedule, "FREE", FREE)
+    monkeypatch.setattr(schedule, "STEPS", MOST)
 
 
 @pytest.mark.usefixtures("hurried")
@@ -105,6 +106,24 @@ def test_checks_of_the_first_replays_take_a_fifth_of_a_second(check: float, foun
     """As often as one more fits in; the first replay and the 64th are checked whatever that takes."""
     clock = Clock()
     assert clock.checks(Timetable(None, CPU, clock=clock), 1e-3, check, 64) == found
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [(1.0, [1, 2, 4, 64]), (0.021, [1, 2, 4, 64]), (0.017, [1, 2, 64]), (0.013, [1, 2, 64]), (0.011, [1, 64])],
+)
+def test_they_take_ten_steps_at_most(step: float, found: list[int]) -> None:
+    """Where eager steps are short, that is less than a fifth of a second."""
+    clock = Clock()
+    table = Timetable(None, CPU, clock=clock)
+    numbers, number = [], 1
+    while number <= 64:
+        numbers.append(number)
+        table.begin(number)
+        clock.now += 0.06
+        number = table.end(number, step)
+    assert numbers == found
 
 
 @pytest.mark.usefixtures("hurried")
