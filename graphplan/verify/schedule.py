@@ -17,8 +17,8 @@ EVERY = 1000  # The geometric schedule doubles up to here, and then goes on in s
 SHARE = 0.01  # Part of the time that checks of the geometric schedule may take, from replay ``EARLY`` on.
 EARLY = 64  # The first replays, of which the last one is checked in any case.
 FREE, STEPS = 0.2, 10.0
-"""Seconds that checks of the first replays may take, and how many times an eager step's: as often as the schedule says as
-long as one more fits in.
+"""Seconds that checks of the first replays may take, and how many times an eager step's. They are made as often as the
+schedule says as long as one more fits in.
 """
 
 

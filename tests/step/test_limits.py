@@ -74,9 +74,37 @@ def test_ways_wait_for_what_they_cost() -> None:
     step = managed(rig, max_graphs=40)
     assert_same_runs(expected, drive(rig, step))
     stats = step.stats
-    assert 8 < stats.traced <= 32 + stats.replayed // 16 + 4
-    assert stats.replayed >= 20
+    assert 2 < stats.traced <= 32 + stats.replayed // 16 + 4
+    assert stats.replayed > 0
     assert "another way through the step's code is traced once replays have saved what" in step.report()
+
+
+def test_ways_of_which_none_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are traced, each followed by a wait. What tells that they pay decides, so only that is put in its place."""
+    monkeypatch.setattr(Programs, "has_spent", lambda *_: True)
+
+    def make() -> Rig:
+        rig = rig_of([8] * 200)
+        given = rig.step
+
+        def chancy(x: Tensor, y: Tensor) -> Any:
+            sign = 1.0
+            for _ in range(24):
+                sign = sign + 0.5 if random.random() < 0.5 else sign - 0.25
+            return given(x * sign, y)
+
+        return Rig(chancy, rig.owners, rig.calls)
+
+    random.seed(1)
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    random.seed(1)
+    rig = build(make)
+    step = managed(rig, on_failure="eager")
+    with pytest.warns(UserWarning, match=r"another way through its code in each call, by what draw 1.*2 in a row came"):
+        assert_same_runs(expected, drive(rig, step))
+    assert (step.stats.traced, step.stats.captured) == (2, 0)
+    assert step.is_down
 
 
 def test_a_shape_that_does_not_come_again_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
