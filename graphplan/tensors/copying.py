@@ -103,7 +103,7 @@ def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 @torch.no_grad()
 def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy ``values`` into ``targets`` of the same shapes and dtypes. One by one: a copy takes 7 µs and no kernel, and to
+    """Copy ``values`` into ``targets`` of the same shapes and dtypes. One by one: a copy takes 7 µs and no kernel; to
     load the one that copies many takes 15 to 25 ms, once.
     """
     for target, value in zip(targets, values, strict=True):
