@@ -11,7 +11,6 @@ from threading import get_ident
 from types import ModuleType
 from typing import Any
 
-from graphplan.environment.origin import is_users_module
 from graphplan.observe.replacements import Replacements
 from graphplan.owners.generators import NUMPYS, PYTHONS, HostGenerators
 
@@ -26,8 +25,6 @@ _OF_NUMPY = (
     "rand", "randint", "randn", "random", "random_sample", "standard_normal", "triangular", "uniform", "weibull",
 )  # fmt: skip
 _NAMES = frozenset(_OF_PYTHON + _OF_NUMPY)
-_HOMES = frozenset({"random", "numpy.random", "numpy.random.mtrand"})
-"""Modules that the functions are called in by everyone."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +96,11 @@ def _find_functions() -> Iterator[tuple[Any, str, Any]]:
 
 @lru_cache(maxsize=1)
 def _holders(count: int) -> Mapping[str, list[ModuleType]]:
-    """The generators' modules and those of the user's own that have something of such a name, by that, among ``count``
-    modules that are imported now. Of installed packages, whole top-level ones are left out: there are thousands.
-    """
-    modules = list(sys.modules.items())
-    users = {name for name, module in modules if "." not in name and is_users_module(module, name)}
+    """Modules with something of such a name, by that, among ``count`` modules that are imported now."""
     found: dict[str, list[ModuleType]] = {}
-    for path, module in modules:
-        if type(module) is ModuleType and (path in _HOMES or path.partition(".")[0] in users):
+    for module in list(sys.modules.values()):
+        # Most have none.
+        if type(module) is ModuleType and not vars(module).keys().isdisjoint(_NAMES):
             for name in vars(module).keys() & _NAMES:
                 found.setdefault(name, []).append(module)
     return found

@@ -11,8 +11,9 @@ from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 
 def suffices(trace: Trace, rates: Collection[int]) -> bool:
-    """Whether one trace of a step is enough: it works with what is fed or owned alone, reads and draws nothing on the
-    host, and changes nothing in Python but integers that it raises. ``rates`` are storages of device learning rates.
+    """Whether one trace of a step is enough: it works with what is fed or owned alone, reads nothing on the host that
+    decides anything, draws nothing there, and changes nothing in Python but integers that it raises. ``rates`` are
+    storages of device learning rates.
 
     What differs between two such steps is a Python value that no guard knows. The capture finds it if it is returned,
     and the check of the first replay if it leads to other operators, is a number that one gets, or changes what the
@@ -31,8 +32,9 @@ def _shows_rates(trace: Trace, rates: Collection[int]) -> bool:
 
 
 def _works_on_host(trace: Trace) -> bool:
-    """Whether the step reads, draws, branches or copies on the host, but for what is asserted alone, which decides
-    nothing, and copies of Python's numbers, which the capture compares with those of the trace.
+    """Whether the step reads, draws, branches or copies on the host. Left out are reads that decide nothing (asserted
+    ones, and torch's own of what is in range) or are made in the capture as well, and copies of Python's numbers, which
+    the capture compares with those of the trace.
     """
     reads = any(read.constant or read.expected for read in trace.host_reads)
     copies = any(not transfer.is_constant for transfer in trace.transfers)

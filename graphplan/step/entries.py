@@ -180,21 +180,14 @@ class Entry:
         self.untried += not way.is_known
         way.is_known = True
         if self.untried > _WAYS and self.too_many is None:
-            self.too_many = self.strays(paths)
+            self.too_many = HostScalarError(
+                f"the step takes another way through its code in each call, by {self._decides(paths)}: {_WAYS} in a "
+                "row came once, and a replay is good for one way. Feed what decides, or decide outside the step"
+            )
         # What each step raises does not come again, and what lay behind a property has a stand-in in further traces.
         used = paths & facts.symbolic.used.keys() - facts.symbolic.counted - facts.symbolic.behind
         way.used = {path: facts.entry_scalars[path] for path in used}
         way.where = next(map(facts.symbolic.told, way.used), "")
-
-    def strays(self, paths: Collection[str] = ()) -> HostScalarError:
-        """What refuses the step where calls take no way that is known. Numbers at ``paths``, or those that its code has
-        compared, decide between ways.
-        """
-        decide = paths or {path for way in self.ways for question in way.asked for path in question.paths}
-        return HostScalarError(
-            f"the step takes another way through its code in each call, by {self._decides(decide)}: {self.untried} in "
-            "a row came once, and a replay is good for one way. Feed what decides, or decide outside the step"
-        )
 
     def _decides(self, paths: Collection[str]) -> str:
         """In words: what numbers at ``paths`` come to decides between ways; without paths, which numbers there are."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from graphplan.errors import HostSyncError, NotCapturedError, RecaptureError, RefusalError
+from graphplan.errors import HostSyncError, NotCapturedError, RecaptureError
 from graphplan.feed.signature import Feed, first_difference, without_geometry
 from graphplan.program.program import Program
 from graphplan.report.stats import Stats
@@ -49,7 +49,7 @@ class Programs:
         self.attempts = 0  # Calls on the way to a program that have returned.
         self._misses = self._paid = 0
         self._waits = self._waits_at = 0
-        self._traced_at: int | None = None  # Traces that there were as the longest wait ended.
+        self._waited_for = 0  # The number of traces before the one that the latest wait was for, once that is over.
         self._longest = _LONGEST
         self._said = self._is_told = False
 
@@ -213,17 +213,18 @@ class Programs:
             return None
         return f"all {self._options.max_graphs} programs (max_graphs) are in use, or on the way"
 
-    def waits(self, entry: Entry) -> str | RefusalError | None:
+    def waits(self, entry: Entry) -> str | None:
         """Return why a new signature, another way through the step, or a capture after some that did not pay, has to
         wait until replays save what starting took so far, less an allowance. None if it may start now, or has waited
-        long enough without a replay, which saves nothing. With ``on_failure="eager"``, of ways one may then, and as
-        long a wait after it refuses the step.
+        long enough without a replay, which saves nothing. Before there is a program, a single way may start then, and
+        the next one after twice as long; not so with ``on_failure="raise"``, where too many ways are told of early.
         """
         has_ways = len(entry.ways) > 1
         is_behind = any(other.progress > entry.progress for other in self._entries.values())
         is_further = (has_ways or not entry.captured) and (bool(self.all()) or is_behind)
         # What has begun is brought to its end.
-        if entry.progress or not (has_ways or is_further or self._unpaid >= _UNPAID):
+        strays = has_ways and not is_further and self._options.on_failure == "eager"
+        if entry.progress or not (strays or is_further or self._unpaid >= _UNPAID):
             return None
         if not self.has_spent(entry):
             self._longest = _LONGEST
@@ -233,14 +234,14 @@ class Programs:
         if self._waits_at != self.progress:
             # What was captured after the longest wait has not paid.
             self._longest *= _LONGER if self._waits > longest else 1
-            self._waits, self._waits_at, self._traced_at = 0, self.progress, None
+            self._waits, self._waits_at, self._waited_for = 0, self.progress, 0
         self._waits += 1
         if self._waits > longest:
-            self._traced_at = self._stats.traced if self._traced_at is None else self._traced_at
-            if not has_ways or self._options.on_failure == "raise" or self._traced_at == self._stats.traced:
+            self._waited_for = self._waited_for or self._stats.traced
+            if not strays or self._waited_for == self._stats.traced:
                 return None
-            if self._waits > 2 * longest:
-                return entry.strays()
+            # The one that was traced has not come again, as it would if all calls took its way from then on.
+            self._waits, self._waited_for, self._longest = 0, 0, 2 * self._longest
         signature = "another signature" if is_further else "what was captured before"
         what = "another way through the step's code" if has_ways else signature
         return f"{what} is traced once replays have saved what earlier traces and captures took"

@@ -137,11 +137,7 @@ class Reasons:
     def _waits(self, call: Call) -> Found:
         """Where what the step reads has changed for good, nothing is going to be saved by what was captured before."""
         has_turned = call.entry.batch is not None and call.entry.batch.has_turned
-        found = None if has_turned else self._step.programs.waits(call.entry)
-        if isinstance(found, RefusalError):
-            call.entry.refusal = found
-            self._step.refusals.refuse(found)
-        return found
+        return None if has_turned else self._step.programs.waits(call.entry)
 
     def _is_refused(self, call: Call) -> Found:
         entry = call.entry

@@ -17,8 +17,8 @@ EVERY = 1000  # The geometric schedule doubles up to here, and then goes on in s
 SHARE = 0.01  # Part of the time that checks of the geometric schedule may take, from replay ``EARLY`` on.
 EARLY = 64  # The first replays, of which the last one is checked in any case.
 FREE, STEPS = 0.2, 10.0
-"""Seconds that checks of the first replays may take, and how many times an eager step's. They are made as often as the
-schedule says as long as one more fits in.
+"""Seconds that checks of the first replays may take, and how many eager steps on an accelerator. As many as fit in are
+spread over these replays.
 """
 
 
@@ -80,12 +80,19 @@ class Timetable:
         self._spent += seconds
         self._latest = number, now
         if number < EARLY:
-            return self._agree(EARLY if self._spent + seconds > min(FREE, STEPS * step) else then)
+            return self._agree(self._soon(number, seconds, step))
         if before is not None and number - before[0] > 1:
             seconds_per_step = (self._begun - before[1]) / (number - before[0] - 1)
             if seconds_per_step > 0:
                 then = max(then, number + math.ceil(seconds / (SHARE * seconds_per_step)))
         return self._agree(then)
+
+    def _soon(self, number: int, seconds: float, step: float) -> int:
+        """The next of the first replays: the checks that there is time for are apart by one factor."""
+        most = FREE if self._device.type == "cpu" else min(FREE, STEPS * step)
+        count = min(EARLY, (most - self._spent) / seconds) if seconds > 0 else EARLY
+        doublings = math.log2(EARLY / number) / (max(0, math.floor(count)) + 1)
+        return int(number * 2 ** max(1, round(doublings)))
 
     def _now(self) -> float:
         synchronize(self._device)

@@ -667,7 +667,7 @@ def test_ways_that_differ_by_which_numbers_there_are() -> None:
         return x
 
     step = graph_step(body, owners={"model": model})
-    text = r"another way .*, by whether model\.rewards\[\d+\] is there, and of which class: 17 in a row came once"
+    text = r"another way .*, by whether model\.rewards\[\d+\] is there, and of which class: 16 in a row came once"
     with pytest.raises(HostScalarError, match=text):
         for index in range(24):
             model.rewards = [1 / (index + place) for place in range(1, 40 - index)]
