@@ -97,7 +97,9 @@ def test_replays_draw_again(name: str, verify: Any, device: torch.device) -> Non
         kept = [model.kept, model.share, model.total, random.getstate(), np.random.get_state()[1].tolist()]
         runs.append([out, *kept, *(parameter.tolist() for parameter in model.parameters())])
     assert runs[0] == runs[1]
-    assert (step.stats.captured, step.stats.replayed) == (1, REPLAYED), step.report()
+    # Functions that code has by their own names are looked for once a trace has drawn unheard.
+    unheard = name == "by their own names"
+    assert (step.stats.captured, step.stats.replayed) == (1, REPLAYED - unheard), step.report()
     assert verify == "off" or step.stats.verified > 0
 
 
