@@ -91,8 +91,10 @@ def _functions() -> Iterator[tuple[str, Any, str, Any]]:
     numpy = sys.modules.get("numpy.random")
     for generator, module, names in ((PYTHONS, random, _OF_PYTHON), (NUMPYS, numpy, _OF_NUMPY)):
         for name in names:
-            function = getattr(module, name, None)
-            function = getattr(function, "__wrapped__", function)
+            function: Any = getattr(module, name, None)
+            if getattr(function, "__code__", None) is _DRAWING:
+                # For another thread, or by those that are entered by now.
+                function = function.__wrapped__
             # Another one may be the user's.
             if callable(function) and getattr(function, "__self__", None) is not None:
                 yield generator, module, name, function
@@ -130,4 +132,5 @@ def _holders(count: int) -> Mapping[str, list[ModuleType]]:
     return found
 
 
+_DRAWING = _drawing(PYTHONS, random.random).__code__
 _FUNCTIONS, _NAMED = Replacements(_find_functions), Replacements(_find_named)

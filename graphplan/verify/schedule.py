@@ -92,7 +92,7 @@ class Timetable:
         most = FREE if self._device.type == "cpu" else min(FREE, STEPS * step)
         count = min(EARLY, (most - self._spent) / seconds) if seconds > 0 else EARLY
         doublings = math.log2(EARLY / number) / (max(0, math.floor(count)) + 1)
-        return int(number * 2 ** max(1, round(doublings)))
+        return min(EARLY, number * 2 ** max(1, round(doublings)))
 
     def _now(self) -> float:
         synchronize(self._device)
