@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 from threading import get_ident
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from graphplan.observe.replacements import Replacements
@@ -58,24 +58,18 @@ OnDraw = Callable[[str, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]],
 
 
 class HostDraws:
-    """While it is entered, ``on_draw(generator, function, args, kwargs)`` gives what the thread draws that entered.
-    ``by_name``: also where code has imported a function by its name; in a process with thousands of modules, it takes
-    20 ms to look for that.
-    """
+    """While it is entered, ``on_draw(generator, function, args, kwargs)`` gives what the thread draws that entered."""
 
-    def __init__(self, on_draw: OnDraw, *, by_name: bool) -> None:
+    def __init__(self, on_draw: OnDraw) -> None:
         self._on_draw, self._thread = on_draw, 0
-        self._parts = (_FUNCTIONS, _NAMED) if by_name else (_FUNCTIONS,)
 
     def __enter__(self) -> HostDraws:
         self._thread = get_ident()
-        for part in self._parts:
-            part.enter(self)
+        _FUNCTIONS.enter(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for part in self._parts:
-            part.leave(self)
+        _FUNCTIONS.leave(self)
 
 
 def _drawing(generator: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,37 +81,17 @@ def _drawing(generator: str, function: Callable[..., Any]) -> Callable[..., Any]
     return drawing
 
 
-def _functions() -> Iterator[tuple[str, Any, str, Any]]:
+def _find_functions() -> Iterator[tuple[Any, str, Any]]:
     numpy = sys.modules.get("numpy.random")
     for generator, module, names in ((PYTHONS, random, _OF_PYTHON), (NUMPYS, numpy, _OF_NUMPY)):
         for name in names:
-            function: Any = getattr(module, name, None)
-            if getattr(function, "__code__", None) is _DRAWING:
-                # For another thread, or by those that are entered by now.
-                function = function.__wrapped__
+            function = getattr(module, name, None)
             # Another one may be the user's.
             if callable(function) and getattr(function, "__self__", None) is not None:
-                yield generator, module, name, function
-
-
-def _find_functions() -> Iterator[tuple[Any, str, Any]]:
-    for generator, module, name, function in _functions():
-        yield module, name, _drawing(generator, function)
-
-
-def _find_named() -> Iterator[tuple[Any, str, Any]]:
-    for generator, _, name, function in _functions():
-        holders = _holders(len(sys.modules)).get(name, ())
-        found = [holder for holder in holders if vars(holder).get(name) is function]
-        yield from ((holder, name, _drawing(generator, function)) for holder in found)
-
-
-def may_draw_by_name(codes: Iterable[CodeType]) -> bool:
-    """Whether one of the modules that ``codes`` are from has imported such a function by its name. A notebook is in no
-    file.
-    """
-    files = {None, *(code.co_filename for code in codes)}
-    return any(getattr(holder, "__file__", None) in files for holder, _, _ in _find_named())
+                drawing = _drawing(generator, function)
+                holders = _holders(len(sys.modules)).get(name, ())
+                # Code may have imported it by its name.
+                yield from ((holder, name, drawing) for holder in holders if vars(holder).get(name) is function)
 
 
 @lru_cache(maxsize=1)
@@ -132,5 +106,4 @@ def _holders(count: int) -> Mapping[str, list[ModuleType]]:
     return found
 
 
-_DRAWING = _drawing(PYTHONS, random.random).__code__
-_FUNCTIONS, _NAMED = Replacements(_find_functions), Replacements(_find_named)
+_FUNCTIONS = Replacements(_find_functions)

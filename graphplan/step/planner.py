@@ -15,7 +15,7 @@ from graphplan.effects.host_changes import host_changes
 from graphplan.effects.trace_pair import TracePair
 from graphplan.environment.origin import is_librarys, is_users
 from graphplan.errors import ControlFlowError, HostEffectError, HostScalarError, OutcomeError, RefusalError
-from graphplan.observe.host_draws import DRAWN, may_draw_by_name
+from graphplan.observe.host_draws import DRAWN
 from graphplan.owners.generators import NUMPYS, PYTHONS
 from graphplan.owners.slots import Namespace, Scalar, Walk
 from graphplan.owners.views import Given, Numbers
@@ -48,7 +48,6 @@ class Planner:
         self._managed, self._options, self._peers = parts.managed, parts.options, parts.peers
         self._stats = parts.runner.stats
         self._follows_draws = True
-        self._by_name = False
         self._replaces = True  # Until code needs a real number that is not known.
         self._kept: set[str] = set()  # Paths of numbers that code needs real ones of.
         self._numbers: dict[str, Any] = {}  # Those that the step's code names, as before the latest call.
@@ -108,20 +107,8 @@ class Planner:
         follows = [name for name in (PYTHONS, NUMPYS) if not is_allowed(name, self._options.allow)]
         may_follow = self._follows_draws and self._replaces and not arguments_alone
         return SymbolicNumbers(
-            replaced,
-            device,
-            follows=follows if may_follow else (),
-            by_name=self._by_name,
-            is_shared=self._peers is not None,
+            replaced, device, follows=follows if may_follow else (), is_shared=self._peers is not None
         )
-
-    def looks_by_name(self, facts: Trace) -> bool:
-        """Whether a trace may have drawn unheard, by a function that its code has imported by its name. From then on,
-        these are looked for.
-        """
-        is_first = bool(facts.draws) and not self._by_name and may_draw_by_name(code for code, _ in facts.reads.codes)
-        self._by_name |= is_first
-        return is_first
 
     def _learn_changed(self, walk: Walk) -> None:
         """Learn which numbers that the latest plan is good for are others now."""

@@ -367,9 +367,6 @@ class Stages:
             # Later steps run other kernels.
             line.traces = []
             return
-        if self._planner.looks_by_name(facts):
-            line.traces = []
-            return
         if facts.is_to_be_repeated:
             line.traces = []
             if facts.batch is not None and facts.violation is None and not facts.batch.is_to_be_repeated:

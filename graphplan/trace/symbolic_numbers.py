@@ -65,7 +65,6 @@ class SymbolicNumbers:
         filled: the tensors that hold numbers in the traced steps, of a step that is captured: they were filled before.
         expected: what the traced steps draw from Python's and NumPy's generators, of a step that is captured.
         follows: the names of generators whose draws have stand-ins, too: replays draw again.
-        by_name: whether functions that draw are looked for wherever code has imported them by their names.
         is_shared: whether other ranks take the same steps, which may draw other numbers.
         may_fill: whether tensors can be filled while the step runs; else that is :attr:`pending`.
 
@@ -94,7 +93,6 @@ class SymbolicNumbers:
         filled: Sequence[NumberTensor] | None = None,
         expected: Sequence[Draw] | None = None,
         follows: Collection[str] = (),
-        by_name: bool = True,
         may_fill: bool = True,
         is_shared: bool = False,
     ) -> None:
@@ -117,7 +115,6 @@ class SymbolicNumbers:
         self.refusal: HostScalarError | None = None
         self.behind: set[str] = set()
         self._expected, self._follows, self._may_fill, self._is_shared = expected, follows, may_fill, is_shared
-        self._by_name = by_name
         self._made: list[weakref.ref[Any]] = []
         self._shown: dict[str, SymbolicNumber] = {}
         """What properties give, by path. Their classes have none of it: only the collector frees a class."""
@@ -150,7 +147,7 @@ class SymbolicNumbers:
                 thing.__class__ = self._showing(type(thing), paths)
             shown.clear()
             if self._follows:
-                undo.enter_context(HostDraws(self._draw, by_name=self._by_name))
+                undo.enter_context(HostDraws(self._draw))
             self._undo = undo.pop_all()
         return self
 

@@ -7,7 +7,6 @@ import random
 import re
 import warnings
 from collections.abc import Callable
-from functools import wraps
 from random import betavariate
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +19,11 @@ from torch import Tensor, nn
 
 from graphplan import GraphPlanError, HostScalarError, graph_step
 from graphplan.observe import host_draws
-from graphplan.observe.host_draws import HostDraws
 from graphplan.owners.generators import NUMPYS, PYTHONS, HostGenerators
 from graphplan.trace.symbolic_numbers import SymbolicNumbers
 from tests.devices import BACKEND
 
 CALLS, REPLAYED = 30, 24
-UNIFORM = random.uniform
 
 
 class Mixed(nn.Module):
@@ -100,35 +97,8 @@ def test_replays_draw_again(name: str, verify: Any, device: torch.device) -> Non
         kept = [model.kept, model.share, model.total, random.getstate(), np.random.get_state()[1].tolist()]
         runs.append([out, *kept, *(parameter.tolist() for parameter in model.parameters())])
     assert runs[0] == runs[1]
-    # Functions that code has by their own names are looked for once a trace has drawn unheard.
-    unheard = name == "by their own names"
-    assert (step.stats.captured, step.stats.replayed) == (1, REPLAYED - unheard), step.report()
+    assert (step.stats.captured, step.stats.replayed) == (1, REPLAYED), step.report()
     assert verify == "off" or step.stats.verified > 0
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_functions_of_the_users_stay_in_the_modules(by_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that wraps the module's own, too; and threads may enter with and without a look at other modules."""
-    own = random.random
-
-    @wraps(own)
-    def halved() -> float:
-        return own() / 2
-
-    monkeypatch.setattr(random, "random", halved)
-    heard: list[str] = []
-
-    def draw(generator: str, function: Any, args: Any, kwargs: Any) -> Any:
-        heard.append(function.__name__)
-        return function(*args, **kwargs)
-
-    with HostDraws(draw, by_name=not by_name), HostDraws(draw, by_name=by_name):
-        assert random.random is halved
-        assert random.uniform is not UNIFORM
-        assert 1 <= random.uniform(1, 2) <= 2
-        betavariate(1, 1)
-    assert heard == ["uniform", "betavariate"]
-    assert random.uniform is UNIFORM
 
 
 def test_nothing_stays_in_the_modules() -> None:
