@@ -49,7 +49,6 @@ class Programs:
         self.attempts = 0  # Calls on the way to a program that have returned.
         self._misses = self._paid = 0
         self._waits = self._waits_at = 0
-        self._waited_for = 0  # The number of traces before the one that the latest wait was for, once that is over.
         self._longest = _LONGEST
         self._said = self._is_told = False
 
@@ -216,32 +215,30 @@ class Programs:
     def waits(self, entry: Entry) -> str | None:
         """Return why a new signature, another way through the step, or a capture after some that did not pay, has to
         wait until replays save what starting took so far, less an allowance. None if it may start now, or has waited
-        long enough without a replay, which saves nothing. Before there is a program, a single way may start then, and
-        the next one after twice as long; not so with ``on_failure="raise"``, where too many ways are told of early.
+        long enough without a replay, which saves nothing.
         """
         has_ways = len(entry.ways) > 1
         is_behind = any(other.progress > entry.progress for other in self._entries.values())
         is_further = (has_ways or not entry.captured) and (bool(self.all()) or is_behind)
+        # Each call may take a way of its own. Where that is an error, it is told of early.
+        is_further |= has_ways and self._options.on_failure == "eager"
         # What has begun is brought to its end.
-        strays = has_ways and not is_further and self._options.on_failure == "eager"
-        if entry.progress or not (strays or is_further or self._unpaid >= _UNPAID):
+        if entry.progress or not (is_further or self._unpaid >= _UNPAID):
             return None
         if not self.has_spent(entry):
             self._longest = _LONGEST
             return None
         # Where a step goes one of many ways by chance, most calls may be none that is known yet.
         longest = self._longest * (_LONGER if has_ways else 1)
-        if self._waits_at != self.progress:
-            # What was captured after the longest wait has not paid.
+        # Before there is a program, ways that are traced may be such as do not come again.
+        progress = self.progress or self._stats.traced
+        if self._waits_at != progress:
+            # What was captured or traced after the longest wait has not paid.
             self._longest *= _LONGER if self._waits > longest else 1
-            self._waits, self._waits_at, self._waited_for = 0, self.progress, 0
+            self._waits, self._waits_at = 0, progress
         self._waits += 1
         if self._waits > longest:
-            self._waited_for = self._waited_for or self._stats.traced
-            if not strays or self._waited_for == self._stats.traced:
-                return None
-            # The one that was traced has not come again, as it would if all calls took its way from then on.
-            self._waits, self._waited_for, self._longest = 0, 0, 2 * self._longest
+            return None
         signature = "another signature" if is_further else "what was captured before"
         what = "another way through the step's code" if has_ways else signature
         return f"{what} is traced once replays have saved what earlier traces and captures took"
