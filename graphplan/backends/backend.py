@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,7 +97,11 @@ class Backend(Protocol):
 
     def may_take(self, nbytes: int) -> bool:
         """Return True if ``nbytes`` more are little beside what eager steps have taken."""
-        return True
+        return nbytes <= self.room()
+
+    def room(self) -> float:
+        """Bytes more that are little beside what eager steps have taken; below 0 where too much is taken already."""
+        return math.inf
 
     def needs(self, footprint: Footprint, *, alone: bool) -> int:
         """Estimate the bytes of a recording of such a step: ``alone``, or beside others, whose memory it may use."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import math
 import traceback
 import warnings
 import weakref
@@ -232,11 +233,14 @@ class CUDAGraphBackend(Backend):
 
     def may_take(self, nbytes: int) -> bool:
         """See :meth:`graphplan.backends.backend.Backend.may_take`. The cache is emptied first if it is in the way."""
-        most = _SHARE * self._eager_bytes - nbytes
-        if not self._eager_bytes or torch.cuda.memory_reserved(self.device) <= most:
-            return True
-        self.trim()
-        return torch.cuda.memory_reserved(self.device) <= most
+        if not super().may_take(nbytes):
+            self.trim()
+        return super().may_take(nbytes)
+
+    def room(self) -> float:
+        """See :meth:`graphplan.backends.backend.Backend.room`."""
+        most = _SHARE * self._eager_bytes if self._eager_bytes else math.inf
+        return most - torch.cuda.memory_reserved(self.device)
 
     def record(self, body: Callable[[], Any], traced: TracedValues = NOTHING_TRACED) -> tuple[GraphRecording, Any]:
         """See :meth:`graphplan.backends.backend.Backend.record`."""

@@ -31,8 +31,8 @@ _as_memory = torch._C.DisableTorchFunctionSubclass
 class Snapshot:
     """Owners' containers, gradients, modes, flags, torch's switches unless in the middle of a step (``within``), what
     their tensors and ``extra`` hold (or ``tensors`` instead), and the states of the default random generators, Python's
-    and NumPy's too, and of ``generators``. Copies lie beside the tensors, or all on ``device``. ``without`` names
-    attributes that are there now and shall be gone after ``restore``.
+    and NumPy's too, and of ``generators``. Copies lie beside the tensors, or on ``device`` but for ``beside`` bytes.
+    ``without`` names attributes that are there now and shall be gone after ``restore``.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Snapshot:
         tensors: Iterable[Tensor] | None = None,
         generators: Iterable[torch.Generator] = (),
         device: torch.device | None = None,
+        beside: float = 0,
         without: Sequence[str] = (),
         within: bool = False,
     ) -> None:
@@ -65,7 +66,7 @@ class Snapshot:
             # An expanded tensor cannot be written to, by the step no more than by us.
             live = list(filter(_is_copied, each))
             _check_copies(walk, live)
-            copies = copy_all(live, device)
+            copies = copy_all(live, device, beside)
         self._tensors = {id(t): (t, copy) for t, copy in zip(live, copies, strict=True)}
         of_torch = [(partial(set_generator, g), g.get_state()) for g in (*default_generators(), *generators)]
         told = (scalar.container for scalar in walk.scalars.values() if type(scalar.container) is Told)

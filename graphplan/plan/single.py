@@ -11,9 +11,9 @@ from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 
 def suffices(trace: Trace, rates: Collection[int]) -> bool:
-    """Whether one trace of a step is enough: it works with what is fed or owned alone, reads nothing on the host that
-    decides anything, draws nothing there, and changes nothing in Python but integers that it raises. ``rates`` are
-    storages of device learning rates.
+    """Whether one trace of a step is enough: it works with what is fed or owned alone, reads nothing of the
+    device that decides anything, draws nothing in Python, and changes nothing there but integers that it raises.
+    ``rates`` are storages of device learning rates.
 
     What differs between two such steps is a Python value that no guard knows. The capture finds it if it is returned,
     and the check of the first replay if it leads to other operators, is a number that one gets, or changes what the
@@ -32,15 +32,14 @@ def _shows_rates(trace: Trace, rates: Collection[int]) -> bool:
 
 
 def _works_on_host(trace: Trace) -> bool:
-    """Whether the step reads, draws, branches or copies on the host. Left out are reads that decide nothing (asserted
-    ones, and torch's own of what is in range) or are made in the capture as well, and copies of Python's numbers, which
-    the capture compares with those of the trace.
+    """Whether the step reads values of the device that may decide something, or keeps, prints or draws some in Python.
+    On the host a capture reads constants itself, and compares what it copies from there with the trace; and what torch
+    draws there, a replay draws again.
     """
-    reads = any(read.constant or read.expected for read in trace.host_reads)
-    copies = any(not transfer.is_constant for transfer in trace.transfers)
-    if reads or copies or trace.own_states or trace.prints or trace.deferred:
+    reads = any(read.expected or (read.constant and read.waits) for read in trace.host_reads)
+    if reads or trace.own_states or trace.prints or trace.deferred:
         return True
-    return bool(trace.draws or trace.drawings or trace.host_program) or _follows(trace.symbolic)
+    return bool(trace.draws or trace.drawings) or _follows(trace.symbolic)
 
 
 def _follows(numbers: SymbolicNumbers) -> bool:

@@ -104,6 +104,12 @@ def _refusal(plan: Plan, what: str, bound: str) -> MemoryBudgetError:
     )
 
 
+def room_beside(device: torch.device, backend: Backend) -> float:
+    """Bytes of copies that may lie on ``device`` where it has no room for all."""
+    free = free_bytes(device)
+    return max(0, backend.room() if free is None else min(free, backend.room())) / _MARGIN
+
+
 def find_room(
     nbytes: int, device: torch.device, may_take: Callable[[int], bool] = lambda nbytes: True, copies: int = _COPIES
 ) -> tuple[torch.device | None, str]:

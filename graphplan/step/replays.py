@@ -20,7 +20,7 @@ from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
 from graphplan.plan.difference import check_operators
 from graphplan.program.program import Program, Tally
-from graphplan.step.memory_budget import find_room
+from graphplan.step.memory_budget import find_room, room_beside
 from graphplan.step.runner import Parts
 from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.repeated_operators import RepeatedOperators
@@ -238,9 +238,12 @@ class Replays:
             raise PeerError("another rank has left the check")
         return not is_none
 
-    def _place(self, program: Program, nbytes: int, room: torch.device) -> torch.device:
-        """Where a check's next copy goes: pinned memory takes long to allocate, and not all copies need it."""
-        return find_room(nbytes, program.plan.device, self._runner.backend.may_take, copies=1)[0] or room
+    def _place(self, program: Program, nbytes: int, room: torch.device) -> tuple[torch.device, float]:
+        """Where a check's next copy goes, and how many bytes of it stay on the device if it goes to the host: pinned
+        memory takes long to allocate, and not all copies need it.
+        """
+        backend, device = self._runner.backend, program.plan.device
+        return find_room(nbytes, device, backend.may_take, copies=1)[0] or room, room_beside(device, backend)
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> Checked | None:
         """A replay without the check that is due; None if the program is not replayed without it."""

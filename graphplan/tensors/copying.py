@@ -73,15 +73,19 @@ def groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: int
 
 
 @torch.no_grad()
-def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[Tensor]:
-    """Detached copies, beside the tensors or on ``device``; what lies on the host stays there. Those of one dtype share
-    memory. Copies from a device to the host are in pinned memory, and not waited for.
+def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None, beside: float = 0) -> list[Tensor]:
+    """Detached copies, beside the tensors or on ``device``, but ``beside`` bytes of them not there; what lies on the
+    host stays there. Those of one dtype share memory. Copies from a device to the host are in pinned memory, and not
+    waited for.
     """
     copies: list[Tensor] = list(tensors)
     leave = [not (device is None or tensor.is_cpu or tensor.device == device) for tensor in tensors]
     # What goes elsewhere is put together first, which takes room here.
     for are_plain, members in groups(tensors, map(_home, tensors), _TOGETHER if any(leave) else _COPIED):
         originals, leaves = [tensors[index] for index in members], leave[members[0]]
+        nbytes = sum(original.nbytes for original in originals) if leaves and beside else 0
+        if 0 < nbytes <= beside:
+            leaves, beside = False, beside - nbytes
         if not are_plain or len(members) == 1:
             copies[members[0]] = _moved(originals[0], device) if leaves else originals[0].clone()
             continue

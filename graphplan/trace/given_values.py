@@ -88,7 +88,7 @@ def _index_tensor(numbers: Any) -> Tensor:
 
 
 class GivenValues(OperatorMode):
-    """Answers reads as in the traces, and replaces what is copied from the host by the traces' copies.
+    """Answers reads of the device as in the traces, and replaces what is copied from the host by the traces' copies.
     ``on_expected`` is told of reads that replays compare, with the tensor.
     """
 
@@ -120,13 +120,13 @@ class GivenValues(OperatorMode):
         is_shape = call.has_dynamic_shape()
         if (call.reads_values() or is_shape) and (place := find_place()) in self._known:
             read = self._known.take(place)
-            answer = read.value
             if read.expected and self._on_expected is not None:
                 self._on_expected(call.args[0], read)
-            if not is_shape or read.asserted:
-                return answer
-            if schema.name in NONZERO:
-                return tree_map_only(Tensor, Tensor.clone, answer)
+            # What lies on the host is read as in other steps.
+            if read.waits and (read.asserted or not is_shape):
+                return read.value
+            if read.waits and schema.name in NONZERO:
+                return tree_map_only(Tensor, Tensor.clone, read.value)
         args = call.args
         operands = call.host_operands() if self._constants or self._next else []
         if self._next and (scalar := call.host_scalar()) is not None:

@@ -52,7 +52,8 @@ class Verdict:
 
 class Check:
     """A replay of one call, compared with the eager step. ``feed`` are its leaves, paths in ``allow`` may differ,
-    ``place`` gives the device that the next copies go to.
+    ``place`` gives the device that the next copies go to, and how many bytes of them stay beside the tensors if that is
+    another one.
 
     ``on_any`` tells whether something is so on any rank: where ranks communicate in the step, all of them have to run
     it as often. A PeerError from it ends the check.
@@ -64,7 +65,7 @@ class Check:
         feed: Sequence[Any],
         *,
         allow: Sequence[str],
-        place: Callable[[], torch.device],
+        place: Callable[[], tuple[torch.device, float]],
         on_any: Callable[[bool], bool],
     ) -> None:
         self._program = program
@@ -140,7 +141,8 @@ class Check:
         others = [held[path] for path in untouched & held.keys() if id(held[path]) not in walk.found]
         every = [*tensors.values(), *others]
         generators = self._program.plan.traced.generators
-        return Snapshot(walk, tensors=every, generators=generators, device=self._place()), tensors
+        device, beside = self._place()
+        return Snapshot(walk, tensors=every, generators=generators, device=device, beside=beside), tensors
 
     def undo(self, snapshot: Snapshot) -> None:
         """Put everything back, and have the results that were lent before be good again."""
@@ -174,20 +176,20 @@ class Check:
         """Keep copies of what a replay leaves, or where they have no room on the device, sums of that."""
         left = self.replay()
         self._values = left.values
-        place = self._place()
+        device, beside = self._place()
         # All ranks replay as often. Where a replay and the eager step differ, sums do not do.
         differs = self._is_noisy or self._program.differs
-        if self._is_beside(place) or self._program.plan.communicates or differs:
-            self._keep(left.tensors, place)
+        if self._is_beside(device) or self._program.plan.communicates or differs:
+            self._keep(left.tensors, device, beside)
         else:
             self._sums = Checksums(left.tensors)
 
-    def _is_beside(self, place: torch.device) -> bool:
-        """Whether copies at ``place`` are made and compared fast: that is where the step computes."""
-        return place.type == self._program.plan.device.type
+    def _is_beside(self, device: torch.device) -> bool:
+        """Whether copies on ``device`` are made and compared fast: that is where the step computes."""
+        return device.type == self._program.plan.device.type
 
-    def _keep(self, tensors: Mapping[str, Tensor], place: torch.device) -> None:
-        self._replayed = dict(zip(tensors, copy_all(list(tensors.values()), place), strict=True))
+    def _keep(self, tensors: Mapping[str, Tensor], device: torch.device, beside: float) -> None:
+        self._replayed = dict(zip(tensors, copy_all(list(tensors.values()), device, beside), strict=True))
 
     @property
     def _is_noisy(self) -> bool:
@@ -200,7 +202,7 @@ class Check:
         end, _ = self.snapshot(walk)
         try:
             self._go_back()
-            self._keep(self.replay().tensors, self._place())
+            self._keep(self.replay().tensors, *self._place())
         finally:
             self.undo(end)
 

@@ -28,15 +28,19 @@ def test_nobody_waits_for_copies(place: str) -> None:
     assert unequal(tensors, copies) == []
 
 
+@pytest.mark.parametrize(("beside", "places"), [(0, {"cpu"}), (9_000, {"cuda", "cpu"}), (2**30, {"cuda"})])
 @needs_cuda
-def test_copies_on_the_host_go_back() -> None:
-    """Of many tensors and several dtypes, in the order in which they were copied and in another one."""
+def test_copies_on_the_host_go_back(beside: int, places: set[str]) -> None:
+    """Of many tensors and several dtypes, in the order in which they were copied and in another one; and where some
+    stay on the device.
+    """
     device, host = torch.device("cuda"), torch.device("cpu")
     tensors = [torch.randn(size, device=device) for size in range(1, 60)]
     tensors += [torch.randn(3, 4, device=device, dtype=torch.bfloat16), torch.randn(2**21, device=device)]
     tensors += [torch.arange(7, device=device), torch.randn(4, 6, device=device).T]
-    copies = copy_all(tensors, host)
-    assert {copy.device for copy in copies} == {host}
+    copies = copy_all(tensors, host, beside)
+    assert {copy.device.type for copy in copies} == places
+    assert sum(copy.nbytes for copy in copies if not copy.is_cpu) <= beside
     assert not unequal(tensors, copies)
     values = [tensor.clone() for tensor in tensors]
     for tensor in tensors:

@@ -90,12 +90,16 @@ def making(name: str) -> Rig:
     return Rig(step, {"net": net, "optimizer": optimizer}, calls, after=lambda index: held.add_(0.1))
 
 
+@pytest.mark.parametrize(("verify", "traced"), [(4, 2), ("geometric", 1)])
 @pytest.mark.parametrize("name", MADE)
-def test_they_are_made_again(name: str) -> None:
-    """With the numbers of eager steps, which go on drawing; the host writes to the held tensor between the steps."""
+def test_they_are_made_again(name: str, verify: Any, traced: int) -> None:
+    """With the numbers of eager steps, which go on drawing; the host writes to the held tensor between the steps. One
+    trace is enough where the first replay is checked.
+    """
     make = on_device(partial(making, name))
-    step, rig = assert_like_eager(make, verify=4)
+    step, rig = assert_like_eager(make, verify=verify)
     assert step.stats.verified > 0
+    assert step.stats.traced == traced
     assert rig.owners["net"]._held.device.type == "cpu"
 
 

@@ -802,7 +802,7 @@ def test_a_capture_is_answered_without_the_device() -> None:
     def reads() -> list[float]:
         return [torch.tensor(float(number)).item() for number in range(3)]
 
-    known = [HostRead(place_of(reads), value, asserted=True) for value in (7.0, 8.0)]
+    known = [HostRead(place_of(reads), value, asserted=True, waits=True) for value in (7.0, 8.0)]
     with GivenValues(known):
         assert reads() == [7.0, 8.0, 8.0]
         assert torch.tensor(3.0).item() == 3.0

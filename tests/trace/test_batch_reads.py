@@ -265,8 +265,9 @@ def _written_constant(lengths: Tensor) -> Tensor:
     "lengths", [lambda lengths: lengths, _written_constant], ids=["given", "written to a constant"]
 )
 def test_lengths_of_packed_sequences(lengths: Callable[[Tensor], Tensor]) -> None:
+    """One trace of each is enough: what follows from the lengths is a constant on the host."""
     step = assert_same_as_eager(partial(packed_rig, lengths))
-    assert counts(step) == (2, 40 - BEFORE - FURTHER), step.report()
+    assert counts(step) == (2, 40 - (BEFORE - 1) - (FURTHER - 1)), step.report()
 
 
 def of_buffer(model: Any, x: Tensor, *_: Any) -> Tensor:

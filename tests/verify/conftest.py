@@ -12,7 +12,7 @@ from graphplan.verify.check import Check
 def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether checks find room for copies where the step computes. A host always has: there it is denied them."""
 
-    def is_beside(self: Check, place: torch.device) -> bool:
+    def is_beside(self: Check, device: torch.device) -> bool:
         return bool(request.param)
 
     monkeypatch.setattr(Check, "_is_beside", is_beside)

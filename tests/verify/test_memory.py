@@ -18,7 +18,7 @@ from torch import Tensor
 from graphplan.backends.tape import TapeBackend
 from graphplan.step import memory_budget as memory
 from graphplan.step import replays
-from graphplan.step.memory_budget import find_room
+from graphplan.step.memory_budget import find_room, room_beside
 from graphplan.verify import check
 from tests.failure_modes.naive import changing_rig, loss_of, stay
 from tests.models import CALLS, Box, attributes, float_batches, training_rig
@@ -71,11 +71,27 @@ def test_one_copy_needs_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_room(1000, DEVICE, lambda nbytes: nbytes == 1200, copies=1)[0] == DEVICE
 
 
+def test_a_part_of_a_copy_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as is free there and may be taken, but for a margin."""
+    backend = TapeBackend()
+    free(monkeypatch, cuda=1200)
+    assert room_beside(DEVICE, backend) == 1000
+    monkeypatch.setattr(backend, "room", lambda: 600)
+    assert room_beside(DEVICE, backend) == 500
+    free(monkeypatch, cuda=None)
+    assert room_beside(DEVICE, backend) == 500
+    monkeypatch.setattr(backend, "room", lambda: -600)
+    assert room_beside(DEVICE, backend) == 0
+
+
 @pytest.mark.twice
+@pytest.mark.parametrize("beside", [0, 600])
 def test_copies_of_one_check_lie_in_several_places(
-    equals_eager: Callable[..., Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    equals_eager: Callable[..., Any], device: torch.device, monkeypatch: pytest.MonkeyPatch, beside: int
 ) -> None:
-    """Where the device has room for one copy alone, the next one goes to the host, and the two are compared."""
+    """Where the device has room for one copy alone, the next one goes to the host but for the first ``beside`` bytes,
+    and the two are compared.
+    """
     asked: list[int] = []
     answers = cycle((HOST, device, HOST))
 
@@ -84,6 +100,7 @@ def test_copies_of_one_check_lie_in_several_places(
         return next(answers), ""
 
     monkeypatch.setattr(replays, "find_room", few)
+    monkeypatch.setattr(replays, "room_beside", lambda *_: beside)
     step = equals_eager(make_rig, verify=1)
     assert step.stats.verified == step.stats.replayed == CALLS - BEFORE_REPLAY
     assert asked == [3, 1, 1] * step.stats.verified
