@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, wraps
+from sys import getrefcount
 from threading import get_ident
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,8 @@ _OF_NUMPY = (
     "rand", "randint", "randn", "random", "random_sample", "standard_normal", "triangular", "uniform", "weibull",
 )  # fmt: skip
 _NAMES = frozenset(_OF_PYTHON + _OF_NUMPY)
+_NUMPYS_MODULES = ["numpy.random", "numpy.random.mtrand"]
+"""Both have all of them."""
 
 
 @dataclass(frozen=True)
@@ -82,28 +84,25 @@ def _drawing(generator: str, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _find_functions() -> Iterator[tuple[Any, str, Any]]:
-    numpy = sys.modules.get("numpy.random")
-    for generator, module, names in ((PYTHONS, random, _OF_PYTHON), (NUMPYS, numpy, _OF_NUMPY)):
-        for name in names:
-            function = getattr(module, name, None)
+    alone = object()
+    for generator, modules, names in ((PYTHONS, ["random"], _OF_PYTHON), (NUMPYS, _NUMPYS_MODULES, _OF_NUMPY)):
+        homes = [sys.modules[module] for module in modules if module in sys.modules]
+        for name in names if homes else ():
+            function = getattr(homes[0], name, None)
             # Another one may be the user's.
             if callable(function) and getattr(function, "__self__", None) is not None:
+                holders = [home for home in homes if vars(home).get(name) is function]
+                # Code may have imported it by its name: then it has more references than these modules'.
+                if getrefcount(function) > getrefcount(alone) + len(holders):
+                    holders = [each for each in _holders(name, len(sys.modules)) if vars(each).get(name) is function]
                 drawing = _drawing(generator, function)
-                holders = _holders(len(sys.modules)).get(name, ())
-                # Code may have imported it by its name.
-                yield from ((holder, name, drawing) for holder in holders if vars(holder).get(name) is function)
+                yield from ((holder, name, drawing) for holder in holders)
 
 
-@lru_cache(maxsize=1)
-def _holders(count: int) -> Mapping[str, list[ModuleType]]:
-    """Modules with something of such a name, by that, among ``count`` modules that are imported now."""
-    found: dict[str, list[ModuleType]] = {}
-    for module in list(sys.modules.values()):
-        # Most have none.
-        if type(module) is ModuleType and not vars(module).keys().isdisjoint(_NAMES):
-            for name in vars(module).keys() & _NAMES:
-                found.setdefault(name, []).append(module)
-    return found
+@lru_cache(maxsize=len(_NAMES))
+def _holders(name: str, count: int) -> list[ModuleType]:
+    """Modules with something of that name, among ``count`` modules that are imported now."""
+    return [module for module in list(sys.modules.values()) if type(module) is ModuleType and name in vars(module)]
 
 
 _FUNCTIONS = Replacements(_find_functions)

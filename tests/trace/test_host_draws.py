@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import random
 import sys
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn import functional
 from graphplan import HostSyncError, graph_step
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import flatten
+from graphplan.observe import host_draws
 from graphplan.owners.generators import HostGenerators
 from graphplan.owners.snapshot import Snapshot
 from graphplan.owners.walk import walk_owners
@@ -219,3 +221,24 @@ def test_numpys_generator_is_left_alone_while_another_thread_loads_it(monkeypatc
     monkeypatch.setitem(sys.modules, "numpy.random", ModuleType("numpy.random"))
     assert len(HostGenerators().states) == 1
     Snapshot(walk_owners({})).restore()
+
+
+def test_a_function_with_more_references_is_looked_for_in_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code may have imported it by its name. One that only its own module has is not looked for: that takes long."""
+    searched: list[str] = []
+    search = host_draws._holders.__wrapped__
+
+    def holders(name: str, count: int) -> list[ModuleType]:
+        searched.append(name)
+        return list(search(name, count))
+
+    monkeypatch.setattr(host_draws, "_holders", holders)
+    found = [holder for holder, name, _ in host_draws._find_functions() if name == "vonmisesvariate"]
+    assert found == [random]
+    assert "vonmisesvariate" not in searched
+    module = ModuleType("imports_by_name")
+    module.vonmisesvariate = random.vonmisesvariate  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "imports_by_name", module)
+    found = [holder for holder, name, _ in host_draws._find_functions() if name == "vonmisesvariate"]
+    assert found == [random, module]
+    assert "vonmisesvariate" in searched
