@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,9 +25,6 @@ _OF_NUMPY = (
     "beta", "binomial", "exponential", "gamma", "geometric", "laplace", "logistic", "lognormal", "normal", "poisson",
     "rand", "randint", "randn", "random", "random_sample", "standard_normal", "triangular", "uniform", "weibull",
 )  # fmt: skip
-_NAMES = frozenset(_OF_PYTHON + _OF_NUMPY)
-_NUMPYS_MODULES = ["numpy.random", "numpy.random.mtrand"]
-"""Both have all of them."""
 
 
 @dataclass(frozen=True)
@@ -84,25 +82,37 @@ def _drawing(generator: str, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _find_functions() -> Iterator[tuple[Any, str, Any]]:
-    alone = object()
-    for generator, modules, names in ((PYTHONS, ["random"], _OF_PYTHON), (NUMPYS, _NUMPYS_MODULES, _OF_NUMPY)):
-        homes = [sys.modules[module] for module in modules if module in sys.modules]
+    # Legacy functions of NumPy are in both of its modules.
+    numpy = [sys.modules[name] for name in ("numpy.random", "numpy.random.mtrand") if name in sys.modules]
+    alone, found, imported = object(), [], set()
+    for generator, homes, names in ((PYTHONS, [random], _OF_PYTHON), (NUMPYS, numpy, _OF_NUMPY)):
         for name in names if homes else ():
-            function = getattr(homes[0], name, None)
+            function = vars(homes[0]).get(name)
             # Another one may be the user's.
             if callable(function) and getattr(function, "__self__", None) is not None:
                 holders = [home for home in homes if vars(home).get(name) is function]
-                # Code may have imported it by its name: then it has more references than these modules'.
+                found.append((generator, name, holders))
                 if getrefcount(function) > getrefcount(alone) + len(holders):
-                    holders = [each for each in _holders(name, len(sys.modules)) if vars(each).get(name) is function]
-                drawing = _drawing(generator, function)
-                yield from ((holder, name, drawing) for holder in holders)
+                    # Code may have imported it by its name.
+                    imported.add(name)
+    others = _holders(frozenset(imported), len(sys.modules)) if imported else {}
+    for generator, name, holders in found:
+        function = vars(holders[0])[name]
+        drawing = _drawing(generator, function)
+        holders = others.get(name, holders)
+        yield from ((holder, name, drawing) for holder in holders if vars(holder).get(name) is function)
 
 
-@lru_cache(maxsize=len(_NAMES))
-def _holders(name: str, count: int) -> list[ModuleType]:
-    """Modules with something of that name, among ``count`` modules that are imported now."""
-    return [module for module in list(sys.modules.values()) if type(module) is ModuleType and name in vars(module)]
+@lru_cache(maxsize=1)
+def _holders(names: frozenset[str], count: int) -> Mapping[str, list[ModuleType]]:
+    """Modules with something of such a name, by that, among ``count`` modules that are imported now."""
+    found: dict[str, list[ModuleType]] = {}
+    for module in list(sys.modules.values()):
+        # Most have none.
+        if type(module) is ModuleType and not vars(module).keys().isdisjoint(names):
+            for name in vars(module).keys() & names:
+                found.setdefault(name, []).append(module)
+    return found
 
 
 _FUNCTIONS = Replacements(_find_functions)

@@ -104,10 +104,11 @@ def _refusal(plan: Plan, what: str, bound: str) -> MemoryBudgetError:
     )
 
 
-def room_beside(device: torch.device, backend: Backend) -> float:
-    """Bytes of copies that may lie on ``device`` where it has no room for all."""
+def room_beside(device: torch.device, backend: Backend, rest: int) -> float:
+    """Bytes of copies that may lie on ``device`` where it has no room for all, and is to have ``rest`` bytes left."""
     free = free_bytes(device)
-    return max(0, backend.room() if free is None else min(free, backend.room())) / _MARGIN
+    room = backend.room() if free is None else min(backend.room(), free - rest)
+    return max(0, room) / _MARGIN
 
 
 def find_room(

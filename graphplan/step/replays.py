@@ -243,7 +243,9 @@ class Replays:
         memory takes long to allocate, and not all copies need it.
         """
         backend, device = self._runner.backend, program.plan.device
-        return find_room(nbytes, device, backend.may_take, copies=1)[0] or room, room_beside(device, backend)
+        # Of the rest, the eager step takes its part, and comparing copies takes less than these.
+        beside = room_beside(device, backend, program.plan.footprint.peak + nbytes)
+        return find_room(nbytes, device, backend.may_take, copies=1)[0] or room, beside
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> Checked | None:
         """A replay without the check that is due; None if the program is not replayed without it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import operator
 import random
@@ -225,20 +226,30 @@ def test_numpys_generator_is_left_alone_while_another_thread_loads_it(monkeypatc
 
 def test_a_function_with_more_references_is_looked_for_in_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code may have imported it by its name. One that only its own module has is not looked for: that takes long."""
-    searched: list[str] = []
+    searched: list[frozenset[str]] = []
     search = host_draws._holders.__wrapped__
 
-    def holders(name: str, count: int) -> list[ModuleType]:
-        searched.append(name)
-        return list(search(name, count))
+    def holders(names: frozenset[str], count: int) -> Any:
+        searched.append(names)
+        return search(names, count)
+
+    def found() -> list[ModuleType]:
+        return [holder for holder, name, _ in host_draws._find_functions() if name == "vonmisesvariate"]
 
     monkeypatch.setattr(host_draws, "_holders", holders)
-    found = [holder for holder, name, _ in host_draws._find_functions() if name == "vonmisesvariate"]
-    assert found == [random]
-    assert "vonmisesvariate" not in searched
+    assert found() == [random]
+    assert not any("vonmisesvariate" in names for names in searched)
     module = ModuleType("imports_by_name")
     module.vonmisesvariate = random.vonmisesvariate  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "imports_by_name", module)
-    found = [holder for holder, name, _ in host_draws._find_functions() if name == "vonmisesvariate"]
-    assert found == [random, module]
-    assert "vonmisesvariate" in searched
+    assert found() == [random, module]
+    assert "vonmisesvariate" in searched[-1]
+
+
+def test_a_module_that_was_imported_anew_draws_from_a_generator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is not the one whose state is put back."""
+    monkeypatch.delitem(sys.modules, "random")
+    fresh = importlib.import_module("random")
+    assert fresh is not random
+    assert random in {holder for holder, _, _ in host_draws._find_functions()}
+    assert fresh not in {holder for holder, _, _ in host_draws._find_functions()}

@@ -72,16 +72,17 @@ def test_one_copy_needs_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_part_of_a_copy_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much as is free there and may be taken, but for a margin."""
+    """As much as may be taken and leaves enough for the eager step, but for a margin."""
     backend = TapeBackend()
-    free(monkeypatch, cuda=1200)
-    assert room_beside(DEVICE, backend) == 1000
+    free(monkeypatch, cuda=1500)
+    assert room_beside(DEVICE, backend, 300) == 1000
+    assert room_beside(DEVICE, backend, 1600) == 0
     monkeypatch.setattr(backend, "room", lambda: 600)
-    assert room_beside(DEVICE, backend) == 500
+    assert room_beside(DEVICE, backend, 300) == 500
     free(monkeypatch, cuda=None)
-    assert room_beside(DEVICE, backend) == 500
+    assert room_beside(DEVICE, backend, 300) == 500
     monkeypatch.setattr(backend, "room", lambda: -600)
-    assert room_beside(DEVICE, backend) == 0
+    assert room_beside(DEVICE, backend, 300) == 0
 
 
 @pytest.mark.twice
