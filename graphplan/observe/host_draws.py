@@ -99,8 +99,8 @@ def _find_functions() -> Iterator[tuple[Any, str, Any]]:
     for generator, name, holders in found:
         function = vars(holders[0])[name]
         drawing = _drawing(generator, function)
-        holders = others.get(name, holders)
-        yield from ((holder, name, drawing) for holder in holders if vars(holder).get(name) is function)
+        all_holders = dict.fromkeys([*holders, *others.get(name, ())])
+        yield from ((holder, name, drawing) for holder in all_holders if vars(holder).get(name) is function)
 
 
 @lru_cache(maxsize=1)

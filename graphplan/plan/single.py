@@ -11,9 +11,9 @@ from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 
 def suffices(trace: Trace, rates: Collection[int]) -> bool:
-    """Whether one trace of a step is enough: it works with what is fed or owned alone, reads nothing of the
-    device that decides anything, draws nothing in Python, and changes nothing there but integers that it raises.
-    ``rates`` are storages of device learning rates.
+    """Whether one trace of a step is enough: it works with what is fed or owned alone, reads nothing of the device that
+    decides anything, draws nothing in Python, and changes nothing there but integers that it raises. ``rates`` are
+    storages of device learning rates.
 
     What differs between two such steps is a Python value that no guard knows. The capture finds it if it is returned,
     and the check of the first replay if it leads to other operators, is a number that one gets, or changes what the

@@ -1,7 +1,7 @@
 """What a capture gets from the traces, since it must neither copy from the host nor wait for the device.
 
 ``torch.tensor(values, device="cuda")`` and ``torch.arange(n).to("cuda")`` copy from a temporary, which a graph cannot
-hold, and a value that the step asserts would be read. Both traces made the same constants and knew the values. The
+hold, and a value that the step asserts would be read. The traces made the same constants and knew the values. The
 modes are entered only for steps with such things: torch's modules leave their fast paths in a ``TorchFunctionMode``,
 and compiled code does not run compiled in a dispatch mode.
 """

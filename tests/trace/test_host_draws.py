@@ -251,5 +251,7 @@ def test_a_module_that_was_imported_anew_draws_from_a_generator_of_its_own(monke
     monkeypatch.delitem(sys.modules, "random")
     fresh = importlib.import_module("random")
     assert fresh is not random
-    assert random in {holder for holder, _, _ in host_draws._find_functions()}
-    assert fresh not in {holder for holder, _, _ in host_draws._find_functions()}
+    for held in ([], [random.uniform]):
+        holders = [holder for holder, name, _ in host_draws._find_functions() if name == "uniform"]
+        assert random in holders, held
+        assert fresh not in holders
