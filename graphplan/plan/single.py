@@ -33,8 +33,8 @@ def _shows_rates(trace: Trace, rates: Collection[int]) -> bool:
 
 def _works_on_host(trace: Trace) -> bool:
     """Whether the step reads values of the device that may decide something, or keeps, prints or draws some in Python.
-    On the host a capture reads constants itself, and compares what it copies from there with the trace; and what torch
-    draws there, a replay draws again.
+    A capture reads constants on the host itself, and compares those that it copies from there with the trace. What
+    torch draws there, a replay draws again.
     """
     reads = any(read.expected or (read.constant and read.waits) for read in trace.host_reads)
     if reads or trace.own_states or trace.prints or trace.deferred:

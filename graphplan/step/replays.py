@@ -243,9 +243,10 @@ class Replays:
         memory takes long to allocate, and not all copies need it.
         """
         backend, device = self._runner.backend, program.plan.device
+        place = find_room(nbytes, device, backend.may_take, copies=1)[0] or room
         # Of the rest, the eager step takes its part, and comparing copies takes less than these.
-        beside = room_beside(device, backend, program.plan.footprint.peak + nbytes)
-        return find_room(nbytes, device, backend.may_take, copies=1)[0] or room, beside
+        rest = program.plan.footprint.peak + nbytes
+        return place, 0 if place == device else room_beside(device, backend, rest)
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> Checked | None:
         """A replay without the check that is due; None if the program is not replayed without it."""
