@@ -33,10 +33,10 @@ def _shows_rates(trace: Trace, rates: Collection[int]) -> bool:
 
 def _works_on_host(trace: Trace) -> bool:
     """Whether the step reads values of the device that may decide something, or keeps, prints or draws some in Python.
-    A capture reads constants on the host itself, and compares those that it copies from there with the trace. What
-    torch draws there, a replay draws again.
+    Constants are as good as Python's numbers: a capture compares those that it copies to the device with the trace.
+    What torch draws on the host, a replay draws again.
     """
-    reads = any(read.expected or (read.constant and read.waits) for read in trace.host_reads)
+    reads = any(read.expected for read in trace.host_reads)
     if reads or trace.own_states or trace.prints or trace.deferred:
         return True
     return bool(trace.draws or trace.drawings) or _follows(trace.symbolic)

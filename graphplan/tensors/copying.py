@@ -16,6 +16,8 @@ _SMALL, _TOGETHER = 2**22, 2**24
 """Most bytes of a tensor that is compared together with others, and of all of these, of which that takes two copies."""
 _COPIED = 2**28
 """Bytes of the copies that are one piece of memory."""
+_FEW = 2**22
+"""Bytes up to which tensors are compared on the host: to load the kernels takes an H200 30 ms, to copy these 1 ms."""
 _is_on_host = attrgetter("is_cpu")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -119,27 +121,36 @@ def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 @torch.no_grad()
 def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
     """Positions at which two rows of tensors of the same shapes and dtypes differ in bits. One of two tensors may lie
-    elsewhere: what a device has is compared there, and each device is waited for once, unless something differs.
+    elsewhere: what a device has is compared there, if it is much, and each device is waited for once, unless something
+    differs.
     """
     rows = [(two, one) if _is_on_host(one) else (one, two) for one, two in zip(ones, twos, strict=True)]
+    home = home_of_few(tensor for tensor, _ in rows)
     homes = [_home(one) if one.nbytes <= _SMALL and _is_plain(two) else None for one, two in rows]
     keys = [home and (home, two.device) for home, (_, two) in zip(homes, rows, strict=True)]
     parts = [members for _, members in groups([one for one, _ in rows], keys, _TOGETHER)]
-    marks = (_mark([rows[index] for index in members]) for members in parts)
+    marks = (_mark([rows[index] for index in members], home) for members in parts)
     found: list[int] = []
     for members, differs in zip(parts, values_of([mark.any() for mark in marks]), strict=True):
         if differs:
-            marked = _mark([rows[index] for index in members]).flatten().split([ones[i].numel() for i in members])
+            marked = _mark([rows[index] for index in members], home).flatten()
+            marked = marked.split([ones[index].numel() for index in members])
             found += [index for index, part in zip(members, marked, strict=True) if part.any()]
     return sorted(found)
 
 
-def _mark(rows: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Which elements have other bits, those of several tensors one after the other."""
+def home_of_few(tensors: Iterable[Tensor]) -> torch.device | None:
+    """The host, if it is quicker to compare these and others of their sizes there than where they lie; or None."""
+    return torch.device("cpu") if sum(t.nbytes for t in tensors if not _is_on_host(t)) <= _FEW else None
+
+
+def _mark(rows: Sequence[tuple[Tensor, Tensor]], home: torch.device | None) -> Tensor:
+    """Which elements have other bits, those of several tensors one after the other; compared at ``home``, if given."""
     ones = [one for one, _ in rows]
-    twos = [two.to(one.device, non_blocking=not one.is_cpu) for one, two in rows]
-    mark = bits(flat(ones)) != bits(flat(twos)) if rows[1:] else bits(ones[0]) != bits(twos[0])
-    return mark.any(-1) if ones[0].is_complex() else mark
+    twos = [two if home else two.to(one.device, non_blocking=not one.is_cpu) for one, two in rows]
+    one, two = (flat(side) if rows[1:] else side[0] for side in (ones, twos))
+    mark = bits(one.to(home or one.device)) != bits(two.to(home or two.device))
+    return mark.any(-1) if one.is_complex() else mark
 
 
 def values_of(scalars: Sequence[Tensor]) -> list[Any]:

@@ -224,7 +224,7 @@ class Check:
         if not self._on_any(bool(beyond)):
             return differences
         # More replays write where the eager step has.
-        eager, (end, _) = self._where_all_have_room(lambda: (Run.of(*sides), self.snapshot(walk())))
+        eager, (end, _) = self._where_all_have_room(lambda: (Run.of(*sides, beyond), self.snapshot(walk())))
         try:
             found = self._unexplained(beyond, eager)
         except OutcomeError:
