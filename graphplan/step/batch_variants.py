@@ -93,7 +93,7 @@ class BatchVariants:
                 self._found += 1
                 self._known.remove(reads)
                 self._known.insert(0, reads)
-                return _extended(feed, reads, tensors)
+                return extended(feed, reads, tensors)
         return None
 
     def miss(self, progress: int | None) -> None:
@@ -114,7 +114,7 @@ class BatchVariants:
             return None
         reads.taken = 0
         self.add(reads)
-        return _extended(feed, reads, tensors)
+        return extended(feed, reads, tensors)
 
 
 def unlike_in_shape(error: HostSyncError, number: int) -> HostSyncError:
@@ -127,7 +127,7 @@ def unlike_in_shape(error: HostSyncError, number: int) -> HostSyncError:
     )
 
 
-def _extended(feed: Feed, reads: BatchReads, tensors: Sequence[Tensor]) -> Feed:
+def extended(feed: Feed, reads: BatchReads, tensors: Sequence[Tensor]) -> Feed:
     """``feed`` with the ``tensors`` that the ``reads`` have found."""
     assert feed.given is not None
     args, kwargs = feed.rebuild(feed.leaves) if feed.is_moved else feed.given

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from graphplan.errors import HostScalarError, RefusalError
+from graphplan.feed.signature import Feed
 from graphplan.observe.host_draws import Draw, peek
 from graphplan.owners.slots import Scalar, lasting
 from graphplan.plan.plan import Plan
@@ -125,6 +126,14 @@ class Entry:
     flows_out: dict[int, str] = field(default_factory=dict)
     pause: str | None = None
     paused: WeakKeyDictionary[Program, int] = field(default_factory=WeakKeyDictionary)
+
+    @classmethod
+    def of(cls, feed: Feed, base: Entry | None) -> Entry:
+        """An entry for ``feed``, and if it has a ``base``, as warm: that has warmed up for all ways of its batches."""
+        entry = cls(wants_grad=any(leaf.requires_grad for _, leaf in feed.tensors()))
+        if base is not None:
+            entry.base, entry.warm, entry.gate, entry.is_decided = base, base.warm, base.gate, base.is_decided
+        return entry
 
     @property
     def way(self) -> Way:

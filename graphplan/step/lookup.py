@@ -79,15 +79,18 @@ class Lookup:
             return entry
         if self._programs.knows(key[0]):
             self._stats.note(f"another program: {self._managed.why_changed()}", "guards")
-        entry = Entry(wants_grad=any(leaf.requires_grad for _, leaf in feed.tensors()))
-        if base is not None:
-            # It has warmed up for all ways that its batches may take.
-            entry.base, entry.warm, entry.gate, entry.is_decided = base, base.warm, base.gate, base.is_decided
-        return self._programs.add(key, entry)
+        return self._programs.add(key, Entry.of(feed, base))
+
+    def enter(self, feed: Feed, base: Entry) -> Entry:
+        """A new entry for the call of ``base`` that was found to be ``feed``, with what is read of the batch."""
+        return self._programs.add((self._geometry(feed), *base.key[1:]), Entry.of(feed, base))
 
     def _key(self, feed: Feed, fingerprint: int) -> Key:
+        return (self._geometry(feed), self._modes.now(), fingerprint)
+
+    def _geometry(self, feed: Feed) -> tuple[Any, ...]:
         # Where tensors are moved to the step's device, that gives them new alignments.
-        return ((feed.key, () if self._moves else feed.alignments()), self._modes.now(), fingerprint)
+        return (feed.key, () if self._moves else feed.alignments())
 
     def moved(self, feed: Feed) -> Feed:
         """The feed with its tensors on the step's device, if ``device=`` asks for that."""

@@ -58,11 +58,12 @@ class Planner:
         self._changing = "", 0  # The path that differs between consecutive traces, and how often in a row.
         # Ranks have to trace in the same steps.
         is_checked = next_check(self._options.check_every, 0) == 1
-        self._may_be_single = is_checked and self._peers is None and not TWICE.get()
+        self.may_be_single = is_checked and self._peers is None and not TWICE.get()
+        """Whether one trace may be enough for a plan."""
 
     def distrust(self) -> None:
         """Make no more plans of one trace."""
-        self._may_be_single = False
+        self.may_be_single = False
 
     def forget(self) -> None:
         """Let go of what was traced."""
@@ -158,7 +159,7 @@ class Planner:
     def _plan_single(self, call: Call, at_end: Walk | None) -> Plan | None:
         """The plan of one trace, which stays until the capture: the first of two, if the step is another by then."""
         (trace,) = call.line.traces
-        may_be_single = self._may_be_single and self._managed.knows_all and at_end is not None
+        may_be_single = self.may_be_single and self._managed.knows_all and at_end is not None
         if not (may_be_single and suffices(trace, self._managed.rates.storages)):
             return None
         try:

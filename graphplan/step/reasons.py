@@ -14,7 +14,7 @@ from graphplan.owners.slots import Walk
 from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.program.program import Program
 from graphplan.step.batch_variants import MOST_GUESSES
-from graphplan.step.entries import Entry, Line
+from graphplan.step.entries import Entry, Line, Variant
 from graphplan.step.gate import Gate
 from graphplan.step.runner import ADVICE
 
@@ -32,6 +32,7 @@ class Call:
     feed: Feed = field(init=False)
     entry: Entry = field(init=False)
     program: Program | None = None
+    variant: Variant = ()
     line: Line = field(init=False)
     walk: Walk = field(init=False)
     is_on_way: bool = False
@@ -196,16 +197,16 @@ class Reasons:
             step.programs.count_new()
         if not step.stages.is_ready(entry):
             return True
-        variant = step.managed.grad_presence()
+        call.variant = step.managed.grad_presence()
         with no_collections():
             walk = call.walk = step.managed.walk_of_call()
         entry.relocate(walk.scalars)
-        line = call.line = entry.lines.setdefault(variant, Line())
+        line = call.line = entry.lines.setdefault(call.variant, Line())
         gone = next((path for path in line.state if path not in walk.slots), None)
         if gone is not None:
             # A recording would make it anew in every replay.
             step.stats.note(f"traced anew: {gone} is gone, which only an eager step can make", "traces")
-            del entry.lines[variant]
+            del entry.lines[call.variant]
         return gone is not None
 
     def _is_fed_owners_memory(self, call: Call) -> Found:

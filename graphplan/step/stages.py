@@ -38,16 +38,17 @@ from graphplan.program.accumulators import renew_accumulators
 from graphplan.program.capture import capture_program, outdated
 from graphplan.program.faults import is_steps_own, refusal_of
 from graphplan.specs.policy import Policy
-from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants, reads_of
+from graphplan.step.batch_variants import reads_of
 from graphplan.step.compiled import Rehearsal, name_compiled, refuse_beside_compiled, refuse_graphs_within, uncompiled
 from graphplan.step.entries import Entry
+from graphplan.step.found_reads import FoundReads
+from graphplan.step.lookup import Lookup
 from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.planner import FICKLE_TRACES, Planner
 from graphplan.step.programs import EXPECTED
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
 from graphplan.tensors.trees import flatten_result, named_leaves
-from graphplan.trace.batch_recorder import BatchRecorder, EarlierReads, recorder_of
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.records import Trace
 
@@ -60,17 +61,18 @@ _OFTEN = 32  # A key that comes again within so many calls gets its program earl
 class Stages:
     """Takes the steps on the way to a program, and counts them."""
 
-    def __init__(self, parts: Parts, buffers: Buffers, memory: MemoryBudget, unread: UnreadValues) -> None:
+    def __init__(
+        self, parts: Parts, lookup: Lookup, buffers: Buffers, memory: MemoryBudget, unread: UnreadValues
+    ) -> None:
         self._runner, self._managed, self._options = parts.runner, parts.managed, parts.options
         self._refusals, self._programs, self._stats = parts.refusals, parts.programs, parts.runner.stats
         self._buffers, self._memory, self._unread, self._peers = buffers, memory, unread, parts.peers
-        self._given = parts.given
+        self._given, self._reads = parts.given, FoundReads(parts, lookup)
         self._changes: list[str] = []  # What first calls in a row, each of a new key, changed in what they were fed.
         self._learnt_nothing = 0  # First calls of keys in a row.
         self._keeping = 0  # Warm-up steps in a row that have made modules or optimizers, and kept them.
         self._has_begun = False
         self._defers = True  # Reads of numbers wait until values are needed.
-        self._earlier = EarlierReads()
         self._latest: Trace | None = None  # The latest trace until a capture, even if it was thrown away.
         self._planner = Planner(parts)
 
@@ -285,7 +287,7 @@ class Stages:
         rehearses = self._managed.runs_compiled(call.walk)
         facts.expects = not rehearses and self._peers is None
         if facts.expects:
-            facts.batch = recorder_of(feed, self._earlier)
+            facts.batch = self._reads.recorder_of(feed)
         symbolic = self._planner.make_symbolic(call.walk, self._runner.device, arguments_alone=rehearses)
         facts.deferred = DeferredReads(defers=self._defers and not rehearses, symbolic=symbolic)
         placeholders = Placeholders(feed, feed.unread)
@@ -371,7 +373,7 @@ class Stages:
             line.traces = []
             if facts.batch is not None and facts.violation is None and not facts.batch.is_to_be_repeated:
                 # Replays compare some of the reads; the others can be made before the step from now on.
-                self._take_reads(call, facts.batch, facts)
+                self._reads.take(call, facts.batch, facts, may_turn=False)
             return
         if self._managed.take_leaves(facts.leaves):
             # Their gradients had no places yet.
@@ -393,12 +395,14 @@ class Stages:
                     "or a function that it keeps). Make it once, outside the step"
                 )
             return
-        if facts.batch is not None and not self._take_reads(call, facts.batch, facts):
+        may_turn = self._planner.may_be_single
+        if facts.batch is not None and not self._reads.take(call, facts.batch, facts, may_turn=may_turn):
             line.traces = []
             return
         if self._give_up(facts.symbolic.used, facts.symbolic.told):
             line.traces = []
             return
+        has_turned, line = line is not call.line, call.line
         self._planner.note(facts, walk)
         self._planner.take_truths(facts, walk)
         call.entry.learn(facts, walk.scalars)
@@ -408,6 +412,9 @@ class Stages:
         line.state = [path for path in facts.entry_paths if is_optimizer_state(path)]
         plan = line.plan = self._planner.plan(call, walk, at_end)
         if plan is None:
+            if has_turned:
+                # Others are traced with what was read before.
+                line.traces = []
             return
         for text in omissions(facts, self._options.allow):
             self._refusals.warn(text)
@@ -425,31 +432,6 @@ class Stages:
         if given:
             self._programs.begin_anew()
         return bool(given)
-
-    def _take_reads(self, call: Call, batch: BatchRecorder, facts: Trace) -> bool:
-        """Take in what a trace has read of its batch. False if other traces have to follow, with that read before."""
-        reads, found = batch.reads(), reads_of(call.feed)
-        if found is not None and (found.is_outdated or batch.is_outdated):
-            found.is_outdated = True
-            return False
-        if reads is None:
-            return True
-        if reads.error is not None and reads.is_among(facts.host_reads):
-            raise reads.error
-        if reads.error is not None and found is not None:
-            # This way reads more than the one that the reads were found on.
-            found.is_outdated = True
-            return False
-        if found is None:
-            assert reads.error is not None
-            if self._programs.guesses >= MOST_GUESSES:
-                raise self._programs.never_again(reads.error)
-            call.entry.batch = call.entry.batch or BatchVariants(reads.error)
-            call.entry.batch.add(reads)
-            self._stats.note(f"read before the step: {reads.what}, first at {reads.error.where}", "traces")
-            return False
-        found.is_outdated = not reads.begins(found)
-        return not found.is_outdated
 
     def _capture(self, call: Call, undo: ExitStack) -> Any:
         """Capture a call and return its result. Raises ReadSignal if a placeholder was used."""

@@ -94,9 +94,9 @@ class StateMachine:
         self._is_alone = peers is None
         self._gives = is_alone and peers is None and not is_eager
         parts = Parts(options, self.managed, self.runner, self.refusals, self.programs, peers, self.given)
-        self.stages = Stages(parts, self.buffers, self.memory, self.unread)
-        self.replays = Replays(parts)
         self.lookup = Lookup(parts)
+        self.stages = Stages(parts, self.lookup, self.buffers, self.memory, self.unread)
+        self.replays = Replays(parts)
         self.fast_path = FastPath(self.managed)
         self.timing: Timing = Timing(parts, gate=gate, opens=is_alone, serve=serve, stand_down=self.stand_down)
         self.reasons = Reasons(self)
@@ -326,9 +326,10 @@ class StateMachine:
     def advance(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """A trace or a capture, which may evict other programs."""
         self.fast_path.forget()
-        entry, captured = call.entry, self.stats.captured
+        captured = self.stats.captured
         with no_collections():
             result = self.stages.advance(call)
+            entry = call.entry
             if self.stats.captured == captured:
                 if entry.refusal is not None:
                     self._count_refused(entry.refusal.reason, str(entry.refusal), is_traced=True)

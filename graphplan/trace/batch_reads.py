@@ -266,9 +266,21 @@ class BatchReads:
     def tensors_of(self, found: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """For each read, its tensors among all that :meth:`find` gives."""
         rest = iter(found)
-        shapes = sorted((position, read) for position, read in self._of_call.items() if read.kind is Kind.SHAPE)
-        taken = {position: [next(rest) for _ in read.found] for position, read in shapes}
+        taken = {read.call: [next(rest) for _ in read.found] for read in self._shapes()}
         return [taken.get(read.call, ()) for read in self.reads]
+
+    def in_order(self, given: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
+        """The tensors that its reads have ``given`` in the step, as :meth:`find` gives them; None if what it gives may
+        be something else.
+        """
+        if not self._is_pure or self._draws:
+            return None
+        by_call = dict(zip((read.call for read in reversed(self.reads)), reversed(given), strict=True))
+        return [tensor for read in self._shapes() for tensor in by_call[read.call]]
+
+    def _shapes(self) -> list[Read]:
+        """The reads that give tensors, in the order of :meth:`find`."""
+        return [read for _, read in sorted(self._of_call.items()) if read.kind is Kind.SHAPE]
 
     def is_in(self, slots: Mapping[str, Slot]) -> bool:
         """Return True if the owners' tensors that it begins with are those in ``slots``, by path."""

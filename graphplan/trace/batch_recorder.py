@@ -30,7 +30,7 @@ from graphplan.trace.batch_reads import (
 from graphplan.trace.caches import Cached, find_cached
 from graphplan.trace.call_recorder import CallRecorder
 from graphplan.trace.host_reads import Place, find_place
-from graphplan.trace.operator_schemas import OF_GEOMETRY, OperatorCall, tensors_in
+from graphplan.trace.operator_schemas import OF_GEOMETRY, PACKING, OperatorCall, tensors_in
 
 _LARGEST = 4096
 """Elements of a tensor that the host may read as a whole: each content of it needs a program of its own."""
@@ -83,6 +83,12 @@ class BatchRecorder(CallRecorder):
         """What was read may follow from a tensor in a cache, which the next trace begins with."""
         self.is_outdated = False
         """What was read before the step is not what is read in it."""
+        self.twins: dict[int | None, Tensor] = {}
+        """Positions that were found a second time, by their memory, and as found first: both are read once."""
+        self._given: list[Sequence[Tensor]] = []
+        """The tensors that each read gave, if any."""
+        self._is_packed = False
+        """Lengths were read that packing would be given on the host in further steps."""
         self._beyond: set[Place] = set()
         """Where the step has read what needs more than the batch."""
         self._operators = 0
@@ -103,6 +109,9 @@ class BatchRecorder(CallRecorder):
     def meet(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
         """Take in a tensor of an owner, which is in one of ``slots``, unless it is trained: its values change."""
         storage = storage_id(tensor)
+        if storage in self._known and storage not in self._outside:
+            # It was read.
+            return
         if storage in self._outside:
             if slots:
                 self._ambiguous.add(storage)
@@ -267,10 +276,11 @@ class BatchRecorder(CallRecorder):
             if any(call.draws for call in leading):
                 # It will hardly be drawn again.
                 return False
-        refusal = None if error is None else error()
+        refusal, made = None if error is None else error(), list[Tensor]()
         if contents:
             read = Read(place, Kind.CONTENT, contents[0].detach().cpu().clone(), refusal)
             self._add(Tensor.detach, "content", (contents[0],), {}, [], read=read)
+            self._is_packed |= schema.name == PACKING
         elif call.reads_values():
             if place in self.earlier.expected:
                 return False
@@ -280,7 +290,24 @@ class BatchRecorder(CallRecorder):
             made = tensors_in(out)
             read = Read(place, Kind.SHAPE, [tuple(tensor.shape) for tensor in made], refusal)
             self._add(schema.call, schema.name, call.args, call.kwargs, made, read=read)
+            if not self._calls[-1].shows:
+                self._find_twins(made)
+        self._given.append(made)
         return True
+
+    def _find_twins(self, made: Sequence[Tensor]) -> None:
+        """Look if what was read last, and ``made``, was read before."""
+        reads = self.reads() if any(self._given) else None
+        if reads is not None:
+            *before, latest = reads.reads
+            same = (given for read, given in zip(before, self._given, strict=True) if read.call == latest.call)
+            self.twins.update(zip(map(storage_id, made), next(same, ()), strict=False))
+
+    def found(self, reads: BatchReads) -> list[Tensor] | None:
+        """What the step has read, as :meth:`BatchReads.find` gives it for further steps; None if it has worked with
+        something else than these would be fed.
+        """
+        return None if self._is_packed else reads.in_order(self._given)
 
     def takes(self, answer: Answer, call: OperatorCall) -> bool:
         """Take in a read that was made before the step; False if it gives something else now."""

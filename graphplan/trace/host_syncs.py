@@ -58,6 +58,7 @@ class HostSyncs:
     def __init__(self, trace: Trace, operands: Operands, host: HostRecorder | None) -> None:
         self._trace, self._operands, self._host = trace, operands, host
         self._thread = get_ident()
+        self._is_answered = False
 
     def read(self, name: str, tensor: Tensor | None) -> None:
         """Note a read of a tensor's memory that is no operator."""
@@ -71,9 +72,11 @@ class HostSyncs:
             "only some calls do it, eager_if= names those",
         )
 
-    def check(self, call: OperatorCall, out: Any, source: Source, given: _Given) -> None:
-        """Note what the host has waited for in an operator that was ``given`` these tensors, and gave ``out``."""
-        name = call.schema.name
+    def check(self, call: OperatorCall, out: Any, source: Source, given: _Given) -> bool:
+        """Note what the host has waited for in an operator that was ``given`` these tensors, and gave ``out``. Return
+        True for a read that is made before the step from now on, which then does not run the operator.
+        """
+        name, self._is_answered = call.schema.name, False
         if call.reads_values():
             self._check_value(call, out, source, given)
         elif call.has_dynamic_shape() and not self._has_constant_shape(call, out, given):
@@ -109,6 +112,7 @@ class HostSyncs:
             if name == PACKING:
                 # How many rows there are at each step follows from the lengths alone.
                 self._operands.add_constant(out[1])
+        return self._is_answered
 
     def follow_host(
         self,
@@ -234,6 +238,7 @@ class HostSyncs:
         is_expected = any(known.expected and known.place == place for known in trace.host_reads)
         batch = None if is_expected else trace.batch
         if read is not None and batch is not None and batch.read(*read, error=refusal, may_be_expected=may_be_expected):
+            self._is_answered = read[0].schema.name != PACKING
             if read[0].schema.name == TO_COPY:
                 self._operands.add_constant(read[1])
             return

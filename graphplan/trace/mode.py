@@ -101,8 +101,10 @@ class TraceMode(OperatorMode):
             self.generators.take()
         made = tensors_in(out)
         self._rates.check(name, tensors, made, source)
-        if schema.may_synchronize:
-            self.syncs.check(call, out, source, list(zip(tensors, operands, strict=True)))
+        if schema.may_synchronize and self.syncs.check(call, out, source, list(zip(tensors, operands, strict=True))):
+            # What comes of it is met as what is fed.
+            self._follow_batch(call, tensors, out, made, constant)
+            return out
         if self._host is not None:
             self.syncs.follow_host(call, made, tensors, operands, constant, source)
         self._follow_batch(call, tensors, out, made, constant)
@@ -195,8 +197,11 @@ class TraceMode(OperatorMode):
             return ("sparse", 0)
         if tensor.is_nested:
             self._refuse_nested("gets", name, source)
+        twin = None if record.batch is None else record.batch.twins.get(storage)
         if storage in record.gathered:
             self.operands.add(tensor)
+        elif twin is not None:
+            known[storage] = known.get(storage_id(twin)) or self._meet(twin, storage_id(twin), name)
         else:
             known[storage] = ("external", len(record.externals))
             for recorder in self.recorders:
