@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from graphplan.owners.slots import is_optimizer_state
 from graphplan.owners.views import Given, Numbers
 from graphplan.specs.paths import Of, names
+from graphplan.trace.changes import Rebinding
 from graphplan.trace.records import Trace
 from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 
 def suffices(trace: Trace, rates: Collection[int]) -> bool:
     """Whether one trace of a step is enough: it works with what is fed or owned alone, reads nothing of the device that
-    decides anything, draws nothing in Python, and changes nothing there but integers that it raises. ``rates`` are
-    storages of device learning rates.
+    decides anything, draws nothing in Python, and changes nothing there but integers that it raises and tensors that
+    others like them take the places of. ``rates`` are storages of device learning rates.
 
     What differs between two such steps is a Python value that no guard knows. The capture finds it if it is returned,
     and the check of the first replay if it leads to other operators, is a number that one gets, or changes what the
@@ -39,21 +41,33 @@ def _works_on_host(trace: Trace) -> bool:
     reads = any(read.expected for read in trace.host_reads)
     if reads or trace.own_states or trace.prints or trace.deferred:
         return True
-    return bool(trace.draws or trace.drawings) or _follows(trace.symbolic)
+    return bool(trace.draws or trace.drawings) or _follows(trace.symbolic, trace.changes.scalars.keys())
 
 
-def _follows(numbers: SymbolicNumbers) -> bool:
-    """Whether the step uses numbers with stand-ins, or owners have some: a trace cannot tell if the step sets one of
-    these to the value that it has.
+def _follows(numbers: SymbolicNumbers, changed: Collection[str]) -> bool:
+    """Whether the step uses numbers with stand-ins, or owners have some, beside those that it has ``changed``: a trace
+    cannot tell if the step sets one of these to the value that it has.
     """
-    is_given = all(type(place.container) in (Given, Numbers) for place in numbers.places.values())
-    is_followed = numbers.asked or numbers.touched or numbers.draws or numbers.behind
+    others = (place for path, place in numbers.places.items() if path not in changed)
+    is_given = all(type(place.container) in (Given, Numbers) for place in others)
+    is_followed = numbers.asked or numbers.touched.difference(changed) or numbers.draws or numbers.behind
     return bool(is_followed) or not is_given
 
 
 def _leaves_more(trace: Trace) -> bool:
-    """Whether the step leaves more changed than gradients, memory that it writes to, and integers that it raises."""
+    """Whether the step leaves more changed than gradients, memory that it writes to, tensors of one form that follow
+    each other in their places, as sums of a metric do, and integers that it raises.
+    """
     changes = trace.changes
     is_raised = all(type(old) is type(new) is int and old < new for old, new in changes.scalars.values())
-    is_plain = is_raised and all(names(path, Of.GRADIENT) for path in changes.rebindings)
+    is_plain = is_raised and all(
+        names(path, Of.GRADIENT) or _gets_alike(each) for path, each in changes.rebindings.items()
+    )
     return bool(changes.appended or changes.moved or changes.flags or changes.renewed) or not is_plain
+
+
+def _gets_alike(rebinding: Rebinding) -> bool:
+    """Whether a slot gets another tensor like the one that it held. Optimizers may begin anew with theirs."""
+    forms = [[(place[2], place[4]) for place in places or ()] for places in (rebinding.before, rebinding.after)]
+    is_kept = rebinding.plain and not (rebinding.moved or rebinding.joined or rebinding.follows)
+    return is_kept and bool(forms[0]) and forms[0] == forms[1] and not is_optimizer_state(rebinding.path)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from graphplan import HostScalarError, check_step, graphed
 from graphplan.backends.tape import TapeBackend
-from graphplan.errors import HostSyncError, UncoveredRoleError
+from graphplan.errors import ControlFlowError, HostSyncError, UncoveredRoleError
 from graphplan.program.program import Program
 from graphplan.step import replays
 from tests.failure_modes.naive import changing_rig, loss_of, stay
@@ -24,6 +24,7 @@ from tests.twins import (
     BEFORE_REPLAY,
     WARMUP,
     Rig,
+    assert_refused,
     assert_same_as_eager,
     assert_same_runs,
     build,
@@ -65,8 +66,53 @@ def test_an_integer_that_the_step_raises() -> None:
     assert (step.stats.traced, dict(step.plan.counters)) == (1, {"model.seen": 2})
 
 
-def _keeps_loss(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
-    model.kept = loss.detach()
+def test_tensors_that_follow_each_other() -> None:
+    """As the sums of a metric do, which also counts its updates, and the last loss."""
+
+    def sums_up(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+        model.updates += 1
+        model.total = model.total + loss.detach()
+        model.kept = model.total / 2
+        return loss
+
+    def make() -> Rig:
+        return keeping_rig(sums_up, CALLS, total=torch.zeros(()), kept=torch.zeros(()), updates=0)
+
+    step = assert_same_as_eager(make)
+    assert counts(step) == (WARMUP, 1, 1, CALLS - BEFORE_REPLAY + 1), step.report()
+    assert step.plan.rebindings.carries == ("model.total",)
+    assert "model.kept" in step.plan.rebindings.fresh
+    assert dict(step.plan.counters) == {"model.updates": 1}
+
+
+def following_rig(number_of_calls: int) -> Rig:
+    """A tensor follows another one in the first calls, by a number that no guard sees."""
+    number = Box(0)
+
+    def keeps(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+        if number.item < number_of_calls:
+            model.kept = model.kept / 2 + loss.detach()  # culprit
+        return loss
+
+    def count(model: Any, index: int) -> None:
+        number.item += 1
+
+    return keeping_rig(keeps, CALLS, count, kept=torch.zeros(()))
+
+
+def test_a_tensor_that_follows_another_one_for_the_last_time_in_the_trace() -> None:
+    """The check finds that what the capture has recorded is not what was traced."""
+    step = assert_same_as_eager(partial(following_rig, ONCE))
+    assert (step.stats.traced, step.stats.captured) == (3, 2), step.report()
+
+
+def test_a_tensor_that_follows_another_one_for_the_last_time_in_the_capture() -> None:
+    text = r"one step runs 21 operators and the next 18; the first extra one is operator 18, aten\.div\.Tensor at "
+    assert_refused(partial(following_rig, FIRST), ControlFlowError, text, line_of(following_rig), done=FIRST + 2)
+
+
+def _gives_other_memory(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    model.kept.data = loss.detach() * 1
     return loss
 
 
@@ -103,7 +149,7 @@ def _works_with_unowned(held: Box, model: Any, loss: Tensor, scores: Tensor, y: 
 @pytest.mark.parametrize(
     ("body", "kept"),
     [
-        (_keeps_loss, {"kept": torch.zeros(())}),
+        (_gives_other_memory, {"kept": torch.zeros(())}),
         (_appends, {"losses": []}),
         (_averages, {"part": 3.0}),
         (_reads, {}),
