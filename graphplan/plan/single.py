@@ -22,7 +22,8 @@ def suffices(trace: Trace, rates: Collection[int]) -> bool:
     step leaves.
     """
     known = trace.entry_slots.keys() | set(trace.leaf_storages.values())
-    is_owned = trace.externals.keys() - rates <= known
+    passing = {storage for storage, external in trace.externals.items() if external.is_passing}
+    is_owned = trace.externals.keys() - rates - passing <= known
     runs_otherwise = trace.graph_elsewhere or trace.derives_otherwise or _shows_rates(trace, rates)
     return is_owned and not (runs_otherwise or _works_on_host(trace) or _leaves_more(trace))
 
@@ -39,7 +40,7 @@ def _works_on_host(trace: Trace) -> bool:
     What torch draws on the host, a replay draws again.
     """
     reads = any(read.expected for read in trace.host_reads)
-    if reads or trace.own_states or trace.prints or trace.deferred:
+    if reads or trace.prints or trace.deferred:
         return True
     return bool(trace.draws or trace.drawings) or _follows(trace.symbolic, trace.changes.scalars.keys())
 
