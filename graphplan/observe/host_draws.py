@@ -106,13 +106,8 @@ def _find_functions() -> Iterator[tuple[Any, str, Any]]:
 @lru_cache(maxsize=1)
 def _holders(names: frozenset[str], count: int) -> Mapping[str, list[ModuleType]]:
     """Modules with something of such a name, by that, among ``count`` modules that are imported now."""
-    found: dict[str, list[ModuleType]] = {}
-    for module in list(sys.modules.values()):
-        # Most have none.
-        if type(module) is ModuleType and not vars(module).keys().isdisjoint(names):
-            for name in vars(module).keys() & names:
-                found.setdefault(name, []).append(module)
-    return found
+    spaces = [(module, vars(module)) for module in list(sys.modules.values()) if type(module) is ModuleType]
+    return {name: [module for module, space in spaces if name in space] for name in names}
 
 
 _FUNCTIONS = Replacements(_find_functions)

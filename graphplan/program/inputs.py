@@ -81,7 +81,9 @@ class StaticInputs:
     @cached_property
     def _grads(self) -> list[tuple[int, Tensor]]:
         """The inputs that the recorded step left gradients at, which each run gives to the leaves."""
-        return [(index, static) for index, static in self.by_leaf.items() if static.grad is not None]
+        # What was read before the step may follow from something in it by now.
+        leaves = ((index, static) for index, static in self.by_leaf.items() if static.is_leaf)
+        return [(index, static) for index, static in leaves if static.grad is not None]
 
     def misfit(self, feed: Feed) -> str | None:
         """Why ``feed`` cannot be taken, if so: see the two texts."""

@@ -131,7 +131,8 @@ class _Traces:
         managed, self._defers = self.managed, defers
         self._records: list[Trace] = []
         walk = self._run(None, self._copy)
-        managed.take_names(self._records[0].executed, walk, self._records[0].own_states)
+        managed.take_names(self._records[0].executed, walk)
+        managed.take_states(self._records[0].own_states)
         device = find_device(managed.walk(), self.feed)
         check_feed(self.feed, device)
         walk = self._run(device)

@@ -249,12 +249,11 @@ class Managed:
         self,
         executed: ExecutedCode,
         walk: Walk,
-        own_states: Iterable[Tensor] = (),
         *,
         seen: Iterable[nn.Module] | None = None,
     ) -> bool:
-        """Own the names that code used, the objects that it used a second time, and ``own_states`` of operators. Return
-        True if any is new. The ``walk`` is of before if the modules that were ``seen`` are given, else of after.
+        """Own the names that code used, and the objects that it used a second time. Return True if any is new. The
+        ``walk`` is of before if the modules that were ``seen`` are given, else of after.
         """
         asked: dict[int, bool] = {}
         self.compiled |= executed.compiled
@@ -269,7 +268,7 @@ class Managed:
             return asked[number]
 
         reached = self._count_reached()
-        grown = self.modes.watch(executed.switches) | self._take_states(own_states)
+        grown = self.modes.watch(executed.switches)
         grown |= not walk.passed.isdisjoint(executed.mentioned)
         grown |= executed.name_all(self._fn, self.names, has_met)
         grown |= self._count_reached() > reached
@@ -323,7 +322,7 @@ class Managed:
             self.owners[free_name(type(optimizer).__name__.lower(), self.owners)] = optimizer
         return bool(found)
 
-    def _take_states(self, own_states: Iterable[Tensor]) -> bool:
+    def take_states(self, own_states: Iterable[Tensor]) -> bool:
         """Own the memory that torch keeps for operators, by device. Return True if any is new."""
         new = {str(state.device): state for state in own_states}
         known = self.owners.get(_STATES, {})

@@ -282,7 +282,7 @@ class RehearsalMode(OperatorMode):
             if storage is not None and not is_known:
                 self.written.add(storage)
                 whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-                self.record.unowned_writes.append((whole, whole.clone()))
+                self.record.note_write(whole)
 
     @property
     def draws(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,7 @@ from graphplan.step.planner import FICKLE_TRACES, Planner
 from graphplan.step.programs import EXPECTED
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
+from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result, named_leaves
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.records import Trace
@@ -383,7 +385,7 @@ class Stages:
             raise facts.violation
         self._managed.check_kept()
         walk = at_end or self._managed.walk()
-        if self._managed.take_names(facts.executed, walk, facts.own_states):
+        if self._managed.take_names(facts.executed, walk):
             # Code ran for the first time: what it uses was not watched yet.
             line.traces = []
             line.renamed += 1
@@ -395,6 +397,10 @@ class Stages:
                     "or a function that it keeps). Make it once, outside the step"
                 )
             return
+        if self._managed.take_states(facts.own_states):
+            walk = self._managed.walk()
+            at_end = at_end and walk
+            facts.find_owned(facts.own_states, walk)
         may_turn = self._planner.may_be_single
         if facts.batch is not None and not self._reads.take(call, facts.batch, facts, may_turn=may_turn):
             line.traces = []
@@ -438,6 +444,11 @@ class Stages:
         options, backend, plan = self._options, self._runner.backend, call.line.plan
         assert plan is not None
         expected = call.line.traces[-1].operators if plan.single else ()
+        if plan.single:
+            # Most of what one trace was fed is gone by now.
+            fed = {storage_id(leaf) for _, leaf in call.feed.tensors()}
+            kept = tuple(tensor for tensor in plan.kept if storage_id(tensor) in fed)
+            plan = call.line.plan = self._runner.plan = replace(plan, kept=kept)
         self._planner.settle(call, plan)
         self._latest = None
         compiled = self._managed.runs_compiled(call.walk)

@@ -292,7 +292,8 @@ class BatchRecorder(CallRecorder):
             self._add(schema.call, schema.name, call.args, call.kwargs, made, read=read)
             if not self._calls[-1].shows:
                 self._find_twins(made)
-        self._given.append(made)
+        # Not those that the step gets, which may come to ask for gradients, or to have another shape.
+        self._given.append([tensor.detach() for tensor in made])
         return True
 
     def _find_twins(self, made: Sequence[Tensor]) -> None:

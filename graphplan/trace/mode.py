@@ -225,7 +225,7 @@ class TraceMode(OperatorMode):
         if not external.mutated:
             is_copied = storage in record.entry_slots and storage not in record.found
             if not is_copied:
-                record.unowned_writes.append((external.tensor, external.tensor.detach().clone()))
+                record.note_write(external.tensor)
             external.mutated, external.mutated_by, external.mutated_at = True, call.schema.name, source
 
     def _lift(self, value: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +16,12 @@ from graphplan.errors import LearningRateError, RefusalError
 from graphplan.observe.executed_code import ExecutedCode
 from graphplan.observe.profile import Reads
 from graphplan.observe.source import Source, find_source
-from graphplan.owners.slots import Slot
+from graphplan.owners.slots import Slot, Walk
 from graphplan.specs.roles import Footprint, TensorSpec
 from graphplan.tensors.attributes import is_freed
-from graphplan.tensors.storages import is_memory_shared
+from graphplan.tensors.storages import is_memory_shared, storage_id
 from graphplan.trace.batch_recorder import BatchRecorder
-from graphplan.trace.changes import Changes
+from graphplan.trace.changes import Changes, place_of
 from graphplan.trace.collectives import is_collective
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.host_reads import HostRead
@@ -183,7 +183,8 @@ class Trace:
     """Whether the step derives an operator whose derivative has another formula in traces than in eager steps."""
     own_states: list[Tensor] = field(default_factory=list)
     """Memory from outside that torch keeps for operators, which draw from it: cuDNN's RNNs."""
-    unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    unowned_writes: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    """Tensors, each as it was before the step, and with a copy."""
     unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 
     @property
@@ -195,6 +196,16 @@ class Trace:
     def symbolic(self) -> SymbolicNumbers:
         """The owners' numbers that stand-ins were put in the places of."""
         return SymbolicNumbers() if self.deferred is None else self.deferred.symbolic
+
+    def find_owned(self, tensors: Iterable[Tensor], walk: Walk) -> None:
+        """Take ``tensors`` for those of the owners in whose slots they are in a ``walk`` after the step."""
+        storages = set(map(storage_id, tensors))
+        new = (slot for path, slot in walk.slots.items() if path not in self.entry_paths)
+        for slot in list(new):
+            for storage in storages.intersection(map(storage_id, slot.tensors())):
+                assert storage is not None
+                self.entry_slots.setdefault(storage, []).append(slot)
+                self.entry_paths |= {slot.path}
 
     def refuse(self, error: RefusalError) -> None:
         """Note that the step cannot be replayed. What is noted first counts, but for a learning rate that the step's
@@ -211,12 +222,19 @@ class Trace:
         if self.violation is None:
             self.refuse(error(message, component=component or find_source().component))
 
+    def note_write(self, tensor: Tensor) -> None:
+        """Note that the step is about to write to ``tensor``, of which no snapshot has a copy."""
+        before = tensor.detach()
+        self.unowned_writes.append((tensor, before, before.clone()))
+
     def undo_unowned_writes(self) -> None:
         """Put back what the step changed in tensors and generators that no snapshot has: no owner has them."""
         with torch.no_grad():
-            for tensor, value in self.unowned_writes:
+            for tensor, before, value in self.unowned_writes:
                 if not is_freed(tensor):
-                    tensor.detach().copy_(value)
+                    before.copy_(value)
+                    if place_of(tensor) != place_of(before):
+                        tensor.data = before
         for generator, state in self.unowned_draws:
             set_generator(generator, state)
 

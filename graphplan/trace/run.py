@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphplan.errors import HostEffectError
-from graphplan.feed.call_arguments import CallArguments, call_step
+from graphplan.feed.call_arguments import BATCH_READS, CallArguments, call_step
 from graphplan.feed.placeholders import ReadSignal, index_of, is_placeholder
 from graphplan.feed.signature import Feed, changed_object, is_dense, marks_of
 from graphplan.observe.capture_state import presenting_capture
@@ -29,7 +29,7 @@ from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result, names_of
 from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.batch_recorder import BatchRecorder
-from graphplan.trace.changes import Changes, Recorder
+from graphplan.trace.changes import Changes, Recorder, place_of
 from graphplan.trace.mode import TraceMode
 from graphplan.trace.operands import NOWHERE, Operands
 from graphplan.trace.rate_reads import RateWatch
@@ -40,6 +40,10 @@ _HELD = (
     "a module under fully_shard keeps gradients that it did not reduce (set_requires_gradient_sync(False), "
     "set_requires_all_reduce(False)) before or after the step; a replay can neither find nor leave them there. Have "
     "each step reduce its own, or run those steps eagerly"
+)
+_IN_PLACE = (
+    "(squeeze_, unsqueeze_, t_, resize_); a replay leaves that as it is. Use what returns a view instead (squeeze, "
+    "unsqueeze, t)"
 )
 
 
@@ -137,6 +141,7 @@ def _run(
         lambda: record.prints.append(str(with_users_line(find_source()))),
         lambda values: _refuse_to_write(record, values),
     )
+    geometry = {index: place_of(leaf)[1:4] for index, leaf in feed.tensors()}
     generators, held = HostGenerators(), sharding.holds_gradients()
     deferring = nullcontext() if record.deferred is None else record.deferred
     with presenting_capture(), saving_states(mode.generators.save, mode.generators.put), mode, profile, deferring:
@@ -144,6 +149,11 @@ def _run(
         sharding.settle()
     mode.faults.check()
     profile.faults.check()
+    turned = next((index for index, leaf in feed.tensors() if place_of(leaf)[1:4] != geometry[index]), None)
+    if turned is not None:
+        name = feed.names()[turned]
+        what = "what it reads of its batch" if BATCH_READS in name else f"{name}, which it is fed,"
+        record.refuse(HostEffectError(f"the step gives {what} another shape or other strides in place {_IN_PLACE}"))
     change = fed.change()
     if change is None and (changed := changed_object(feed)) is not None:
         change = f"the step changes {changed}, an object that it is fed, as no replay does. Keep such state on an owner"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -109,6 +111,22 @@ def test_a_tensor_that_follows_another_one_for_the_last_time_in_the_trace() -> N
 def test_a_tensor_that_follows_another_one_for_the_last_time_in_the_capture() -> None:
     text = r"one step runs 21 operators and the next 18; the first extra one is operator 18, aten\.div\.Tensor at "
     assert_refused(partial(following_rig, FIRST), ControlFlowError, text, line_of(following_rig), done=FIRST + 2)
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+def test_what_the_trace_was_fed_is_let_go(is_same: bool) -> None:
+    """Unless the capture is fed the same memory: the step may know it by another name."""
+    rig = build(partial(keeping_rig, lambda model, loss, scores, y: loss, CALLS))
+    step, fed = managed(rig), list[weakref.ref[Tensor]]()
+    for x, y in rig.calls:
+        rows = rig.calls[0][0] if is_same else x.clone()
+        fed.append(weakref.ref(rows))
+        step(rows, y)
+        del rows
+    gc.collect()
+    assert (step.stats.traced, step.plan.single) == (1, True)
+    assert [each() is not None for each in fed] == [is_same] * CALLS
+    assert len(step.plan.kept) == is_same
 
 
 def _gives_other_memory(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:

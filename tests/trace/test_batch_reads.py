@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan import HostSyncError, SkipReason, UnownedTensorError, graph_step, graphed
+from graphplan import HostEffectError, HostSyncError, SkipReason, UnownedTensorError, graph_step, graphed
 from graphplan.owners.slots import Slot
 from graphplan.step import programs
 from graphplan.step.programs import Programs
@@ -180,6 +180,64 @@ def test_reads_of_the_batch(forward: Forward) -> None:
 def test_every_replay_is_checked(forward: Forward) -> None:
     step = assert_same_as_eager(partial(rig_of, forward), verify=1)
     assert step.stats.verified == step.stats.replayed > 0
+
+
+def by_equal_masks(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return model(x[mask.clone()])[:, :2] * x[mask.clone(), :2] + x[mask].sum()
+
+
+def asking(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    """What is read comes to ask for gradients after it was read, as in adversarial training."""
+    rows = x.clone().requires_grad_()
+    return model(rows.masked_select(mask[:, None]).view(-1, 8))
+
+
+def returning_read(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    model.rows = mask.nonzero()
+    return model(x[model.rows.squeeze(1)])
+
+
+def writing(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    rows = mask.nonzero().squeeze(1)
+    rows.add_(0)
+    return model(x[rows])
+
+
+FOUND = [each for each in FORWARDS if each not in (by_slice, by_targets)] + [by_equal_masks, asking, writing]
+
+
+@pytest.mark.parametrize("forward", FOUND)
+def test_one_trace_finds_the_reads_and_makes_the_plan(forward: Forward) -> None:
+    """It is taken for that of a call whose batch was read before."""
+    step = assert_same_as_eager(partial(rig_of, forward))
+    assert (step.stats.traced, *counts(step)) == (1, 1, CALLS - BEFORE + 2), step.report()
+
+
+@pytest.mark.parametrize("forward", [by_nonzero, by_equal_masks, asking])
+def test_one_trace_for_each_way(forward: Forward) -> None:
+    make = partial(rig_of, forward, partial(batches, lambda index: 3 + index % 2, calls=40))
+    step = assert_same_as_eager(make)
+    assert (step.stats.traced, step.stats.captured) == (2, 2), step.report()
+
+
+def test_what_is_read_and_kept_needs_another_trace() -> None:
+    """Replays would be fed what the step keeps."""
+    step = assert_same_as_eager(partial(rig_of, returning_read))
+    assert step.stats.replayed > 5, step.report()
+
+
+@pytest.mark.parametrize("turn", [lambda rows: rows.squeeze_(1), lambda rows: rows.t_()[0]])
+def test_a_read_that_gets_another_shape_in_place(turn: Callable[[Tensor], Tensor]) -> None:
+    """The program's own would have it from the capture on."""
+    text = r"gives what it reads of its batch another shape or other strides in place \(squeeze_"
+    make = partial(rig_of, lambda model, x, mask: model(x[turn(mask.nonzero())]))
+    assert_refused(make, HostEffectError, text, done=5)
+
+
+@pytest.mark.parametrize("turn", [lambda x: x.unsqueeze_(1), lambda x: x.t_().t()])
+def test_a_fed_tensor_that_gets_another_shape_in_place(turn: Callable[[Tensor], Tensor]) -> None:
+    text = r"gives args\[0\], which it is fed, another shape or other strides in place \(squeeze_"
+    assert_refused(partial(rig_of, lambda model, x, mask: model(turn(x))), HostEffectError, text)
 
 
 @pytest.mark.parametrize("forward", [forward for forward in FORWARDS if forward is not by_branch])

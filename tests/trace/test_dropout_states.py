@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,10 +32,12 @@ def recurrent() -> Iterator[None]:
 def _rig(state: Tensor | None, dropout: float = 0.5) -> Rig:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    # torch's own lies in C++.
+    hidden = itertools.repeat(state).__next__
 
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
-        drawn = torch.ops.graphplan_tests.recurrent(x, dropout, model.training, state)
+        drawn = torch.ops.graphplan_tests.recurrent(x, dropout, model.training, hidden())
         loss: Tensor = model(drawn).square().mean()
         loss.backward()
         optimizer.step()
@@ -48,6 +51,8 @@ def _rig(state: Tensor | None, dropout: float = 0.5) -> Rig:
 def test_a_state_that_operators_draw_from_is_state_of_the_step() -> None:
     """It is put back by checks, and goes on with replays."""
     step = assert_same_as_eager(lambda: _rig(torch.zeros(1)))
+    # One trace finds it, and makes the plan.
+    assert (step.stats.traced, step.stats.captured) == (1, 1)
     assert step.stats.replayed >= 10
     assert step.stats.verified >= 3
     assert [e.name for e in step.plan.state if "dropout" in e.name] == ["dropout_states.cpu"]
