@@ -147,9 +147,12 @@ def home_of_few(tensors: Iterable[Tensor]) -> torch.device | None:
 def _mark(rows: Sequence[tuple[Tensor, Tensor]], home: torch.device | None) -> Tensor:
     """Which elements have other bits, those of several tensors one after the other; compared at ``home``, if given."""
     ones = [one for one, _ in rows]
-    twos = [two if home else two.to(one.device, non_blocking=not one.is_cpu) for one, two in rows]
-    one, two = (flat(side) if rows[1:] else side[0] for side in (ones, twos))
-    mark = bits(one.to(home or one.device)) != bits(two.to(home or two.device))
+    one = flat(ones) if rows[1:] else ones[0]
+    # A copy to the host waits for the device, and so for others that are on their way there.
+    one = one.to(home or one.device)
+    twos = [two if home else two.to(one.device, non_blocking=not one.is_cpu) for _, two in rows]
+    two = flat(twos) if rows[1:] else twos[0]
+    mark = bits(one) != bits(two.to(one.device))
     return mark.any(-1) if one.is_complex() else mark
 
 

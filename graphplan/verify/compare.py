@@ -67,7 +67,8 @@ def _norm(*row: Tensor) -> Tensor:
 def _together(row: Sequence[Tensor], home: torch.device | None) -> list[Tensor]:
     """The row on one device: at ``home``, if given, or where a tensor is that is not on the host."""
     home = home or next((tensor.device for tensor in row if not tensor.is_cpu), row[0].device)
-    return [tensor.to(home, non_blocking=True) for tensor in row]
+    # Copies to the host are waited for.
+    return [tensor.to(home, non_blocking=home.type != "cpu") for tensor in row]
 
 
 def distances(
