@@ -37,10 +37,10 @@ def _shows_rates(trace: Trace, rates: Collection[int]) -> bool:
 def _works_on_host(trace: Trace) -> bool:
     """Whether the step reads values of the device that may decide something, or keeps, prints or draws some in Python.
     Constants are as good as Python's numbers: a capture compares those that it copies to the device with the trace.
-    What torch draws on the host, a replay draws again.
+    What torch draws on the host, a replay draws again. Numbers that are only returned or logged are what they are.
     """
     reads = any(read.expected for read in trace.host_reads)
-    if reads or trace.prints or trace.deferred:
+    if reads or trace.prints or (trace.deferred is not None and trace.deferred.shows_more):
         return True
     return bool(trace.draws or trace.drawings) or _follows(trace.symbolic, trace.changes.scalars.keys())
 

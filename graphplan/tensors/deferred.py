@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeGuard
 
 import torch
@@ -18,6 +20,10 @@ from torch.utils import _pytree as pytree
 
 from graphplan.tensors.number_operands import inverse, with_bounds, with_operand, with_value, with_weight
 
+INSTEAD: ContextVar[str] = ContextVar("instead", default="")
+"""What runs in place of a read that waits: ``"operators"`` that no eager step runs, or what makes a ``"constant"`` that
+is another one there.
+"""
 _PLAIN = (bool, int, float)
 _EXACT = 2**53
 """Below this, each integer is a float64."""
@@ -391,11 +397,22 @@ def with_values(function: Callable[..., Any], operands: Iterable[Any]) -> Any:
     return function(*(value_of(operand, needs) for operand in operands))
 
 
+@contextmanager
+def instead(what: str) -> Iterator[None]:
+    """Have ``what`` runs within stand for reads: see :data:`INSTEAD`."""
+    token = INSTEAD.set(what)
+    try:
+        yield
+    finally:
+        INSTEAD.reset(token)
+
+
 def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:
     """A scalar tensor with the value of ``number``, which is computed in float64 or int64 where the tensors are that it
     is read from. Where that would not give the same bits as on the host, the value is read.
     """
     made: dict[int, Tensor] = {}
+    number._reader.computes |= not INSTEAD.get()
     with torch.no_grad():
         for node in in_order(number):
             if node.is_symbolic:

@@ -31,6 +31,7 @@ from graphplan.tensors.deferred import (
     DeferredNumber,
     HostCopy,
     form_of,
+    instead,
     is_deferred,
     on_device,
     value_of,
@@ -60,6 +61,9 @@ class DeferredReads:
         self._is_lost = False
         self._reads = False
         self._is_over = False
+        self.computes = False
+        """Whether operators have worked with numbers of which eager steps have values."""
+        self._has_copied = False
         self._has_replaced = False
         """Whether code has needed copies, or was given tensors of lists, or truth values in place of other reads."""
         self.copies: dict[int, tuple[HostCopy, Tensor]] = {}
@@ -89,6 +93,11 @@ class DeferredReads:
 
     def __bool__(self) -> bool:
         return bool(self._made or self.copies or self._is_lost or self._has_replaced)
+
+    @property
+    def shows_more(self) -> bool:
+        """Whether code was given more than numbers of which nothing else was made on the device."""
+        return self.computes or self._has_copied or self._is_lost or self._has_replaced
 
     @property
     def has_stand_ins(self) -> bool:
@@ -128,6 +137,7 @@ class DeferredReads:
             memory = _to(source, "cpu", copy=True) if self._fills else torch.empty_like(source, device="cpu")
             copy = HostCopy.of(source, memory, self)
         self.copies[id(copy)] = copy, source
+        self._has_copied = True
         return copy
 
     def move(self, copy: HostCopy, function: Callable[[Tensor], Tensor], *, detaches: bool) -> Tensor:
@@ -164,7 +174,7 @@ class DeferredReads:
             return _item(tensor)
         device = self.symbolic.device
         is_elsewhere = device is not None and device.type != tensor.device.type == "cpu"
-        with torch.no_grad():
+        with torch.no_grad(), instead("operators"):
             copy = tensor if tensor.dim() == 0 else tensor.reshape(())
             # A replay reads no host memory: it has a copy where it computes.
             copy = _to(copy, device) if is_elsewhere else copy.clone()

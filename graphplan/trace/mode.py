@@ -15,6 +15,7 @@ from graphplan.errors import CaptureError, RefusalError
 from graphplan.observe.conversions import given_to_script
 from graphplan.observe.source import CHECKPOINT, Source, Sources, find_source, is_run_by
 from graphplan.observe.watching import Aside
+from graphplan.tensors.deferred import INSTEAD
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import Answer, BatchAnswers, is_read
 from graphplan.trace.collectives import finish
@@ -127,9 +128,11 @@ class TraceMode(OperatorMode):
         launches = (bool(written) or is_fresh) and not schema.allocates and constant is None
         is_threaded = get_ident() != self._thread
         self._note_gradients(call, tensors, is_threaded=is_threaded)
-        record.operators.append(
-            Operator(name, operands, offsets, tuple(scalars), source, launches, constant, schema.is_random, is_threaded)
+        operator = Operator(
+            name, operands, offsets, tuple(scalars), source, launches, constant, schema.is_random, is_threaded
         )
+        operator.is_instead = INSTEAD.get() == ("operators" if constant is None else "constant")
+        record.operators.append(operator)
         return out
 
     def _note_gradients(self, call: OperatorCall, tensors: list[Tensor], *, is_threaded: bool) -> None:

@@ -59,11 +59,11 @@ class Operator:
     """One dispatched operator. ``operands`` are ``("external" | "internal", number)`` in argument order, numbered by
     first appearance; ``offsets`` are those of the external ones within their storages; ``scalars`` are the other
     arguments by name; ``launches`` is False for views and allocations; ``threaded``: autograd's engine ran it in a
-    thread of its own.
+    thread of its own; ``is_instead``: an eager step reads a number in its place, or makes a tensor of that.
     """
 
     __slots__ = (
-        "constant", "launches", "name", "offsets", "operands", "random", "scalars", "source", "threaded",
+        "constant", "is_instead", "launches", "name", "offsets", "operands", "random", "scalars", "source", "threaded",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +81,7 @@ class Operator:
         # No tuple with names, nor a dataclass: a trace would hear of code that is in no file, for each operator.
         self.name, self.operands, self.offsets, self.scalars, self.source = name, operands, offsets, scalars, source
         self.launches, self.constant, self.random, self.threaded = launches, constant, random, threaded
+        self.is_instead = False
 
 
 @dataclass(slots=True)

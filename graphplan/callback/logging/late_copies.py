@@ -19,7 +19,7 @@ from graphplan.callback.lightning_code import is_known
 from graphplan.callback.patches import Patches
 from graphplan.observe.watching import Aside
 from graphplan.program.capture import is_recorded
-from graphplan.tensors.deferred import HostCopy, is_deferred, may_be_on_device, value_of
+from graphplan.tensors.deferred import HostCopy, instead, is_deferred, may_be_on_device, value_of
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.mode import is_traced
 
@@ -81,8 +81,10 @@ class LateCopies:
                 return value
             if is_deferred(value):
                 # In the dtype that Lightning gives numbers.
-                like = plain(0.0, name)
-                return value.as_tensor(like.dtype, like.device)
+                with instead("constant"):
+                    like = plain(0.0, name)
+                with instead("operators"):
+                    return value.as_tensor(like.dtype, like.device)
             value = value.source if type(value) is HostCopy else value
             if not isinstance(value, Tensor) or not is_late(key):
                 return plain(value, name)
