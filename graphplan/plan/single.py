@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
 
 from graphplan.owners.slots import is_optimizer_state
 from graphplan.owners.views import Given, Numbers
 from graphplan.specs.paths import Of, names
+from graphplan.tensors.deferred import NumberForm
 from graphplan.trace.changes import Rebinding
-from graphplan.trace.records import Trace
+from graphplan.trace.records import OutputTensor, Trace
 from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 
@@ -57,14 +61,18 @@ def _follows(numbers: SymbolicNumbers, changed: Collection[str]) -> bool:
 
 def _leaves_more(trace: Trace) -> bool:
     """Whether the step leaves more changed than gradients, memory that it writes to, tensors of one form that follow
-    each other in their places, as sums of a metric do, and integers that it raises.
+    each other in their places, as sums of a metric do, integers that it raises, tensors that it appends, and numbers
+    that it sets to what it reads or computes.
     """
     changes = trace.changes
-    is_raised = all(type(old) is type(new) is int and old < new for old, new in changes.scalars.values())
-    is_plain = is_raised and all(
-        names(path, Of.GRADIENT) or _gets_alike(each) for path, each in changes.rebindings.items()
-    )
-    return bool(changes.appended or changes.moved or changes.flags or changes.renewed) or not is_plain
+    is_known = all(_is_raised(old, new) or isinstance(new, NumberForm) for old, new in changes.scalars.values())
+    is_known &= all(names(path, Of.GRADIENT) or _gets_alike(each) for path, each in changes.rebindings.items())
+    is_known &= all(isinstance(leaf, OutputTensor) for leaf in tree_leaves(list(changes.appended.values())))
+    return bool(changes.moved or changes.flags or changes.renewed) or not is_known
+
+
+def _is_raised(old: Any, new: Any) -> bool:
+    return type(old) is type(new) is int and old < new
 
 
 def _gets_alike(rebinding: Rebinding) -> bool:

@@ -7,6 +7,7 @@ tensor that the step gives other memory (``q.data = ...``) is carried too, and g
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,17 +23,18 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.compare.tensors import Addresses, geometry
-from graphplan.errors import GradientError, GuardError
+from graphplan.errors import GradientError, GuardError, HostEffectError
 from graphplan.owners.slots import Items, Scalar, Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
 from graphplan.program.static_numbers import StaticNumber, StaticNumbers, renewer
 from graphplan.specs.paths import Of, Path, names
 from graphplan.tensors.copying import write_all
-from graphplan.tensors.deferred import is_deferred, value_of
+from graphplan.tensors.deferred import form_of, is_deferred, value_of
 from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.tensors.storages import copier, memory_uses, places, storage_id, with_leaves
 from graphplan.trace.changes import place_of
 
+_OTHERWISE = "the step does something else with {} in its capture than in its traces"
 _get_grad = attrgetter("grad")
 _ACCUMULATED = WeakIdKeyDictionary()
 """Gradients that some program accumulates into: several programs refer to them."""
@@ -111,6 +113,7 @@ class Bindings:
         self._numbers: dict[str, StaticNumber] = {}
         self._raised = {path for path, form in plan.numbers.items() if form.has_own}
         self._before = {path: before.scalars[path].get() for path in plan.numbers}
+        self._lengths = {path: len(before.lists[path]) for path in plan.appends if path in before.lists}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._walk = before
         kept = {path for path, need in plan.entry_grads.items() if need == "kept"}
@@ -128,11 +131,18 @@ class Bindings:
                 self._fresh[path] = None if value is None else _renewing(value, path)
         for path, count in self._plan.appends.items():
             items = list(after.lists[path])[-count:]
+            most = getattr(after.lists[path], "maxlen", None) or sys.maxsize
+            if len(after.lists[path]) != min(self._lengths[path] + count, most):
+                raise HostEffectError(f"{_OTHERWISE.format(path)}: it appends another number of items")
             self._appended[path] = [_renewing(_own(self.numbers.take(item), outside), path) for item in items]
         for path, own in self._before.items():
             scalar = after.scalars[path]
             # Another small integer may be the same object.
-            self._numbers[path] = self.numbers.take(scalar.get(), own if path in self._raised else None)
+            raised = own if path in self._raised else None
+            value = scalar.get()
+            if not is_deferred(value) or form_of(value, raised)[0] != self._plan.numbers[path]:
+                raise HostEffectError(f"{_OTHERWISE.format(path)}: it sets it to a number that is computed otherwise")
+            self._numbers[path] = self.numbers.take(value, raised)
             scalar.container[scalar.key] = own
         for path in self._plan.counters:
             counted = after.scalars.get(path)

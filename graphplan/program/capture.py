@@ -128,7 +128,7 @@ def _record(
             )  # fmt: skip
             with DeferredReads(fills=False, defers=plan.defers, symbolic=numbers) as deferred:
                 result = call_step(plan.handles.function(), fed.args, fed.kwargs)
-            bindings.numbers.copies = deferred.copies
+            bindings.numbers.copies, bindings.numbers.are_kept = deferred.copies, deferred.are_kept
             bindings.numbers.take_drawn(numbers.drawn)
         finally:
             _IS_RECORDED.reset(token)

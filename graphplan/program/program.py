@@ -14,7 +14,15 @@ from graphplan.backends.backend import Backend, Recording, first_line, is_out_of
 from graphplan.compare.comparing import Row
 from graphplan.environment.devices import synchronize
 from graphplan.environment.surroundings import check_surroundings
-from graphplan.errors import ClosedError, DeviceFault, FeedError, GraphPlanError, GuardError, OutcomeError
+from graphplan.errors import (
+    ClosedError,
+    DeviceFault,
+    FeedError,
+    GraphPlanError,
+    GuardError,
+    HostEffectError,
+    OutcomeError,
+)
 from graphplan.feed.call_arguments import hands_over
 from graphplan.feed.signature import Feed, check_match, flatten
 from graphplan.owners.flags import Flags
@@ -258,6 +266,12 @@ class Program:
             self._launch(is_recorded=True)
         self._copied.give_back()
         self.bindings.replace_recorded()
+        if self.plan.single and self.bindings.numbers.are_kept():
+            raise HostEffectError(
+                "the step keeps a number that it reads from the device where it kept none in its traces, and a replay "
+                "would leave it as it is. Keep it at one place in each step, return it, or read it after the step"
+            )
+        self.bindings.numbers.are_kept = bool
         return self.collect(leaves)
 
     def collect(self, leaves: Sequence[Any]) -> Any:

@@ -60,6 +60,8 @@ class StaticNumbers:
         """Where in ``read`` owners' numbers lie."""
         self._numbers: Mapping[str, Any] = {}
         self.read: list[Any] = []
+        self.are_kept: Callable[[], bool] = bool
+        """Whether code has kept numbers of the recorded step, once those that are known are replaced."""
         self.copies: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({})
         """Of what the step has copied to the host, see :class:`graphplan.trace.deferred_reads.DeferredReads`."""
         self._sources: list[Any] = []

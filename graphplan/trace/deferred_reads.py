@@ -289,10 +289,14 @@ class DeferredReads:
 
     def are_over(self) -> bool:
         """Whether no number is anywhere, nor was one where this could not follow it."""
+        return not self.are_kept() and not self._is_lost
+
+    def are_kept(self) -> bool:
+        """Whether a number is still anywhere."""
         if self._is_anywhere():
             # Cycles that the step has left are young.
             gc.collect(1)
-        return not self._is_lost and not self._is_anywhere()
+        return self._is_anywhere()
 
     def _is_anywhere(self) -> bool:
         is_kept = any(number() is not None for number in self._made)

@@ -32,6 +32,8 @@ from tests.lightning.parts import (
     trainer_of,
 )
 
+# What fails is told by its call.
+pytestmark = pytest.mark.twice
 PHASES = {"first trace": 3, "second trace": 4, "capture": 5, "replay": 6}
 FULL = STEPS_PER_EPOCH - 1
 _STEPS = "progress['optimizer']['step']['total']['{}']"

@@ -135,8 +135,18 @@ def _gives_other_memory(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> 
 
 
 def _appends(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
-    model.losses.append(loss.detach())
+    model.losses.append((loss.detach(), scores.detach().max()))
     return loss
+
+
+def _appends_more(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    model.losses.append((loss.detach(), loss.item()))
+    return loss
+
+
+def _sums_up(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> float:
+    model.part += loss.item()
+    return model.part / 2
 
 
 def _averages(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
@@ -166,13 +176,60 @@ def _works_with_unowned(held: Box, model: Any, loss: Tensor, scores: Tensor, y: 
 
 @pytest.mark.parametrize(
     ("body", "kept"),
+    [(_appends, {"losses": []}), (_averages, {"part": 3.0}), (_sums_up, {"part": 0.5}), (_returns_number, {})],
+)
+def test_numbers_that_nothing_else_is_made_of(body: Callable[..., Any], kept: dict[str, Any]) -> None:
+    """They are returned, appended or kept: the check compares them, as it does tensors in lists."""
+
+    def make() -> Rig:
+        return keeping_rig(body, CALLS, **{name: list(v) if isinstance(v, list) else v for name, v in kept.items()})
+
+    step = assert_same_as_eager(make)
+    assert counts(step) == (WARMUP, 1, 1, CALLS - BEFORE_REPLAY + 1), step.report()
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("appends", "something else with model.losses in its capture than in its traces: it appends another number"),
+        ("keeps", "something else with model.part in its capture than in its traces: it sets it to a number"),
+        ("keeps more", "the step keeps a number that it reads from the device where it kept none in its traces"),
+        ("returns", "result, which the step returns, is a number that is read from the device in its traces and"),
+    ],
+)
+def test_numbers_that_are_others_in_the_capture(what: str, text: str) -> None:
+    """By a value that no guard sees, for good: the step is traced anew, and that call leaves no stand-ins."""
+
+    def make() -> Rig:
+        hidden = Box(0)
+
+        def body(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Any:
+            is_other = hidden.item >= ONCE
+            if what == "appends":
+                model.losses.extend([loss.detach()] * (1 + is_other))
+            elif what == "keeps":
+                model.part = loss.item() if is_other else 2 * loss.item()
+            elif what == "keeps more" and is_other:
+                model.other = loss.item()
+            return loss.item() / (1 + is_other) if what == "returns" else loss.item()
+
+        def count(model: Any, index: int) -> None:
+            hidden.item += 1
+
+        return keeping_rig(body, CALLS, count, losses=[], part=0.5, other=0.5)
+
+    step = assert_same_as_eager(make)
+    assert any(text in event for event in step.stats.events), step.stats.events
+    assert (step.stats.traced, step.stats.captured) == (3, 1), step.report()
+
+
+@pytest.mark.parametrize(
+    ("body", "kept"),
     [
         (_gives_other_memory, {"kept": torch.zeros(())}),
-        (_appends, {"losses": []}),
-        (_averages, {"part": 3.0}),
+        (_appends_more, {"losses": []}),
         (_reads, {}),
         (_draws, {}),
-        (_returns_number, {}),
         (_draws_from_its_own, {"source": torch.Generator().manual_seed(3)}),
         (partial(_works_with_unowned, Box(torch.tensor(2.0))), {}),
     ],

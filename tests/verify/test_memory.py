@@ -164,6 +164,7 @@ def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return value
 
 
+@pytest.mark.twice
 def test_no_memory_for_the_eager_half() -> None:
     """What the eager half has done is undone, and the call is the replay that it would have been without a check."""
     expected = run_eagerly(partial(exhausted_rig, runs_out=False))
