@@ -24,6 +24,7 @@ class RepeatedOperators(OperatorMode):
     def __init__(self, expected: Sequence[Operator], answers: BatchAnswers | None = None) -> None:
         super().__init__(answers)
         self._answer: Answer | None = None
+        self._traced = expected
         self.expected = [operator for operator in expected if not operator.is_instead]
         self._reads_more = len(self.expected) < len(expected)
         self.found: list[Operator] = []
@@ -44,11 +45,10 @@ class RepeatedOperators(OperatorMode):
 
     def _note(self, call: OperatorCall) -> None:
         name, scalars = call.schema.name, tuple(call.tensors_and_others()[1])
-        known = self.expected[min(len(self.found), len(self.expected) - 1)] if self.expected else None
-        if self._reads_more and (known is None or name != known.name) and (call.reads_values() or name in LIFTS):
+        known = (self.expected or self._traced)[min(len(self.found), len(self.expected) - 1)]
+        if self._reads_more and name != known.name and (call.reads_values() or name in LIFTS):
             # The traced step has left it for later.
             return
-        assert known is not None
         if name == known.name and known.constant is None and same_value(scalars, known.scalars):
             self.found.append(known)
             return

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from graphplan import HostScalarError, check_step, graphed
+from graphplan import HostScalarError, check_step, graph_step, graphed
 from graphplan.backends.tape import TapeBackend
 from graphplan.errors import ControlFlowError, HostSyncError, UncoveredRoleError
 from graphplan.program.program import Program
@@ -186,6 +186,12 @@ def test_numbers_that_nothing_else_is_made_of(body: Callable[..., Any], kept: di
 
     step = assert_same_as_eager(make)
     assert counts(step) == (WARMUP, 1, 1, CALLS - BEFORE_REPLAY + 1), step.report()
+
+
+def test_a_step_that_only_reads() -> None:
+    step = graph_step(lambda x: x.item(), backend="tape")
+    assert [step(torch.tensor(float(number))) for number in range(12)] == list(range(12))
+    assert counts(step) == (WARMUP, 1, 1, 12 - BEFORE_REPLAY + 1), step.report()
 
 
 @pytest.mark.parametrize(
