@@ -41,7 +41,7 @@ from graphplan.program.faults import is_steps_own, refusal_of
 from graphplan.specs.policy import Policy
 from graphplan.step.batch_variants import reads_of
 from graphplan.step.compiled import Rehearsal, name_compiled, refuse_beside_compiled, refuse_graphs_within, uncompiled
-from graphplan.step.entries import Entry
+from graphplan.step.entries import Entry, Line
 from graphplan.step.found_reads import FoundReads
 from graphplan.step.lookup import Lookup
 from graphplan.step.memory_budget import MemoryBudget
@@ -388,14 +388,7 @@ class Stages:
         if self._managed.take_names(facts.executed, walk):
             # Code ran for the first time: what it uses was not watched yet.
             line.traces = []
-            line.renamed += 1
-            if line.renamed >= _RENAMED:
-                name = next(reversed(self._managed.names.entries), "none")
-                raise ControlFlowError(
-                    f"in {line.renamed} steps in a row, the step's code used names or objects that it had not used "
-                    f"before (the latest name is {name}), as code does that each step makes anew (exec, eval, a class "
-                    "or a function that it keeps). Make it once, outside the step"
-                )
+            self._count_renamed(line)
             return
         if self._managed.take_states(facts.own_states):
             walk = self._managed.walk()
@@ -429,6 +422,16 @@ class Stages:
             self._stats.note(fact)
         needed = self._runner.backend.needs(plan.footprint, alone=True)
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
+
+    def _count_renamed(self, line: Line) -> None:
+        line.renamed += 1
+        if line.renamed >= _RENAMED:
+            name = next(reversed(self._managed.names.entries), "none")
+            raise ControlFlowError(
+                f"in {line.renamed} steps in a row, the step's code used names or objects that it had not used before "
+                f"(the latest name is {name}), as code does that each step makes anew (exec, eval, a class or a "
+                "function that it keeps). Make it once, outside the step"
+            )
 
     def _give_up(self, paths: Collection[str], told: Callable[[str], str] = str) -> bool:
         """Have arguments at ``paths`` in the key again, since code needs their values. Return True if there are any."""

@@ -128,11 +128,8 @@ class TraceMode(OperatorMode):
         launches = (bool(written) or is_fresh) and not schema.allocates and constant is None
         is_threaded = get_ident() != self._thread
         self._note_gradients(call, tensors, is_threaded=is_threaded)
-        operator = Operator(
-            name, operands, offsets, tuple(scalars), source, launches, constant, schema.is_random, is_threaded
-        )
-        operator.is_instead = INSTEAD.get() == ("operators" if constant is None else "constant")
-        record.operators.append(operator)
+        facts = name, operands, offsets, tuple(scalars), source, launches, constant, schema.is_random, is_threaded
+        record.operators.append(Operator(*facts, INSTEAD.get() == ("operators" if constant is None else "constant")))
         return out
 
     def _note_gradients(self, call: OperatorCall, tensors: list[Tensor], *, is_threaded: bool) -> None:

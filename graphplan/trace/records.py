@@ -77,11 +77,12 @@ class Operator:
         constant: Tensor | None,
         random: bool,
         threaded: bool,
+        is_instead: bool = False,
     ) -> None:
         # No tuple with names, nor a dataclass: a trace would hear of code that is in no file, for each operator.
         self.name, self.operands, self.offsets, self.scalars, self.source = name, operands, offsets, scalars, source
         self.launches, self.constant, self.random, self.threaded = launches, constant, random, threaded
-        self.is_instead = False
+        self.is_instead = is_instead
 
 
 @dataclass(slots=True)
