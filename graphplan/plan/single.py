@@ -18,8 +18,8 @@ from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 def suffices(trace: Trace, rates: Collection[int]) -> bool:
     """Whether one trace of a step is enough: it works with what is fed or owned alone, reads nothing of the device that
-    decides anything, draws nothing in Python, and changes nothing there but integers that it raises and tensors that
-    others like them take the places of. ``rates`` are storages of device learning rates.
+    decides anything, draws nothing in Python, and leaves nothing there but what the check of a replay compares.
+    ``rates`` are storages of device learning rates.
 
     What differs between two such steps is a Python value that no guard knows. The capture finds it if it is returned,
     and the check of the first replay if it leads to other operators, is a number that one gets, or changes what the
@@ -41,7 +41,7 @@ def _shows_rates(trace: Trace, rates: Collection[int]) -> bool:
 def _works_on_host(trace: Trace) -> bool:
     """Whether the step reads values of the device that may decide something, or keeps, prints or draws some in Python.
     Constants are as good as Python's numbers: a capture compares those that it copies to the device with the trace.
-    What torch draws on the host, a replay draws again. Numbers that are only returned or logged are what they are.
+    What torch draws on the host, a replay draws again. Numbers that are only returned, logged or kept decide nothing.
     """
     reads = any(read.expected for read in trace.host_reads)
     if reads or trace.prints or (trace.deferred is not None and trace.deferred.shows_more):

@@ -34,7 +34,10 @@ from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.tensors.storages import copier, memory_uses, places, storage_id, with_leaves
 from graphplan.trace.changes import place_of
 
-_OTHERWISE = "the step does something else with {} in its capture than in its traces"
+_OTHERWISE = (
+    "the step {what} in its capture than in its traces ({path}), by a value that graphplan cannot see; a replay "
+    "repeats one of the two. Feed what decides, or hold it on an owner"
+)
 _get_grad = attrgetter("grad")
 _ACCUMULATED = WeakIdKeyDictionary()
 """Gradients that some program accumulates into: several programs refer to them."""
@@ -133,7 +136,7 @@ class Bindings:
             items = list(after.lists[path])[-count:]
             most = getattr(after.lists[path], "maxlen", None) or sys.maxsize
             if len(after.lists[path]) != min(self._lengths[path] + count, most):
-                raise HostEffectError(f"{_OTHERWISE.format(path)}: it appends another number of items")
+                raise HostEffectError(_OTHERWISE.format(path=path, what="appends another number of items"))
             self._appended[path] = [_renewing(_own(self.numbers.take(item), outside), path) for item in items]
         for path, own in self._before.items():
             scalar = after.scalars[path]
@@ -141,7 +144,7 @@ class Bindings:
             raised = own if path in self._raised else None
             value = scalar.get()
             if not is_deferred(value) or form_of(value, raised)[0] != self._plan.numbers[path]:
-                raise HostEffectError(f"{_OTHERWISE.format(path)}: it sets it to a number that is computed otherwise")
+                raise HostEffectError(_OTHERWISE.format(path=path, what="keeps a number that is computed otherwise"))
             self._numbers[path] = self.numbers.take(value, raised)
             scalar.container[scalar.key] = own
         for path in self._plan.counters:

@@ -266,6 +266,7 @@ class Program:
             self._launch(is_recorded=True)
         self._copied.give_back()
         self.bindings.replace_recorded()
+        # After two traces, walks may still hold tuples whose numbers were replaced in lists.
         if self.plan.single and self.bindings.numbers.are_kept():
             raise HostEffectError(
                 "the step keeps a number that it reads from the device where it kept none in its traces, and a replay "

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from graphplan import HostScalarError, check_step, graph_step, graphed
 from graphplan.backends.tape import TapeBackend
-from graphplan.errors import ControlFlowError, HostSyncError, UncoveredRoleError
+from graphplan.errors import ControlFlowError, HostEffectError, HostSyncError, UncoveredRoleError
 from graphplan.program.program import Program
 from graphplan.step import replays
 from tests.failure_modes.naive import changing_rig, loss_of, stay
@@ -194,39 +194,53 @@ def test_a_step_that_only_reads() -> None:
     assert counts(step) == (WARMUP, 1, 1, 12 - BEFORE_REPLAY + 1), step.report()
 
 
+def turning_rig(what: str, first: int) -> Rig:
+    """A step that does something else with its numbers from the call ``first`` on, by a value that no guard sees."""
+    hidden = Box(0)
+
+    def body(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Any:
+        is_other = hidden.item >= first
+        if what == "appends":
+            model.losses.extend([loss.detach()] * (1 + is_other))
+        elif what == "keeps":
+            model.part = loss.item() if is_other else 2 * loss.item()
+        elif what == "keeps more" and is_other:
+            model.other = loss.item()
+        return loss.item() / (1 + is_other) if what == "returns" else loss.item()
+
+    def count(model: Any, index: int) -> None:
+        hidden.item += 1
+
+    return keeping_rig(body, CALLS, count, losses=[], part=0.5, other=0.5)
+
+
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("appends", "something else with model.losses in its capture than in its traces: it appends another number"),
-        ("keeps", "something else with model.part in its capture than in its traces: it sets it to a number"),
+        ("appends", r"appends another number of items in its capture than in its traces (model.losses)"),
+        ("keeps", r"keeps a number that is computed otherwise in its capture than in its traces (model.part)"),
         ("keeps more", "the step keeps a number that it reads from the device where it kept none in its traces"),
         ("returns", "result, which the step returns, is a number that is read from the device in its traces and"),
     ],
 )
 def test_numbers_that_are_others_in_the_capture(what: str, text: str) -> None:
     """By a value that no guard sees, for good: the step is traced anew, and that call leaves no stand-ins."""
-
-    def make() -> Rig:
-        hidden = Box(0)
-
-        def body(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Any:
-            is_other = hidden.item >= ONCE
-            if what == "appends":
-                model.losses.extend([loss.detach()] * (1 + is_other))
-            elif what == "keeps":
-                model.part = loss.item() if is_other else 2 * loss.item()
-            elif what == "keeps more" and is_other:
-                model.other = loss.item()
-            return loss.item() / (1 + is_other) if what == "returns" else loss.item()
-
-        def count(model: Any, index: int) -> None:
-            hidden.item += 1
-
-        return keeping_rig(body, CALLS, count, losses=[], part=0.5, other=0.5)
-
-    step = assert_same_as_eager(make)
+    step = assert_same_as_eager(partial(turning_rig, what, ONCE))
     assert any(text in event for event in step.stats.events), step.stats.events
     assert (step.stats.traced, step.stats.captured) == (3, 1), step.report()
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("appends", r"appends another number of items in its capture"),
+        ("keeps", r"keeps a number that is computed other"),
+    ],
+)
+def test_numbers_that_are_others_in_the_capture_after_two_traces(what: str, text: str) -> None:
+    """Nothing is left of the call, and the step is refused."""
+    make = partial(turning_rig, what, FIRST)
+    assert_refused(make, HostEffectError, text, "Feed what decides", done=FIRST, verify="off")
 
 
 @pytest.mark.parametrize(
