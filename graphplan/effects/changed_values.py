@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from graphplan.effects.allowed import allowing, describe
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
-from graphplan.observe.names import plain_steps
+from graphplan.observe.bytecode import plain_steps
 from graphplan.owners.flags import is_assignable
 from graphplan.owners.slots import Scalar
 from graphplan.owners.tensor_metadata import ABSENT

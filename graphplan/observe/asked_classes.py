@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from graphplan.environment.origin import is_users_file
 from graphplan.feed.placeholders import is_stand_in
-from graphplan.observe.names import loaded_path, plain_steps
+from graphplan.observe.bytecode import Step, loaded_path, plain_steps, steps_of
 
 _RAISE = "RAISE_VARARGS"
 
@@ -81,7 +81,7 @@ def asked_classes(code: CodeType) -> Asked:
 def _end_of_call(code: CodeType, start: int) -> int:
     """Where what the instruction at ``start`` loads is called with one argument; -1 if nowhere, or if it branches."""
     depth = 0
-    for step in dis.get_instructions(code):
+    for step in steps_of(code):
         if step.offset < start:
             continue
         if "JUMP" in step.opname:
@@ -92,7 +92,7 @@ def _end_of_call(code: CodeType, start: int) -> int:
     return -1
 
 
-def _compared(steps: Sequence[dis.Instruction]) -> list[tuple[str, ...]]:
+def _compared(steps: Sequence[Step]) -> list[tuple[str, ...]]:
     """The names of what a value is compared with next: ``is C``, ``== pkg.C``, ``in (A, B)``; none if it is not."""
     names, at = [], 0
     while path := loaded_path(steps[at:], ("LOAD_GLOBAL",)):
@@ -112,12 +112,12 @@ def asks_classes(code: CodeType) -> bool:
 @lru_cache(4096)
 def handles_errors(code: CodeType) -> bool:
     """Return True if ``code`` may go on after an error: what it has raised, or a function that it calls."""
-    names = [step.opname for step in dis.get_instructions(code)]
+    names = [step.opname for step in steps_of(code)]
     handlers = (pair for pair in pairwise(names) if pair[0] == "PUSH_EXC_INFO" and pair[1] != "WITH_EXCEPT_START")
     return "SETUP_FINALLY" in names or "suppress" in code.co_names or any(handlers)
 
 
-def _ends_in_raise(steps: Iterable[dis.Instruction]) -> bool:
+def _ends_in_raise(steps: Iterable[Step]) -> bool:
     ends = (
         name
         for name in (step.opname for step in steps)

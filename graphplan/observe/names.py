@@ -5,15 +5,15 @@ from __future__ import annotations
 import dis
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile, zip_longest
+from itertools import pairwise, zip_longest
 from types import CodeType
 from typing import Any
 
 from graphplan.environment.origin import is_library
+from graphplan.observe.bytecode import Step, loaded_path, loads_callee, plain_steps
 
-_PADDING = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "PUSH_NULL", "NOT_TAKEN")
 _DUPLICATES = ("COPY", "DUP_TOP")
 _SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_OP")
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
@@ -101,24 +101,6 @@ class SpelledNames:
         return self._spelling
 
 
-def plain_steps(code: CodeType) -> list[dis.Instruction]:
-    """The instructions of ``code`` that do something, in one form for all versions: one variable in each."""
-    found = []
-    for step in dis.get_instructions(code):
-        name = step.opname
-        if name in _PADDING:
-            continue
-        if "_FAST" not in name or name in ("LOAD_FAST", "STORE_FAST"):
-            found.append(step)
-        elif isinstance(step.argval, tuple):
-            acts = [part for part in name.split("_") if part in ("LOAD", "STORE")]
-            for act, variable in zip(acts, step.argval, strict=True):
-                found.append(step._replace(opname=f"{act}_FAST", argval=variable, argrepr=variable))
-        else:
-            found.append(step._replace(opname="LOAD_FAST") if name.startswith("LOAD_FAST") else step)
-    return found
-
-
 def _find_names(code: CodeType) -> Names:
     steps = plain_steps(code)
     counted, raised = _counted(steps)
@@ -131,24 +113,24 @@ def _find_names(code: CodeType) -> Names:
     certain: set[str] = set()
     joins = 0
     for step, following in zip_longest(steps, steps[1:]):
-        name = str(step.argval)
-        if step.opcode in _JUMPS or step.opname.startswith("RETURN"):
+        opname, name = step.opname, step.argval
+        if step.opcode in _JUMPS or opname.startswith("RETURN"):
             # What comes before this place may be left out.
-            joins = max(joins, step.argval) if step.opcode in _JUMPS else sys.maxsize
-        if _is_method_load(step):
+            joins = max(joins, name) if step.opcode in _JUMPS else sys.maxsize
+        elif _is_method_load(step):
             methods.add(name)
-        elif step.opname == "IMPORT_FROM":
+        elif opname == "IMPORT_FROM":
             loads[name] += 1
-        elif step.opname == "LOAD_ATTR":
+        elif opname == "LOAD_ATTR":
             loads[name] += 1
             grown[name] += following is not None and _is_method_load(following) and following.argval in _GROWTH
-        elif step.opname == "STORE_ATTR":
+        elif opname == "STORE_ATTR":
             stores[name] += 1
             certain |= {name} if step.offset >= joins else set()
-        elif step.opname in _LOADS:
+        elif opname in _LOADS:
             variables.add(name)
             reads[name] += 1
-        elif step.opname in _STORES:
+        elif opname in _STORES:
             variables.add(name)
     read_loads = {name: count - counted["." + name] - raised[name] for name, count in loads.items()}
     attributes = {name for name, count in read_loads.items() if count > 0}
@@ -173,32 +155,24 @@ def _find_names(code: CodeType) -> Names:
     return Names(is_dynamic, frozenset(imports), *map(frozenset, groups))
 
 
-def loaded_path(steps: Sequence[dis.Instruction], loads: Sequence[str]) -> tuple[str, ...]:
-    """The name that the first instruction loads, one of ``loads``, and its attributes as far as they follow."""
-    if not steps or steps[0].opname not in loads:
-        return ()
-    attributes = takewhile(lambda step: step.opname == "LOAD_ATTR", steps[1:])
-    return (str(steps[0].argval), *(str(step.argval) for step in attributes))
-
-
-def _iterated(steps: list[dis.Instruction]) -> set[str]:
+def _iterated(steps: list[Step]) -> set[str]:
     """What is given to ``next``, where it has a name."""
     places = (at for at, step in enumerate(steps, 1) if step.opname in _LOADS and step.argval == "next")
     return {name for at in places for name in loaded_path(steps[at:], (*_LOADS, "LOAD_FAST"))[-1:]}
 
 
-def _takes_all(step: dis.Instruction) -> bool:
+def _takes_all(step: Step) -> bool:
     """Whether code takes attributes without names."""
     return step.opname == "MATCH_CLASS" or (step.opname.startswith("LOAD") and step.argval in _WHOLE)
 
 
-def _asked(steps: list[dis.Instruction]) -> Iterator[str | None]:
+def _asked(steps: list[Step]) -> Iterator[str | None]:
     """The names that code gives to ``getattr`` and ``hasattr``; None for one that it does not spell out."""
     places = (at for at, step in enumerate(steps, 1) if step.opname in _LOADS and step.argval in _BY_NAME)
     return (_second_argument(steps[at:]) for at in places)
 
 
-def _second_argument(steps: list[dis.Instruction]) -> str | None:
+def _second_argument(steps: list[Step]) -> str | None:
     """The literal in second place of a call of two or three simple arguments."""
     end = next((index for index, step in enumerate(steps) if step.opname in _CALLS), None)
     if end is None:
@@ -208,37 +182,37 @@ def _second_argument(steps: list[dis.Instruction]) -> str | None:
     return found if isinstance(found, str) and found.isidentifier() else None
 
 
-def _counted(steps: list[dis.Instruction]) -> tuple[Counter[str], Counter[str]]:
+def _counted(steps: list[Step]) -> tuple[Counter[str], Counter[str]]:
     """How often ``+=`` loads each variable, or attribute (with a dot) for an item; and raises each attribute."""
     counted: Counter[str] = Counter()
     raised: Counter[str] = Counter()
-    for index, step in enumerate(steps):
-        before = steps[max(index - 4, 0) : index]
-        if step.opname == "LOAD_ATTR" and before and before[-1].opname in _DUPLICATES:
+    for index, (before, step) in enumerate(pairwise(steps), 1):
+        opname, name = step.opname, step.argval
+        if opname == "LOAD_ATTR" and before.opname in _DUPLICATES:
             # self.n += 1 loads and stores through one duplicated reference.
-            raised[str(step.argval)] += 1
-        elif step.opname in _SUBSCRIPTS and _is_augmented_item(before):
+            raised[name] += 1
+        elif opname in _SUBSCRIPTS and _is_augmented_item(steps[max(index - 2, 0) : index]):
             # What loaded the container, if its key is a single load.
-            holder = steps[max(index - (3 if before[-1].opname == "DUP_TOP_TWO" else 4), 0)]
+            holder = steps[max(index - (3 if before.opname == "DUP_TOP_TWO" else 4), 0)]
             if holder.opname == "LOAD_ATTR":
-                counted["." + str(holder.argval)] += 1
+                counted["." + holder.argval] += 1
             elif holder.opname in _LOADS:
-                counted[str(holder.argval)] += 1
-        elif step.opname in _STORES and len(before) >= 3 and before[-1].opname in _SUMS:
-            load = before[-3]
-            if load.opname in _LOADS and load.argval == step.argval:
-                counted[str(step.argval)] += 1
+                counted[holder.argval] += 1
+        elif opname in _STORES and index >= 3 and before.opname in _SUMS:
+            load = steps[index - 3]
+            if load.opname in _LOADS and load.argval == name:
+                counted[name] += 1
     return counted, raised
 
 
-def _is_augmented_item(before: list[dis.Instruction]) -> bool:
+def _is_augmented_item(before: list[Step]) -> bool:
     """Whether a subscript comes right after its container and key were duplicated, as ``counts[k] += 1`` does."""
-    names = [step.opname for step in before[-2:]]
+    names = [step.opname for step in before]
     return names == ["COPY", "COPY"] or names[-1:] == ["DUP_TOP_TWO"]
 
 
-def _is_method_load(step: dis.Instruction) -> bool:
+def _is_method_load(step: Step) -> bool:
     """Whether a method is loaded to be called, which since Python 3.12 is a ``LOAD_ATTR`` with its lowest bit set."""
     if step.opname == "LOAD_METHOD":
         return True
-    return step.opname == "LOAD_ATTR" and sys.version_info >= (3, 12) and bool((step.arg or 0) & 1)
+    return step.opname == "LOAD_ATTR" and loads_callee(step)

@@ -6,7 +6,6 @@ names. What else may be done with a class shows before it is: as code begins to 
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -14,6 +13,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from torch.nn.utils import clip_grad
+
+from graphplan.observe.bytecode import loads_callee, steps_of
 
 Convert = Callable[[type, Any], Any]
 _CLASSES: tuple[type, ...] = (float, int)
@@ -75,9 +76,9 @@ def _only_calls(code: CodeType, name: str) -> bool:
     function says that it is called next; before, nothing is known.
     """
     called = ""
-    for step in dis.get_instructions(code):
+    for step in steps_of(code):
         is_global = step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        is_callee = step.opname in ("LOAD_GLOBAL", "LOAD_ATTR") and "NULL" in step.argrepr
+        is_callee = loads_callee(step)
         if is_global and step.argval == name and not is_callee and called != "isinstance":
             return False
         if is_callee:
