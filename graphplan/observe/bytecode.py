@@ -65,7 +65,7 @@ def steps_of(code: CodeType) -> Iterator[Step]:
     for offset in range(0, len(raw), 2):
         opcode, arg = raw[offset], raw[offset + 1] | prefix
         prefix = arg << 8 if opcode == _PREFIX else 0
-        if opcode == _PREFIX or opcode == _CACHE:
+        if opcode in (_PREFIX, _CACHE):
             continue
         kind, flags = _KINDS[opcode]
         opname = opnames[opcode]

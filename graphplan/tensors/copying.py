@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphplan.environment.devices import is_accelerator
 from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.page_locked import empty_page_locked
 
 _SMALL, _TOGETHER = 2**22, 2**24
 """Most bytes of a tensor that is compared together with others, and of all of these, of which that takes two copies."""
@@ -98,13 +99,13 @@ def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None, besi
 
 
 def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """A copy on another device; on the host in pinned memory, which is faster and which torch keeps for later ones."""
+    """A copy on another device; on the host in page-locked memory, which is faster and which is kept for later ones."""
     is_pinned = device is not None and device.type == "cpu" and is_accelerator(tensor.device)
     is_plain = type(tensor) in PLAIN_KINDS and tensor.layout is torch.strided
     # A conjugate is resolved on the host, which would have to wait for the copy.
     if not (is_pinned and is_plain) or tensor.is_conj() or tensor.is_neg():
         return tensor.to(device, copy=True)
-    return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
+    return empty_page_locked(tensor).copy_(tensor, non_blocking=True)
 
 
 @torch.no_grad()

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphplan.environment.devices import synchronize
 from graphplan.owners.flags import COMPUTED
 from graphplan.owners.tensor_metadata import ABSENT
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.attributes import is_freed
-from graphplan.tensors.copying import bits, home_of_few, unequal, values_of
+from graphplan.tensors.copying import bits, copy_all, home_of_few, unequal, values_of
 from graphplan.trace.changes import same_value
 
 SPREADS = 8.0
@@ -50,8 +51,7 @@ def _norms(rows: Sequence[tuple[Tensor, ...]]) -> list[float]:
     """The Euclidean distance between each row's two tensors, or its only one's length, in float64. NaN in the same
     places counts as equal, NaN in one of the two as far. Each device is waited for once.
     """
-    home = home_of_few(tensor for row in rows for tensor in row)
-    gathered = [_together(row, home) for row in rows]
+    gathered = _gathered(rows)
     found = values_of([_norm(*row) for row in gathered])
     # Infinite and NaN norms are computed again, element by element.
     return [n if math.isfinite(n) else _careful_norm(*row).item() for n, row in zip(found, gathered, strict=True)]
@@ -64,11 +64,17 @@ def _norm(*row: Tensor) -> Tensor:
     return torch._foreach_norm((one - others[0] if others else one,), 2, dtype=torch.float64)[0]
 
 
-def _together(row: Sequence[Tensor], home: torch.device | None) -> list[Tensor]:
-    """The row on one device: at ``home``, if given, or where a tensor is that is not on the host."""
-    home = home or next((tensor.device for tensor in row if not tensor.is_cpu), row[0].device)
-    # Copies to the host are waited for.
-    return [tensor.to(home, non_blocking=home.type != "cpu") for tensor in row]
+def _gathered(rows: Sequence[tuple[Tensor, ...]]) -> list[list[Tensor]]:
+    """The rows, each on one device: all on the host if that is quicker, where they are copied to together."""
+    if home_of_few(tensor for row in rows for tensor in row) is None:
+        homes = [next((tensor.device for tensor in row if not tensor.is_cpu), row[0].device) for row in rows]
+        pairs = zip(rows, homes, strict=True)
+        return [[tensor.to(home, non_blocking=home.type != "cpu") for tensor in row] for row, home in pairs]
+    away = {id(tensor): tensor for row in rows for tensor in row if not tensor.is_cpu}
+    copies = dict(zip(away, copy_all(list(away.values()), torch.device("cpu")), strict=True))
+    for device in {tensor.device for tensor in away.values()}:
+        synchronize(device)
+    return [[copies.get(id(tensor), tensor) for tensor in row] for row in rows]
 
 
 def distances(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from graphplan.tensors.copying import copy_all, unequal, write_all
+from graphplan.tensors.page_locked import PageLocked, _pieces_for
 from tests.devices import needs_cuda
 from tests.program.test_copying import *  # noqa: F403
 
@@ -50,3 +51,35 @@ def test_copies_on_the_host_go_back(beside: int, places: set[str]) -> None:
     order = [*range(0, len(tensors), 2), *range(1, len(tensors), 2)]
     write_all([tensors[index] for index in order], [copies[index] for index in order])
     assert all(map(torch.equal, tensors, values))
+
+
+@needs_cuda
+def test_large_copies_on_the_host_have_memory_that_is_kept() -> None:
+    """Page-locked memory, lent again once the copies are gone; what is queued with it is over by then."""
+    host = torch.device("cpu")
+    tensor = torch.arange(2**22, device="cuda")
+    (copy,) = copy_all([tensor], host)
+    address = copy.data_ptr()
+    assert copy.is_pinned()
+    assert address % 2**21 == 0
+    target = torch.zeros_like(tensor)
+    torch.cuda._sleep(10**8)
+    write_all([target], [copy])
+    del copy
+    (again,) = copy_all([-tensor], host)
+    assert again.data_ptr() == address
+    assert torch.equal(target, tensor)
+    assert not unequal([-tensor], [again])
+
+
+@needs_cuda
+def test_memory_that_cannot_be_locked_is_given_up_in_peace() -> None:
+    """torch's takes its place, and no kernel raises the driver's error later."""
+    of_device = _pieces_for(torch.device("cuda", 0))
+    memory = of_device.empty(2**22)
+    assert memory is not None
+    # It is locked already.
+    lock = lambda address, nbytes: of_device._lock(memory.data_ptr(), 2**22)  # noqa: E731
+    refusing = PageLocked(lock, of_device._unlock, of_device._wait)
+    assert refusing.empty(2**22) is None
+    assert torch.ones(3, device="cuda").mul_(2).sum().item() == 6
