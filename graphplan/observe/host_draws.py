@@ -106,8 +106,10 @@ def _find_functions() -> Iterator[tuple[Any, str, Any]]:
 @lru_cache(maxsize=1)
 def _holders(names: frozenset[str], count: int) -> Mapping[str, list[ModuleType]]:
     """Modules with something of such a name, by that, among ``count`` modules that are imported now."""
-    spaces = [(module, vars(module)) for module in list(sys.modules.values()) if type(module) is ModuleType]
-    return {name: [module for module, space in spaces if name in space] for name in names}
+    modules = [module for module in list(sys.modules.values()) if type(module) is ModuleType]
+    # Most have none, which the interpreter tells in one go.
+    some = [module for module in modules if not vars(module).keys().isdisjoint(names)]
+    return {name: [module for module in some if name in vars(module)] for name in names}
 
 
 _FUNCTIONS = Replacements(_find_functions)
