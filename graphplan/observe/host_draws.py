@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, wraps
+from functools import wraps
 from sys import getrefcount
 from threading import get_ident
 from types import ModuleType
@@ -84,32 +84,35 @@ def _drawing(generator: str, function: Callable[..., Any]) -> Callable[..., Any]
 def _find_functions() -> Iterator[tuple[Any, str, Any]]:
     # Legacy functions of NumPy are in both of its modules.
     numpy = [sys.modules[name] for name in ("numpy.random", "numpy.random.mtrand") if name in sys.modules]
-    alone, found, imported = object(), [], set()
+    alone = object()
     for generator, homes, names in ((PYTHONS, [random], _OF_PYTHON), (NUMPYS, numpy, _OF_NUMPY)):
         for name in names if homes else ():
             function = vars(homes[0]).get(name)
             # Another one may be the user's.
             if callable(function) and getattr(function, "__self__", None) is not None:
-                holders = [home for home in homes if vars(home).get(name) is function]
-                found.append((generator, name, holders))
-                if getrefcount(function) > getrefcount(alone) + len(holders):
-                    # Code may have imported it by its name.
-                    imported.add(name)
-    others = _holders(frozenset(imported), len(sys.modules)) if imported else {}
-    for generator, name, holders in found:
-        function = vars(holders[0])[name]
-        drawing = _drawing(generator, function)
-        all_holders = dict.fromkeys([*holders, *others.get(name, ())])
-        yield from ((holder, name, drawing) for holder in all_holders if vars(holder).get(name) is function)
+                count = getrefcount(function) - getrefcount(alone)
+                holders = _holders(function, name, homes, count)
+                drawing = _drawing(generator, function)
+                yield from ((holder, name, drawing) for holder in holders)
 
 
-@lru_cache(maxsize=1)
-def _holders(names: frozenset[str], count: int) -> Mapping[str, list[ModuleType]]:
-    """Modules with something of such a name, by that, among ``count`` modules that are imported now."""
-    modules = [module for module in list(sys.modules.values()) if type(module) is ModuleType]
-    # Most have none, which the interpreter tells in one go.
-    some = [module for module in modules if not vars(module).keys().isdisjoint(names)]
-    return {name: [module for module in some if name in vars(module)] for name in names}
+def _holders(function: Any, name: str, homes: Sequence[ModuleType], count: int) -> list[ModuleType]:
+    """The modules that have ``function`` by its ``name``, into which code may have imported it: others than its
+    ``homes`` only if more refer to it, and at most as many as the ``count`` of those that do.
+    """
+    key = homes[0].__name__, name
+    likely = [*homes, *_IMPORTED.get(key, ())]
+    found = dict.fromkeys(module for module in likely if vars(module).get(name) is function)
+    if len(found) < count:
+        for module in list(sys.modules.values()):
+            if type(module) is ModuleType and vars(module).get(name) is function:
+                found[module] = None
+                if len(found) == count:
+                    break
+        _IMPORTED[key] = list(found)
+    return list(found)
 
 
+_IMPORTED: dict[tuple[str, str], list[ModuleType]] = {}
+"""Where functions of a module and a name were found: to go through all modules takes an H200 host 10 ms."""
 _FUNCTIONS = Replacements(_find_functions)

@@ -7,7 +7,7 @@ import math
 import operator
 import random
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,25 +225,39 @@ def test_numpys_generator_is_left_alone_while_another_thread_loads_it(monkeypatc
 
 
 def test_a_function_with_more_references_is_looked_for_in_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code may have imported it by its name. One that only its own module has is not looked for: that takes long."""
-    searched: list[frozenset[str]] = []
-    search = host_draws._holders.__wrapped__
+    """Code may have imported it by its name. One that only its own module has is not looked for, nor one again that was
+    found: that takes long.
+    """
+    searches: list[int] = []
 
-    def holders(names: frozenset[str], count: int) -> Any:
-        searched.append(names)
-        return search(names, count)
+    class _Modules(dict[str, ModuleType]):
+        def values(self) -> Any:
+            searches.append(len(self))
+            return super().values()
 
     def found() -> list[ModuleType]:
         return [holder for holder, name, _ in host_draws._find_functions() if name == "vonmisesvariate"]
 
-    monkeypatch.setattr(host_draws, "_holders", holders)
+    modules = _Modules(sys.modules)
+    monkeypatch.setattr(host_draws, "sys", SimpleNamespace(modules=modules))
+    found()
+    searches.clear()
     assert found() == [random]
-    assert not any("vonmisesvariate" in names for names in searched)
-    module = ModuleType("imports_by_name")
-    module.vonmisesvariate = random.vonmisesvariate  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "imports_by_name", module)
-    assert found() == [random, module]
-    assert "vonmisesvariate" in searched[-1]
+    assert not searches
+    for name in ("imports_by_name", "imports_it_instead"):
+        module = modules[name] = ModuleType(name)
+        module.vonmisesvariate = random.vonmisesvariate  # type: ignore[attr-defined]
+        for _ in range(2):
+            assert found() == [random, module]
+        assert searches == [len(modules)]
+        searches.clear()
+        del module.vonmisesvariate
+        assert found() == [random]
+    # Something else than a module has it: all are gone through, each time.
+    held = [random.vonmisesvariate]
+    assert found() == found() == [random]
+    assert searches == [len(modules)] * 2
+    assert held
 
 
 def test_a_module_that_was_imported_anew_draws_from_a_generator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
