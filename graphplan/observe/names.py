@@ -5,9 +5,8 @@ from __future__ import annotations
 import dis
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
 from types import CodeType
 from typing import Any
 
@@ -24,6 +23,9 @@ _WHOLE = ("vars", "attrgetter", "asdict", "astuple", "__dict__", "__getattribute
 _CALLS = ("CALL", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_KW", "CALL_FUNCTION_EX")
 _GROWTH = ("append", "extend")
 _SUMS = ("BINARY_OP", "INPLACE_ADD", "INPLACE_SUBTRACT")
+_OTHERS = ("LOAD_METHOD", "LOAD_ATTR", "STORE_ATTR", "IMPORT_FROM", "IMPORT_NAME", "MATCH_CLASS")
+_ENDS = tuple(name for name in dis.opmap if name.startswith("RETURN"))
+_TELLING = _JUMPS | {dis.opmap.get(name) for name in (*_LOADS, *_STORES, *_SUBSCRIPTS, *_OTHERS, *_ENDS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,9 @@ class SpelledNames:
 
 def _find_names(code: CodeType) -> Names:
     steps = plain_steps(code)
-    counted, raised = _counted(steps)
+    # Most only load and store what has no name.
+    telling = [(at, step) for at, step in enumerate(steps) if step.opcode in _TELLING]
+    counted, raised = _counted(steps, telling)
     loads: Counter[str] = Counter()
     grown: Counter[str] = Counter()
     methods: set[str] = set()
@@ -111,8 +115,9 @@ def _find_names(code: CodeType) -> Names:
     variables: set[str] = set()
     reads: Counter[str] = Counter()
     certain: set[str] = set()
+    opnames = {step.opname for _, step in telling}
     joins = 0
-    for step, following in zip_longest(steps, steps[1:]):
+    for at, step in telling:
         opname, name = step.opname, step.argval
         if step.opcode in _JUMPS or opname.startswith("RETURN"):
             # What comes before this place may be left out.
@@ -123,7 +128,7 @@ def _find_names(code: CodeType) -> Names:
             loads[name] += 1
         elif opname == "LOAD_ATTR":
             loads[name] += 1
-            grown[name] += following is not None and _is_method_load(following) and following.argval in _GROWTH
+            grown[name] += any(_is_method_load(after) and after.argval in _GROWTH for after in steps[at + 1 : at + 2])
         elif opname == "STORE_ATTR":
             stores[name] += 1
             certain |= {name} if step.offset >= joins else set()
@@ -138,38 +143,33 @@ def _find_names(code: CodeType) -> Names:
     assigned = {name for name, count in stores.items() if count > raised[name]}
     # getattr(self, "temperature")
     strings = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
-    asked = list(_asked(steps))
+    asked = [_second_argument(steps[at + 1 :]) for at, step in telling if _loads(step, _BY_NAME)]
     spelt: set[str] = set()
     if not is_library(code.co_filename):
         spelt.update(filter(None, asked))
         attributes |= strings
     read = {name for name, count in reads.items() if count > counted[name]}
     # What comes before the name of a module is its level and the names that are taken from it.
-    imports = {
-        (str(step.argval), int(steps[index - 2].argval or 0))
-        for index, step in enumerate(steps)
-        if step.opname == "IMPORT_NAME"
-    }
-    groups = (spelt, attributes, methods, set(stores), assigned, assigned & certain, variables, read, _iterated(steps))
-    is_dynamic = None in asked or any(map(_takes_all, steps))
+    imports = {(step.argval, int(steps[at - 2].argval or 0)) for at, step in telling if step.opname == "IMPORT_NAME"}
+    # What is given to ``next``, where it has a name.
+    given = (loaded_path(steps[at + 1 :], (*_LOADS, "LOAD_FAST")) for at, step in telling if _loads(step, ("next",)))
+    iterated = {name for path in given for name in path[-1:]}
+    groups = (spelt, attributes, methods, set(stores), assigned, assigned & certain, variables, read, iterated)
+    is_dynamic = None in asked or "MATCH_CLASS" in opnames or _takes_all(code, steps)
     return Names(is_dynamic, frozenset(imports), *map(frozenset, groups))
 
 
-def _iterated(steps: list[Step]) -> set[str]:
-    """What is given to ``next``, where it has a name."""
-    places = (at for at, step in enumerate(steps, 1) if step.opname in _LOADS and step.argval == "next")
-    return {name for at in places for name in loaded_path(steps[at:], (*_LOADS, "LOAD_FAST"))[-1:]}
+def _loads(step: Step, names: Sequence[str]) -> bool:
+    """Whether a variable with one of ``names`` is loaded."""
+    return step.opname in _LOADS and step.argval in names
 
 
-def _takes_all(step: Step) -> bool:
+def _takes_all(code: CodeType, steps: list[Step]) -> bool:
     """Whether code takes attributes without names."""
-    return step.opname == "MATCH_CLASS" or (step.opname.startswith("LOAD") and step.argval in _WHOLE)
-
-
-def _asked(steps: list[Step]) -> Iterator[str | None]:
-    """The names that code gives to ``getattr`` and ``hasattr``; None for one that it does not spell out."""
-    places = (at for at, step in enumerate(steps, 1) if step.opname in _LOADS and step.argval in _BY_NAME)
-    return (_second_argument(steps[at:]) for at in places)
+    spelt = {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    spelt.update(constant for constant in code.co_consts if type(constant) is str)
+    is_spelt = not spelt.isdisjoint(_WHOLE)
+    return is_spelt and any(step.opname.startswith("LOAD") and step.argval in _WHOLE for step in steps)
 
 
 def _second_argument(steps: list[Step]) -> str | None:
@@ -182,12 +182,12 @@ def _second_argument(steps: list[Step]) -> str | None:
     return found if isinstance(found, str) and found.isidentifier() else None
 
 
-def _counted(steps: list[Step]) -> tuple[Counter[str], Counter[str]]:
+def _counted(steps: list[Step], telling: list[tuple[int, Step]]) -> tuple[Counter[str], Counter[str]]:
     """How often ``+=`` loads each variable, or attribute (with a dot) for an item; and raises each attribute."""
     counted: Counter[str] = Counter()
     raised: Counter[str] = Counter()
-    for index, (before, step) in enumerate(pairwise(steps), 1):
-        opname, name = step.opname, step.argval
+    for index, step in telling:
+        opname, name, before = step.opname, step.argval, steps[max(index - 1, 0)]
         if opname == "LOAD_ATTR" and before.opname in _DUPLICATES:
             # self.n += 1 loads and stores through one duplicated reference.
             raised[name] += 1

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphplan.environment.devices import is_accelerator
 from graphplan.tensors.attributes import PLAIN_KINDS
-from graphplan.tensors.page_locked import empty_page_locked
+from graphplan.tensors.page_locked import HostMemory
 
 _SMALL, _TOGETHER = 2**22, 2**24
 """Most bytes of a tensor that is compared together with others, and of all of these, of which that takes two copies."""
@@ -81,31 +81,55 @@ def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None, besi
     host stays there. Those of one dtype share memory. Copies from a device to the host are in pinned memory, and not
     waited for.
     """
-    copies: list[Tensor] = list(tensors)
-    leave = [not (device is None or tensor.is_cpu or tensor.device == device) for tensor in tensors]
-    # What goes elsewhere is put together first, which takes room here.
-    for are_plain, members in groups(tensors, map(_home, tensors), _TOGETHER if any(leave) else _COPIED):
-        originals, leaves = [tensors[index] for index in members], leave[members[0]]
-        nbytes = sum(original.nbytes for original in originals) if leaves and beside else 0
-        if 0 < nbytes <= beside:
-            leaves, beside = False, beside - nbytes
-        if not are_plain or len(members) == 1:
-            copies[members[0]] = _moved(originals[0], device) if leaves else originals[0].clone()
+    parts = _parts(tensors, device, beside)
+    memory = _host_memory([tensors[index] for part in parts if part.leaves for index in part.members], device)
+    copies = list(tensors)
+    for are_many, members, leaves in parts:
+        originals = [tensors[index] for index in members]
+        if not are_many:
+            copies[members[0]] = _moved(originals[0], device, memory) if leaves else originals[0].clone()
             continue
-        copied = _moved(flat(originals), device) if leaves else flat(originals)
+        copied = _moved(flat(originals), device, memory) if leaves else flat(originals)
         for index, part in zip(members, _unflat(copied, originals), strict=True):
             copies[index] = part
     return copies
 
 
-def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """A copy on another device; on the host in page-locked memory, which is faster and which is kept for later ones."""
-    is_pinned = device is not None and device.type == "cpu" and is_accelerator(tensor.device)
+class _Part(NamedTuple):
+    """Positions of tensors that are copied together, if they ``are_many``; whether they leave their device."""
+
+    are_many: bool
+    members: list[int]
+    leaves: bool
+
+
+def _parts(tensors: Sequence[Tensor], device: torch.device | None, beside: float) -> list[_Part]:
+    leave = [not (device is None or tensor.is_cpu or tensor.device == device) for tensor in tensors]
+    parts = []
+    # What goes elsewhere is put together first, which takes room here.
+    for are_plain, members in groups(tensors, map(_home, tensors), _TOGETHER if any(leave) else _COPIED):
+        leaves = leave[members[0]]
+        nbytes = sum(tensors[index].nbytes for index in members) if leaves and beside else 0
+        if 0 < nbytes <= beside:
+            leaves, beside = False, beside - nbytes
+        parts.append(_Part(are_plain and len(members) > 1, members, leaves))
+    return parts
+
+
+def _host_memory(tensors: Sequence[Tensor], device: torch.device | None) -> HostMemory | None:
+    """For copies of ``tensors``, if ``device`` is the host and they lie on another one."""
+    if not tensors or device is None or device.type != "cpu" or not is_accelerator(tensors[0].device):
+        return None
+    return HostMemory(tensors[0].device, sum(tensor.nbytes for tensor in tensors), len(tensors))
+
+
+def _moved(tensor: Tensor, device: torch.device | None, memory: HostMemory | None) -> Tensor:
+    """A copy on another device; on the host in page-locked ``memory``, which is faster."""
     is_plain = type(tensor) in PLAIN_KINDS and tensor.layout is torch.strided
     # A conjugate is resolved on the host, which would have to wait for the copy.
-    if not (is_pinned and is_plain) or tensor.is_conj() or tensor.is_neg():
+    if memory is None or not is_plain or tensor.is_conj() or tensor.is_neg():
         return tensor.to(device, copy=True)
-    return empty_page_locked(tensor).copy_(tensor, non_blocking=True)
+    return memory.empty_like(tensor).copy_(tensor, non_blocking=True)
 
 
 @torch.no_grad()
