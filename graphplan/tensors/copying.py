@@ -155,11 +155,14 @@ def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
     keys = [home and (home, two.device) for home, (_, two) in zip(homes, rows, strict=True)]
     parts = [members for _, members in groups([one for one, _ in rows], keys, _TOGETHER)]
     marks = (_mark([rows[index] for index in members], home) for members in parts)
+    # Those of little are kept.
+    known = list(marks) if sum(one.nbytes for one in ones) <= _FEW else []
     found: list[int] = []
-    for members, differs in zip(parts, values_of([mark.any() for mark in marks]), strict=True):
+    for number, differs in enumerate(values_of([mark.any() for mark in known or marks])):
         if differs:
-            marked = _mark([rows[index] for index in members], home).flatten()
-            marked = marked.split([ones[index].numel() for index in members])
+            members = parts[number]
+            mark = known[number] if known else _mark([rows[index] for index in members], home)
+            marked = mark.flatten().split([ones[index].numel() for index in members])
             found += [index for index, part in zip(members, marked, strict=True) if part.any()]
     return sorted(found)
 

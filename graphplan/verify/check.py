@@ -240,14 +240,14 @@ class Check:
         noisy = self._is_noisy
         explain = partial(unexplained, one=self._replayed, again=again, eager=eager)
         for _ in range(_REPLAYS):
-            again.append(self._repeat(nudge=False))
+            again.append(self._repeat(paths if noisy else None))
             noisy = noisy or again[-1].differs
             found = explain(found, noisy=noisy)
             if not self._on_any(bool(found) and not noisy):
                 break
         # Noise that is rare has not been seen in a few replays: what rounding does says how large it may be.
         if self._on_any(noisy and bool(found)):
-            found = explain(found, nudged=self._repeat(nudge=True), noisy=True)
+            found = explain(found, nudged=self._repeat(paths, nudge=True), noisy=True)
         return found
 
     def left(self, walk: Walk, result: Any) -> State:
@@ -301,14 +301,16 @@ class Check:
             # The eager step gave tensors other memory (``tensor.data = ...``), which has their values now.
             self._program.resync()
 
-    def _repeat(self, *, nudge: bool) -> Run:
-        """One more replay beside the first one; with ``nudge``, of parameters with other last bits."""
+    def _repeat(self, beyond: Sequence[str] | None, *, nudge: bool = False) -> Run:
+        """One more replay beside the first one; with ``nudge``, of parameters with other last bits. How far they are
+        apart at the paths ``beyond``, or wherever they differ.
+        """
         self._go_back()
         if not nudge:
-            return Run.of(self._replayed, self.replay().tensors)
+            return Run.of(self._replayed, self.replay().tensors, beyond)
         params = {path: local(param) for path, param in self._owned.parameters.values()}
         left = nudged(lambda: self.replay().tensors, params, self._before.value, self._program.plan.rounding)
-        return Run.of(self._replayed, left)
+        return Run.of(self._replayed, left, beyond)
 
 
 def detached(result: Any) -> Any:

@@ -113,8 +113,8 @@ class Run:
 
     @classmethod
     def of(cls, one: Mapping[str, Tensor], left: Mapping[str, Tensor], beyond: Sequence[str] | None = None) -> Run:
-        """Compare ``one``, copies of what the first replay left, with what is there now, which differs at the paths
-        ``beyond``, if these are known. Waits for the device.
+        """Compare ``one``, copies of what the first replay left, with what is there now; only at the paths ``beyond``,
+        if it is known that these differ, or no others matter. Waits for the device.
         """
         alike = [path for path, t in left.items() if path in one and fits(one[path], t) and not t.is_quantized]
         changed = set(differing(one, left) if beyond is None else beyond)
