@@ -14,6 +14,7 @@ from graphplan.tensors.copying import bits, copy_all, flat, groups, unequal
 _BYTES = 2**22
 """Bytes that are summed at a time, of which that takes four copies."""
 _ROW = 2**16  # Words of one sum.
+_FEW = 2**14  # Numbers that torch's operators on the host compute with in one thread.
 _STEP, _MIX, _LAST = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """Multipliers of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), signed."""
 
@@ -60,12 +61,17 @@ def _sums(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @lru_cache(maxsize=1)
 def _factors() -> Tensor:
-    """Odd numbers for the words of a row, on the host: a device takes longer to load what makes them."""
-    numbers = torch.arange(1, _ROW + 1, device="cpu").mul_(_STEP)
-    for bits_down, factor in ((30, _MIX), (27, _LAST)):
-        # The lowest bits of a product depend on the lowest bits alone: here they get the highest ones'.
-        numbers = numbers.bitwise_xor_((numbers >> bits_down) & ((1 << (64 - bits_down)) - 1)).mul_(factor)
-    return numbers.bitwise_xor_((numbers >> 31) & ((1 << 33) - 1)).bitwise_or_(1)
+    """Odd numbers for the words of a row, on the host: a device takes longer to load what makes them. Few at a time: to
+    start threads for more takes 10 ms.
+    """
+    every = torch.arange(1, _ROW + 1, device="cpu")
+    for numbers in every.split(_FEW):
+        numbers.mul_(_STEP)
+        for bits_down, factor in ((30, _MIX), (27, _LAST)):
+            # The lowest bits of a product depend on the lowest bits alone: here they get the highest ones'.
+            numbers.bitwise_xor_((numbers >> bits_down) & ((1 << (64 - bits_down)) - 1)).mul_(factor)
+        numbers.bitwise_xor_((numbers >> 31) & ((1 << 33) - 1)).bitwise_or_(1)
+    return every
 
 
 def _words(tensors: list[Tensor]) -> Iterator[Tensor]:
