@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -116,20 +116,22 @@ def _parts(tensors: Sequence[Tensor], device: torch.device | None, beside: float
     return parts
 
 
-def _host_memory(tensors: Sequence[Tensor], device: torch.device | None) -> HostMemory | None:
-    """For copies of ``tensors``, if ``device`` is the host and they lie on another one."""
-    if not tensors or device is None or device.type != "cpu" or not is_accelerator(tensors[0].device):
-        return None
-    return HostMemory(tensors[0].device, sum(tensor.nbytes for tensor in tensors), len(tensors))
+def _host_memory(tensors: Sequence[Tensor], device: torch.device | None) -> dict[torch.device, HostMemory]:
+    """For copies of ``tensors`` on the host, by the accelerator where they lie; none if ``device`` is another one."""
+    if device is None or device.type != "cpu":
+        return {}
+    homes = {tensor.device for tensor in tensors if is_accelerator(tensor.device)}
+    by_home = {home: [tensor.nbytes for tensor in tensors if tensor.device == home] for home in homes}
+    return {home: HostMemory(home, sum(sizes), len(sizes)) for home, sizes in by_home.items()}
 
 
-def _moved(tensor: Tensor, device: torch.device | None, memory: HostMemory | None) -> Tensor:
+def _moved(tensor: Tensor, device: torch.device | None, memory: Mapping[torch.device, HostMemory]) -> Tensor:
     """A copy on another device; on the host in page-locked ``memory``, which is faster."""
     is_plain = type(tensor) in PLAIN_KINDS and tensor.layout is torch.strided
     # A conjugate is resolved on the host, which would have to wait for the copy.
-    if memory is None or not is_plain or tensor.is_conj() or tensor.is_neg():
+    if tensor.device not in memory or not is_plain or tensor.is_conj() or tensor.is_neg():
         return tensor.to(device, copy=True)
-    return memory.empty_like(tensor).copy_(tensor, non_blocking=True)
+    return memory[tensor.device].empty_like(tensor).copy_(tensor, non_blocking=True)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for all devices.
 
 class PageLocked:
     """Pieces of page-locked memory; a piece is free again when no tensor is left in it. ``lock(address, nbytes)`` and
-    ``unlock(address)`` tell whether they could, ``wait()`` waits for what was queued with memory that is lent again.
+    ``unlock(address)`` tell whether they could, ``wait()`` waits for what was queued with memory that is free.
     """
 
     def __init__(
@@ -33,24 +34,32 @@ class PageLocked:
     ) -> None:
         self._lock, self._unlock, self._wait = lock, unlock, wait
         self._free: list[_Piece] = []
+        self._turns = Lock()
         self._can = hasattr(mmap, "MADV_HUGEPAGE")
 
     def empty(self, nbytes: int) -> Tensor | None:
         """Uninitialized ``nbytes``, uint8; None for less than a page, or where there is none."""
         if nbytes < _PAGE or not self._can:
             return None
-        fitting = [piece for piece in self._free if nbytes <= piece.nbytes]
-        if fitting:
-            piece = min(fitting, key=lambda piece: piece.nbytes)
+        with self._turns:
+            # Others may become free meanwhile, with which something is queued yet.
+            free = list(self._free)
+            if free:
+                self._wait()
+            fitting = [piece for piece in free if nbytes <= piece.nbytes]
+            piece = min(fitting, key=lambda piece: piece.nbytes) if fitting else self._make(nbytes, free)
+            if piece in free:
+                self._free.remove(piece)
+            return None if piece is None else piece.lend(nbytes, self._free)
+
+    def _make(self, nbytes: int, too_small: list[_Piece]) -> _Piece | None:
+        """A new piece, in place of those that have become ``too_small``."""
+        for piece in too_small:
             self._free.remove(piece)
-            self._wait()
-            return piece.lend(nbytes, self._free)
-        # What is free has become too small.
-        while self._free and self._can:
-            self._can = self._unlock(self._free.pop().address)
+            self._can = self._can and self._unlock(piece.address)
         piece = _Piece(-(-nbytes // _PAGE) * _PAGE)
         self._can = self._can and self._lock(piece.address, piece.nbytes)
-        return piece.lend(nbytes, self._free) if self._can else None
+        return piece if self._can else None
 
 
 class _Piece:
