@@ -26,8 +26,9 @@ def suffices(trace: Trace, rates: Collection[int]) -> bool:
     step leaves.
     """
     known = trace.entry_slots.keys() | set(trace.leaf_storages.values())
-    passing = {storage for storage, external in trace.externals.items() if external.is_passing}
-    is_owned = trace.externals.keys() - rates - passing <= known
+    given = trace.symbolic.given
+    others = (storage for storage, each in trace.externals.items() if not (each.is_passing or id(each.tensor) in given))
+    is_owned = set(others).difference(rates) <= known
     runs_otherwise = trace.graph_elsewhere or trace.derives_otherwise or _shows_rates(trace, rates)
     return is_owned and not (runs_otherwise or _works_on_host(trace) or _leaves_more(trace))
 
@@ -55,8 +56,10 @@ def _follows(numbers: SymbolicNumbers, changed: Collection[str]) -> bool:
     """
     others = (place for path, place in numbers.places.items() if path not in changed)
     is_given = all(type(place.container) in (Given, Numbers) for place in others)
-    is_followed = numbers.asked or numbers.touched.difference(changed) or numbers.draws or numbers.behind
-    return bool(is_followed) or not is_given
+    # Chance may lead another way each time: one that has come twice is worth a capture.
+    is_led = any(path in numbers.drawn for question in numbers.asked for path in question.paths)
+    needs_values = numbers.used.keys() - changed or numbers.behind or numbers.rewrites
+    return is_led or bool(needs_values) or not is_given
 
 
 def _leaves_more(trace: Trace) -> bool:

@@ -41,7 +41,9 @@ from graphplan.specs.roles import Role
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result
+from graphplan.trace.operands import Operand
 from graphplan.trace.records import Operator
+from graphplan.trace.symbolic_numbers import NumberTensor
 
 NO_CHECK = 2**62
 """No replay has this number."""
@@ -119,6 +121,8 @@ class Program:
         self.tally = Tally()
         self.expected: Sequence[Operator] = ()
         """The operators of the only trace that it was made of, until a replay was compared with an eager step."""
+        self.numbers: Mapping[Operand, NumberTensor] = {}
+        """Those of their operands that stand for numbers."""
 
     def count_state_bytes(self) -> int:
         """Bytes of the owners' dense tensors, without those that the step has nothing to do with."""

@@ -137,7 +137,7 @@ class Replays:
                 )
                 repeated = None
                 if program.is_unproven:
-                    repeated = RepeatedOperators(program.expected, answers_in(fed.kwargs))
+                    repeated = RepeatedOperators(program.expected, answers_in(fed.kwargs), program.numbers)
                 verdict = check.run(partial(self._eager, program, fed, feed.leaves, repeated))
         except (torch.OutOfMemoryError, PeerError) as error:
             fed.restore()

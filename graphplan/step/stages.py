@@ -446,7 +446,7 @@ class Stages:
         """Capture a call and return its result. Raises ReadSignal if a placeholder was used."""
         options, backend, plan = self._options, self._runner.backend, call.line.plan
         assert plan is not None
-        expected = call.line.traces[-1].operators if plan.single else ()
+        traced = call.line.traces[-1] if plan.single else None
         if plan.single:
             # Most of what one trace was fed is gone by now.
             fed = {storage_id(leaf) for _, leaf in call.feed.tensors()}
@@ -484,7 +484,8 @@ class Stages:
             program.inputs.stage()
         build_later()
         self._stats.captured += 1
-        program.expected = expected
+        if traced is not None:
+            program.expected, program.numbers = traced.operators, traced.numbers()
         call.line.program = program
         self._managed.refresh(program.adopted.walk)
         self._managed.churn = 0

@@ -12,6 +12,8 @@ from torch import Tensor
 
 _ALIKE = frozenset({"mul", "mul_", "add", "add_", "sub", "sub_", "__rsub__"})
 """Functions of a tensor and a number that round as they do for a scalar tensor of the first one's dtype."""
+_GIVEN = frozenset({"mul", "mul_", "add", "add_", "sub", "sub_"})
+"""Those that torch runs as one operator, with the number or the tensor as its last argument."""
 _COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 """Functions that round a number to the tensor's dtype first."""
 _QUOTIENTS = {"div": Tensor.mul, "div_": Tensor.mul_}
@@ -48,7 +50,8 @@ def with_operand(function: Any, tensor: Any, number: Any) -> Tensor | None:
     name, dtype = alike.__name__, tensor.dtype
     wide = dtype if dtype in _EXACT else torch.float32
     known = _WIDENING.get(device.type, ()) if dtype is not wide else (*_ALIKE, *_QUOTIENTS, *_COMPARISONS)
-    operand = number._reader.tensor_of(number, wide, device) if name in known else None
+    is_operand = alike is function and dtype is wide and name in _GIVEN
+    operand = number._reader.tensor_of(number, wide, device, is_operand=is_operand) if name in known else None
     if operand is None:
         return None
     return alike(tensor, operand) if dtype is wide else alike(tensor.to(wide), operand).to(dtype)

@@ -207,7 +207,9 @@ class DeferredReads:
         self._is_lost |= get_ident() != self._thread
         return _item(tensor)
 
-    def tensor_of(self, number: DeferredNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    def tensor_of(
+        self, number: DeferredNumber, dtype: torch.dtype, device: torch.device, *, is_operand: bool = False
+    ) -> Tensor | None:
         """A scalar tensor with the value; None if that is not where the step computes, or other code would see it."""
         if self.symbolic.is_seen() or get_ident() != self._thread:
             return None

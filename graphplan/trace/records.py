@@ -26,8 +26,9 @@ from graphplan.trace.collectives import is_collective
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.host_reads import HostRead
 from graphplan.trace.host_transfers import HostProgram, Transfer
+from graphplan.trace.operands import Operand
 from graphplan.trace.rng import SavedStates
-from graphplan.trace.symbolic_numbers import SymbolicNumbers
+from graphplan.trace.symbolic_numbers import NumberTensor, SymbolicNumbers
 
 _MOST = 64
 """Refusals that are collected; a step that reads the device in a loop over rows has a text for each."""
@@ -198,6 +199,11 @@ class Trace:
     def symbolic(self) -> SymbolicNumbers:
         """The owners' numbers that stand-ins were put in the places of."""
         return SymbolicNumbers() if self.deferred is None else self.deferred.symbolic
+
+    def numbers(self) -> dict[Operand, NumberTensor]:
+        """The operands that stand for numbers."""
+        found = (self.symbolic.given.get(id(each.tensor)) for each in self.externals.values())
+        return {("external", at): number for at, number in enumerate(found) if number is not None}
 
     def find_owned(self, tensors: Iterable[Tensor], walk: Walk) -> None:
         """Take ``tensors`` for those of the owners in whose slots they are in a ``walk`` after the step."""

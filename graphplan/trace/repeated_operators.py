@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from graphplan.observe.source import find_source
@@ -11,20 +12,31 @@ from graphplan.trace.batch_reads import Answer, BatchAnswers
 from graphplan.trace.changes import same_value
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.mode import LIFTS
+from graphplan.trace.operands import Operand
 from graphplan.trace.operator_schemas import OperatorCall
 from graphplan.trace.records import Operator
+from graphplan.trace.symbolic_numbers import NumberTensor
+
+_NUMBER = "other"
+"""What operators call their last argument that take a number or a tensor there."""
 
 
 class RepeatedOperators(OperatorMode):
     """Notes what a step does that should run the operators ``expected`` again: a small part of what a trace notes. What
     they work on is left to those who compare what the step leaves. ``answers`` is what the traced step was given in
-    place of reads, which are made here, and noted as they were in the trace.
+    place of reads, which are made here, and noted as they were in the trace; ``numbers`` are operands that stand for
+    numbers, which a replay of the same step has filled.
     """
 
-    def __init__(self, expected: Sequence[Operator], answers: BatchAnswers | None = None) -> None:
+    def __init__(
+        self,
+        expected: Sequence[Operator],
+        answers: BatchAnswers | None = None,
+        numbers: Mapping[Operand, NumberTensor] = MappingProxyType({}),
+    ) -> None:
         super().__init__(answers)
         self._answer: Answer | None = None
-        self._traced = expected
+        self._traced, self._numbers = expected, numbers
         self.expected = [operator for operator in expected if not operator.is_instead]
         self._reads_more = len(self.expected) < len(expected)
         self.found: list[Operator] = []
@@ -49,6 +61,9 @@ class RepeatedOperators(OperatorMode):
         if self._reads_more and name != known.name and (call.reads_values() or name in LIFTS):
             # The traced step has left it for later.
             return
+        number = self._numbers.get(known.operands[-1]) if known.operands else None
+        if number is not None:
+            scalars = tuple(scalar for scalar in scalars if scalar != (_NUMBER, number.held))
         if name == known.name and known.constant is None and same_value(scalars, known.scalars):
             self.found.append(known)
             return

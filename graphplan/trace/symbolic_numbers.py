@@ -74,6 +74,7 @@ class SymbolicNumbers:
         used: the paths of numbers whose values code has needed, and where, if that is known.
         needs: for what, by path, if that is known.
         given: the tensors that the step was given, by identity.
+        rewrites: whether other operators work with one of these than with the number in an eager step.
         touched: the paths of numbers that the step has compared or computed with.
         kinds: the classes of all numbers, and of truth values that count as asked, by path: code may ask for them.
         lies: by path, the first path of the same place, by which the step is given the number, and whether an object or
@@ -103,6 +104,7 @@ class SymbolicNumbers:
         self.used: dict[str, Source | None] = {}
         self.needs: dict[str, str] = {}
         self.given: dict[int, NumberTensor] = {}
+        self.rewrites = False
         self.kinds: dict[str, type] = {}
         self.touched: set[str] = set()
         self.counted: set[str] = set()
@@ -273,8 +275,13 @@ class SymbolicNumbers:
         """False: what may raise an exception is not computed again."""
         return False
 
-    def tensor_of(self, number: SymbolicNumber, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """A scalar tensor that holds the value in every step; None if that is not where the step computes."""
+    def tensor_of(
+        self, number: SymbolicNumber, dtype: torch.dtype, device: torch.device, *, is_operand: bool = False
+    ) -> Tensor | None:
+        """A scalar tensor that holds the value in every step; None if that is not where the step computes. If it
+        ``is_operand``, the operator that gets it is one that an eager step gives the number.
+        """
+        self.rewrites |= not is_operand
         if self.device is None or device.type != self.device.type or self.is_seen():
             return None
         form, paths = form_of(number)

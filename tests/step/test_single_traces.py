@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from graphplan import HostScalarError, check_step, graph_step, graphed
 from graphplan.backends.tape import TapeBackend
-from graphplan.errors import ControlFlowError, HostEffectError, HostSyncError, UncoveredRoleError
+from graphplan.errors import CaptureError, ControlFlowError, HostEffectError, HostSyncError, UncoveredRoleError
 from graphplan.program.program import Program
 from graphplan.step import replays
 from tests.failure_modes.naive import changing_rig, loss_of, stay
@@ -162,6 +163,28 @@ def _draws(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
     return loss * random.random()
 
 
+def _mixes(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    share = np.random.beta(0.4, 0.4)
+    return loss * share + scores.square().mean().sub(1 - share).add_(share)
+
+
+def _counts(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    model.counted += 1
+    return loss * (0.5 + model.counted)
+
+
+def _turns_by_chance(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    return loss * 2 if random.random() < 2 else loss
+
+
+def _divides_by_a_draw(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    return loss / random.random()
+
+
+def _multiplies_in_half_precision(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    return (loss.bfloat16() * random.random()).float()
+
+
 def _returns_number(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> float:
     return loss.item()
 
@@ -186,6 +209,45 @@ def test_numbers_that_nothing_else_is_made_of(body: Callable[..., Any], kept: di
 
     step = assert_same_as_eager(make)
     assert counts(step) == (WARMUP, 1, 1, CALLS - BEFORE_REPLAY + 1), step.report()
+
+
+@pytest.mark.parametrize(("body", "kept"), [(_draws, {}), (_mixes, {}), (_counts, {"counted": 0})])
+def test_numbers_that_operators_work_with(body: Callable[..., Any], kept: dict[str, Any]) -> None:
+    """An eager step gives the same operators the number."""
+
+    def make() -> Rig:
+        random.seed(5)
+        np.random.seed(5)
+        return keeping_rig(body, CALLS, **kept)
+
+    step = assert_same_as_eager(make)
+    assert counts(step) == (WARMUP, 1, 1, CALLS - BEFORE_REPLAY + 1), step.report()
+
+
+def hidden_rig(last: int) -> Rig:
+    """A step that computes a number with one that no guard sees, which is raised after the first ``last`` calls."""
+    hidden = Box(2)
+
+    def body(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+        return loss + 0 * scores.mean().mul(random.random() + hidden.item)
+
+    def after(model: Any, index: int) -> None:
+        hidden.item += index < last
+
+    random.seed(5)
+    return keeping_rig(body, CALLS, after)
+
+
+@pytest.mark.parametrize("last", [ONCE, FIRST])
+def test_a_number_that_is_computed_of_another_one_in_the_capture_or_the_first_check(last: int) -> None:
+    """Also where the same comes of it: the step is traced anew."""
+    step = assert_same_as_eager(partial(hidden_rig, last))
+    assert step.stats.replayed > 0
+    assert "traced anew: " in step.report()
+
+
+def test_a_number_that_is_computed_of_what_changes_in_each_call() -> None:
+    assert_refused(partial(hidden_rig, CALLS), CaptureError, "uses a number as a tensor at", done=FIRST + 2)
 
 
 def test_a_step_that_only_reads() -> None:
@@ -249,7 +311,9 @@ def test_numbers_that_are_others_in_the_capture_after_two_traces(what: str, text
         (_gives_other_memory, {"kept": torch.zeros(())}),
         (_appends_more, {"losses": []}),
         (_reads, {}),
-        (_draws, {}),
+        (_turns_by_chance, {}),
+        (_divides_by_a_draw, {}),
+        (_multiplies_in_half_precision, {}),
         (_draws_from_its_own, {"source": torch.Generator().manual_seed(3)}),
         (partial(_works_with_unowned, Box(torch.tensor(2.0))), {}),
     ],

@@ -240,6 +240,8 @@ def test_a_function_with_more_references_is_looked_for_in_all_modules(monkeypatc
 
     modules = _Modules(sys.modules)
     monkeypatch.setattr(host_draws, "sys", SimpleNamespace(modules=modules))
+    monkeypatch.setattr(host_draws, "_OF_PYTHON", ("vonmisesvariate",))
+    monkeypatch.setattr(host_draws, "_OF_NUMPY", ())
     found()
     searches.clear()
     assert found() == [random]
