@@ -103,7 +103,7 @@ def _target(raw: bytes, opname: str, arg: int, offset: int) -> int:
     offset += 2
     while offset < len(raw) and raw[offset] == _CACHE:
         offset += 2
-    return offset + 2 * (-arg if "BACKWARD" in opname else arg)
+    return offset + 2 * (-arg if "BACKWARD" in opname or opname == "END_ASYNC_FOR" else arg)
 
 
 def _plain_variables(step: Step) -> list[Step]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -82,37 +83,74 @@ def _drawing(generator: str, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _find_functions() -> Iterator[tuple[Any, str, Any]]:
+    found = _all_holders()
+    _search([each for each in found if not each.are_all and _EXHAUSTED.get(each.key) != each.search])
+    for each in found:
+        drawing = _drawing(each.generator, each.function)
+        yield from ((module, each.name, drawing) for module in each.modules)
+
+
+def _all_holders() -> list[_Holders]:
     # Legacy functions of NumPy are in both of its modules.
     numpy = [sys.modules[name] for name in ("numpy.random", "numpy.random.mtrand") if name in sys.modules]
-    alone = object()
+    found = []
     for generator, homes, names in ((PYTHONS, [random], _OF_PYTHON), (NUMPYS, numpy, _OF_NUMPY)):
         for name in names if homes else ():
             function = vars(homes[0]).get(name)
             # Another one may be the user's.
             if callable(function) and getattr(function, "__self__", None) is not None:
-                count = getrefcount(function) - getrefcount(alone)
-                holders = _holders(function, name, homes, count)
-                drawing = _drawing(generator, function)
-                yield from ((holder, name, drawing) for holder in holders)
+                found.append(_Holders(generator, name, function, homes))
+    return found
 
 
-def _holders(function: Any, name: str, homes: Sequence[ModuleType], count: int) -> list[ModuleType]:
-    """The modules that have ``function`` by its ``name``, into which code may have imported it: others than its
-    ``homes`` only if more refer to it, and at most as many as the ``count`` of those that do.
+class _Holders:
+    """The modules that have a ``function`` by its ``name``, into which code may have imported it: its ``homes``, and
+    where it was found before.
     """
-    key = homes[0].__name__, name
-    likely = [*homes, *_IMPORTED.get(key, ())]
-    found = dict.fromkeys(module for module in likely if vars(module).get(name) is function)
-    if len(found) < count:
-        for module in list(sys.modules.values()):
-            if type(module) is ModuleType and vars(module).get(name) is function:
-                found[module] = None
-                if len(found) == count:
-                    break
-        _IMPORTED[key] = list(found)
-    return list(found)
+
+    def __init__(self, generator: str, name: str, function: Any, homes: Sequence[ModuleType]) -> None:
+        self.generator, self.name, self.function = generator, name, function
+        self.key = homes[0].__name__, name
+        known = (reference() for reference in _IMPORTED.get(self.key, ()))
+        likely = (*homes, *(module for module in known if module is not None))
+        self.modules = dict.fromkeys(module for module in likely if vars(module).get(name) is function)
+
+    @property
+    def are_all(self) -> bool:
+        """Whether nothing else refers to the function: this object does, and those who ask."""
+        alone = _Alone()
+        return getrefcount(self.function) - getrefcount(alone.function) <= len(self.modules)
+
+    @property
+    def search(self) -> tuple[int, int]:
+        """What a search in all modules depends on."""
+        return len(sys.modules), id(self.function)
 
 
-_IMPORTED: dict[tuple[str, str], list[ModuleType]] = {}
+class _Alone:
+    def __init__(self) -> None:
+        self.function = object()
+
+
+def _search(wanted: Sequence[_Holders]) -> None:
+    """Look for further modules that have what is ``wanted``, until all that refers to it is found."""
+    left = list(wanted)
+    for module in list(sys.modules.values()) if left else ():
+        space = vars(module) if type(module) is ModuleType else {}
+        for each in [each for each in left if space.get(each.name) is each.function]:
+            each.modules[module] = None
+            if each.are_all:
+                left.remove(each)
+        if not left:
+            break
+    for each in wanted:
+        _IMPORTED[each.key] = [weakref.ref(module) for module in each.modules]
+    # What else refers to these is no module.
+    _EXHAUSTED.update((each.key, each.search) for each in left)
+
+
+_IMPORTED: dict[tuple[str, str], list[weakref.ref[ModuleType]]] = {}
 """Where functions of a module and a name were found: to go through all modules takes an H200 host 10 ms."""
+_EXHAUSTED: dict[tuple[str, str], tuple[int, int]] = {}
+"""Searches that have gone through all."""
 _FUNCTIONS = Replacements(_find_functions)

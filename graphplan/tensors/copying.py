@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphplan.environment.devices import is_accelerator
 from graphplan.tensors.attributes import PLAIN_KINDS
-from graphplan.tensors.page_locked import HostMemory
+from graphplan.tensors.page_locked import HostMemory, is_copied_to
 
 _SMALL, _TOGETHER = 2**22, 2**24
 """Most bytes of a tensor that is compared together with others, and of all of these, of which that takes two copies."""
@@ -120,16 +120,14 @@ def _host_memory(tensors: Sequence[Tensor], device: torch.device | None) -> dict
     """For copies of ``tensors`` on the host, by the accelerator where they lie; none if ``device`` is another one."""
     if device is None or device.type != "cpu":
         return {}
-    homes = {tensor.device for tensor in tensors if is_accelerator(tensor.device)}
-    by_home = {home: [tensor.nbytes for tensor in tensors if tensor.device == home] for home in homes}
-    return {home: HostMemory(home, sum(sizes), len(sizes)) for home, sizes in by_home.items()}
+    copied = [tensor for tensor in tensors if is_accelerator(tensor.device) and is_copied_to(tensor)]
+    homes = {tensor.device for tensor in copied}
+    return {home: HostMemory(home, [tensor for tensor in copied if tensor.device == home]) for home in homes}
 
 
 def _moved(tensor: Tensor, device: torch.device | None, memory: Mapping[torch.device, HostMemory]) -> Tensor:
     """A copy on another device; on the host in page-locked ``memory``, which is faster."""
-    is_plain = type(tensor) in PLAIN_KINDS and tensor.layout is torch.strided
-    # A conjugate is resolved on the host, which would have to wait for the copy.
-    if tensor.device not in memory or not is_plain or tensor.is_conj() or tensor.is_neg():
+    if tensor.device not in memory or not is_copied_to(tensor):
         return tensor.to(device, copy=True)
     return memory[tensor.device].empty_like(tensor).copy_(tensor, non_blocking=True)
 

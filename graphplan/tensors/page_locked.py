@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from threading import Lock
@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from graphplan.environment.devices import module_of, synchronize
+from graphplan.tensors.attributes import PLAIN_KINDS
 
 _PAGE = 2**21
 """Bytes of a huge page."""
 _LINE = 64  # Bytes: copies begin at multiples of these.
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux, for which Python has no name.
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices.
 
 
@@ -39,7 +41,7 @@ class PageLocked:
 
     def empty(self, nbytes: int) -> Tensor | None:
         """Uninitialized ``nbytes``, uint8; None for less than a page, or where there is none."""
-        if nbytes < _PAGE or not self._can:
+        if nbytes < _PAGE:
             return None
         with self._turns:
             # Others may become free meanwhile, with which something is queued yet.
@@ -54,24 +56,31 @@ class PageLocked:
 
     def _make(self, nbytes: int, too_small: list[_Piece]) -> _Piece | None:
         """A new piece, in place of those that have become ``too_small``."""
-        for piece in too_small:
+        for piece in too_small if self._can else ():
             self._free.remove(piece)
-            self._can = self._can and self._unlock(piece.address)
-        piece = _Piece(-(-nbytes // _PAGE) * _PAGE)
-        self._can = self._can and self._lock(piece.address, piece.nbytes)
-        return piece if self._can else None
+            # It is mapped as long as it has its name here.
+            self._can &= self._unlock(piece.address)
+        if not self._can:
+            return None
+        with suppress(OSError):
+            piece = _Piece(-(-nbytes // _PAGE) * _PAGE)
+            if self._lock(piece.address, piece.nbytes):
+                return piece
+        self._can = False
+        return None
 
 
 class _Piece:
-    """Memory of the process alone, whole huge pages. A process that is forked off does not have it."""
+    """Memory of the process alone, whole huge pages; what is forked off has other memory there. Raises OSError where
+    the system cannot do that.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._map = mmap.mmap(-1, nbytes + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A system may have none of either.
-        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-            with suppress(OSError):
-                self._map.madvise(advice)
+        self._map.madvise(_WIPE_ON_FORK)
+        with suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._begin = -whole.data_ptr() % _PAGE
         part = whole[self._begin : self._begin + nbytes]
@@ -86,19 +95,38 @@ class _Piece:
 
 
 class HostMemory:
-    """Page-locked memory of the host for ``count`` copies of tensors of ``device``, ``nbytes`` in all: to make a large
-    piece is several times as fast as to make many.
+    """Page-locked memory of the host for copies of ``tensors`` of one ``device``, all of which :func:`is_copied_to`: to
+    make a large piece is several times as fast as to make many.
     """
 
-    def __init__(self, device: torch.device, nbytes: int, count: int) -> None:
-        self._left = _pieces_for(device).empty(nbytes + _LINE * count)
+    def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
+        with _TURNS:
+            pieces = _pieces_for(device)
+        self._left = pieces.empty(sum(tensor.nbytes for tensor in tensors) + _LINE * len(tensors))
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Uninitialized memory for a copy of ``tensor``, a plain one."""
-        if self._left is None or not tensor.is_contiguous():
+        """Uninitialized memory for a copy of ``tensor``."""
+        if self._left is None:
             return torch.empty_like(tensor, device="cpu", pin_memory=True)
         memory, self._left = self._left[: tensor.nbytes], self._left[-(-tensor.nbytes // _LINE) * _LINE :]
-        return memory.view(tensor.dtype).view(tensor.shape)
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def is_copied_to(tensor: Tensor) -> bool:
+    """Whether copies of ``tensor`` may lie in :class:`HostMemory`: it is a plain one without gaps."""
+    if type(tensor) not in PLAIN_KINDS or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    # A conjugate is resolved on the host, which would have to wait for the copy.
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    order = _FORMATS.get(tensor.dim())
+    return tensor.is_contiguous() or (order is not None and tensor.is_contiguous(memory_format=order))
+
+
+_TURNS = Lock()
 
 
 @cache

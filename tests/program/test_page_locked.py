@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from graphplan.tensors.page_locked import PageLocked
+from graphplan.tensors.page_locked import PageLocked, is_copied_to
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux alone has huge pages on demand")
 _MIB = 2**20
@@ -92,12 +94,13 @@ def test_where_pages_cannot_be_locked_there_is_none() -> None:
     driver = _Driver(most=1)
     kept = driver.empty(2 * _MIB)
     assert driver.pieces.empty(2 * _MIB) is None
+    address = kept.data_ptr()
     del kept
     gc.collect()
-    # The driver is not asked again.
-    driver.locked.clear()
-    assert driver.pieces.empty(2 * _MIB) is None
-    assert not driver.locked
+    # The driver is not asked again, and what there is is lent.
+    assert driver.pieces.empty(4 * _MIB) is None
+    assert driver.locked == {address: 2 * _MIB}
+    assert driver.empty(2 * _MIB).data_ptr() == address
 
 
 def test_where_pages_cannot_be_unlocked_there_is_none_either() -> None:
@@ -109,16 +112,60 @@ def test_where_pages_cannot_be_unlocked_there_is_none_either() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_does_not_have_it() -> None:
-    memory = _Driver().empty(2 * _MIB)
-    assert _is_mapped(memory.data_ptr())
+def test_a_forked_process_has_other_memory() -> None:
+    """A device goes on to write to the parent's."""
+    memory = _Driver().empty(2 * _MIB).fill_(1)
     child = os.fork()
     if child == 0:
-        os._exit(1 if _is_mapped(memory.data_ptr()) else 0)
+        os._exit(int(memory[::4096].tolist() != [0] * (2 * _MIB // 4096)))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+    assert memory.all()
+
+
+def test_memory_is_there_while_it_is_unlocked() -> None:
+    driver = _Driver()
+    small = driver.empty(2 * _MIB)
+    address = small.data_ptr()
+    del small
+    gc.collect()
+    mapped: list[bool] = []
+    driver.pieces._unlock = lambda address: mapped.append(_is_mapped(address)) or True  # type: ignore[func-returns-value]
+    driver.empty(4 * _MIB)
+    assert mapped == [True]
+    assert not _is_mapped(address) or driver.waits == 1
+
+
+def test_threads_take_turns() -> None:
+    """No piece is lent twice at a time."""
+    driver, lent = _Driver(), Counter[int]()
+
+    def take() -> None:
+        for _ in range(200):
+            memory = driver.empty(2 * _MIB)
+            lent[memory.data_ptr()] += 1
+            assert lent[memory.data_ptr()] == 1
+            lent[memory.data_ptr()] -= 1
+            del memory
+
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(take) for _ in range(4)]:
+            future.result()
+    assert len(driver.locked) <= 4
 
 
 def _is_mapped(address: int) -> bool:
     ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize.*:UserWarning")
+def test_what_lies_in_it() -> None:
+    """Tensors without gaps, in the order in which they lie."""
+    weight = torch.randn(3, 4, 5, 6)
+    assert is_copied_to(weight)
+    assert is_copied_to(weight.to(memory_format=torch.channels_last))
+    assert not is_copied_to(weight[..., ::2])
+    assert not is_copied_to(weight.expand(2, 3, 4, 5, 6))
+    assert not is_copied_to(torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8))
+    assert not is_copied_to(torch.view_as_complex(weight[..., :2].contiguous()).conj())

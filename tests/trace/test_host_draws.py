@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import operator
 import random
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -255,11 +257,30 @@ def test_a_function_with_more_references_is_looked_for_in_all_modules(monkeypatc
         searches.clear()
         del module.vonmisesvariate
         assert found() == [random]
-    # Something else than a module has it: all are gone through, each time.
+    # Something else than a module has it: all are gone through, once.
     held = [random.vonmisesvariate]
     assert found() == found() == [random]
-    assert searches == [len(modules)] * 2
-    assert held
+    assert searches == [len(modules)]
+    # A module that is imported then is found.
+    module = modules["imports_it_later"] = ModuleType("imports_it_later")
+    module.vonmisesvariate = held[0]  # type: ignore[attr-defined]
+    assert found() == found() == [random, module]
+    assert searches == [len(modules) - 1, len(modules)]
+
+
+def test_modules_that_draw_are_not_kept_alive() -> None:
+    """What code imported by its name is known as long as it is there."""
+    module = ModuleType("goes_away")
+    module.uniform = random.uniform  # type: ignore[attr-defined]
+    sys.modules["goes_away"] = module
+    holders = [holder for holder, name, _ in host_draws._find_functions() if name == "uniform"]
+    assert module in holders
+    del sys.modules["goes_away"], holders[:]
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+    assert all(name != "goes_away" for name in (h.__name__ for h, _, _ in host_draws._find_functions()))
 
 
 def test_a_module_that_was_imported_anew_draws_from_a_generator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
