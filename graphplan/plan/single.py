@@ -56,10 +56,9 @@ def _follows(numbers: SymbolicNumbers, changed: Collection[str]) -> bool:
     """
     others = (place for path, place in numbers.places.items() if path not in changed)
     is_given = all(type(place.container) in (Given, Numbers) for place in others)
-    # Chance may lead another way each time: one that has come twice is worth a capture.
-    is_led = any(path in numbers.drawn for question in numbers.asked for path in question.paths)
-    needs_values = numbers.used.keys() - changed or numbers.behind or numbers.rewrites
-    return is_led or bool(needs_values) or not is_given
+    # One of several ways through the step is worth a capture if it has come twice.
+    needs_more = numbers.asked or numbers.used.keys() - changed or numbers.behind or numbers.rewrites
+    return bool(needs_more) or not is_given
 
 
 def _leaves_more(trace: Trace) -> bool:
