@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -93,12 +94,12 @@ class Entry:
 
     ``since``, ``used`` and ``called`` number the lookup that made it, the latest one, and its latest call on the way to
     a program; ``met`` is how many there were. ``doubt``: how a replay after a single trace was wrong, told once if two
-    traces say nothing against the step. ``captured``: it has or had one. ``gate`` times its replays until
-    ``is_decided``. ``outside``: results take part in a backward pass outside the step, so calls are eager. ``batch``:
-    what the step reads of its batch chooses another entry, whose ``base`` is this one. ``ways``: the one used last
-    comes last; the numbers at ``places`` decide between them. ``untried`` ways were traced since the last capture, up
-    to a limit (``too_many``). ``flows_out``: what a backward pass outside the step has come to, by the number of the
-    call that returned it.
+    traces say nothing against the step. ``captured``: it has or had one; ``lasted``: replays until it was to be
+    captured again. ``gate`` times its replays until ``is_decided``. ``outside``: results take part in a backward pass
+    outside the step, so calls are eager. ``batch``: what the step reads of its batch chooses another entry, whose
+    ``base`` is this one. ``ways``: the one used last comes last; the numbers at ``places`` decide between them.
+    ``untried`` ways were traced since the last capture, up to a limit (``too_many``). ``flows_out``: what a backward
+    pass outside the step has come to, by the number of the call that returned it.
     ``pause``: why this call is eager though there is a program; ``paused``: after how many of its replays one was last
     left out so.
     """
@@ -113,6 +114,7 @@ class Entry:
     refusal: RefusalError | None = None
     doubt: RefusalError | None = None
     captured: bool = False
+    lasted: float = math.inf
     wants_grad: bool = False
     outside: bool = False
     batch: BatchVariants | None = None

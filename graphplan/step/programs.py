@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 
 from graphplan.errors import HostSyncError, NotCapturedError, RecaptureError
@@ -51,6 +52,7 @@ class Programs:
         self._waits = self._waits_at = 0
         self._longest = _LONGEST
         self._said = self._is_told = False
+        self._is_tried = False  # Something was begun after the longest wait.
 
     def get(self, key: Key) -> Entry | None:
         """The entry of ``key``."""
@@ -116,6 +118,7 @@ class Programs:
         """Close one entry's programs because of ``reason``."""
         self._stats.note(f"recapture: {reason}", "recaptures")
         self._reasons = [*self._reasons, reason][-_REASONS:]
+        entry.lasted = sum(program.replays for program in entry.programs())
         self.close(entry)
 
     def close(self, entry: Entry) -> None:
@@ -222,22 +225,25 @@ class Programs:
         is_further = (has_ways or not entry.captured) and (bool(self.all()) or is_behind)
         # Each call may take a way of its own. Where that is an error, it is told of early.
         is_further |= has_ways and self._options.on_failure == "eager"
+        # What has changed may change again.
+        is_again = math.isfinite(entry.lasted) and not entry.programs() and self._options.on_failure == "eager"
         # What has begun is brought to its end.
-        if entry.progress or not (is_further or self._unpaid >= _UNPAID):
+        if entry.progress or not (is_further or is_again or self._unpaid >= _UNPAID):
             return None
         if not self.has_spent(entry):
             self._longest = _LONGEST
             return None
         # Where a step goes one of many ways by chance, most calls may be none that is known yet.
-        longest = self._longest * (_LONGER if has_ways else 1)
+        longest = self._longest * (_LONGER if has_ways or is_again else 1)
         # Before there is a program, ways that are traced may be such as do not come again.
         progress = self.progress or self._stats.traced
         if self._waits_at != progress:
             # What was captured or traced after the longest wait has not paid.
-            self._longest *= _LONGER if self._waits > longest else 1
-            self._waits, self._waits_at = 0, progress
+            self._longest *= _LONGER if self._is_tried else 1
+            self._waits, self._waits_at, self._is_tried = 0, progress, False
         self._waits += 1
         if self._waits > longest:
+            self._is_tried = True
             return None
         signature = "another signature" if is_further else "what was captured before"
         what = "another way through the step's code" if has_ways else signature
@@ -277,10 +283,12 @@ class Programs:
         return debt - balance.saved * rest / max(1, calls - self._captured_at) >= _ALLOWANCE
 
     def _expected(self, entry: Entry, calls: int) -> float:
-        """How many of the next ``calls`` will be an entry's, by how many have been, and of how many since the first."""
+        """How many of the next ``calls`` will be an entry's, by how many have been, and of how many since the first; no
+        more than were replayed before it was captured again.
+        """
         # What is read of a batch takes a lookup of its own.
         lookups = (self._lookups - entry.since) / (1 if entry.base is None else 2)
-        return min(calls * (entry.met - 1) / max(1.0, lookups), _OFTEN * entry.met)
+        return min(calls * (entry.met - 1) / max(1.0, lookups), _OFTEN * entry.met, entry.lasted)
 
     @property
     def progress(self) -> int:

@@ -25,7 +25,7 @@ from graphplan.step.runner import Parts
 from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.repeated_operators import RepeatedOperators
 from graphplan.verify.check import Check, Verdict, detached
-from graphplan.verify.schedule import Timetable, next_check
+from graphplan.verify.schedule import Spent, Timetable, next_check
 
 _UNPROVEN = "the first replay after a single trace could not be checked"
 _LATEST = 2  # Captures whose checks go on where the program is captured again.
@@ -77,6 +77,7 @@ class Replays:
         self._stats = parts.runner.stats
         self._asked = 0
         self._by_form: WeakValueDictionary[int, _Series] = WeakValueDictionary()
+        self._spent = Spent()
         # They live as long as their programs, or here.
         self._latest: deque[_Series] = deque(maxlen=_LATEST)
 
@@ -173,7 +174,7 @@ class Replays:
         agree: Callable[[int], int] = int
         if peers is not None and plan.communicates:
             agree = lambda number: peers.settle(f"after check {self._stats.calls}", number)  # noqa: E731
-        timetable = Timetable(every, plan.device, agree)
+        timetable = Timetable(every, plan.device, agree, spent=self._spent)
         series = _Series(timetable, next_check(every, 0))
         if every is None:
             series = self._by_form.setdefault(plan.form, series)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter, process_time
 from typing import Any
 
@@ -17,8 +18,8 @@ EVERY = 1000  # The geometric schedule doubles up to here, and then goes on in s
 SHARE = 0.01  # Part of the time that checks of the geometric schedule may take, from replay ``EARLY`` on.
 EARLY = 64  # The first replays, of which the last one is checked in any case.
 FREE, STEPS = 0.2, 10.0
-"""Seconds that checks of the first replays may take, and how many eager steps on an accelerator. As many as fit in are
-spread over these replays.
+"""Seconds that checks of the first replays may take, and how many eager steps on an accelerator, those of all programs
+of a step together. As many as fit in are spread over these replays, but for a program's first one, which is made.
 """
 
 
@@ -44,10 +45,18 @@ def next_check(every: int | None, number: int) -> int:
     return 2 * number if 2 * number < EVERY else (number // EVERY + 1) * EVERY
 
 
+@dataclass(slots=True)
+class Spent:
+    """Seconds that checks have taken."""
+
+    seconds: float = 0.0
+
+
 class Timetable:
     """When replays of one or several programs are checked: no more often than ``every`` says. ``device`` is waited
     for before a time is taken, ``agree`` makes one number for all ranks of that of the next check. ``clock`` tells
-    seconds; by default those of the process where it does all the work itself.
+    seconds; by default those of the process where it does all the work itself. ``spent`` has those of other timetables
+    of the same step as well.
     """
 
     def __init__(
@@ -56,13 +65,14 @@ class Timetable:
         device: torch.device,
         agree: Callable[[int], int] = int,
         clock: Callable[[], float] | None = None,
+        spent: Spent | None = None,
     ) -> None:
         self._every = every
         self._device = device
         self._agree = agree
         self._clock = clock or (process_time if device.type == "cpu" else perf_counter)
         self._begun = 0.0
-        self._spent = 0.0  # Seconds that checks have taken.
+        self._spent = Spent() if spent is None else spent
         self._latest: tuple[int, float] | None = None  # Number of the check before, and when it ended.
 
     def begin(self, number: int) -> None:
@@ -77,7 +87,7 @@ class Timetable:
             return then
         now, before = self._now(), self._latest
         seconds = now - self._begun
-        self._spent += seconds
+        self._spent.seconds += seconds
         self._latest = number, now
         if number < EARLY:
             return self._agree(self._soon(number, seconds, step))
@@ -90,7 +100,7 @@ class Timetable:
     def _soon(self, number: int, seconds: float, step: float) -> int:
         """The next of the first replays: the checks that there is time for are apart by one factor."""
         most = FREE if self._device.type == "cpu" else min(FREE, STEPS * step)
-        count = min(EARLY, (most - self._spent) / seconds) if seconds > 0 else EARLY
+        count = min(EARLY, (most - self._spent.seconds) / seconds) if seconds > 0 else EARLY
         doublings = math.log2(EARLY / number) / (max(0, math.floor(count)) + 1)
         return min(EARLY, number * 2 ** max(1, round(doublings)))
 
