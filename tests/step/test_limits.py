@@ -79,6 +79,56 @@ def test_ways_wait_for_what_they_cost() -> None:
     assert "another way through the step's code is traced once replays have saved what" in step.report()
 
 
+def changing_rig(every: int) -> Rig:
+    """A step whose code reads a text that is another one after ``every`` so many calls."""
+    rig = rig_of([8] * 400)
+    given, model = rig.step, rig.owners["model"]
+    model.mode = "0"
+
+    def reads(x: Tensor, y: Tensor) -> Any:
+        return given(x if model.mode else -x, y)
+
+    def after(index: int) -> None:
+        model.mode = str((index + 1) // every)
+
+    return Rig(reads, rig.owners, rig.calls, after=after)
+
+
+@pytest.mark.filterwarnings("ignore:graphplan runs most calls eagerly:UserWarning")
+@pytest.mark.parametrize(("spends", "most"), [(False, 20), (True, 4)])
+def test_what_changes_again_and_again(monkeypatch: pytest.MonkeyPatch, spends: bool, most: int) -> None:
+    """A step that has to be captured again waits until replays have saved what that takes, or each time four times as
+    long. What tells whether they have takes the time, so it is put in its place.
+    """
+    monkeypatch.setattr(Programs, "has_spent", lambda *_: spends)
+    rig = build(lambda: changing_rig(20))
+    expected = drive(rig, rig.step)
+    rig = build(lambda: changing_rig(20))
+    step = managed(rig, on_failure="eager")
+    assert_same_runs(expected, drive(rig, step))
+    assert most // 2 < step.stats.captured <= most
+    waits = "what was captured before is traced once replays have saved what earlier traces and captures took"
+    assert (waits in step.report()) is spends
+
+
+@pytest.mark.filterwarnings("ignore:graphplan runs most calls eagerly:UserWarning")
+def test_an_entry_is_expected_to_last_as_long_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often its calls have come."""
+    expected: list[tuple[float, float]] = []
+    drop = Programs.drop
+
+    def dropped(programs: Programs, entry: Entry, reason: str) -> None:
+        drop(programs, entry, reason)
+        expected.append((entry.lasted, programs._expected(entry, 10**6)))
+
+    monkeypatch.setattr(Programs, "drop", dropped)
+    rig = build(lambda: changing_rig(20))
+    drive(rig, managed(rig, on_failure="eager"))
+    # The first is captured in its fifth call.
+    assert expected[0] == (15, 15)
+    assert all(lasted <= 20 and found == lasted for lasted, found in expected)
+
+
 def test_ways_of_which_none_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is traced after 64 calls, and another one after four times as many. The way that all calls take in the end is
     replayed. What tells whether ways pay takes the time, so it is put in its place.

@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from graphplan import GraphPlanError, OptionError, SkipReason, graph_step
 from graphplan.step.peers import Peers
 from graphplan.verify import schedule
-from graphplan.verify.schedule import Timetable
+from graphplan.verify.schedule import Spent, Timetable
 from tests.models import Box, training_rig
 from tests.twins import BEFORE_REPLAY, BEFORE_TWO, build, drive, managed
 
@@ -106,6 +106,15 @@ def test_checks_of_the_first_replays_take_a_fifth_of_a_second(check: float, foun
     """As many as fit in, spread over them; the first replay and the 64th are checked whatever that takes."""
     clock = Clock()
     assert clock.checks(Timetable(None, CPU, clock=clock), 1e-3, check, 64) == found
+
+
+@pytest.mark.usefixtures("hurried")
+def test_programs_of_one_step_share_that_time() -> None:
+    """What those of the first have taken, those of the second do not have; its first replay is checked."""
+    clock, spent = Clock(), Spent()
+    for found in ([1, 4, 16, 64], [1, 64]):
+        assert clock.checks(Timetable(None, CPU, clock=clock, spent=spent), 1e-3, 0.06, 64) == found
+    assert spent.seconds == pytest.approx(6 * 0.06)
 
 
 @pytest.mark.usefixtures("hurried")
