@@ -92,22 +92,20 @@ def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
     return hooked
 
 
-class _Groups:
-    """One number of an optimizer's groups, under the attribute that leads to them."""
+class _Group:
+    """A parameter group, whose items are its attributes: a trace can have stand-ins in the places of its numbers."""
 
-    def __init__(self, optimizer: Optimizer, name: str) -> None:
-        self._optimizer = optimizer
-        self._name = name
-
-    @property
-    def param_groups(self) -> tuple[Any, ...]:
-        return tuple(group.get(self._name) for group in self._optimizer.param_groups)
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.__dict__ = group
 
 
 def group_numbers(optimizer: Optimizer) -> dict[str, Any]:
     """Owners that stand for an optimizer that steps on the host: code in the step may read its learning rate."""
-    names = [name for name, value in optimizer.param_groups[0].items() if isinstance(value, (tuple, *SCALARS))]
-    return {f"optimizer[{name}]": Numbers(_Groups(optimizer, name), ("param_groups",)) for name in names}
+    found = {}
+    for index, group in enumerate(optimizer.param_groups):
+        names = tuple(name for name, value in group.items() if isinstance(value, (tuple, *SCALARS)))
+        found[f"optimizer.param_groups[{index}]"] = Numbers(_Group(group), names)
+    return found
 
 
 class Arguments:

@@ -190,7 +190,7 @@ OPTIMIZERS: dict[str, Row] = {
     ),
     # The step itself is refused for it, and the optimizer goes to the host.
     "a loss that reads the lr": Row(
-        partial(variant(training_step=scaled_by_rate), schedule=SCHEDULES["per epoch"]), replayed=5,
+        partial(variant(training_step=scaled_by_rate), schedule=SCHEDULES["per epoch"]), replayed=14,
         shows=lambda fit: "optimizer runs eagerly" in fit.callback.report(),
     ),
     "a step that logs the lr": Row(variant(training_step=logs_rate), shows=lambda fit: len(rates(fit)) == 18),

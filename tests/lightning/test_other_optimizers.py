@@ -13,11 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import StepLR
+from torch.optim import SGD, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from graphplan import RecaptureError
-from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape
+from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, per_step, tape
 from tests.lightning.rows_of_parts import Alternating, Manual
 from tests.lightning.test_manual import Stepping
 from tests.models import Lookahead, update_by_number
@@ -199,6 +199,49 @@ class LogsRate(LitDigits):
         super().validation_step(batch, batch_idx)
         optimizer: Any = self.optimizers()
         self.log("rate", optimizer.param_groups[0]["lr"])
+
+
+class LogsItsRate(LitDigits):
+    """So does a training step, which also computes with it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        self.log("rate", optimizer.param_groups[0]["lr"])
+        self.log("scaled", loss * optimizer.param_groups[-1]["lr"])
+        return loss
+
+
+class WarmsUp(LogsItsRate):
+    """The rate rises as in Lightning's documentation."""
+
+    def __init__(self) -> None:
+        super().__init__(schedule=None)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = min(1.0, (self.trainer.global_step + 1) / 20) * 1e-2
+
+
+def _cycles(optimizer: Optimizer) -> Any:
+    return per_step(OneCycleLR(optimizer, 0.05, total_steps=30))
+
+
+RATES: dict[str, Callable[[], Any]] = {
+    "an override": WarmsUp,
+    "a cycle": partial(LogsItsRate, schedule=_cycles),
+    "a kernel that takes numbers": partial(LogsItsRate, make_optimizer=partial(RMSprop, lr=1e-3, foreach=False)),
+}
+
+
+@pytest.mark.parametrize("make", RATES.values(), ids=RATES)
+def test_a_step_that_reads_the_rate_of_an_optimizer_on_the_host(make: Callable[[], Any], tmp_path: Path) -> None:
+    """Replays of forward and backward follow it, as they follow other numbers."""
+    found = assert_fit_equals_eager(make, tmp_path, replayed=15)
+    assert "(forward and backward alone)" in found.callback.report()
+    assert len({float(batch["seen"]["rate"]) for batch in found.observer.batches}) > 10
+    assert len({float(batch["seen"]["rate"]) for batch in found.observer.batches}) > 10
 
 
 def _at_the_fourth(trainer: Any) -> bool:
