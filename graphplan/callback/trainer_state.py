@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -93,19 +94,50 @@ def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
 
 
 class _Group:
-    """A parameter group, whose items are its attributes: a trace can have stand-ins in the places of its numbers."""
+    """One of an optimizer's parameter groups, whose items are its attributes: a trace has stand-ins for its numbers."""
 
-    def __init__(self, group: dict[str, Any]) -> None:
-        self.__dict__ = group
+    __slots__ = ("_index", "_optimizer")
+
+    def __init__(self, optimizer: Optimizer, index: int) -> None:
+        self._optimizer, self._index = optimizer, index
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        # A checkpoint brings groups of its own.
+        groups = self._optimizer.param_groups
+        return groups[self._index] if self._index < len(groups) else {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class _Added:
+    """The numbers of the groups that an optimizer gets beyond the first ``count``, under what leads to them."""
+
+    def __init__(self, optimizer: Optimizer, count: int) -> None:
+        self._optimizer, self._count = optimizer, count
+
+    @property
+    def param_groups(self) -> tuple[Any, ...]:
+        added = self._optimizer.param_groups[self._count :]
+        return tuple((name, group[name]) for group in added for name in _numbers_in(group))
+
+
+def _numbers_in(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name, value in group.items() if isinstance(value, (tuple, *SCALARS)))
 
 
 def group_numbers(optimizer: Optimizer) -> dict[str, Any]:
     """Owners that stand for an optimizer that steps on the host: code in the step may read its learning rate."""
-    found = {}
-    for index, group in enumerate(optimizer.param_groups):
-        names = tuple(name for name, value in group.items() if isinstance(value, (tuple, *SCALARS)))
-        found[f"optimizer.param_groups[{index}]"] = Numbers(_Group(group), names)
-    return found
+    groups = optimizer.param_groups
+    found = {
+        f"optimizer.param_groups[{index}]": Numbers(_Group(optimizer, index), _numbers_in(group))
+        for index, group in enumerate(groups)
+    }
+    return {**found, "optimizer": Numbers(_Added(optimizer, len(groups)), ("param_groups",))}
 
 
 class Arguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -242,6 +243,45 @@ def test_a_step_that_reads_the_rate_of_an_optimizer_on_the_host(make: Callable[[
     assert "(forward and backward alone)" in found.callback.report()
     assert len({float(batch["seen"]["rate"]) for batch in found.observer.batches}) > 10
     assert len({float(batch["seen"]["rate"]) for batch in found.observer.batches}) > 10
+
+
+def _loads_another_rate(trainer: Any) -> None:
+    optimizer = trainer.optimizers[0]
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = 5e-4
+    optimizer.load_state_dict(state)
+
+
+def _adds_a_group(trainer: Any) -> None:
+    weight = torch.zeros(3, requires_grad=True)
+    trainer.optimizers[0].add_param_group({"params": [weight], "lr": 2e-4})
+
+
+class Decays(LogsItsRate):
+    """All rates fall, of whatever groups there are."""
+
+    def __init__(self) -> None:
+        super().__init__(schedule=None)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+
+@pytest.mark.filterwarnings("ignore:graphplan")
+@pytest.mark.parametrize(("renews", "least"), [(_loads_another_rate, 15), (_adds_a_group, 3)])
+def test_groups_that_are_others_later(renews: Callable[[Any], None], least: int, tmp_path: Path) -> None:
+    """Those of a checkpoint are followed as those before; with more of them, the step that reads them is eager."""
+    expected = fit(Decays, tmp_path / "eager", more=[Renews(renews, _in_the_second_epoch)])
+    callback = tape(on_failure="eager", verify="off")
+    found = fit(Decays, tmp_path / "graphed", callback, more=[Renews(renews, _in_the_second_epoch)])
+    assert_same_fits(expected, found)
+    assert callback.stats.replayed >= least, callback.report()
+
+
+def _in_the_second_epoch(trainer: Any) -> bool:
+    return bool(trainer.current_epoch == 1) and _first_of_epoch(trainer)
 
 
 def _at_the_fourth(trainer: Any) -> bool:
