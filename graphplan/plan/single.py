@@ -17,9 +17,9 @@ from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 
 def suffices(trace: Trace, rates: Collection[int]) -> bool:
-    """Whether one trace of a step is enough: it works with what is fed or owned alone, reads nothing of the device that
-    decides anything, draws nothing in Python, and leaves nothing there but what the check of a replay compares.
-    ``rates`` are storages of device learning rates.
+    """Whether one trace of a step is enough: it works with what is fed or owned alone and with numbers that are followed
+    or drawn, branches neither on these nor on what it reads of the device, and leaves nothing in Python but what the
+    check of a replay compares. ``rates`` are storages of device learning rates.
 
     What differs between two such steps is a Python value that no guard knows. The capture finds it if it is returned,
     and the check of the first replay if it leads to other operators, is a number that one gets, or changes what the
