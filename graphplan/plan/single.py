@@ -17,9 +17,9 @@ from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 
 def suffices(trace: Trace, rates: Collection[int]) -> bool:
-    """Whether one trace of a step is enough: it works with what is fed or owned alone and with numbers that are followed
-    or drawn, branches neither on these nor on what it reads of the device, and leaves nothing in Python but what the
-    check of a replay compares. ``rates`` are storages of device learning rates.
+    """Whether one trace of a step is enough: it works with what is fed or owned alone and with numbers that are
+    followed or drawn, branches neither on these nor on what it reads of the device, and leaves nothing in Python but
+    what the check of a replay compares. ``rates`` are storages of device learning rates.
 
     What differs between two such steps is a Python value that no guard knows. The capture finds it if it is returned,
     and the check of the first replay if it leads to other operators, is a number that one gets, or changes what the
@@ -51,8 +51,8 @@ def _works_on_host(trace: Trace) -> bool:
 
 
 def _follows(numbers: SymbolicNumbers, changed: Collection[str]) -> bool:
-    """Whether the step uses numbers with stand-ins, or owners have some, beside those that it has ``changed``: a trace
-    cannot tell if the step sets one of these to the value that it has.
+    """Whether the step does more with numbers that have stand-ins than to give them to operators that take numbers; or
+    owners have some beside those that it has ``changed``: a trace cannot tell if it sets one to the value that it has.
     """
     others = (place for path, place in numbers.places.items() if path not in changed)
     is_given = all(type(place.container) in (Given, Numbers) for place in others)
