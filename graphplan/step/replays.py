@@ -154,7 +154,7 @@ class Replays:
         if change is not None:
             text = f"replay {program.replays + 1} of {program.plan.name} is not what the eager step does: {change}"
             return Checked(verdict.result, VerifyError(text, result=verdict.result))
-        program.expected = ()
+        program.expected, program.numbers = (), {}
         self._stats.shortest = min(self._stats.shortest, verdict.seconds)
         series.note(program, number, self._stats.shortest)
         self._count(program)

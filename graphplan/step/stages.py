@@ -446,7 +446,8 @@ class Stages:
         """Capture a call and return its result. Raises ReadSignal if a placeholder was used."""
         options, backend, plan = self._options, self._runner.backend, call.line.plan
         assert plan is not None
-        traced = call.line.traces[-1] if plan.single else None
+        # The trace itself is let go before the capture, and with it what it was fed.
+        expected = call.line.traces[-1].repeated() if plan.single else ((), {})
         if plan.single:
             # Most of what one trace was fed is gone by now.
             fed = {storage_id(leaf) for _, leaf in call.feed.tensors()}
@@ -484,8 +485,7 @@ class Stages:
             program.inputs.stage()
         build_later()
         self._stats.captured += 1
-        if traced is not None:
-            program.expected, program.numbers = traced.operators, traced.numbers()
+        program.expected, program.numbers = expected
         call.line.program = program
         self._managed.refresh(program.adopted.walk)
         self._managed.churn = 0

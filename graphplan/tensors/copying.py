@@ -155,7 +155,7 @@ def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
     keys = [home and (home, two.device) for home, (_, two) in zip(homes, rows, strict=True)]
     parts = [members for _, members in groups([one for one, _ in rows], keys, _TOGETHER)]
     marks = (_mark([rows[index] for index in members], home) for members in parts)
-    # Those of little are kept.
+    # Those of few elements are kept until it is known which differ.
     known = list(marks) if sum(one.nbytes for one in ones) <= _FEW else []
     found: list[int] = []
     for number, differs in enumerate(values_of([mark.any() for mark in known or marks])):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ALIKE = frozenset({"mul", "mul_", "add", "add_", "sub", "sub_", "__rsub__"})
-"""Functions of a tensor and a number that round as they do for a scalar tensor of the first one's dtype."""
 _GIVEN = frozenset({"mul", "mul_", "add", "add_", "sub", "sub_"})
-"""Those that torch runs as one operator, with the number or the tensor as its last argument."""
+"""Functions that are one operator, with the number or a scalar tensor as its last argument."""
+_ALIKE = _GIVEN | {"__rsub__"}
+"""Functions of a tensor and a number that round as they do for a scalar tensor of the first one's dtype."""
 _COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 """Functions that round a number to the tensor's dtype first."""
 _QUOTIENTS = {"div": Tensor.mul, "div_": Tensor.mul_}

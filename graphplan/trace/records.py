@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -200,10 +200,10 @@ class Trace:
         """The owners' numbers that stand-ins were put in the places of."""
         return SymbolicNumbers() if self.deferred is None else self.deferred.symbolic
 
-    def numbers(self) -> dict[Operand, NumberTensor]:
-        """The operands that stand for numbers."""
+    def repeated(self) -> tuple[Sequence[Operator], Mapping[Operand, NumberTensor]]:
+        """The operators, which eager steps run as well, and those of their operands that stand for numbers."""
         found = (self.symbolic.given.get(id(each.tensor)) for each in self.externals.values())
-        return {("external", at): number for at, number in enumerate(found) if number is not None}
+        return self.operators, {("external", at): number for at, number in enumerate(found) if number is not None}
 
     def find_owned(self, tensors: Iterable[Tensor], walk: Walk) -> None:
         """Take ``tensors`` for those of the owners in whose slots they are in a ``walk`` after the step."""
