@@ -18,12 +18,12 @@ from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 def suffices(trace: Trace, rates: Collection[int]) -> bool:
     """Whether one trace of a step is enough: it works with what is fed or owned alone and with numbers that are
-    followed or drawn, branches neither on these nor on what it reads of the device, and leaves nothing in Python but
-    what the check of a replay compares. ``rates`` are storages of device learning rates.
+    followed or drawn, branches on nothing that it reads of the device, and leaves nothing in Python but what the check
+    of a replay compares. ``rates`` are storages of device learning rates.
 
-    What differs between two such steps is a Python value that no guard knows. The capture finds it if it is returned,
-    and the check of the first replay if it leads to other operators, is a number that one gets, or changes what the
-    step leaves.
+    What differs between two such steps is a Python value that no guard knows. The capture finds it if it is returned or
+    compared with a number, and the check of the first replay if it leads to other operators, is a number that one gets,
+    or changes what the step leaves.
     """
     known = trace.entry_slots.keys() | set(trace.leaf_storages.values())
     given = trace.symbolic.given
@@ -51,13 +51,13 @@ def _works_on_host(trace: Trace) -> bool:
 
 
 def _follows(numbers: SymbolicNumbers, changed: Collection[str]) -> bool:
-    """Whether the step does more with numbers that have stand-ins than to give them to operators that take numbers; or
-    owners have some beside those that it has ``changed``: a trace cannot tell if it sets one to the value that it has.
+    """Whether the step does more with numbers that have stand-ins than to branch on them and to give them to operators
+    that take numbers; or owners have some beside those that it has ``changed``: a trace cannot tell if it sets one to
+    the value that it has.
     """
     others = (place for path, place in numbers.places.items() if path not in changed)
     is_given = all(type(place.container) in (Given, Numbers) for place in others)
-    # One of several ways through the step is worth a capture if it has come twice.
-    needs_more = numbers.asked or numbers.used.keys() - changed or numbers.behind or numbers.rewrites
+    needs_more = numbers.used.keys() - changed or numbers.behind or numbers.rewrites
     return bool(needs_more) or not is_given
 
 

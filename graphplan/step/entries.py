@@ -39,7 +39,7 @@ class Line:
     The counters are of traces that were thrown away, by cause: autograd ran the operators in another order
     (``reordered``), the host changed a value between two traces (``straddling``), a branch went another way
     (``outcomes``), the code used names that it had not used before (``renamed``, in a row), what they had read was
-    something else before the capture (``outdated``).
+    something else before the capture (``outdated``). ``has_come_again``: a call took it after there was a plan.
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -49,6 +49,7 @@ class Line:
     outcomes: int = 0
     renamed: int = 0
     outdated: int = 0
+    has_come_again: bool = False
     plan: Plan | None = None
     program: Program | None = None
 
@@ -161,6 +162,11 @@ class Entry:
     def plans(self) -> list[Plan]:
         """The plans of its variants."""
         return [line.plan for line in self.lines.values() if line.plan is not None]
+
+    def line(self, variant: Variant) -> Line:
+        """The line of ``variant``. A step that drops gradients unread takes that of a plan for whatever there are."""
+        of_any = (line for line in self.lines.values() if line.plan is not None and not line.plan.tells_gradients)
+        return next(of_any, None) or self.lines.setdefault(variant, Line())
 
     def select(self, variant: Callable[[], Variant]) -> Program | None:
         """The program for the gradients and the owners' numbers that there are now, if it is ready."""

@@ -154,6 +154,10 @@ class Planner:
     def settle(self, call: Call, plan: Plan) -> None:
         """Let go of the traces of a plan that is captured, or going to be."""
         call.line.traces, call.line.straddling, call.line.renamed, self._latest = [], 0, 0, None
+        self.take_numbers(plan)
+
+    def take_numbers(self, plan: Plan) -> None:
+        """Take in which numbers a plan is good for: those that are others in the next trace have stand-ins there."""
         self._read = {path: value for path, value in plan.reads.values.items() if _may_vary(value)}
 
     def _plan_single(self, call: Call, at_end: Walk | None) -> Plan | None:

@@ -15,7 +15,7 @@ from graphplan.step.options import Options
 
 _KEYS_PER_GRAPH = 8
 _IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
-_ALLOWANCE = 40  # Eager steps that starting may take beyond what replays save, before a further program waits.
+_ALLOWANCE = 20  # Eager steps that starting may take beyond what replays save, before a further program waits.
 _HORIZON = 500
 """Calls within which replays have to save what starting takes: many fits are no longer."""
 _OFTEN = 16  # Times as often as it has come so far that a signature or a way is expected to come at most.

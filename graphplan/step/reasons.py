@@ -79,6 +79,7 @@ class Reasons:
             (on.PEERS, lambda call: not may_advance(bool(call.entry.plans)), step.as_traced),
             (None, self._is_cold, step.warm_up),
             (None, lambda call: call.line.plan is None, step.advance),
+            (on.SHAPE, self._has_come_once, step.as_traced),
             (on.FEED, self._is_fed_owners_memory, step.as_traced),
             (None, self._is_cramped, step.plainly),
             (None, lambda call: True, step.advance),
@@ -201,13 +202,20 @@ class Reasons:
         with no_collections():
             walk = call.walk = step.managed.walk_of_call()
         entry.relocate(walk.scalars)
-        line = call.line = entry.lines.setdefault(call.variant, Line())
+        line = call.line = entry.line(call.variant)
         gone = next((path for path in line.state if path not in walk.slots), None)
         if gone is not None:
             # A recording would make it anew in every replay.
             step.stats.note(f"traced anew: {gone} is gone, which only an eager step can make", "traces")
             del entry.lines[call.variant]
         return gone is not None
+
+    def _has_come_once(self, call: Call) -> bool:
+        """One of several ways through the step that was traced once has to come again before it is captured."""
+        line, plan = call.line, call.line.plan
+        is_rare = plan is not None and plan.single and len(call.entry.ways) > 1 and not line.has_come_again
+        line.has_come_again = True
+        return is_rare
 
     def _is_fed_owners_memory(self, call: Call) -> Found:
         plan = call.line.plan

@@ -20,6 +20,7 @@ from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
 from graphplan.plan.difference import check_operators
 from graphplan.program.program import Program, Tally
+from graphplan.report.stats import Stats
 from graphplan.step.memory_budget import find_room, room_beside
 from graphplan.step.runner import Parts
 from graphplan.trace.batch_reads import answers_in
@@ -63,10 +64,11 @@ class _Series(Tally):
         is_overdue = number > self.due + len(latest)
         return number >= self.due and (is_overdue or self._checked[program] == min(latest))
 
-    def note(self, program: Program, number: int, step: float) -> None:
+    def note(self, program: Program, number: int, stats: Stats) -> None:
         self._checked[program] = number
         if number >= self.due:
-            self.due = self.timetable.end(number, step)
+            seconds = (stats.step_us("eager") or stats.shortest * 1e6) / 1e6
+            self.due = self.timetable.end(number, seconds, stats.spent(seconds * 1e6, ("trace", "capture")))
 
 
 class Replays:
@@ -155,8 +157,7 @@ class Replays:
             text = f"replay {program.replays + 1} of {program.plan.name} is not what the eager step does: {change}"
             return Checked(verdict.result, VerifyError(text, result=verdict.result))
         program.expected, program.numbers = (), {}
-        self._stats.shortest = min(self._stats.shortest, verdict.seconds)
-        series.note(program, number, self._stats.shortest)
+        series.note(program, number, self._stats)
         self._count(program)
         self._stats.replayed += 1
         self._stats.bytes_copied += program.bytes_per_replay

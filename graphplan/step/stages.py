@@ -272,6 +272,7 @@ class Stages:
         if changed is not None:
             # A single trace is the first of two now.
             line.outdated += not line.plan.single
+            self._planner.take_numbers(line.plan)
             line.plan = None
             most = self._options.max_recaptures
             if line.outdated >= most:

@@ -65,6 +65,7 @@ class SymbolicNumbers:
         filled: the tensors that hold numbers in the traced steps, of a step that is captured: they were filled before.
         expected: what the traced steps draw from Python's and NumPy's generators, of a step that is captured.
         follows: the names of generators whose draws have stand-ins, too: replays draw again.
+        questions: all that the traced step has branched on, of a step that is captured after a single trace.
         is_shared: whether other ranks take the same steps, which may draw other numbers.
         may_fill: whether tensors can be filled while the step runs; else that is :attr:`pending`.
 
@@ -94,6 +95,7 @@ class SymbolicNumbers:
         filled: Sequence[NumberTensor] | None = None,
         expected: Sequence[Draw] | None = None,
         follows: Collection[str] = (),
+        questions: Collection[Question] | None = None,
         may_fill: bool = True,
         is_shared: bool = False,
     ) -> None:
@@ -117,6 +119,7 @@ class SymbolicNumbers:
         self.refusal: HostScalarError | None = None
         self.behind: set[str] = set()
         self._expected, self._follows, self._may_fill, self._is_shared = expected, follows, may_fill, is_shared
+        self._questions = questions
         self._made: list[weakref.ref[Any]] = []
         self._shown: dict[str, SymbolicNumber] = {}
         """What properties give, by path. Their classes have none of it: only the collector frees a class."""
@@ -235,6 +238,11 @@ class SymbolicNumbers:
         if drawn is not None and self._is_shared:
             self._refuse_drawn(drawn, "branches on")
         elif self._hears():
+            if self._questions is not None and question not in self._questions:
+                raise CaptureError(
+                    f"the captured step branches on {' and '.join(question.paths)} at {find_source()}, otherwise than "
+                    "the traced step did; ask the same of the same numbers in each step"
+                )
             self.asked[question] = answer
             self.touched.update(question.paths)
 

@@ -17,9 +17,10 @@ from graphplan.program.program import NO_CHECK
 EVERY = 1000  # The geometric schedule doubles up to here, and then goes on in steps of this size.
 SHARE = 0.01  # Part of the time that checks of the geometric schedule may take, from replay ``EARLY`` on.
 EARLY = 64  # The first replays, of which the last one is checked in any case.
-FREE, STEPS = 0.2, 10.0
-"""Seconds that checks of the first replays may take, and how many eager steps on an accelerator, those of all programs
-of a step together. As many as fit in are spread over these replays, but for a program's first one, which is made.
+FREE = 0.2  # Seconds that checks of the first replays may take, those of all programs of a step together.
+START = 20.0
+"""Eager steps that traces, captures and these checks may take. As many checks as fit in are spread over the first
+replays, but for a program's first one, which is made.
 """
 
 
@@ -80,8 +81,10 @@ class Timetable:
         if self._every is None:
             self._begun = self._now()
 
-    def end(self, number: int, step: float = math.inf) -> int:
-        """Replay ``number`` was checked; the replay to check next. An eager step takes ``step`` seconds, if known."""
+    def end(self, number: int, step: float = math.inf, started: float = 0.0) -> int:
+        """Replay ``number`` was checked; the replay to check next. An eager step takes ``step`` seconds, if known, and
+        traces and captures took ``started`` seconds beyond theirs.
+        """
         then = next_check(self._every, number)
         if self._every is not None:
             return then
@@ -90,17 +93,18 @@ class Timetable:
         self._spent.seconds += seconds
         self._latest = number, now
         if number < EARLY:
-            return self._agree(self._soon(number, seconds, step))
+            return self._agree(self._soon(number, seconds, START * step - started))
         if before is not None and number - before[0] > 1:
             seconds_per_step = (self._begun - before[1]) / (number - before[0] - 1)
             if seconds_per_step > 0:
                 then = max(then, number + math.ceil(seconds / (SHARE * seconds_per_step)))
         return self._agree(then)
 
-    def _soon(self, number: int, seconds: float, step: float) -> int:
-        """The next of the first replays: the checks that there is time for are apart by one factor."""
-        most = FREE if self._device.type == "cpu" else min(FREE, STEPS * step)
-        count = min(EARLY, (most - self._spent.seconds) / seconds) if seconds > 0 else EARLY
+    def _soon(self, number: int, seconds: float, left: float) -> int:
+        """The next of the first replays: the checks that there is time for, ``left`` seconds for all, are apart by one
+        factor.
+        """
+        count = min(EARLY, (min(FREE, left) - self._spent.seconds) / seconds) if seconds > 0 else EARLY
         doublings = math.log2(EARLY / number) / (max(0, math.floor(count)) + 1)
         return min(EARLY, number * 2 ** max(1, round(doublings)))
 

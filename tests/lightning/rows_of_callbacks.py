@@ -185,7 +185,7 @@ STOCK = {
     "ModelSummary": added(partial(ModelSummary, max_depth=2), trainer={"enable_model_summary": True}),
     "RichModelSummary": added(RichModelSummary, trainer={"enable_model_summary": True}),
     "GradientAccumulationScheduler": added(
-        partial(GradientAccumulationScheduler, {0: 1, 2: 2, 4: 3}), 11, trainer={"max_epochs": 6},
+        partial(GradientAccumulationScheduler, {0: 1, 2: 2, 4: 3}), 18, trainer={"max_epochs": 6},
         shows=lambda fit: fit.trainer.global_step == 2 * (6 + 3 + 2),
     ),
     "SpikeDetection": added(partial(SpikeDetection, atol=100.0)),
@@ -226,7 +226,7 @@ CALLBACKS: dict[str, Row] = {
     "loads weights": at(load_halves),
     "reloads the optimizer": at(reload_optimizer),
     "sets lr and weight decay": at(set_hyperparameters, FULL - 5),
-    "replaces a layer": at(lambda trainer, module: module.net.__setitem__(2, nn.Tanh()), FULL - 5),
+    "replaces a layer": at(lambda trainer, module: module.net.__setitem__(2, nn.Tanh()), FULL - 2),
     "freezes a layer": at(lambda trainer, module: module.net[0].requires_grad_(False), FULL - 5),
     "stops dropping out": at(lambda trainer, module: setattr(module.net[3], "p", 0.0), FULL - 5),
     "drops a gradient": at(lambda trainer, module: setattr(module.net[0].weight, "grad", None)),

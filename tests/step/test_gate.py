@@ -391,7 +391,7 @@ def test_a_shape_that_waits_is_served_once_replays_of_another_have_paid(monkeypa
     stats = rig.step.stats
     monkeypatch.setattr("graphplan.step.programs._ALLOWANCE", 50)
     monkeypatch.setattr("graphplan.step.programs._HORIZON", 0)
-    monkeypatch.setattr(type(stats), "spent", lambda stats, eager: 60.0 * stats.traced)
+    monkeypatch.setattr(type(stats), "spent", lambda stats, *_: 60.0 * stats.traced)
 
     def call(x: Tensor) -> Any:
         # The rig lets each step take as long as a replay once there is a program.
@@ -411,7 +411,7 @@ def test_what_has_begun_is_to_be_paid_before_another_shape_begins(monkeypatch: p
     rig = Rig(monkeypatch)
     stats = rig.step.stats
     monkeypatch.setattr("graphplan.step.programs._ALLOWANCE", 50)
-    monkeypatch.setattr(type(stats), "spent", lambda stats, eager: 10.0 * stats.traced)
+    monkeypatch.setattr(type(stats), "spent", lambda stats, *_: 10.0 * stats.traced)
     traced: set[int] = set()
 
     def call(x: Tensor) -> Any:

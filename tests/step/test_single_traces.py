@@ -211,9 +211,11 @@ def test_numbers_that_nothing_else_is_made_of(body: Callable[..., Any], kept: di
     assert counts(step) == (WARMUP, 1, 1, CALLS - BEFORE_REPLAY + 1), step.report()
 
 
-@pytest.mark.parametrize(("body", "kept"), [(_draws, {}), (_mixes, {}), (_counts, {"counted": 0})])
-def test_numbers_that_operators_work_with(body: Callable[..., Any], kept: dict[str, Any]) -> None:
-    """An eager step gives the same operators the number."""
+@pytest.mark.parametrize(
+    ("body", "kept"), [(_draws, {}), (_mixes, {}), (_counts, {"counted": 0}), (_turns_by_chance, {})]
+)
+def test_numbers_of_operators_and_branches(body: Callable[..., Any], kept: dict[str, Any]) -> None:
+    """An eager step gives the same operators the number, and programs are kept by the way that is taken."""
 
     def make() -> Rig:
         random.seed(5)
@@ -222,6 +224,47 @@ def test_numbers_that_operators_work_with(body: Callable[..., Any], kept: dict[s
 
     step = assert_same_as_eager(make)
     assert counts(step) == (WARMUP, 1, 1, CALLS - BEFORE_REPLAY + 1), step.report()
+
+
+@pytest.mark.parametrize(("comings", "captured"), [(1, 1), (2, 1), (3, 2), (4, 2)])
+def test_one_of_several_ways_is_captured_when_it_comes_for_the_third_time(comings: int, captured: int) -> None:
+    """It is traced, an eager step follows, then the capture; the way of all other calls needs none in between."""
+    last = BEFORE_REPLAY + 2 * comings
+    rare = range(BEFORE_REPLAY, last, 2)
+
+    def make() -> Rig:
+        rig = build(partial(training_rig, "mlp", "adamw", sizes=[8] * (last + 4)))
+        given = rig.step
+
+        def step(x: Tensor, y: Tensor, number: int) -> Any:
+            return given(x, y) * 2 if number > 100 else given(x, y)
+
+        calls = [(*args, 100 + index if index in rare else index) for index, args in enumerate(rig.calls)]
+        return Rig(step, rig.owners, calls)
+
+    step = assert_same_as_eager(make)
+    assert (step.stats.traced, step.stats.captured) == (2, captured), step.report()
+
+
+def bounded_rig(last: int) -> Rig:
+    """A step that compares a draw with a bound that no guard sees, which is raised after the first ``last`` calls."""
+    hidden = Box(2)
+
+    def body(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+        return loss if random.random() < hidden.item else loss * 2
+
+    def after(model: Any, index: int) -> None:
+        hidden.item += index < last
+
+    random.seed(5)
+    return keeping_rig(body, CALLS, after)
+
+
+def test_a_bound_that_is_another_one_in_the_capture() -> None:
+    """The question is another one, though its answer is the same: the step is traced anew."""
+    step = assert_same_as_eager(partial(bounded_rig, ONCE))
+    assert (step.stats.traced, step.stats.captured) == (3, 1), step.report()
+    assert any("the captured step branches on" in event for event in step.stats.events), step.stats.events
 
 
 def hidden_rig(last: int) -> Rig:
@@ -311,7 +354,6 @@ def test_numbers_that_are_others_in_the_capture_after_two_traces(what: str, text
         (_gives_other_memory, {"kept": torch.zeros(())}),
         (_appends_more, {"losses": []}),
         (_reads, {}),
-        (_turns_by_chance, {}),
         (_divides_by_a_draw, {}),
         (_multiplies_in_half_precision, {}),
         (_draws_from_its_own, {"source": torch.Generator().manual_seed(3)}),
