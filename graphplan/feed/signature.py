@@ -207,7 +207,8 @@ def _without_key(leaf: Any) -> FeedError:
             "of a tuple or a dict"
         )
     is_array = hasattr(type(leaf), "__array__")
-    advice = "feed torch.as_tensor(array), float(number) of a single number, or " * is_array + (
+    advice = "make its class a dataclass, whose fields are part of the key, or " * is_users(type(leaf))
+    advice += "feed torch.as_tensor(array), float(number) of a single number, or " * is_array + (
         "feed tensors in dicts, tuples, lists, dataclasses or objects, or register the type with torch.utils._pytree"
         if isinstance(leaf, Iterable) or not hasattr(leaf, "__dict__")
         else "use it from the enclosing scope, and name it in owners="

@@ -154,7 +154,7 @@ class Reasons:
             return None
         way.is_met = True
         detail = f"the step's code computes with {way.where}, as its comparisons with it come out in these calls"
-        advice = "Hold it in a tensor that is updated in place, keep it still, or feed it"
+        advice = "Compute with a tensor instead (a counter of your own, raised in place), keep it still, or feed it"
         if not self._step.programs.all():
             others = "those for which they come out otherwise may be replayed"
             self._step.refusals.warn(f"graphplan runs calls eagerly: {detail}; {others}. {advice}")

@@ -28,8 +28,8 @@ from graphplan.trace.records import Trace
 
 _FIX = (
     "Keep it on the device (torch.where, a mask of fixed shape; as an index, index_copy_ and gather take a tensor), or "
-    "read it after the step from what the step returns (a number of .item() or a copy of .cpu() that is only logged, "
-    "appended or returned is read then); where only some calls do it, eager_if= names those"
+    "read it after the step from what the step returns (a number of .item() or a copy of .cpu() that only self.log, a "
+    "list or the result gets is read then); where only some calls do it, eager_if= names those"
 )
 _SHAPE_FIX = (
     "Where a tensor of fixed shape does as well (a mask, torch.where, indices of a fixed number), take that; an "

@@ -603,6 +603,15 @@ def test_an_object_without_tensors_that_the_step_fills(monkeypatch: pytest.Monke
             fast(torch.ones(2), cache=Cache())
 
 
+class Described:
+    """A part of a batch without tensors."""
+
+    scale = 2.0
+
+    def __init__(self) -> None:
+        self.name = "a"
+
+
 @pytest.mark.parametrize(
     ("thing", "read", "text"),
     [
@@ -610,6 +619,11 @@ def test_an_object_without_tensors_that_the_step_fills(monkeypatch: pytest.Monke
             lambda: StepLR(SGD([nn.Parameter(torch.zeros(2))]), 5),
             lambda scheduler: scheduler.gamma,
             r"a StepLR is fed, .*: use it from the enclosing scope, and name it",
+        ),
+        (
+            Described,
+            lambda described: described.scale,
+            r"a Described is fed, .*: make its class a dataclass, whose fields",
         ),
         (lambda: {1, 2}, len, r"a set is fed, .*: feed tensors in dicts, tuples, lists, dataclasses or objects"),
     ],

@@ -250,7 +250,7 @@ def _run_showing(calls: int, *, graphed: bool, warm_up: int) -> tuple[Any, Showi
     return step, model
 
 
-_ADVICE = "Hold it in a tensor that is updated in place, keep it still, or feed it"
+_ADVICE = re.escape("Compute with a tensor instead (a counter of your own, raised in place), keep it still, or feed it")
 
 
 def test_calls_whose_comparison_has_code_compute_with_the_number_are_eager() -> None:
