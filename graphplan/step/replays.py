@@ -26,7 +26,7 @@ from graphplan.step.runner import Parts
 from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.repeated_operators import RepeatedOperators
 from graphplan.verify.check import Check, Verdict, detached
-from graphplan.verify.schedule import Spent, Timetable, next_check
+from graphplan.verify.schedule import Timetable, next_check, seconds_left
 
 _UNPROVEN = "the first replay after a single trace could not be checked"
 _LATEST = 2  # Captures whose checks go on where the program is captured again.
@@ -67,8 +67,9 @@ class _Series(Tally):
     def note(self, program: Program, number: int, stats: Stats) -> None:
         self._checked[program] = number
         if number >= self.due:
-            seconds = (stats.step_us("eager") or stats.shortest * 1e6) / 1e6
-            self.due = self.timetable.end(number, seconds, stats.spent(seconds * 1e6, ("trace", "capture")))
+            step = stats.step_us("eager") or stats.shortest * 1e6
+            started = stats.spent(step, ("trace", "capture"))
+            self.due = self.timetable.end(number, seconds_left(step / 1e6, started, stats.phases["verify"]))
 
 
 class Replays:
@@ -79,7 +80,6 @@ class Replays:
         self._stats = parts.runner.stats
         self._asked = 0
         self._by_form: WeakValueDictionary[int, _Series] = WeakValueDictionary()
-        self._spent = Spent()
         # They live as long as their programs, or here.
         self._latest: deque[_Series] = deque(maxlen=_LATEST)
 
@@ -175,7 +175,7 @@ class Replays:
         agree: Callable[[int], int] = int
         if peers is not None and plan.communicates:
             agree = lambda number: peers.settle(f"after check {self._stats.calls}", number)  # noqa: E731
-        timetable = Timetable(every, plan.device, agree, spent=self._spent)
+        timetable = Timetable(every, plan.device, agree)
         series = _Series(timetable, next_check(every, 0))
         if every is None:
             series = self._by_form.setdefault(plan.form, series)

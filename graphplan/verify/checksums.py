@@ -11,10 +11,10 @@ from torch import Tensor
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.copying import bits, copy_all, flat, groups, unequal
 
-_BYTES = 2**22
+_BYTES = 2**23
 """Bytes that are summed at a time, of which that takes four copies."""
-_ROW = 2**16  # Words of one sum.
-_FEW = 2**14  # Numbers that torch's operators on the host compute with in one thread.
+_ROW = 2**12
+"""Words of one sum, for each of which the host makes a factor: torch starts threads for more than 2**14, in 10 ms."""
 _STEP, _MIX, _LAST = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """Multipliers of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), signed."""
 
@@ -39,7 +39,7 @@ class Checksums:
         """Whether ``other`` is of tensors with other paths, forms or bits. Waits for the device."""
         if (self._forms, self._paths) != (other._forms, other._paths) or unequal(self._copies, other._copies):
             return True
-        return [sums.tolist() for sums in self._sums] != [sums.tolist() for sums in other._sums]
+        return not all(torch.equal(*map(Tensor.cpu, pair)) for pair in zip(self._sums, other._sums, strict=True))
 
 
 def _has_words(tensor: Tensor) -> bool:
@@ -61,17 +61,12 @@ def _sums(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @lru_cache(maxsize=1)
 def _factors() -> Tensor:
-    """Odd numbers for the words of a row, on the host: a device takes longer to load what makes them. Few at a time: to
-    start threads for more takes 10 ms.
-    """
-    every = torch.arange(1, _ROW + 1, device="cpu")
-    for numbers in every.split(_FEW):
-        numbers.mul_(_STEP)
-        for bits_down, factor in ((30, _MIX), (27, _LAST)):
-            # The lowest bits of a product depend on the lowest bits alone: here they get the highest ones'.
-            numbers.bitwise_xor_((numbers >> bits_down) & ((1 << (64 - bits_down)) - 1)).mul_(factor)
-        numbers.bitwise_xor_((numbers >> 31) & ((1 << 33) - 1)).bitwise_or_(1)
-    return every
+    """Odd numbers for the words of a row, on the host: a device takes longer to load what makes them."""
+    numbers = torch.arange(1, _ROW + 1, device="cpu").mul_(_STEP)
+    for bits_down, factor in ((30, _MIX), (27, _LAST)):
+        # The lowest bits of a product depend on the lowest bits alone: here they get the highest ones'.
+        numbers.bitwise_xor_((numbers >> bits_down) & ((1 << (64 - bits_down)) - 1)).mul_(factor)
+    return numbers.bitwise_xor_((numbers >> 31) & ((1 << 33) - 1)).bitwise_or_(1)
 
 
 def _words(tensors: list[Tensor]) -> Iterator[Tensor]:

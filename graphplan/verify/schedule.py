@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter, process_time
 from typing import Any
 
@@ -46,18 +45,17 @@ def next_check(every: int | None, number: int) -> int:
     return 2 * number if 2 * number < EVERY else (number // EVERY + 1) * EVERY
 
 
-@dataclass(slots=True)
-class Spent:
-    """Seconds that checks have taken."""
-
-    seconds: float = 0.0
+def seconds_left(step: float, started: float, checked: float) -> float:
+    """Seconds for further checks of first replays, where an eager step takes ``step`` seconds, and traces and captures
+    took ``started`` beyond theirs, checks ``checked``.
+    """
+    return min(FREE, START * step - started) - checked
 
 
 class Timetable:
     """When replays of one or several programs are checked: no more often than ``every`` says. ``device`` is waited
     for before a time is taken, ``agree`` makes one number for all ranks of that of the next check. ``clock`` tells
-    seconds; by default those of the process where it does all the work itself. ``spent`` has those of other timetables
-    of the same step as well.
+    seconds; by default those of the process where it does all the work itself.
     """
 
     def __init__(
@@ -66,14 +64,12 @@ class Timetable:
         device: torch.device,
         agree: Callable[[int], int] = int,
         clock: Callable[[], float] | None = None,
-        spent: Spent | None = None,
     ) -> None:
         self._every = every
         self._device = device
         self._agree = agree
         self._clock = clock or (process_time if device.type == "cpu" else perf_counter)
         self._begun = 0.0
-        self._spent = Spent() if spent is None else spent
         self._latest: tuple[int, float] | None = None  # Number of the check before, and when it ended.
 
     def begin(self, number: int) -> None:
@@ -81,33 +77,29 @@ class Timetable:
         if self._every is None:
             self._begun = self._now()
 
-    def end(self, number: int, step: float = math.inf, started: float = 0.0) -> int:
-        """Replay ``number`` was checked; the replay to check next. An eager step takes ``step`` seconds, if known, and
-        traces and captures took ``started`` seconds beyond theirs.
-        """
+    def end(self, number: int, left: float = math.inf) -> int:
+        """Replay ``number`` was checked; the replay to check next. For the first ones there are ``left`` seconds."""
         then = next_check(self._every, number)
         if self._every is not None:
             return then
         now, before = self._now(), self._latest
         seconds = now - self._begun
-        self._spent.seconds += seconds
         self._latest = number, now
         if number < EARLY:
-            return self._agree(self._soon(number, seconds, START * step - started))
+            return self._agree(_soon(number, seconds, left))
         if before is not None and number - before[0] > 1:
             seconds_per_step = (self._begun - before[1]) / (number - before[0] - 1)
             if seconds_per_step > 0:
                 then = max(then, number + math.ceil(seconds / (SHARE * seconds_per_step)))
         return self._agree(then)
 
-    def _soon(self, number: int, seconds: float, left: float) -> int:
-        """The next of the first replays: the checks that there is time for, ``left`` seconds for all, are apart by one
-        factor.
-        """
-        count = min(EARLY, (min(FREE, left) - self._spent.seconds) / seconds) if seconds > 0 else EARLY
-        doublings = math.log2(EARLY / number) / (max(0, math.floor(count)) + 1)
-        return min(EARLY, number * 2 ** max(1, round(doublings)))
-
     def _now(self) -> float:
         synchronize(self._device)
         return self._clock()
+
+
+def _soon(number: int, seconds: float, left: float) -> int:
+    """The next of the first replays: as many checks of ``seconds`` as there is time for are apart by one factor."""
+    count = min(EARLY, left / seconds) if seconds > 0 else EARLY
+    doublings = math.log2(EARLY / number) / (max(0, math.floor(count)) + 1)
+    return min(EARLY, number * 2 ** max(1, round(doublings)))

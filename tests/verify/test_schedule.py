@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from graphplan import GraphPlanError, OptionError, SkipReason, graph_step
 from graphplan.step.peers import Peers
 from graphplan.verify import schedule
-from graphplan.verify.schedule import Spent, Timetable
+from graphplan.verify.schedule import Timetable, seconds_left
 from tests.models import Box, training_rig
 from tests.twins import BEFORE_REPLAY, BEFORE_TWO, build, drive, managed
 
@@ -62,20 +62,25 @@ class Clock:
     """Seconds that pass when the test says so."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.checked = 0.0
 
     def __call__(self) -> float:
         return self.now
 
-    def checks(self, table: Timetable, step: float, check: float, until: int) -> list[int]:
-        """The replays up to ``until`` that are checked, where a step and a check take so many seconds."""
+    def checks(
+        self, table: Timetable, step: float, check: float, until: int, eager: float = 1.0, started: float = 0.0
+    ) -> list[int]:
+        """The replays up to ``until`` that are checked, where a step and a check take so many seconds, an ``eager``
+        step these, and traces and captures took ``started``.
+        """
         found, last, number = [], 0, 1
         while 0 < number <= until:
             self.now += step * (number - last - 1)
             table.begin(number)
             self.now += check
+            self.checked += check
             found.append(number)
-            last, number = number, table.end(number)
+            last, number = number, table.end(number, seconds_left(eager, started, self.checked))
         return found
 
 
@@ -111,10 +116,9 @@ def test_checks_of_the_first_replays_take_a_fifth_of_a_second(check: float, foun
 @pytest.mark.usefixtures("hurried")
 def test_programs_of_one_step_share_that_time() -> None:
     """What those of the first have taken, those of the second do not have; its first replay is checked."""
-    clock, spent = Clock(), Spent()
+    clock = Clock()
     for found in ([1, 4, 16, 64], [1, 64]):
-        assert clock.checks(Timetable(None, CPU, clock=clock, spent=spent), 1e-3, 0.06, 64) == found
-    assert spent.seconds == pytest.approx(6 * 0.06)
+        assert clock.checks(Timetable(None, CPU, clock=clock), 1e-3, 0.06, 64) == found
 
 
 @pytest.mark.usefixtures("hurried")
@@ -133,14 +137,7 @@ def test_programs_of_one_step_share_that_time() -> None:
 def test_starting_takes_twenty_steps(step: float, started: float, found: list[int]) -> None:
     """Where eager steps are short, checks get less than a fifth of a second: what traces and captures have left."""
     clock = Clock()
-    table = Timetable(None, CPU, clock=clock)
-    numbers, number = [], 1
-    while number <= 64:
-        numbers.append(number)
-        table.begin(number)
-        clock.now += 0.06
-        number = table.end(number, step, started)
-    assert numbers == found
+    assert clock.checks(Timetable(None, CPU, clock=clock), 1e-3, 0.06, 64, step, started) == found
 
 
 @pytest.mark.usefixtures("hurried")
@@ -152,7 +149,8 @@ def test_the_first_check_may_take_longer_than_others() -> None:
     for check in (0.09, 0.04, 0.04):
         table.begin(number)
         clock.now += check
-        number = table.end(number)
+        clock.checked += check
+        number = table.end(number, seconds_left(1.0, 0.0, clock.checked))
         numbers.append(number)
     assert numbers == [1, 8, 32, 64]
 
