@@ -210,12 +210,12 @@ class Reasons:
             del entry.lines[call.variant]
         return gone is not None
 
-    def _has_come_once(self, call: Call) -> bool:
+    def _has_come_once(self, call: Call) -> Found:
         """One of several ways through the step that was traced once has to come again before it is captured."""
         line, plan = call.line, call.line.plan
         is_rare = plan is not None and plan.single and len(call.entry.ways) > 1 and not line.has_come_again
         line.has_come_again = True
-        return is_rare
+        return "one of several ways through the step's code is captured once it has come again" if is_rare else None
 
     def _is_fed_owners_memory(self, call: Call) -> Found:
         plan = call.line.plan
