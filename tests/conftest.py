@@ -118,7 +118,7 @@ def _installed() -> dict[str, object]:
 def thorough(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first replays are checked as often as the schedule says, however busy the machine is."""
     monkeypatch.setattr(schedule, "FREE", math.inf)
-    monkeypatch.setattr(schedule, "START", math.inf)
+    monkeypatch.setattr(schedule, "STEPS", math.inf)
 
 
 @pytest.fixture(autouse=True)

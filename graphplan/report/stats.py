@@ -52,7 +52,7 @@ class Stats:
     ``phase_counts`` the calls they cover; ``"steady"`` is every replay of a program but its first. ``laps`` are seconds
     from one replay's end to the next one's: what a training step takes all in all, on a busy device too, where the host
     runs ahead of it. ``measured`` are seconds of a step, ``"eager"`` without graphplan and ``"replayed"``, where it was
-    measured whether replays pay. ``shortest`` are the host's seconds of the shortest eager step.
+    measured whether replays pay. ``shortest`` are the host's seconds of the shortest eager step of warm-ups and checks.
 
     Examples:
         >>> import torch
@@ -126,6 +126,8 @@ class Stats:
         """Add one call of ``seconds`` to ``phase``."""
         self.phases[phase] += seconds
         self.phase_counts[phase] += 1
+        if phase == "warmup":
+            self.shortest = min(self.shortest, seconds)
 
     def count_replay(self, start: float, now: float, nbytes: int, *, first: bool) -> None:
         """Count a replay that took from ``start`` to ``now`` on the host, and copied ``nbytes`` in."""
@@ -201,7 +203,7 @@ class Stats:
 
     def balance(self) -> Gain:
         """What replays have saved so far, in eager steps. Where these are not timed from end to end, the shortest one
-        counts: the first ones take longer, for cold caches and all that is looked at.
+        of warm-ups and checks counts, which take longer than others for cold caches and all that is looked at.
         """
         eager, gain = self.step_us("eager"), self.gain()
         if eager is not None:

@@ -168,6 +168,11 @@ class Entry:
         of_any = (line for line in self.lines.values() if line.plan is not None and not line.plan.tells_gradients)
         return next(of_any, None) or self.lines.setdefault(variant, Line())
 
+    def forget(self, line: Line) -> None:
+        """Begin anew with the calls that ``line`` is for."""
+        way = self.way
+        way.lines = {variant: known for variant, known in way.lines.items() if known is not line}
+
     def select(self, variant: Callable[[], Variant]) -> Program | None:
         """The program for the gradients and the owners' numbers that there are now, if it is ready."""
         if self.places or any(way.draws for way in self.ways):

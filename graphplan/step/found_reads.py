@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from graphplan.feed.signature import Feed
 from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants, extended, reads_of
-from graphplan.step.entries import Line
 from graphplan.step.lookup import Lookup
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
@@ -61,6 +60,6 @@ class FoundReads:
         storages = ((index, storage_id(leaf)) for index, leaf in feed.tensors())
         facts.leaf_storages.update((index, storage) for index, storage in storages if storage is not None)
         call.entry = self._lookup.enter(feed, call.entry)
-        call.line = call.entry.lines.setdefault(call.variant, Line())
+        call.line = call.entry.line(call.variant)
         self._programs.count_new()
         return True

@@ -15,7 +15,7 @@ from graphplan.step.options import Options
 
 _KEYS_PER_GRAPH = 8
 _IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
-_ALLOWANCE = 20  # Eager steps that starting may take beyond what replays save, before a further program waits.
+_ALLOWANCE = 40  # Eager steps that starting may take beyond what replays save, before a further program waits.
 _HORIZON = 500
 """Calls within which replays have to save what starting takes: many fits are no longer."""
 _OFTEN = 16  # Times as often as it has come so far that a signature or a way is expected to come at most.
@@ -225,8 +225,9 @@ class Programs:
         is_further = (has_ways or not entry.captured) and (bool(self.all()) or is_behind)
         # Each call may take a way of its own. Where that is an error, it is told of early.
         is_further |= has_ways and self._options.on_failure == "eager"
-        # What has changed may change again.
-        is_again = math.isfinite(entry.lasted) and not entry.programs() and self._options.on_failure == "eager"
+        # What has changed twice may change again; a number has a stand-in once it was seen to change.
+        is_again = math.isfinite(entry.lasted) and len(self._reasons) > 1 and not entry.programs()
+        is_again &= self._options.on_failure == "eager"
         # What has begun is brought to its end.
         if entry.progress or not (is_further or is_again or self._unpaid >= _UNPAID):
             return None

@@ -207,7 +207,7 @@ class Reasons:
         if gone is not None:
             # A recording would make it anew in every replay.
             step.stats.note(f"traced anew: {gone} is gone, which only an eager step can make", "traces")
-            del entry.lines[call.variant]
+            entry.forget(line)
         return gone is not None
 
     def _has_come_once(self, call: Call) -> Found:

@@ -26,7 +26,7 @@ from graphplan.step.runner import Parts
 from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.repeated_operators import RepeatedOperators
 from graphplan.verify.check import Check, Verdict, detached
-from graphplan.verify.schedule import Timetable, next_check, seconds_left
+from graphplan.verify.schedule import Timetable, most_seconds, next_check
 
 _UNPROVEN = "the first replay after a single trace could not be checked"
 _LATEST = 2  # Captures whose checks go on where the program is captured again.
@@ -67,9 +67,8 @@ class _Series(Tally):
     def note(self, program: Program, number: int, stats: Stats) -> None:
         self._checked[program] = number
         if number >= self.due:
-            step = stats.step_us("eager") or stats.shortest * 1e6
-            started = stats.spent(step, ("trace", "capture"))
-            self.due = self.timetable.end(number, seconds_left(step / 1e6, started, stats.phases["verify"]))
+            step = (stats.step_us("eager") or stats.shortest * 1e6) / 1e6
+            self.due = self.timetable.end(number, most_seconds(self.timetable.device, step) - stats.phases["verify"])
 
 
 class Replays:
@@ -157,6 +156,7 @@ class Replays:
             text = f"replay {program.replays + 1} of {program.plan.name} is not what the eager step does: {change}"
             return Checked(verdict.result, VerifyError(text, result=verdict.result))
         program.expected, program.numbers = (), {}
+        self._stats.shortest = min(self._stats.shortest, verdict.seconds)
         series.note(program, number, self._stats)
         self._count(program)
         self._stats.replayed += 1

@@ -284,16 +284,16 @@ def _comparing(function: Any) -> Callable[[DeferredNumber, Any], Any]:
     """A comparison that is made where the numbers are: code branches on a truth value, which replays can compare."""
 
     def method(self: DeferredNumber, other: Any) -> Any:
-        if is_deferred(other) and other.is_symbolic:
-            other = value_of(other)
         kind = other._kind if is_deferred(other) else type(other)
         is_exact = kind in _PLAIN and (is_deferred(other) or kind is float or abs(other) < _EXACT)
         if not is_exact:
             return function(*map(value_of, (self, other)))
         dtype = torch.float64 if float in (kind, self._kind) else torch.int64
-        given = on_device(other, dtype) if is_deferred(other) else other
         with torch.no_grad():
-            return bool(function(on_device(self, dtype), given))
+            own, given = on_device(self, dtype), other
+            if is_deferred(other):
+                given = _filled(other, dtype, own.device) if other.is_symbolic else on_device(other, dtype)
+            return bool(function(own, given))
 
     return method
 

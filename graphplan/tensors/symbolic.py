@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.tensors.deferred import COMPARISONS, DeferredNumber, NumberForm, form_of, value_of, with_values
+from graphplan.tensors.deferred import (
+    COMPARISONS,
+    DeferredNumber,
+    NumberForm,
+    form_of,
+    is_deferred,
+    value_of,
+    with_values,
+)
 
 NUMBERS = (int, float)
 """Python's numbers that have stand-ins: code may ask whether a truth value *is* ``True``."""
@@ -156,8 +164,8 @@ def _is_numpys(value: Any) -> bool:
 
 def _comparing(function: Any) -> Callable[[SymbolicNumber, Any], Any]:
     def method(self: SymbolicNumber, other: Any) -> Any:
-        if isinstance(other, Tensor):
-            # Its own comparison takes this number.
+        if isinstance(other, Tensor) or (is_deferred(other) and not other.is_symbolic):
+            # Its own comparison takes this number, where that of the device is.
             return NotImplemented
         if type(other) not in (SymbolicNumber, bool) and not has_stand_ins(type(other)):
             return function(value_of(self), other)

@@ -87,9 +87,11 @@ class DeferredReads:
 
     def __exit__(self, *exc: object) -> None:
         self._conversions.__exit__(*exc)
-        self.symbolic.__exit__(*exc)
-        for copy, _ in self.copies.values():
-            copy.settle()
+        try:
+            self.symbolic.__exit__(*exc)
+        finally:
+            for copy, _ in self.copies.values():
+                copy.settle()
 
     def __bool__(self) -> bool:
         return bool(self._made or self.copies or self._is_lost or self._has_replaced)

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from threading import get_ident
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -84,6 +84,7 @@ class SymbolicNumbers:
         draws: what the step has drawn, in order, and ``drawn`` the numbers, by path.
         deciding: the paths of numbers that are arguments of draws.
         refusal: why the step is not replayed, with what it draws.
+        unlike: what the captured step does otherwise than the traced one. Code of the step's may have caught the error.
         behind: the paths of properties that gave other numbers, since the step has changed what these are computed of.
     """
 
@@ -117,6 +118,7 @@ class SymbolicNumbers:
         self.deciding: set[str] = set()
         self.pending: list[tuple[NumberTensor, Any]] = []
         self.refusal: HostScalarError | None = None
+        self.unlike: CaptureError | None = None
         self.behind: set[str] = set()
         self._expected, self._follows, self._may_fill, self._is_shared = expected, follows, may_fill, is_shared
         self._questions = questions
@@ -164,6 +166,8 @@ class SymbolicNumbers:
             # Nothing settles what the step has left.
             for place in self.places.values():
                 _put_number(_container_of(place), place.key)
+        if self.unlike is not None:
+            raise self.unlike from None
 
     def put_numbers(self, walk: Walk) -> None:
         """After a step that has failed: put numbers where it has left stand-ins in attributes and lists."""
@@ -213,12 +217,17 @@ class SymbolicNumbers:
         path = f"{DRAWN}{len(self.draws) + 1}, {function.__name__}()"
         draw = Draw(path, generator, f"{args} {kwargs}", function, args, kwargs)
         if self._expected is not None and draw not in self._expected[len(self.draws) :][:1]:
-            raise CaptureError(f"the captured step draws {path} at {find_source()}, which the traced steps did not")
+            self._differ(f"draws {path} at {find_source()}, which the traced steps did not")
         self.draws.append(draw)
         self.drawn[path] = value
         number = SymbolicNumber(self, value, path)
         self._made.append(weakref.ref(number))
         return number
+
+    def _differ(self, what: str) -> NoReturn:
+        """End a capture in which the step does ``what``."""
+        self.unlike = self.unlike or CaptureError(f"the captured step {what}")
+        raise self.unlike
 
     def _refuse_drawn(self, path: str, does: str) -> None:
         """Note that the step does with a random number what replays could not do with another one."""
@@ -239,9 +248,9 @@ class SymbolicNumbers:
             self._refuse_drawn(drawn, "branches on")
         elif self._hears():
             if self._questions is not None and question not in self._questions:
-                raise CaptureError(
-                    f"the captured step branches on {' and '.join(question.paths)} at {find_source()}, otherwise than "
-                    "the traced step did; ask the same of the same numbers in each step"
+                self._differ(
+                    f"branches on {' and '.join(question.paths)} at {find_source()}, otherwise than the traced step "
+                    "did; ask the same of the same numbers in each step"
                 )
             self.asked[question] = answer
             self.touched.update(question.paths)
@@ -295,9 +304,9 @@ class SymbolicNumbers:
         form, paths = form_of(number)
         found = self._tensors.get((form.key, dtype, device))
         if found is None and self._is_final:
-            raise CaptureError(
-                f"the captured step uses a number as a tensor at {find_source()}, which the traced steps did not; "
-                "compute it in the same way in each step, or hold it in a tensor that an owner has"
+            self._differ(
+                f"uses a number as a tensor at {find_source()}, which the traced steps did not; compute it in the same "
+                "way in each step, or hold it in a tensor that an owner has"
             )
         if found is None:
             with torch.inference_mode(False), _disable_current_modes():

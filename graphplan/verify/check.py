@@ -6,9 +6,11 @@ and where they are noisy, once from parameters that are off by rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -39,12 +41,13 @@ _REPLAYS = 3  # The most replays that are made until two of them differ.
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Outcome of a check: the eager step's ``result``, and where the replay differed; ``open`` says why that could not
-    be found out, if so.
+    be found out, if so. ``seconds`` are those of the host for the eager step.
     """
 
     result: Any
     differences: dict[str, str]
     open: str = ""
+    seconds: float = math.inf
 
 
 class Check:
@@ -108,7 +111,7 @@ class Check:
         finally:
             hosts = HostGenerators()
             self.undo(self._before)
-        walk = cache(self._walk)
+        walk, start = cache(self._walk), perf_counter()
         try:
             result = eager(walk)
         except torch.OutOfMemoryError:
@@ -117,6 +120,7 @@ class Check:
             raise
         if raised:
             return Verdict(detached(result), {"result": raised})
+        seconds = perf_counter() - start
         drawn = (name for name in hosts.moved() if not self._is_allowed(name))
         found = dict.fromkeys(drawn, "the eager step draws from it, which a replay does not")
         reason = ""
@@ -125,7 +129,7 @@ class Check:
         except (torch.OutOfMemoryError, PeerError) as error:
             # The batch has been trained on: the caller must not go on as if it had not.
             reason = first_line(error)
-        return Verdict(detached(result), found, reason)
+        return Verdict(detached(result), found, reason, seconds)
 
     def snapshot(self, walk: Walk) -> tuple[Snapshot, dict[str, Tensor]]:
         """Copies of all that the step may change, also of what only a name leads to; and these tensors by path."""

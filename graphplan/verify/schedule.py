@@ -16,10 +16,9 @@ from graphplan.program.program import NO_CHECK
 EVERY = 1000  # The geometric schedule doubles up to here, and then goes on in steps of this size.
 SHARE = 0.01  # Part of the time that checks of the geometric schedule may take, from replay ``EARLY`` on.
 EARLY = 64  # The first replays, of which the last one is checked in any case.
-FREE = 0.2  # Seconds that checks of the first replays may take, those of all programs of a step together.
-START = 20.0
-"""Eager steps that traces, captures and these checks may take. As many checks as fit in are spread over the first
-replays, but for a program's first one, which is made.
+FREE, STEPS = 0.2, 10.0
+"""Seconds that checks of the first replays may take, and how many eager steps on an accelerator, those of all programs
+of a step together. As many as fit in are spread over these replays, but for a program's first one, which is made.
 """
 
 
@@ -45,11 +44,9 @@ def next_check(every: int | None, number: int) -> int:
     return 2 * number if 2 * number < EVERY else (number // EVERY + 1) * EVERY
 
 
-def seconds_left(step: float, started: float, checked: float) -> float:
-    """Seconds for further checks of first replays, where an eager step takes ``step`` seconds, and traces and captures
-    took ``started`` beyond theirs, checks ``checked``.
-    """
-    return min(FREE, START * step - started) - checked
+def most_seconds(device: torch.device, step: float) -> float:
+    """What all checks of first replays may take where an eager step takes ``step`` seconds."""
+    return FREE if device.type == "cpu" else min(FREE, STEPS * step)
 
 
 class Timetable:
@@ -66,7 +63,7 @@ class Timetable:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._every = every
-        self._device = device
+        self.device = device
         self._agree = agree
         self._clock = clock or (process_time if device.type == "cpu" else perf_counter)
         self._begun = 0.0
@@ -94,7 +91,7 @@ class Timetable:
         return self._agree(then)
 
     def _now(self) -> float:
-        synchronize(self._device)
+        synchronize(self.device)
         return self._clock()
 
 

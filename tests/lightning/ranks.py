@@ -498,7 +498,7 @@ def main() -> None:
     others = [] if "RANK" in os.environ else become_ranks()
     torch.set_num_threads(1)
     # Other tests may be what takes time.
-    schedule.FREE = schedule.START = math.inf
+    schedule.FREE = schedule.STEPS = math.inf
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found = {}
     with warnings.catch_warnings():

@@ -7,6 +7,7 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -265,6 +266,53 @@ def test_a_bound_that_is_another_one_in_the_capture() -> None:
     step = assert_same_as_eager(partial(bounded_rig, ONCE))
     assert (step.stats.traced, step.stats.captured) == (3, 1), step.report()
     assert any("the captured step branches on" in event for event in step.stats.events), step.stats.events
+
+
+def catching_rig(compares: bool) -> Rig:
+    """A step that catches what a draw or a comparison raises; in the call of the capture, it makes another one."""
+    is_other = Box(False)
+
+    def body(model: Any, loss: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+        try:
+            if compares:
+                factor = 2.0 if random.random() < 2 + is_other.item else 1.0
+            else:
+                factor = random.uniform(0, 2) if is_other.item else random.random()
+        except Exception:  # noqa: BLE001 - as people write it
+            factor = 5.0
+        return loss * factor
+
+    def after(model: Any, index: int) -> None:
+        is_other.item = index == ONCE - 1
+
+    random.seed(5)
+    return keeping_rig(body, CALLS, after)
+
+
+@pytest.mark.parametrize(("compares", "text"), [(True, "branches on"), (False, "draws draw 1, uniform")])
+def test_code_of_the_step_may_catch_what_ends_a_capture(compares: bool, text: str) -> None:
+    """It is raised again when the step is over, and the call is made eagerly."""
+    step = assert_same_as_eager(partial(catching_rig, compares))
+    assert any(f"the captured step {text}" in event for event in step.stats.events), step.stats.events
+    assert (step.stats.traced, step.stats.captured) == (3, 1), step.report()
+
+
+@pytest.mark.parametrize("last", [WARMUP, ONCE, FIRST])
+def test_state_that_is_gone_where_other_gradients_are_there(last: int) -> None:
+    """The plan was made with gradients, and serves calls without them: it is given up all the same."""
+
+    def make() -> Rig:
+        rig = training_rig("mlp", "adamw", sizes=[8] * CALLS)
+
+        def after(index: int) -> None:
+            if index == last:
+                rig.owners["optimizer"].state.clear()
+                rig.owners["optimizer"].zero_grad()
+
+        return replace(rig, after=after)
+
+    step = assert_same_as_eager(make)
+    assert step.stats.replayed >= CALLS - BEFORE_REPLAY - 4, step.report()
 
 
 def hidden_rig(last: int) -> Rig:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,29 @@ def skips_what_differs(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return loss.detach()
 
 
+def keeps_highest(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Keeps the highest loss so far, and compares the next ones with it."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    if loss.item() > model.highest:
+        model.highest = loss.item() + 1
+    return loss.detach()
+
+
+def compares_with_limit(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Leaves out the update of a loss above a limit that is another one in each step."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    model.steps += 1
+    if 30 + 1 / model.steps < loss.item():
+        return loss.detach()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 def warms_up(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     """Looks at a counter, and counts it up afterwards: the look cannot be taken before the step."""
     optimizer.zero_grad()
@@ -204,6 +228,37 @@ def test_the_other_branch_is_eager(body: Body, odd: tuple[int, ...], backend: st
     detail = rf"at {line_of(skips_large)}.* is True, expected False as in the traced steps"
     if body is not checkpoints:
         assert any(re.search(detail, text) for text in stats.reasons), stats.reasons
+
+
+@pytest.mark.parametrize("odd", [(10,), (8, 9, 14)], ids=str)
+def test_what_is_compared_with_a_number_that_changes(odd: tuple[int, ...], backend: str) -> None:
+    """Replays compare with the number as it is, on the device."""
+    step = both(rig_of(compares_with_limit, odd=odd), backend)
+    assert (step.stats.captured, step.stats.recaptured) == (1, 0)
+    assert step.stats.skipped == {SkipReason.HOST_SYNC: len(odd)}
+    assert step.stats.replayed == CALLS - BEFORE_REPLAY - len(odd)
+
+
+def test_what_is_compared_with_a_number_that_the_other_branch_sets(backend: str) -> None:
+    """A step that sets it is eager. Once it was seen to change, replays compare with what it is."""
+
+    def make() -> Rig:
+        rig = rig_of(keeps_highest, odd=(10, 20, 30), calls=40)()
+        model = rig.owners["model"]
+        model.highest, kept = 1.0, list[float]()
+        rig.extra["highest"] = kept
+
+        def after(index: int) -> None:
+            kept.append(model.highest)
+            if index == 19:
+                model.highest = 1.5
+
+        return replace(rig, after=after)
+
+    step = both(make, backend, on_failure="eager")
+    assert (step.stats.captured, step.stats.recaptured) == (2, 1), step.report()
+    assert 2 <= step.stats.skipped[SkipReason.HOST_SYNC] <= 3
+    assert step.stats.replayed >= 40 - 2 * BEFORE_REPLAY - 3
 
 
 @pytest.mark.parametrize("body", [skips_what_is_left, skips_what_differs])
