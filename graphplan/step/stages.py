@@ -417,7 +417,8 @@ class Stages:
                 line.traces = []
             return
         for text in omissions(facts, self._options.allow):
-            self._refusals.warn(text)
+            self._refusals.warn(f"graphplan leaves something out of replays: {text}")
+            self._stats.note(f"left out of replays: {text}")
         self._runner.plan = plan
         for fact in plan.host_reads:
             self._stats.note(fact)
