@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from graphplan.effects.host import LEAVES_OUT
 from graphplan.errors import HostSyncError, RefusalError, SkipReason
 from graphplan.observe.conversions import Conversions
 from graphplan.observe.replacements import Replacements
@@ -192,7 +193,8 @@ def _check(run: Callable[[], Ran], name: str) -> Result:
     closed = tuple(note for note in notes if note.startswith(CLOSED))
     blockers = (*closed, *blockers_of(found.values(), stats if refused else Stats()))
     best = plan or collected_plan
-    texts = [str(each.message) for each in caught if str(each.message).startswith("the step ")]
+    told = [str(each.message) for each in caught]
+    texts = [text.removeprefix(LEAVES_OUT) for text in told if text.startswith(LEAVES_OUT)]
     return Result(
         name=name,
         blockers=blockers,

@@ -84,6 +84,10 @@ def check_gradients(pair: TracePair) -> None:
             )
 
 
+LEAVES_OUT = "graphplan leaves something out of replays: "
+"""What warnings of :func:`omissions` begin with."""
+
+
 def omissions(trace: Trace, allow: Iterable[str]) -> Iterator[str]:
     """Warnings of what replays leave out although no number changes: prints, writes, calls of extension modules."""
     if trace.prints and not is_allowed("print", allow):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from graphplan.backends.backend import is_out_of_memory, refusing_memory
 from graphplan.compare.building import build_later
-from graphplan.effects.host import check_threads, omissions, taken_item
+from graphplan.effects.host import LEAVES_OUT, check_threads, omissions, taken_item
 from graphplan.errors import (
     CaptureMemoryError,
     ControlFlowError,
@@ -417,7 +417,7 @@ class Stages:
                 line.traces = []
             return
         for text in omissions(facts, self._options.allow):
-            self._refusals.warn(f"graphplan leaves something out of replays: {text}")
+            self._refusals.warn(f"{LEAVES_OUT}{text}")
             self._stats.note(f"left out of replays: {text}")
         self._runner.plan = plan
         for fact in plan.host_reads:

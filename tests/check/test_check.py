@@ -67,7 +67,7 @@ def test_ways_to_name_data(arguments: list[str]) -> None:
 
 def test_what_replays_leave_out_is_no_blocker(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{HERE}:step", "--batch", "(torch.randn(3, 4),)"]) == 0
-    assert "replays: the step prints at subjects.py" in capsys.readouterr().out
+    assert "warning: the step prints at subjects.py" in capsys.readouterr().out
 
 
 def test_a_copy_to_the_host_that_does_nothing_on_the_host() -> None:
