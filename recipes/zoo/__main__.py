@@ -34,7 +34,7 @@ from recipes.zoo.registry import Entry, load_entries
 from recipes.zoo.table import Row, markdown, summary
 
 ROOT = Path(__file__).parents[2]
-WARM = {False: 25, True: 46}
+WARM = {False: 25, True: 45}
 TIMED = {False: 40, True: 30}
 """Steps on the CPU and on CUDA, where graphplan times some itself first. There, the timed ones are replays 34 to 63,
 between two checks.
