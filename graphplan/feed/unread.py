@@ -145,7 +145,7 @@ class Placeholders:
         """Raise :class:`ReadSignal` for placeholders that were used, or are kept in more places than before."""
         if error is None and self._count() != self._references:
             # Cycles that the step has left hold them, too.
-            gc.collect()
+            gc.collect(1)
             now = self._count()
             self._used.update(index for index, number in now.items() if number > self._references[index])
         self.check()

@@ -333,6 +333,7 @@ class Programs:
             f"batches differ each time in shape, dtype, structure or Python values ({signatures} signatures so far"
             f"{'; ' if found else ''}{found}{''.join(f'; the code needs the value of {v}' for v in values)}). "
             "Expected batches that repeat a signature: pad them, leave Python values that the step does not need out "
-            "of what it is fed, make tensors of numbers and tokenize strings in the data loader's collate_fn, and "
-            "where the step only decides by a value (i % 2 == 0), feed what it decides"
+            "of what it is fed, return those that it only keeps, and keep them after it (on_train_batch_end), make "
+            "tensors of numbers and tokenize strings in the data loader's collate_fn, and where the step only decides "
+            "by a value (i % 2 == 0), feed what it decides"
         )
