@@ -166,7 +166,7 @@ class SymbolicNumbers:
             # Nothing settles what the step has left.
             for place in self.places.values():
                 _put_number(_container_of(place), place.key)
-        if self.unlike is not None:
+        if self.unlike is not None and (exc[1] is None or isinstance(exc[1], Exception)):
             raise self.unlike from None
 
     def put_numbers(self, walk: Walk) -> None:
