@@ -128,7 +128,7 @@ class Reasons:
                 self._step.fast_path.forget()
                 return False
             if base.batch.is_full or waits:
-                return True
+                return "what the step reads of this batch leads to no program, and was not met before"
             feed = base.batch.guess(moved) if programs.guesses < MOST_GUESSES else None
         if feed is not None:
             entry, program = lookup.find(feed, base)

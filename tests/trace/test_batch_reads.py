@@ -1403,6 +1403,7 @@ def test_batches_of_which_most_are_like_the_one_before() -> None:
     calls = partial(with_sums, 240, lambda index: 1 if index % 10 > 2 or index < 8 else index % 239)
     step = assert_same_as_eager(partial(rig_of, of_sum, calls), verify="off", on_failure="eager")
     assert step.stats.replayed > 120 and "most of them" not in step.report(), step.report()
+    assert step.stats.reasons["what the step reads of this batch leads to no program, and was not met before"] > 10
 
 
 @EAGERLY
