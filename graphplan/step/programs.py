@@ -228,9 +228,8 @@ class Programs:
         # What has changed twice may change again; a number has a stand-in once it was seen to change.
         is_again = math.isfinite(entry.lasted) and len(self._reasons) > 1 and not entry.programs()
         is_again &= self._options.on_failure == "eager"
-        # What has begun is brought to its end, but for a further way, which may be rare.
-        has_begun = entry.progress > 0 and not (has_ways and self.all())
-        if has_begun or not (is_further or is_again or self._unpaid >= _UNPAID):
+        # What has begun is brought to its end.
+        if entry.progress or not (is_further or is_again or self._unpaid >= _UNPAID):
             return None
         if not self.has_spent(entry):
             self._longest = _LONGEST

@@ -50,7 +50,7 @@ def test_the_program_that_was_used_least_recently_goes() -> None:
 @pytest.mark.frugal
 def test_ways_wait_for_what_they_cost() -> None:
     """A step that branches four times by chance has 16 ways for each shape. Each takes traces and a capture, which
-    replays have to pay for, the capture of a way that was traced as well.
+    replays have to pay for.
     """
 
     def make() -> Rig:
@@ -74,9 +74,8 @@ def test_ways_wait_for_what_they_cost() -> None:
     step = managed(rig, max_graphs=40)
     assert_same_runs(expected, drive(rig, step))
     stats = step.stats
-    assert 4 < stats.traced <= 32 + stats.replayed // 16 + 4
-    assert 0 < stats.captured < stats.traced
-    assert stats.replayed >= 5
+    assert 8 < stats.traced <= 32 + stats.replayed // 16 + 4
+    assert stats.replayed >= 20
     assert "another way through the step's code is traced once replays have saved what" in step.report()
 
 
