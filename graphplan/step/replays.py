@@ -26,7 +26,7 @@ from graphplan.step.runner import Parts
 from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.repeated_operators import RepeatedOperators
 from graphplan.verify.check import Check, Verdict, detached
-from graphplan.verify.schedule import Timetable, most_seconds, next_check
+from graphplan.verify.schedule import Timetable, next_check
 
 _UNPROVEN = "the first replay after a single trace could not be checked"
 _LATEST = 2  # Captures whose checks go on where the program is captured again.
@@ -68,7 +68,7 @@ class _Series(Tally):
         self._checked[program] = number
         if number >= self.due:
             step = (stats.step_us("eager") or stats.shortest * 1e6) / 1e6
-            self.due = self.timetable.end(number, most_seconds(self.timetable.device, step) - stats.phases["verify"])
+            self.due = self.timetable.end(number, step, stats.phases["verify"])
 
 
 class Replays:

@@ -44,11 +44,6 @@ def next_check(every: int | None, number: int) -> int:
     return 2 * number if 2 * number < EVERY else (number // EVERY + 1) * EVERY
 
 
-def most_seconds(device: torch.device, step: float) -> float:
-    """What all checks of first replays may take where an eager step takes ``step`` seconds."""
-    return FREE if device.type == "cpu" else min(FREE, STEPS * step)
-
-
 class Timetable:
     """When replays of one or several programs are checked: no more often than ``every`` says. ``device`` is waited
     for before a time is taken, ``agree`` makes one number for all ranks of that of the next check. ``clock`` tells
@@ -63,7 +58,7 @@ class Timetable:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._every = every
-        self.device = device
+        self._device = device
         self._agree = agree
         self._clock = clock or (process_time if device.type == "cpu" else perf_counter)
         self._begun = 0.0
@@ -74,8 +69,10 @@ class Timetable:
         if self._every is None:
             self._begun = self._now()
 
-    def end(self, number: int, left: float = math.inf) -> int:
-        """Replay ``number`` was checked; the replay to check next. For the first ones there are ``left`` seconds."""
+    def end(self, number: int, step: float = math.inf, taken: float = 0.0) -> int:
+        """Replay ``number`` was checked; the replay to check next. An eager step takes ``step`` seconds, if known, and
+        all checks of the step, whose programs share the time for those of first replays, have ``taken`` so many.
+        """
         then = next_check(self._every, number)
         if self._every is not None:
             return then
@@ -83,7 +80,8 @@ class Timetable:
         seconds = now - self._begun
         self._latest = number, now
         if number < EARLY:
-            return self._agree(_soon(number, seconds, left))
+            most = FREE if self._device.type == "cpu" else min(FREE, STEPS * step)
+            return self._agree(_soon(number, seconds, most - taken))
         if before is not None and number - before[0] > 1:
             seconds_per_step = (self._begun - before[1]) / (number - before[0] - 1)
             if seconds_per_step > 0:
@@ -91,7 +89,7 @@ class Timetable:
         return self._agree(then)
 
     def _now(self) -> float:
-        synchronize(self.device)
+        synchronize(self._device)
         return self._clock()
 
 

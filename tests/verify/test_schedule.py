@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from graphplan import GraphPlanError, OptionError, SkipReason, graph_step
 from graphplan.step.peers import Peers
 from graphplan.verify import schedule
-from graphplan.verify.schedule import Timetable, most_seconds
+from graphplan.verify.schedule import Timetable
 from tests.models import Box, training_rig
 from tests.twins import BEFORE_REPLAY, BEFORE_TWO, build, drive, managed
 
@@ -76,7 +76,7 @@ class Clock:
             self.now += check
             self.checked += check
             found.append(number)
-            last, number = number, table.end(number, most_seconds(table.device, eager) - self.checked)
+            last, number = number, table.end(number, eager, self.checked)
         return found
 
 
@@ -144,7 +144,7 @@ def test_the_first_check_may_take_longer_than_others() -> None:
         table.begin(number)
         clock.now += check
         clock.checked += check
-        number = table.end(number, most_seconds(CPU, 1.0) - clock.checked)
+        number = table.end(number, taken=clock.checked)
         numbers.append(number)
     assert numbers == [1, 8, 32, 64]
 
