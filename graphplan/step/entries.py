@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,6 @@ from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.step.batch_variants import BatchVariants
 from graphplan.tensors.symbolic import Question, come_out
-from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _TRACED = 8  # More than a line has traces.
 _MOSTLY = 4  # Replays between two eager steps that take the place of a program which does not fit.
 _WAYS = 16  # Ways through a step, by what owners' numbers come to, that are kept for one key.
+_UNKNOWN = 256  # Ways that no call was traced for whose calls are counted.
 _REFUSED = 3  # Refused ways without a program for another one, after which all calls of a key are eager.
 Key = tuple[Any, ...]  # The feed's geometry, torch's switches, the number of the fingerprint.
 Variant = tuple[bool, ...]
@@ -55,31 +56,69 @@ class Line:
 
 
 @dataclass(slots=True)
-class Way:
-    """One way through a step's code: the branches ``asked`` of owners' numbers, with their answers, and the ``draws``
-    on the host, whose numbers count as owners'; ``kinds`` are the classes of the numbers that code used, by path.
+class Frequency:
+    """How often something ``met`` a call, from the call ``since`` to the ``latest`` one."""
 
-    ``used`` are those whose values code needs: each value is a way of its own; ``where`` describes the first. ``lines``
-    has one for each variant. ``is_met``: a call has had these values before; ``is_known``: it was traced.
+    since: int = 0
+    met: int = 0
+    latest: int = -1
+
+    def count(self, call: int) -> None:
+        """It meets ``call``, which is counted once."""
+        self.since = self.since if self.met else call
+        self.met += call != self.latest
+        self.latest = call
+
+    @property
+    def rate(self) -> float:
+        """In what part of the calls after the first one it came again."""
+        return (self.met - 1) / max(1, self.latest - self.since)
+
+
+@dataclass(slots=True)
+class Way:
+    """One way through a step's code: what it has ``asked`` of owners' numbers, with the answers, and the ``draws`` on
+    the host, whose numbers count as owners'; ``kinds`` are the classes of the numbers that code used, by path.
+
+    Each value that code needs is a way of its own; ``where`` describes the first. ``lines`` has one for each variant.
+    ``is_known``: it was traced, or one with other values was. ``taken``: how often calls took it, replays on the fast
+    path aside.
     """
 
-    asked: dict[Question, bool] = field(default_factory=dict)
+    asked: dict[Question, Any] = field(default_factory=dict)
     draws: tuple[Draw, ...] = ()
     kinds: dict[str, type] = field(default_factory=dict)
-    used: dict[str, Any] = field(default_factory=dict)
     where: str = ""
     lines: dict[Variant, Line] = field(default_factory=dict)
     refusal: RefusalError | None = None
-    is_met: bool = True
     is_known: bool = False
+    taken: Frequency = field(default_factory=Frequency)
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether code needs values."""
+        return any(question.needs_value for question in self.asked)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether a call before this one has had these values."""
+        return bool(self.lines) or self.taken.met > 1 or not self.needs_values
+
+    def answers(self, numbers: Mapping[str, Any]) -> dict[Question, Any] | None:
+        """What it has asked, with the answers for ``numbers`` by path; None if there are none."""
+        try:
+            known = {**numbers, **peek(self.draws)}
+            return {question: question.answer(known) for question in self.asked}
+        except Exception:  # noqa: BLE001 - a number is gone, or the step raises it, too
+            return None
 
     def is_taken(self, numbers: Mapping[str, Any], *, values: bool = True) -> bool:
-        """Return True if a step takes it with ``numbers`` by path; without ``values``, with other ``used`` ones."""
+        """Return True if a step takes it with ``numbers`` by path; without ``values``, with others that code needs."""
         if any(type(numbers.get(path)) is not kind for path, kind in self.kinds.items()):
             return False
+        asked = {question: answer for question, answer in self.asked.items() if values or not question.needs_value}
         try:
-            are_alike = not values or all(same_value(numbers[path], value) for path, value in self.used.items())
-            return are_alike and come_out(self.asked, {**numbers, **peek(self.draws)})
+            return come_out(asked, {**numbers, **peek(self.draws)})
         except Exception:  # noqa: BLE001 - the step raises it, too, or guards find that the number is gone
             return False
 
@@ -99,8 +138,9 @@ class Entry:
     captured again. ``gate`` times its replays until ``is_decided``. ``outside``: results take part in a backward pass
     outside the step, so calls are eager. ``batch``: what the step reads of its batch chooses another entry, whose
     ``base`` is this one. ``ways``: the one used last comes last; the numbers at ``places`` decide between them.
-    ``untried`` ways were traced since the last capture, up to a limit (``too_many``). ``flows_out``: what a backward
-    pass outside the step has come to, by the number of the call that returned it.
+    ``untried`` ways were traced since the last capture, up to a limit (``too_many``); ``unknown``: how often others
+    came, by how the questions of those come out. ``flows_out``: what a backward pass outside the step has come to, by
+    the number of the call that returned it.
     ``pause``: why this call is eager though there is a program; ``paused``: after how many of its replays one was last
     left out so.
     """
@@ -123,6 +163,7 @@ class Entry:
     ways: list[Way] = field(default_factory=lambda: [Way()])
     places: dict[str, Scalar] = field(default_factory=dict)
     untried: int = 0
+    unknown: dict[tuple[Any, ...], Frequency] = field(default_factory=dict)
     too_many: HostScalarError | None = None
     gate: Gate | None = None
     is_decided: bool = False
@@ -173,10 +214,11 @@ class Entry:
         way = self.way
         way.lines = {variant: known for variant, known in way.lines.items() if known is not line}
 
-    def select(self, variant: Callable[[], Variant]) -> Program | None:
-        """The program for the gradients and the owners' numbers that there are now, if it is ready."""
+    def select(self, variant: Callable[[], Variant], call: int) -> Program | None:
+        """The program for the gradients and the owners' numbers that there are in this ``call``, if it is ready."""
         if self.places or any(way.draws for way in self.ways):
             self._turn()
+            self.way.taken.count(call)
         ready = self.way.programs
         # Of a step that drops gradients unread, one serves whatever there are.
         for_any = next((program for program in ready if not program.plan.tells_gradients), None)
@@ -195,7 +237,12 @@ class Entry:
         # A list may be empty after the step.
         self.places.update(facts.symbolic.places)
         self.places.update({path: lasting(places[path]) for path in facts.symbolic.kinds if path in places})
-        way.asked.update(asked)
+        # What each step raises does not come again, and what lay behind a property has a stand-in in further traces.
+        used = paths & facts.symbolic.used.keys() - facts.symbolic.counted - facts.symbolic.behind
+        values = {Question.about(path, needs_value=True): facts.entry_scalars[path] for path in used}
+        kept = {question: answer for question, answer in way.asked.items() if not question.needs_value}
+        way.asked = {**kept, **asked, **values}
+        way.where = next(chain(map(facts.symbolic.told, used), facts.symbolic.needed.values()), "")
         way.draws = tuple(facts.symbolic.draws)
         way.kinds.update({path: type(facts.entry_scalars.get(path)) for path in self.places})
         way.kinds.update(facts.symbolic.kinds)
@@ -206,10 +253,6 @@ class Entry:
                 f"the step takes another way through its code in each call, by {self._decides(paths)}: {_WAYS} in a "
                 "row came once, and a replay is good for one way. Feed what decides, or decide outside the step"
             )
-        # What each step raises does not come again, and what lay behind a property has a stand-in in further traces.
-        used = paths & facts.symbolic.used.keys() - facts.symbolic.counted - facts.symbolic.behind
-        way.used = {path: facts.entry_scalars[path] for path in used}
-        way.where = next(map(facts.symbolic.told, way.used), "")
 
     def _decides(self, paths: Collection[str]) -> str:
         """In words: what numbers at ``paths`` come to decides between ways; without paths, which numbers there are."""
@@ -225,14 +268,15 @@ class Entry:
         numbers = {path: value for path, place in self.places.items() if (value := value_at(place)) is not None}
         known = next((way for way in self.ways if way.is_known and way.is_taken(numbers)), None)
         if known is None:
+            frequency = self._frequency(numbers)
             if not self.way.is_known:
                 # Nothing is known of it yet.
+                self.way.taken = frequency
                 return
-            alike = [way for way in self.ways if way.used and way.is_taken(numbers, values=False)]
+            alike = [way for way in self.ways if way.needs_values and way.is_taken(numbers, values=False)]
             like = alike[0] if alike else Way()
-            used = {path: numbers[path] for path in like.used}
-            known = Way(dict(like.asked), like.draws, dict(like.kinds), used, like.where)
-            known.is_met, known.is_known = not used, bool(used)
+            known = Way(like.answers(numbers) or {}, like.draws, dict(like.kinds), like.where, taken=frequency)
+            known.is_known = bool(alike)
             # What is refused for two values is hardly replayed for another one.
             refusals = [way.refusal for way in alike if way.refusal is not None]
             known.refusal = refusals[0] if len(refusals) > 1 else self.too_many
@@ -243,6 +287,14 @@ class Entry:
         self.ways = [*(way for way in self.ways if way is not known), known]
         if len(self.ways) > _WAYS:
             self.forget_oldest()
+
+    def _frequency(self, numbers: Mapping[str, Any]) -> Frequency:
+        """How often the way that ``numbers`` lead to has come, of which nothing else is known."""
+        if len(self.unknown) > _UNKNOWN:
+            self.unknown.clear()
+        most = max(self.ways, key=lambda way: len(way.asked))
+        answers = most.answers(numbers) or {}
+        return self.unknown.setdefault(tuple(answers.values()), Frequency())
 
     def may_pause(self, program: Program, reason: str) -> bool:
         """Return True if an eager step takes the place of a program that does not fit, for a ``reason`` that is perhaps
@@ -282,7 +334,7 @@ class Entry:
         """Close the programs and start again from one warm step."""
         for program in self.programs():
             program.close()
-        self.ways, self.untried = [Way()], 0
+        self.ways, self.untried, self.unknown = [Way()], 0, {}
         self.pause = None
         self.paused.clear()
 

@@ -47,7 +47,7 @@ class Lookup:
             if entry.batch is not None or entry.refusal is not None:
                 # Others have its programs, or it has none.
                 return entry, None
-            program = entry.select(self._managed.grad_presence)
+            program = entry.select(self._managed.grad_presence, self._stats.calls)
             if program is None:
                 is_first = not entry.eager_calls and self._programs.is_further(entry)
                 is_eager = entry.way.refusal is not None or not entry.way.is_met

@@ -183,7 +183,8 @@ class Programs:
         self._stats.recaptured += before is not None and not is_further
         entry.captured, entry.untried = True, 0
         self._captured_at = self._captured_at or self._stats.calls
-        if before is not None:
+        # The program of another way may still pay.
+        if before is not None and not (is_further and isinstance(before, Program) and before.is_open):
             replays = before.replays if isinstance(before, Program) else before
             self._unpaid = self._unpaid + 1 if replays < _PAYS else 0
         self._latest[geometry] = program
@@ -284,12 +285,15 @@ class Programs:
         return debt - balance.saved * rest / max(1, calls - self._captured_at) >= _ALLOWANCE
 
     def _expected(self, entry: Entry, calls: int) -> float:
-        """How many of the next ``calls`` will be an entry's, by how many have been, and of how many since the first; no
-        more than were replayed before it was captured again.
+        """How many of the next ``calls`` will be an entry's, on the way that it takes now, by how many have been and of
+        how many since the first; no more than were replayed before it was captured again.
         """
         # What is read of a batch takes a lookup of its own.
         lookups = (self._lookups - entry.since) / (1 if entry.base is None else 2)
-        return min(calls * (entry.met - 1) / max(1.0, lookups), _OFTEN * entry.met, entry.lasted)
+        rate, met = (entry.met - 1) / max(1.0, lookups), entry.met
+        if len(entry.ways) > 1:
+            rate, met = entry.way.taken.rate, entry.way.taken.met
+        return min(calls * rate, _OFTEN * met, entry.lasted)
 
     @property
     def progress(self) -> int:

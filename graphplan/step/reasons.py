@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from graphplan.step.state_machine import StateMachine
 
 
+_NEVER_AGAIN = 8
+"""Values that code needs of which none has come again, after which it is told where there is no program."""
+
+
 @dataclass
 class Call:
     """One call, and what is found out about it on its way to a program. ``around``: what is active around it."""
@@ -152,10 +156,9 @@ class Reasons:
         way = call.entry.way
         if way.is_met:
             return None
-        way.is_met = True
         detail = f"the step's code computes with {way.where}, as its comparisons with it come out in these calls"
         advice = "Compute with a tensor instead (a counter of your own, raised in place), keep it still, or feed it"
-        if not self._step.programs.all():
+        if len(call.entry.unknown) >= _NEVER_AGAIN and not self._step.programs.all():
             others = "those for which they come out otherwise may be replayed"
             self._step.refusals.warn(f"graphplan runs calls eagerly: {detail}; {others}. {advice}")
         return f"{detail}. {advice}"

@@ -6,6 +6,7 @@ for another number. Where code needs the value itself (an index, a text), a repl
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from graphplan.tensors.deferred import (
     DeferredNumber,
     NumberForm,
     form_of,
+    in_order,
     is_deferred,
     value_of,
     with_values,
@@ -30,6 +32,9 @@ from graphplan.tensors.deferred import (
 
 NUMBERS = (int, float)
 """Python's numbers that have stand-ins: code may ask whether a truth value *is* ``True``."""
+_BITWISE: tuple[Any, ...] = (operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift)
+_NARROWING: tuple[Any, ...] = (operator.floordiv, operator.mod, operator.and_, operator.rshift)
+_ROUNDING: tuple[Any, ...] = (int, round, math.floor, math.ceil, math.trunc)
 
 
 def has_stand_ins(kind: type) -> bool:
@@ -39,18 +44,27 @@ def has_stand_ins(kind: type) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """A truth value that a step computes of owners' numbers, and branches on."""
+    """What a step computes of owners' numbers and depends on: a truth value, by which it branches, or, if it
+    ``needs_value``, what an index or a size is made of.
+    """
 
     form: NumberForm
+    needs_value: bool = False
+
+    @classmethod
+    def about(cls, path: str, *, needs_value: bool = False) -> Question:
+        """The one about the number at ``path`` itself."""
+        return cls(NumberForm([(path, ())]), needs_value)
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
         """Where these numbers lie, in the order in which they are read."""
         return tuple(function for function, _ in self.form if type(function) is str)
 
-    def answer(self, numbers: Mapping[str, Any]) -> bool:
-        """The truth value for ``numbers`` by path. A comparison that cannot be made raises, as in the step."""
-        return bool(self.form.compute([numbers[path] for path in self.paths]))
+    def answer(self, numbers: Mapping[str, Any]) -> Any:
+        """The answer for ``numbers`` by path. A comparison that cannot be made raises, as in the step."""
+        value = self.form.compute([numbers[path] for path in self.paths])
+        return value if self.needs_value else bool(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +82,13 @@ class Gives:
             return type(error) is self.kind
 
 
-def come_out(asked: Mapping[Question, bool], numbers: Mapping[str, Any]) -> bool:
+def come_out(asked: Mapping[Question, Any], numbers: Mapping[str, Any]) -> bool:
     """Return True if all questions have the answers that they had, for ``numbers`` by path."""
-    return all(question.answer(numbers) is answer for question, answer in asked.items())
+    return all(_is_same(question.answer(numbers), answer) for question, answer in asked.items())
+
+
+def _is_same(value: Any, answer: Any) -> bool:
+    return value is answer or (type(value) is type(answer) and value == answer and repr(value) == repr(answer))
 
 
 class SymbolicNumber(DeferredNumber):
@@ -139,12 +157,26 @@ class SymbolicNumber(DeferredNumber):
         return torch.tensor(self._value(), dtype=dtype, device=device) if tensor is None else tensor
 
     def _value(self, needs: str = "") -> Any:
-        self._reader.use(self, needs)
+        if _gives_few(self):
+            self._reader.ask(Question(form_of(self)[0], needs_value=True), self._known)
+        else:
+            self._reader.use(self, needs)
         return self._known
 
     def __bool__(self) -> bool:
         self._reader.ask(Question(form_of(self)[0]), bool(self._known))
         return bool(self._known)
+
+
+def _gives_few(number: DeferredNumber) -> bool:
+    """Whether it comes to one value for many numbers, as ``step // 1000`` and ``batch_idx % 2`` do: each is a way."""
+    few: set[int] = set()
+    for node in in_order(number):
+        narrows = node._function in _NARROWING
+        narrows |= node._function in _ROUNDING and getattr(node._operands[0], "_kind", None) is float
+        if narrows or (node._source is None and all(id(o) in few for o in node._operands if is_deferred(o))):
+            few.add(id(node))
+    return id(number) in few
 
 
 def _is_operator(frame: FrameType) -> bool:
@@ -175,6 +207,14 @@ def _comparing(function: Any) -> Callable[[SymbolicNumber, Any], Any]:
     return method
 
 
+def _applying(function: Any, *, reflected: bool = False) -> Callable[[SymbolicNumber, Any], Any]:
+    return lambda self, other: self.apply(function, (other, self) if reflected else (self, other))
+
+
+for _function in _BITWISE:
+    _name = _function.__name__.strip("_")
+    setattr(SymbolicNumber, f"__{_name}__", _applying(_function))
+    setattr(SymbolicNumber, f"__r{_name}__", _applying(_function, reflected=True))
 for _function in COMPARISONS:
     setattr(SymbolicNumber, f"__{_function.__name__}__", _comparing(_function))
 # Which containers ask, before they compare.

@@ -70,7 +70,8 @@ class SymbolicNumbers:
         may_fill: whether tensors can be filled while the step runs; else that is :attr:`pending`.
 
     Attributes:
-        asked: what the step has branched on, with the answers.
+        asked: what the step has branched on, and what it has computed and needed the values of, with the answers.
+        needed: of those whose values it needs, the numbers and where, in words.
         device: where the step computes, if that is known.
         used: the paths of numbers whose values code has needed, and where, if that is known.
         needs: for what, by path, if that is known.
@@ -103,7 +104,8 @@ class SymbolicNumbers:
         found = {path: lasting(place) for path, place in places.items() if may_be_symbolic(place)}
         self.lies = lies_of(found)
         self.places = {path: found[path] for path, (first, _) in self.lies.items() if path == first}
-        self.asked: dict[Question, bool] = {}
+        self.asked: dict[Question, Any] = {}
+        self.needed: dict[Question, str] = {}
         self.used: dict[str, Source | None] = {}
         self.needs: dict[str, str] = {}
         self.given: dict[int, NumberTensor] = {}
@@ -241,8 +243,8 @@ class SymbolicNumbers:
                 path=next(draw.generator for draw in self.draws if draw.path == path),
             )
 
-    def ask(self, question: Question, answer: bool) -> None:
-        """Code branches on a comparison."""
+    def ask(self, question: Question, answer: Any) -> None:
+        """Code depends on the answer."""
         drawn = next((path for path in question.paths if path in self.drawn), None)
         if drawn is not None and self._is_shared:
             self._refuse_drawn(drawn, "branches on")
@@ -252,6 +254,8 @@ class SymbolicNumbers:
                     f"branches on {' and '.join(question.paths)} at {find_source()}, otherwise than the traced step "
                     "did; ask the same of the same numbers in each step"
                 )
+            if question.needs_value and question not in self.asked:
+                self.needed[question] = f"{' and '.join(question.paths)} at {with_users_line(find_source())}"
             self.asked[question] = answer
             self.touched.update(question.paths)
 
@@ -346,7 +350,7 @@ class SymbolicNumbers:
     def ask_truth(self, path: str, value: bool) -> None:
         """Count the truth value at ``path`` as asked: it is one of two."""
         self.kinds[path] = bool
-        self.asked[Question(NumberForm([(path, ())]))] = value
+        self.asked[Question.about(path)] = value
 
     def settle(self, path: str, number: Any, own: Any) -> Any:
         """What the step has left at ``path``: how it is computed; the number itself if it is the integer that lay

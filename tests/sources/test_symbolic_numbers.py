@@ -104,8 +104,8 @@ def test_a_number_that_differs_in_each_step_and_is_computed_with() -> None:
 
 NEEDS: dict[str, tuple[Callable[[Model], Any], str]] = {
     "a class": (lambda model: complex(model.step).real, "complex"),
-    "an index": (lambda model: [1.0, 2.0, 3.0][model.step % 3], "index"),
-    "bits": (lambda model: model.step & 1, "and"),
+    "an index": (lambda model: [float(index) for index in range(20)][model.step], "index"),
+    "bits": (lambda model: ~model.step, "invert"),
     "a text": (lambda model: len(f"{model.step}"), "format"),
 }
 
@@ -126,6 +126,54 @@ def test_a_number_that_differs_in_each_step_and_whose_value_is_needed(kind: str)
         for index in range(8):
             _scale(model, index + 1)
             step(torch.randn(8, 4))
+
+
+FEW: dict[str, Callable[[Model], Any]] = {
+    "an index": lambda model: [1.0, 2.0, 3.0][model.step % 3],
+    "a size": lambda model: sum(0.5 for _ in range(model.step // 20)),
+    "a rounded number": lambda model: (2.0, 3.0, 4.0)[int(model.step / 20)],
+    "bits": lambda model: (0.5, 0.25)[(model.step >> 1) & 1],
+    "with a constant": lambda model: "abc".index("abc"[1 - (model.step + 1) % 2]),
+}
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_values_that_come_again_each_have_a_program(kind: str) -> None:
+    """A number is another one in each step, what code makes of it is one of a few."""
+    runs = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+
+        def body(model: Any, x: Tensor) -> Tensor:
+            y: Tensor = model.net(x) * FEW[kind](model)
+            return y.detach()
+
+        step: Any = graph_step(partial(body, model), owners={"model": model}) if graphed else partial(body, model)
+        out = []
+        for index in range(60):
+            _scale(model, index)
+            out.append(step(torch.randn(8, 4)))
+        runs.append(out)
+    assert all(map(torch.equal, *runs))
+    assert step.stats.captured in (2, 3)
+    assert step.stats.replayed >= 60 - 30
+
+
+def test_values_that_never_come_again_are_told() -> None:
+    """A single trace is made, and a warning says which number it is."""
+    model, table = Model(), [float(index) for index in range(64)]
+    step = graph_step(lambda x: model.net(x).detach() * table[int(model.step / 2)], owners={"model": model})
+    text = r"calls eagerly: the step's code computes with model\.step at test_symbolic_numbers\.py:\d+ in <lambda>: "
+
+    def drive() -> None:
+        for index in range(60):
+            _scale(model, 2 * index)
+            step(torch.randn(8, 4))
+
+    with pytest.warns(UserWarning, match=text):
+        drive()
+    assert (step.stats.traced, step.stats.captured) == (1, 0)
 
 
 def test_a_comparison_that_alternates() -> None:

@@ -205,3 +205,19 @@ def test_batches_that_never_read_alike_stand_down_early() -> None:
     assert ["runs this step eagerly" in str(warning.message) for warning in said] == [True] * len(said)
     assert step.is_down
     assert step.stats.traced < 16
+
+
+def test_programs_of_several_ways_are_no_recaptures() -> None:
+    """Four ways in turn are captured one after the other, before any of them has come to 16 replays."""
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        out = nn.functional.cross_entropy(model(x), y)
+        out = out * 2 if model.turn % 2 else out.exp()
+        return out * 3 if model.turn > 1 else out.sqrt()
+
+    each = lambda model, optimizer, index: setattr(model, "turn", index % 4)  # noqa: E731
+    batches = list(float_batches(48))
+    make = partial(changing_rig, stay, loss, prepare=attributes(turn=0), each=each, calls=batches)
+    step = assert_same_as_eager(make, max_recaptures=1)
+    assert (step.stats.captured, step.stats.recaptured) == (4, 0)
+    assert step.stats.replayed >= 24

@@ -102,7 +102,7 @@ class Reversed(torch.autograd.Function):
 
 
 NEVER_AGAIN: dict[str, Use] = {
-    "an index": lambda model, loss, out, number: loss + out[:, int(number) % 4].mean(),
+    "an index": lambda model, loss, out, number: loss + out[:, hash(number) % 4].mean(),
     "a text": lambda model, loss, out, number: loss * len(f"{number:g}"),
     "a backward pass": lambda model, loss, out, number: loss + Reversed.apply(out, number).mean(),
 }
