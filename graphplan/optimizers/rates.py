@@ -19,6 +19,7 @@ from graphplan.compare.moving import fill
 from graphplan.errors import Faults
 from graphplan.optimizers.preparation import Preparation, around_closure, device_of
 from graphplan.optimizers.scaling import ScaledSteps
+from graphplan.tensors.symbolic import SymbolicNumber
 
 
 def shadow_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
@@ -34,7 +35,7 @@ def shadow_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
 class Shadow:
     """A device tensor that stands in for one group's Python learning rate while a step runs."""
 
-    __slots__ = ("_replaced", "_version", "group", "last", "optimizer", "tensor")
+    __slots__ = ("_lent", "_replaced", "_version", "group", "last", "optimizer", "tensor")
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> None:
         self.optimizer = optimizer
@@ -44,6 +45,7 @@ class Shadow:
             self.tensor = torch.tensor(self.last, dtype=dtype).to(device_of(group))
         self._version = 0
         self._replaced: Any = self.last
+        self._lent: Any = None
 
     def push(self) -> None:
         """Copy the group's value to the device if it changed (a tensor, which a checkpoint may bring, always)."""
@@ -58,20 +60,35 @@ class Shadow:
 
     def enter(self) -> None:
         """Put the tensor in place of the number, unless it is there: a step may call that of its base class."""
-        if self.group["lr"] is self.tensor:
+        if self.group["lr"] is self._lent:
             return
-        self.push()
-        self._version = self.tensor._version
-        self._replaced = self.group["lr"]
-        self.group["lr"] = self.tensor
+        self._replaced, self._lent = self.group["lr"], self.tensor
+        if type(self._replaced) is SymbolicNumber:
+            # Replays fill a tensor of its own for a number that the step computes itself.
+            self._lent = self._replaced.as_operand(self.tensor.dtype, self.tensor.device)
+        else:
+            self.push()
+        self._version = self._lent._version
+        self.group["lr"] = self._lent
+
+    def enter_computed(self) -> None:
+        """Put a tensor in place of a number that the step has computed."""
+        if type(self.group["lr"]) is SymbolicNumber:
+            self.enter()
+
+    def leave_computed(self) -> None:
+        """Put such a number back."""
+        if self._lent is not self.tensor:
+            self.leave()
 
     def leave(self) -> None:
         """Put the number back: the one from before, or what the step itself made of it."""
-        if self.group["lr"] is not self.tensor:
+        (lent, self._lent), (replaced, self._replaced) = (self._lent, None), (self._replaced, None)
+        if lent is None or self.group["lr"] is not lent:
             return
-        self.group["lr"] = self._replaced
-        if self.tensor._version != self._version:
-            self.group["lr"] = self.last = self.tensor.item()
+        self.group["lr"] = replaced
+        if lent._version != self._version:
+            self.group["lr"] = self.last = lent.item()
 
 
 class LearningRates:
@@ -83,8 +100,9 @@ class LearningRates:
         self._preparations: list[Preparation] = []
         self._exits: ExitStack | None = None
         """What is to be done in the end, while entered."""
-        self._lent_to: set[int] | None = None
-        """Optimizers within whose own steps alone shadows are in their groups; None if they are there throughout."""
+        self._is_lent = False
+        """Whether shadows are in their groups within the optimizers' own steps alone."""
+        self._hooked: set[int] = set()
         self._faults = Faults()
 
     def keep(self, preparation: Preparation) -> None:
@@ -134,22 +152,24 @@ class LearningRates:
             preparation.enter()
 
     def _put_in(self, shadow: Shadow, exits: ExitStack) -> None:
-        """Have a shadow in its group until the end, or while the optimizer's own step runs, but not its closure."""
+        """Have a shadow in its group until the end, or while the optimizer's own step runs, but not its closure. Where
+        it is there for all code, that may set another rate before the optimizer runs.
+        """
         exits.callback(shadow.leave)
-        if self._lent_to is None:
+        optimizer, is_lent = shadow.optimizer, self._is_lent
+        if is_lent:
+            shadow.push()
+        else:
             shadow.enter()
+        if id(optimizer) in self._hooked:
             return
-        shadow.push()
-        optimizer = shadow.optimizer
-        if id(optimizer) in self._lent_to:
-            return
-        self._lent_to.add(id(optimizer))
+        self._hooked.add(id(optimizer))
 
         def lend() -> None:
-            self._each(optimizer, Shadow.enter)
+            self._each(optimizer, Shadow.enter if is_lent else Shadow.enter_computed)
 
         def take_back(*args: Any) -> None:
-            self._each(optimizer, Shadow.leave)
+            self._each(optimizer, Shadow.leave if is_lent else Shadow.leave_computed)
 
         def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             lend()
@@ -199,7 +219,7 @@ class LearningRates:
     @contextmanager
     def within_optimizers(self) -> Iterator[None]:
         """As entered, but that learning rates are numbers for all code but the optimizers': what eager code sees."""
-        self._lent_to = set()
+        self._is_lent = True
         with self:
             yield
 
@@ -215,7 +235,8 @@ class LearningRates:
         return self
 
     def _end(self) -> None:
-        self._exits = self._lent_to = None
+        self._exits, self._is_lent = None, False
+        self._hooked.clear()
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         assert self._exits is not None

@@ -24,12 +24,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.compare.tensors import Addresses, geometry
 from graphplan.errors import GradientError, GuardError, HostEffectError
+from graphplan.owners.flags import Flags
 from graphplan.owners.slots import Items, Scalar, Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
 from graphplan.program.static_numbers import StaticNumber, StaticNumbers, renewer
 from graphplan.specs.paths import Of, Path, names
 from graphplan.tensors.copying import write_all
-from graphplan.tensors.deferred import form_of, is_deferred, value_of
+from graphplan.tensors.deferred import NumberForm, form_of, is_deferred, value_of
 from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.tensors.storages import copier, memory_uses, places, storage_id, with_leaves
 from graphplan.trace.changes import place_of
@@ -114,6 +115,7 @@ class Bindings:
         self.numbers = StaticNumbers(lent, plan.filled, plan.drawn)
         """What the step reads for numbers that it binds or returns."""
         self._numbers: dict[str, StaticNumber] = {}
+        self._left: dict[str, StaticNumber] = {}
         self._raised = {path for path, form in plan.numbers.items() if form.has_own}
         self._before = {path: before.scalars[path].get() for path in plan.numbers}
         self._lengths = {path: len(before.lists[path]) for path in plan.appends if path in before.lists}
@@ -147,6 +149,12 @@ class Bindings:
                 raise HostEffectError(_OTHERWISE.format(path=path, what="keeps a number that is computed otherwise"))
             self._numbers[path] = self.numbers.take(value, raised)
             scalar.container[scalar.key] = own
+        forms = {path: form for path, form in self._plan.left.items() if isinstance(form, NumberForm)}
+        for path, value in Flags(after).read().items() if forms else ():
+            if path in forms and (not is_deferred(value) or form_of(value)[0] != forms[path]):
+                raise HostEffectError(_OTHERWISE.format(path=path, what="leaves a number that is computed otherwise"))
+            if path in forms:
+                self._left[path] = self.numbers.take(value)
         for path in self._plan.counters:
             counted = after.scalars.get(path)
             if counted is not None and is_deferred(counted.get()):
@@ -157,6 +165,10 @@ class Bindings:
                 for target, source in zip(targets, tensor_leaves(sources[path]), strict=True):
                     target.copy_(source)
         self.numbers.close()
+
+    def leave(self, left: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Flags that the step has ``left``, by path, with the numbers of the latest replay."""
+        return {**left, **{path: number.value() for path, number in self._left.items()}} if self._left else left
 
     def bind_back(self, after: Walk) -> None:
         """Bind carried slots to their fixed storage, and note the gradients that the step leaves."""

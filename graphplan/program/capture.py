@@ -88,7 +88,7 @@ def capture_program(
     is_as_recorded = not (plan.rebindings.carries or plan.appends or plan.left or plan.defers or copied.stand_ins)
     walk = after if is_as_recorded else plan.handles.walk()
     program = Program(plan, policy, recording, *parts, outputs, undo, host, walk=walk, values=values)
-    flags.assign(plan.left)
+    flags.assign(bindings.leave(plan.left))
     program.adopted.count_uses(before)
     return program
 

@@ -202,7 +202,7 @@ class Program:
                 self._copied.give_back()
             result = self.collect(leaves)
             if self._flags is not None:
-                self._flags.assign(self.plan.left)
+                self._flags.assign(self.bindings.leave(self.plan.left))
             return result
         except Exception as error:
             if isinstance(error, GraphPlanError) or is_out_of_memory(error):

@@ -240,7 +240,9 @@ class Entry:
         # What each step raises does not come again, and what lay behind a property has a stand-in in further traces.
         used = paths & facts.symbolic.used.keys() - facts.symbolic.counted - facts.symbolic.behind
         values = {Question.about(path, needs_value=True): facts.entry_scalars[path] for path in used}
-        kept = {question: answer for question, answer in way.asked.items() if not question.needs_value}
+        # A number without a stand-in is not asked about again.
+        known = facts.symbolic.places.keys() | facts.symbolic.drawn.keys()
+        kept = {q: answer for q, answer in way.asked.items() if not (q.needs_value and known >= set(q.paths))}
         way.asked = {**kept, **asked, **values}
         way.where = next(chain(map(facts.symbolic.told, used), facts.symbolic.needed.values()), "")
         way.draws = tuple(facts.symbolic.draws)
@@ -253,6 +255,11 @@ class Entry:
                 f"the step takes another way through its code in each call, by {self._decides(paths)}: {_WAYS} in a "
                 "row came once, and a replay is good for one way. Feed what decides, or decide outside the step"
             )
+
+    def need(self, paths: Collection[str], places: Mapping[str, Scalar]) -> None:
+        """The numbers at ``paths`` have no stand-ins any more: what decides is their values."""
+        for path in self.places.keys() & paths & places.keys():
+            self.way.asked[Question.about(path, needs_value=True)] = places[path].get()
 
     def _decides(self, paths: Collection[str]) -> str:
         """In words: what numbers at ``paths`` come to decides between ways; without paths, which numbers there are."""

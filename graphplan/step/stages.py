@@ -194,6 +194,7 @@ class Stages:
             if signal.symbolic is not None:
                 if not self._give_up(signal.symbolic or self._given.paths):
                     self._planner.replace_less(signal.symbolic, call.walk)
+                    entry.need(signal.symbolic, call.walk.scalars)
             else:
                 self._defers &= bool(signal.indices)
             return result

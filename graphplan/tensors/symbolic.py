@@ -153,7 +153,14 @@ class SymbolicNumber(DeferredNumber):
 
     def as_tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A scalar tensor that is filled with the value before each replay, or has it elsewhere."""
-        tensor: Tensor | None = self._reader.tensor_of(self, dtype, device)
+        return self._tensor(dtype, device)
+
+    def as_operand(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The same for an operator that gets a tensor in an eager step, too."""
+        return self._tensor(dtype, device, is_operand=True)
+
+    def _tensor(self, dtype: torch.dtype, device: torch.device, *, is_operand: bool = False) -> Tensor:
+        tensor: Tensor | None = self._reader.tensor_of(self, dtype, device, is_operand=is_operand)
         return torch.tensor(self._value(), dtype=dtype, device=device) if tensor is None else tensor
 
     def _value(self, needs: str = "") -> Any:

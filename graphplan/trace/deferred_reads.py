@@ -269,15 +269,14 @@ class DeferredReads:
         return result, has_put
 
     def _settle_flags(self, changes: Changes, after: Walk) -> None:
-        """Replays leave there what the traced steps leave: that is good for one value of each number alone."""
+        """Replays compute owners' numbers there, a learning rate say; of others they leave the traced steps' values."""
         flags = {path: new for path, (_, new) in changes.flags.items() if is_deferred(new)}
         for path, number in flags.items():
             self._is_lost |= not number.is_symbolic
-            if number.is_symbolic:
-                self.symbolic.leave(number)
-            changes.flags[path] = changes.flags[path][0], value_of(number)
+            form = form_of(number)[0] if number.is_symbolic else value_of(number)
+            changes.flags[path] = changes.flags[path][0], form
         if flags:
-            Flags(after).assign({path: changes.flags[path][1] for path in flags})
+            Flags(after).assign({path: value_of(number) for path, number in flags.items()})
 
     def _is_among(self, tree: Any) -> bool:
         return any(is_deferred(leaf) or id(leaf) in self.copies for leaf in flatten_result(tree)[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,6 +204,29 @@ def test_the_scheduler_s_lr_reaches_every_replay() -> None:
         assert torch.equal(before - model.weight, torch.full_like(before, lr)), index
         assert optimizer.param_groups[0]["lr"] == lr and isinstance(optimizer.param_groups[0]["lr"], float)
     assert step.stats.replayed == 14 and step.stats.captured == 1
+
+
+def test_the_lr_that_the_step_sets_reaches_every_replay() -> None:
+    """Each step computes its rate of a count that its owner keeps."""
+    model, state = Descent().to(DEVICE), SimpleNamespace(count=0)
+    optimizer = SGD(model.parameters(), lr=1.0, fused=True)
+
+    def train_step(x: Tensor) -> Tensor:
+        optimizer.param_groups[0]["lr"] = 2.0 ** (state.count % 5 - 2)
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = managed(Rig(train_step, {"model": model, "optimizer": optimizer, "state": state}, []), backend=BACKEND)
+    x = torch.ones(16, device=DEVICE)
+    for index in range(20):
+        state.count, before = index, model.weight.detach().clone()
+        step(x)
+        assert torch.equal(before - model.weight, torch.full_like(before, 2.0 ** (index % 5 - 2))), index
+        assert optimizer.param_groups[0]["lr"] == 2.0 ** (index % 5 - 2)
+    assert step.stats.captured == 1 and step.stats.replayed >= 12, step.report()
 
 
 @pytest.mark.twice

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassAUROC
 
 from graphplan import HostScalarError, HostSyncError
-from graphplan.tensors.symbolic import SymbolicNumber
+from graphplan.tensors.symbolic import SymbolicNumber, come_out
 from graphplan.trace import symbolic_numbers
 from graphplan.trace.symbolic_numbers import SymbolicNumbers
 from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
@@ -64,6 +64,20 @@ def scaled_in_c(self: Any, batch: Any, batch_idx: int) -> Tensor:
 
 def scaled_by_quotient(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return self.loss_of(batch) * (batch_idx // 5)
+
+
+def setting_the_rate(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    rate = 1e-3 * 0.5 * (1 + math.cos(math.pi * self.global_step / 60))
+    for group in self.optimizers().param_groups:
+        group["lr"] = rate
+    self.log("rate", rate)
+    return self.loss_of(batch)
+
+
+def test_a_step_that_sets_the_learning_rate(tmp_path: Path) -> None:
+    """Replays compute it for the optimizer, for its group and for the log."""
+    found = assert_fit_equals_eager(with_step(setting_the_rate), tmp_path, replayed=20, max_epochs=3)
+    assert "forward and backward alone" not in found.callback.report()
 
 
 def rolled_by_quotient(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -216,7 +230,7 @@ def asking_often(self: Any, batch: Any, batch_idx: int) -> Tensor:
 def test_a_value_that_is_needed_after_a_question(tmp_path: Path) -> None:
     """Calls with the same value as one before have a program, others are eager."""
     found = assert_fit_equals_eager(with_step(rolled_by_quotient), tmp_path, replayed=10, max_epochs=3)
-    assert "eager 9x: the step's code computes with arguments.batch_idx at" in found.callback.report()
+    assert "eager 3x: the step's code computes with arguments.batch_idx at" in found.callback.report()
 
 
 @pytest.mark.parametrize("step", [branching_on_index, branching_on_step], ids=lambda step: step.__name__)
@@ -368,14 +382,28 @@ def test_questions_have_pythons_answers() -> None:
         assert answers == [bool(function(number)) for number in range(12)]
         assert not lent.used
     uses: list[Any] = [
-        lambda i: i == "a", lambda i: f"{i}", int, lambda i: i << 1, hash,
-        lambda i: torch.ones(2).pow(i // 2), lambda i: float(i // 2), lambda i: [1, 2, 3, 4][i],
-        lambda i: torch.ones(2, dtype=torch.bfloat16) * i, lambda i: {3: 1}[i], range, lambda i: i | 1,
+        lambda i: i == "a", lambda i: f"{i}", int, lambda i: ~i, hash,
+        lambda i: torch.ones(2).pow(i * 2), lambda i: float(i + 2), lambda i: [1, 2, 3, 4][i],
+        lambda i: torch.ones(2, dtype=torch.bfloat16) * i, lambda i: {3: 1}[i], range, lambda i: divmod(i, 2),
     ]  # fmt: skip
     for use in uses:
         lent = SymbolicNumbers()
         assert str(use(SymbolicNumber(lent, 3, "n"))) == str(use(3))
         assert list(lent.used) == ["n"]
+
+
+def test_values_of_which_there_are_few_are_asked_about() -> None:
+    """A replay is good for every number of which the same comes."""
+    uses: list[tuple[Any, list[int]]] = [
+        (lambda i: [1, 2, 3, 4][i % 4], [3, 7, 11]), (lambda i: float(i // 3), [3, 4, 5]),
+        (lambda i: range(round(i / 2)), [3, 4, 5]), (lambda i: f"{(i >> 1) + 1}", [2, 3]),
+        (lambda i: hash(i & 6), [2, 3, 10, 11]), (lambda i: torch.ones(2).pow(round(i / 4)), [3, 4, 5]),
+    ]  # fmt: skip
+    for use, alike in uses:
+        lent = SymbolicNumbers()
+        assert str(use(SymbolicNumber(lent, 3, "n"))) == str(use(3))
+        assert not lent.used and all("n at " in text for text in lent.needed.values())
+        assert [number for number in range(12) if come_out(lent.asked, {"n": number})] == alike
 
 
 def test_no_stand_in_waits_for_the_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,21 +12,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LRScheduler, MultiplicativeLR, StepLR
 
 from graphplan import (
-    HostEffectError,
     HostSyncError,
     LearningRateError,
-    NotCapturedError,
     SkipReason,
     compile_plan,
-    graph_step,
 )
 from tests.facts import assert_same
 from tests.twins import (
-    LAST_TRACE,
     WARMUP,
     Rig,
     assert_falls_back,
@@ -261,15 +257,51 @@ def test_a_scheduler_in_the_step_that_leaves_a_rate_alone_for_a_while(name: str,
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_step_that_sets_the_lr(when: str) -> None:
-    """As many training loops do at their beginning or at their end."""
-    make = partial(setting_rig, when)
-    text = (
-        r"leaves optimizer\.param_groups\[0\]\.lr otherwise on one call .*"
-        r"Set it outside the step: each replay reads the learning rate that is there"
+    """As many training loops do at their beginning or at their end: replays compute it."""
+    step = assert_same_as_eager(partial(setting_rig, when), verify=1)
+    assert (step.stats.captured, step.stats.replayed) == (1, 4), step.report()
+    assert re.search(
+        r"left: optimizer\.param_groups\[0\]\.lr = a number that is computed from count\[0\]", str(step.plan)
     )
-    # It is tried first whether the count can be followed.
-    assert_refused(make, HostEffectError, text, done=LAST_TRACE)
-    assert_falls_back(make, SkipReason.HOST_EFFECT, text)
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW, Adam])
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_rate_of_each_group_by_a_count(kind: type[Optimizer], closure: bool) -> None:
+    """Before the optimizer's step, or in its closure; one group keeps the number that it has."""
+
+    def make() -> Rig:
+        torch.manual_seed(0)
+        model, state = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)), SimpleNamespace(count=0)
+        groups: Any = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.05}]
+        optimizer = kind(groups, lr=0.1, fused=True)  # type: ignore[call-arg]
+
+        def compute(x: Tensor) -> Tensor:
+            optimizer.param_groups[0]["lr"] = 0.1 * math.cos(0.01 * state.count)
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        def train_step(x: Tensor) -> Any:
+            if closure:
+                loss: Any = optimizer.step(lambda: compute(x))  # type: ignore[arg-type]
+            else:
+                loss = compute(x)
+                optimizer.step()
+            return loss.detach(), optimizer.param_groups[0]["lr"]
+
+        def after(index: int) -> None:
+            state.count = index + 1
+            if index % 5 == 4:
+                optimizer.param_groups[1]["lr"] *= 0.5
+
+        owners = {"model": model, "optimizer": optimizer, "state": state}
+        return Rig(train_step, owners, [(torch.randn(5, 4),) for _ in range(30)], after=after)
+
+    step = assert_same_as_eager(make, verify=1)
+    assert step.stats.captured == 1
+    assert step.stats.replayed >= 20, step.report()
 
 
 def test_a_step_that_sets_the_lr_to_what_it_reads() -> None:
@@ -307,22 +339,22 @@ def test_a_step_that_sets_the_lr_to_an_owners_number(place: str) -> None:
 
 
 def test_a_rate_that_is_an_argument() -> None:
-    """Each rate is another call, and the report says why."""
-    model = nn.Linear(4, 3)
-    optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+    """Each call has its own."""
 
-    def train_step(x: Tensor, rate: float) -> Tensor:
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
+    def make() -> Rig:
+        model = nn.Linear(4, 3)
+        optimizer = SGD(model.parameters(), lr=0.1, fused=True)
 
-    step = graph_step(train_step, backend="tape")
-    for number in range(20):
-        step(torch.randn(5, 4), 0.1 / (number + 1))
-    assert re.search(r"each value needs a program of its own: the step's code needs arguments\.rate at", step.report())
-    with pytest.raises(NotCapturedError, match=r"; the code needs the value of arguments\.rate at .*in train_step"):
-        for number in range(20, 200):
-            step(torch.randn(5, 4), 0.1 / (number + 1))
+        def train_step(x: Tensor, rate: float) -> Tensor:
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        calls = [(torch.randn(5, 4), 0.1 / (number + 1)) for number in range(20)]
+        return Rig(train_step, {"model": model, "optimizer": optimizer}, calls)
+
+    step = assert_same_as_eager(make, verify=1)
+    assert (step.stats.captured, step.stats.replayed) == (1, 12)
