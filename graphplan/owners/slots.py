@@ -264,7 +264,7 @@ class Walk:
     only known by a name in the step's code, ``reached`` the paths of those that a library's object leads to.
     ``attributes`` are modules and objects, with their dictionaries. ``empty`` are the containers and keys of parameters
     and buffers that are None, ``parts`` modules and optimizers that lie in other owners, both by path. ``passed`` are
-    names of attributes with data sets that were passed over.
+    names of attributes with data that were passed over.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)

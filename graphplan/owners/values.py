@@ -59,6 +59,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _METHODS = (FunctionType, staticmethod, classmethod)
 _ATOMS = frozenset(SCALARS)
+_DATA = (Dataset, list, dict, deque, tuple, set)
 
 Source = tuple[Any, str]
 """The object and attribute that lead to a place."""
@@ -263,8 +264,8 @@ class ValueWalker:
                     self._attribute(value, f"{path}.{name}", inner, name, depth, thing)
 
     def _attribute(self, value: Any, path: str, inner: Any, name: str, depth: int, thing: Any) -> None:
-        """Walk an attribute; not a data set that no code that ran mentions."""
-        if self._mentioned is None or name in self._mentioned or not issubclass(type(value), Dataset):
+        """Walk an attribute; not data that no code that ran mentions: a container may hold thousands of items."""
+        if self._mentioned is None or name in self._mentioned or not issubclass(type(value), _DATA):
             self._value(value, path, inner, name, depth + 1, (thing, name))
         else:
             self.walk.passed.add(name)

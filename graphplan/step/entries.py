@@ -258,8 +258,9 @@ class Entry:
 
     def need(self, paths: Collection[str], places: Mapping[str, Scalar]) -> None:
         """The numbers at ``paths`` have no stand-ins any more: what decides is their values."""
-        for path in self.places.keys() & paths & places.keys():
-            self.way.asked[Question.about(path, needs_value=True)] = places[path].get()
+        decide = {path for question in self.way.asked for path in question.paths}
+        for path in decide.intersection(paths, places):
+            self.way.asked[Question.about(path, needs_value=True)] = value_at(places[path])
 
     def _decides(self, paths: Collection[str]) -> str:
         """In words: what numbers at ``paths`` come to decides between ways; without paths, which numbers there are."""

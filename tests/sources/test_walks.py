@@ -62,7 +62,7 @@ def _holder() -> Any:
 
 @pytest.mark.twice
 def test_what_no_code_mentions_is_passed_over() -> None:
-    """A data set; code may come to anything where the user's computes names."""
+    """A data set and other containers; code may come to anything where the user's computes names."""
     found = []
     for read in (lambda layer, _: layer.weight, lambda layer, name: getattr(layer, name)):
         owners = _holder()
@@ -77,12 +77,13 @@ def test_what_no_code_mentions_is_passed_over() -> None:
         assert step.stats.replayed == 2
         walk = step.plan.handles.walk()
         found.append({path.split("[")[0] for path in (*walk.slots, *walk.scalars) if path.startswith("model.")})
-    assert "model.kept_items" in found[0]
-    assert ["model.kept_set.rows" in paths for paths in found] == [False, True]
+    for path in ("model.kept_set.rows", "model.kept_items"):
+        assert [path in paths for paths in found] == [False, True]
 
 
-def test_what_code_comes_to_mention_is_walked() -> None:
-    """Another shape leads to code that reads a row of a data set, which the host replaces now and then."""
+@pytest.mark.parametrize("read", [lambda model: model.kept_set.rows, lambda model: model.kept_items])
+def test_what_code_comes_to_mention_is_walked(read: Any) -> None:
+    """Another shape leads to code that reads a row of a data set or a list, which the host replaces now and then."""
     outputs = []
     for replays in (False, True):
         torch.manual_seed(0)
@@ -90,7 +91,8 @@ def test_what_code_comes_to_mention_is_walked() -> None:
         model, optimizer = owners.values()
 
         def of_kept(model: Any = model) -> Tensor:
-            return model.kept_set.rows[7]
+            row: Tensor = read(model)[7]
+            return row
 
         def loss(x: Tensor, model: Any = model, of_kept: Any = of_kept) -> Tensor:
             return model(x * of_kept() if len(x) == 2 else x).square().mean()
@@ -99,7 +101,7 @@ def test_what_code_comes_to_mention_is_walked() -> None:
         step = graph_step(step, owners=owners, backend="tape") if replays else step
         for index in range(60):
             if index in (15, 35, 36):
-                model.kept_set.rows[7] = torch.full((4,), 1 / index)
+                read(model)[7] = torch.full((4,), 1 / index)
             outputs.append(step(torch.ones(2 + (index < 10 or index > 50), 4)).clone())
     assert_same(flatten(outputs=outputs[:60]), flatten(outputs=outputs[60:]))
     assert (step.stats.captured, step.stats.replayed > 45) == (2, True), step.report()
