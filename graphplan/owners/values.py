@@ -59,7 +59,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _METHODS = (FunctionType, staticmethod, classmethod)
 _ATOMS = frozenset(SCALARS)
-_DATA = (Dataset, list, dict, deque, tuple, set)
+_CONTAINERS = (list, dict, deque, tuple, set)
+_FEW = 64  # Items of a container that may be anything; more of them are data.
 
 Source = tuple[Any, str]
 """The object and attribute that lead to a place."""
@@ -264,8 +265,8 @@ class ValueWalker:
                     self._attribute(value, f"{path}.{name}", inner, name, depth, thing)
 
     def _attribute(self, value: Any, path: str, inner: Any, name: str, depth: int, thing: Any) -> None:
-        """Walk an attribute; not data that no code that ran mentions: a container may hold thousands of items."""
-        if self._mentioned is None or name in self._mentioned or not issubclass(type(value), _DATA):
+        """Walk an attribute; not data that no code that ran mentions."""
+        if self._mentioned is None or name in self._mentioned or not _is_data(value):
             self._value(value, path, inner, name, depth + 1, (thing, name))
         else:
             self.walk.passed.add(name)
@@ -415,6 +416,18 @@ class ValueWalker:
                 # What code has a name for is found by that alone: a number has one place.
                 self.walk.places.append((members, name))
                 self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
+
+
+def _is_data(value: Any, levels: int = 2) -> bool:
+    """Whether ``value`` is a data set, or a container of many items; or with more ``levels``, holds such a thing."""
+    kind = type(value)
+    if not issubclass(kind, _CONTAINERS):
+        return issubclass(kind, Dataset)
+    base: Any = next(base for base in _CONTAINERS if issubclass(kind, base))
+    if base.__len__(value) > _FEW:
+        return True
+    items = dict.values(value) if base is dict else base.__iter__(value)
+    return levels > 1 and any(_is_data(item, levels - 1) for item in items)
 
 
 def _members(thing: Any, kind: type, before: list[Any]) -> Iterator[tuple[Members, str, Any]]:

@@ -57,12 +57,14 @@ def _holder() -> Any:
     owners, _ = _step()
     model: Any = owners["model"]
     model.kept_set, model.kept_items = Rows(100), [torch.ones(4) * index for index in range(100)]
+    model.kept_table, model.kept_few = {"rows": [[index] for index in range(100)]}, [torch.ones(4)]
+    model.kept_few.append(model.kept_few)
     return owners
 
 
 @pytest.mark.twice
 def test_what_no_code_mentions_is_passed_over() -> None:
-    """A data set and other containers; code may come to anything where the user's computes names."""
+    """Data sets, and many items; code may come to anything where the user's computes names."""
     found = []
     for read in (lambda layer, _: layer.weight, lambda layer, name: getattr(layer, name)):
         owners = _holder()
@@ -77,8 +79,9 @@ def test_what_no_code_mentions_is_passed_over() -> None:
         assert step.stats.replayed == 2
         walk = step.plan.handles.walk()
         found.append({path.split("[")[0] for path in (*walk.slots, *walk.scalars) if path.startswith("model.")})
-    for path in ("model.kept_set.rows", "model.kept_items"):
+    for path in ("model.kept_set.rows", "model.kept_items", "model.kept_table.rows"):
         assert [path in paths for paths in found] == [False, True]
+    assert all("model.kept_few" in paths for paths in found)
 
 
 @pytest.mark.parametrize("read", [lambda model: model.kept_set.rows, lambda model: model.kept_items])
