@@ -105,7 +105,8 @@ def _told(path: str, old: Any, value: Scalar | None, walk: Walk, when: str) -> s
     if not (isinstance(path, Path) and path.of is Of.LENGTH):
         return told(path, old, _found(path, walk) if value is None else value.get(), when)
     now = f"has {_extent(value.get())}" if value is not None else is_now(_found(path.place, walk))
-    return f"{path.place} had {_extent(old)}{when} and {now}"
+    advice = " (keep its last item in an attribute of its own, if code needs that alone)" if type(old) is int else ""
+    return f"{path.place} had {_extent(old)}{when} and {now}{advice}"
 
 
 def _extent(items: Any) -> str:

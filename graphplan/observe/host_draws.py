@@ -19,7 +19,7 @@ from graphplan.owners.generators import NUMPYS, PYTHONS, HostGenerators
 DRAWN = "draw "
 """How the paths of what is drawn begin."""
 _OF_PYTHON = (
-    "betavariate", "expovariate", "gammavariate", "gauss", "lognormvariate", "normalvariate", "paretovariate",
+    "betavariate", "choice", "expovariate", "gammavariate", "gauss", "lognormvariate", "normalvariate", "paretovariate",
     "randint", "random", "randrange", "triangular", "uniform", "vonmisesvariate", "weibullvariate",
 )  # fmt: skip
 _OF_NUMPY = (

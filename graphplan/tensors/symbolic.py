@@ -179,7 +179,7 @@ def _gives_few(number: DeferredNumber) -> bool:
     """Whether it comes to one value for many numbers, as ``step // 1000`` and ``batch_idx % 2`` do: each is a way."""
     few: set[int] = set()
     for node in in_order(number):
-        narrows = node._function in _NARROWING
+        narrows = node._function in _NARROWING or node._source in node._reader.few
         narrows |= node._function in _ROUNDING and getattr(node._operands[0], "_kind", None) is float
         if narrows or (node._source is None and all(id(o) in few for o in node._operands if is_deferred(o))):
             few.add(id(node))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import operator
 import threading
 import weakref
@@ -30,6 +31,8 @@ from graphplan.trace.changes import same_value
 from graphplan.trace.host_reads import sums_otherwise
 
 _LARGEST = torch.finfo(torch.float16).max
+_FEW = 8
+"""Integers, or items, that a random number may choose between, for which each of them is a way through the step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +85,8 @@ class SymbolicNumbers:
         lies: by path, the first path of the same place, by which the step is given the number, and whether an object or
             a subclass shows it of a class.
         counted: paths at which the step has left the integer that lay there and a constant one.
-        draws: what the step has drawn, in order, and ``drawn`` the numbers, by path.
+        draws: what the step has drawn, in order, and ``drawn`` the numbers, by path; ``few`` are integers of which
+            there are few, so that each may be a way.
         deciding: the paths of numbers that are arguments of draws.
         refusal: why the step is not replayed, with what it draws.
         unlike: what the captured step does otherwise than the traced one. Code of the step's may have caught the error.
@@ -117,6 +121,7 @@ class SymbolicNumbers:
         self._tensors = {(t.form.key, t.tensor.dtype, t.tensor.device): t for t in filled or ()}
         self.draws: list[Draw] = []
         self.drawn: dict[str, Any] = {}
+        self.few: set[str] = set()
         self.deciding: set[str] = set()
         self.pending: list[tuple[NumberTensor, Any]] = []
         self.refusal: HostScalarError | None = None
@@ -212,6 +217,9 @@ class SymbolicNumbers:
             nodes = in_order(argument) if type(argument) is SymbolicNumber else ()
             self.deciding |= {node._source for node in nodes if node._source is not None}
         args, kwargs = tuple(map(value_of, args)), {name: value_of(value) for name, value in kwargs.items()}
+        if function.__name__ == "choice" and generator in self._follows and _are_few(args):
+            # Which takes an item in the same way.
+            return args[0][self._draw(generator, function.__self__.randrange, (len(args[0]),), {})]  # type: ignore[attr-defined]
         value = function(*args, **kwargs)
         is_number = has_stand_ins(type(value))
         if generator not in self._follows or not is_number or not is_literal((*args, *kwargs.values())):
@@ -222,6 +230,8 @@ class SymbolicNumbers:
             self._differ(f"draws {path} at {find_source()}, which the traced steps did not")
         self.draws.append(draw)
         self.drawn[path] = value
+        if function.__name__ in ("randint", "randrange") and not kwargs and _span(args) <= _FEW:
+            self.few.add(path)
         number = SymbolicNumber(self, value, path)
         self._made.append(weakref.ref(number))
         return number
@@ -375,6 +385,17 @@ class SymbolicNumbers:
 
     def _is_anywhere(self) -> bool:
         return any(number() is not None for number in self._made)
+
+
+def _are_few(args: tuple[Any, ...]) -> bool:
+    """Whether ``random.choice`` is to take one of a few items."""
+    return len(args) == 1 and type(args[0]) in (list, tuple) and 0 < len(args[0]) <= _FEW
+
+
+def _span(args: tuple[Any, ...]) -> float:
+    """How many numbers there are between the bounds that ``random.randint`` or ``randrange`` was given."""
+    bounds = (0, *args) if len(args) == 1 else args
+    return abs(bounds[1] - bounds[0]) if len(bounds) == 2 and all(type(each) is int for each in bounds) else math.inf
 
 
 def _counts(form: NumberForm) -> bool:

@@ -130,6 +130,11 @@ BRANCHES: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     ),
     "one after the other": (4, lambda x: (x * 2 if random.random() < 0.5 else x) + (1 if random.random() < 0.5 else 2)),
     "draws that depend on others": (3, _nested),
+    "an index": (3, lambda x: [x.sin, x.cos, x.exp][random.randint(0, 2)]()),
+    "an index of NumPy's": (3, lambda x: x * (2.0, 3.0, 5.0)[np.random.randint(1, 4) - 1]),
+    "a choice": (3, lambda x: random.choice([torch.sin, torch.cos, torch.exp])(x)),
+    "a size": (2, lambda x: torch.nn.functional.pad(x, (0, random.choice((1, 4))))),
+    "choices and draws": (4, lambda x: x * random.choice((1, 2)) + random.random() * random.choice([2.0, 3.0])),
     "beside torch's": (
         2,
         lambda x: x + torch.rand(4, device=x.device) if random.random() < 0.5 else x * random.random(),
@@ -221,7 +226,7 @@ def test_too_many_ways_by_chance() -> None:
 
 
 REFUSED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
-    "an index": ("needs the value of a random number", lambda x: x[random.randrange(2)]),
+    "an index": ("needs the value of a random number", lambda x: x * ([1.0] * 50)[random.randrange(50)]),
     "in a library": (
         r"that Python draws .* at test_drawn_numbers\.py:.*`.*np\.full.*` \(by \w+\.py:",
         lambda x: x * np.full(1, np.random.rand())[0],
