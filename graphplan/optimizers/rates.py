@@ -35,7 +35,7 @@ def shadow_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
 class Shadow:
     """A device tensor that stands in for one group's Python learning rate while a step runs."""
 
-    __slots__ = ("_lent", "_replaced", "_version", "group", "last", "optimizer", "tensor")
+    __slots__ = ("_computed", "_replaced", "_version", "group", "last", "optimizer", "tensor")
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> None:
         self.optimizer = optimizer
@@ -45,7 +45,7 @@ class Shadow:
             self.tensor = torch.tensor(self.last, dtype=dtype).to(device_of(group))
         self._version = 0
         self._replaced: Any = self.last
-        self._lent: Any = None
+        self._computed: tuple[SymbolicNumber, Tensor] | None = None
 
     def push(self) -> None:
         """Copy the group's value to the device if it changed (a tensor, which a checkpoint may bring, always)."""
@@ -60,35 +60,33 @@ class Shadow:
 
     def enter(self) -> None:
         """Put the tensor in place of the number, unless it is there: a step may call that of its base class."""
-        if self.group["lr"] is self._lent:
+        if self.group["lr"] is self.tensor:
             return
-        self._replaced, self._lent = self.group["lr"], self.tensor
-        if type(self._replaced) is SymbolicNumber:
-            # Replays fill a tensor of its own for a number that the step computes itself.
-            self._lent = self._replaced.as_operand(self.tensor.dtype, self.tensor.device)
-        else:
-            self.push()
-        self._version = self._lent._version
-        self.group["lr"] = self._lent
-
-    def enter_computed(self) -> None:
-        """Put a tensor in place of a number that the step has computed."""
-        if type(self.group["lr"]) is SymbolicNumber:
-            self.enter()
-
-    def leave_computed(self) -> None:
-        """Put such a number back."""
-        if self._lent is not self.tensor:
-            self.leave()
+        self.push()
+        self._version = self.tensor._version
+        self._replaced = self.group["lr"]
+        self.group["lr"] = self.tensor
 
     def leave(self) -> None:
         """Put the number back: the one from before, or what the step itself made of it."""
-        (lent, self._lent), (replaced, self._replaced) = (self._lent, None), (self._replaced, None)
-        if lent is None or self.group["lr"] is not lent:
+        if self.group["lr"] is not self.tensor:
             return
-        self.group["lr"] = replaced
-        if lent._version != self._version:
-            self.group["lr"] = self.last = lent.item()
+        self.group["lr"] = self._replaced
+        if self.tensor._version != self._version:
+            self.group["lr"] = self.last = self.tensor.item()
+
+    def enter_computed(self) -> None:
+        """Put a tensor that replays fill in place of a number that the step has computed."""
+        number = self.group["lr"]
+        if type(number) is SymbolicNumber:
+            self._computed = number, number.as_operand(self.tensor.dtype, self.tensor.device)
+            self.group["lr"] = self._computed[1]
+
+    def leave_computed(self) -> None:
+        """Put such a number back."""
+        if self._computed is not None and self.group["lr"] is self._computed[1]:
+            self.group["lr"] = self._computed[0]
+        self._computed = None
 
 
 class LearningRates:

@@ -30,6 +30,7 @@ from graphplan.owners.kinds import (
     holds_nothing_else,
     holds_values,
     is_gone,
+    is_of_library,
     is_plain,
     is_user_object,
     key_name,
@@ -60,7 +61,8 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _METHODS = (FunctionType, staticmethod, classmethod)
 _ATOMS = frozenset(SCALARS)
 _CONTAINERS = (list, dict, deque, tuple, set)
-_FEW = 64  # Items of a container that may be anything; more of them are data.
+_FEW = 64  # Items of a container that is walked in any case.
+_LEVELS = 4  # Containers within each other that data may lie in.
 
 Source = tuple[Any, str]
 """The object and attribute that lead to a place."""
@@ -418,16 +420,42 @@ class ValueWalker:
                 self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
 
 
-def _is_data(value: Any, levels: int = 2) -> bool:
-    """Whether ``value`` is a data set, or a container of many items; or with more ``levels``, holds such a thing."""
+def _is_data(value: Any) -> bool:
+    """Whether ``value`` is a data set, or a container of many items, perhaps in another one, with nothing in it that a
+    step could write to: numbers, texts and objects that are not walked. The first and the last items say what all are.
+    """
     kind = type(value)
     if not issubclass(kind, _CONTAINERS):
         return issubclass(kind, Dataset)
-    base: Any = next(base for base in _CONTAINERS if issubclass(kind, base))
-    if base.__len__(value) > _FEW:
+    is_long = _length(value) > _FEW or any(_length(item) > _FEW for item in _ends(value))
+    return is_long and _holds_data(value, _LEVELS)
+
+
+def _holds_data(value: Any, levels: int) -> bool:
+    kind = type(value)
+    if kind in PLAIN:
         return True
-    items = dict.values(value) if base is dict else base.__iter__(value)
-    return levels > 1 and any(_is_data(item, levels - 1) for item in items)
+    if issubclass(kind, _CONTAINERS):
+        return levels > 0 and all(_holds_data(item, levels - 1) for item in _ends(value))
+    return is_of_library(kind) and not kind.__module__.startswith("torch")
+
+
+def _length(value: Any) -> int:
+    """How many items a container has; none if it is anything else."""
+    base: Any = next((base for base in _CONTAINERS if issubclass(type(value), base)), None)
+    return 0 if base is None else base.__len__(value)
+
+
+def _ends(value: Any) -> list[Any]:
+    """The first and the last few items of a container, or of a dictionary the values; of a set the first few."""
+    base: Any = next(base for base in _CONTAINERS if issubclass(type(value), base))
+    items: Any = dict.values(value) if base is dict else value
+    first = list(islice(iter(items) if base is dict else base.__iter__(items), _FEW))
+    if base in (tuple, list):
+        return [*first, *base.__getitem__(items, slice(-_FEW, None))]
+    if base is set:
+        return first
+    return [*first, *islice(deque.__reversed__(items) if base is deque else reversed(items), _FEW)]
 
 
 def _members(thing: Any, kind: type, before: list[Any]) -> Iterator[tuple[Members, str, Any]]:

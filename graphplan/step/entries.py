@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _TRACED = 8  # More than a line has traces.
 _MOSTLY = 4  # Replays between two eager steps that take the place of a program which does not fit.
 _WAYS = 16  # Ways through a step, by what owners' numbers come to, that are kept for one key.
+PAYS = 16
+"""Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``."""
 _UNKNOWN = 256  # Ways that no call was traced for whose calls are counted.
 _REFUSED = 3  # Refused ways without a program for another one, after which all calls of a key are eager.
 Key = tuple[Any, ...]  # The feed's geometry, torch's switches, the number of the fingerprint.
@@ -116,7 +118,7 @@ class Way:
         """Return True if a step takes it with ``numbers`` by path; without ``values``, with others that code needs."""
         if any(type(numbers.get(path)) is not kind for path, kind in self.kinds.items()):
             return False
-        asked = {question: answer for question, answer in self.asked.items() if values or not question.needs_value}
+        asked = self.asked if values else {q: answer for q, answer in self.asked.items() if not q.needs_value}
         try:
             return come_out(asked, {**numbers, **peek(self.draws)})
         except Exception:  # noqa: BLE001 - the step raises it, too, or guards find that the number is gone
@@ -139,8 +141,9 @@ class Entry:
     outside the step, so calls are eager. ``batch``: what the step reads of its batch chooses another entry, whose
     ``base`` is this one. ``ways``: the one used last comes last; the numbers at ``places`` decide between them.
     ``untried`` ways were traced since the last capture, up to a limit (``too_many``); ``unknown``: how often others
-    came, by how the questions of those come out. ``flows_out``: what a backward pass outside the step has come to, by
-    the number of the call that returned it.
+    came, by how the questions of those come out. ``wasted`` programs of ways were closed before they had paid;
+    ``needing`` calls were eager for a value that code needs. ``flows_out``: what a backward pass outside the
+    step has come to, by the number of the call that returned it.
     ``pause``: why this call is eager though there is a program; ``paused``: after how many of its replays one was last
     left out so.
     """
@@ -163,6 +166,8 @@ class Entry:
     ways: list[Way] = field(default_factory=lambda: [Way()])
     places: dict[str, Scalar] = field(default_factory=dict)
     untried: int = 0
+    wasted: int = 0
+    needing: int = 0
     unknown: dict[tuple[Any, ...], Frequency] = field(default_factory=dict)
     too_many: HostScalarError | None = None
     gate: Gate | None = None
@@ -188,6 +193,11 @@ class Entry:
     def lines(self) -> dict[Variant, Line]:
         """The lines of the way that calls take now."""
         return self.way.lines
+
+    @property
+    def has_many_values(self) -> bool:
+        """Whether code needs a value that is one of more than there are programs for, and this one has none."""
+        return self.way.needs_values and not self.way.lines and len(self.unknown) >= _WAYS
 
     @property
     def is_new(self) -> bool:
@@ -276,15 +286,17 @@ class Entry:
         numbers = {path: value for path, place in self.places.items() if (value := value_at(place)) is not None}
         known = next((way for way in self.ways if way.is_known and way.is_taken(numbers)), None)
         if known is None:
-            frequency = self._frequency(numbers)
+            alike = [way for way in self.ways if way.needs_values and way.is_taken(numbers, values=False)]
+            like = alike[0] if alike else max(self.ways, key=lambda way: len(way.asked))
+            answers = like.answers(numbers) or {}
+            frequency = self._frequency(answers)
             if not self.way.is_known:
                 # Nothing is known of it yet.
                 self.way.taken = frequency
                 return
-            alike = [way for way in self.ways if way.needs_values and way.is_taken(numbers, values=False)]
-            like = alike[0] if alike else Way()
-            known = Way(like.answers(numbers) or {}, like.draws, dict(like.kinds), like.where, taken=frequency)
-            known.is_known = bool(alike)
+            known = Way(taken=frequency)
+            if alike and answers:
+                known = Way(answers, like.draws, dict(like.kinds), like.where, is_known=True, taken=frequency)
             # What is refused for two values is hardly replayed for another one.
             refusals = [way.refusal for way in alike if way.refusal is not None]
             known.refusal = refusals[0] if len(refusals) > 1 else self.too_many
@@ -296,12 +308,10 @@ class Entry:
         if len(self.ways) > _WAYS:
             self.forget_oldest()
 
-    def _frequency(self, numbers: Mapping[str, Any]) -> Frequency:
-        """How often the way that ``numbers`` lead to has come, of which nothing else is known."""
+    def _frequency(self, answers: Mapping[Question, Any]) -> Frequency:
+        """How often the way that has these ``answers`` has come, of which nothing else is known."""
         if len(self.unknown) > _UNKNOWN:
             self.unknown.clear()
-        most = max(self.ways, key=lambda way: len(way.asked))
-        answers = most.answers(numbers) or {}
         return self.unknown.setdefault(tuple(answers.values()), Frequency())
 
     def may_pause(self, program: Program, reason: str) -> bool:
@@ -332,6 +342,7 @@ class Entry:
     def forget_oldest(self) -> None:
         """Close the programs of the way that was taken longest ago."""
         for program in self.ways.pop(0).programs:
+            self.wasted += program.replays < PAYS
             program.close()
 
     def programs(self) -> list[Program]:

@@ -10,7 +10,7 @@ from graphplan.feed.signature import Feed, first_difference, without_geometry
 from graphplan.program.program import Program
 from graphplan.report.stats import Stats
 from graphplan.step.batch_variants import unlike_in_shape
-from graphplan.step.entries import Entry, Key
+from graphplan.step.entries import PAYS, Entry, Key
 from graphplan.step.options import Options
 
 _KEYS_PER_GRAPH = 8
@@ -25,7 +25,6 @@ _LONGEST = 32
 _LONGER = 4  # It is multiplied by this for ways through the code, and where the capture after it has not paid.
 _PATIENCE = 4  # A capture is overdue after this many times the calls that it needs.
 _GEOMETRIES = 256  # Geometries of feeds whose latest program is remembered.
-_PAYS = 16  # Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``.
 _REASONS = 8  # Reasons of recaptures that an error lists.
 EXPECTED = (
     "Expected what a step depends on to stay for a while. Keep it still, hold it in a tensor that is updated in place, "
@@ -183,10 +182,13 @@ class Programs:
         self._stats.recaptured += before is not None and not is_further
         entry.captured, entry.untried = True, 0
         self._captured_at = self._captured_at or self._stats.calls
-        # The program of another way may still pay.
-        if before is not None and not (is_further and isinstance(before, Program) and before.is_open):
+        if is_further and isinstance(before, Program) and before.is_open:
+            # That of another way may still pay, unless it made room for this one.
+            self._unpaid += entry.wasted
+            entry.wasted = 0
+        elif before is not None:
             replays = before.replays if isinstance(before, Program) else before
-            self._unpaid = self._unpaid + 1 if replays < _PAYS else 0
+            self._unpaid = self._unpaid + 1 if replays < PAYS else 0
         self._latest[geometry] = program
         if len(self._latest) > _GEOMETRIES:
             del self._latest[next(iter(self._latest))]
@@ -265,7 +267,7 @@ class Programs:
 
     def _churn(self, reasons: Iterable[str]) -> str:
         why = "; ".join(reasons) or "its signature or its flags change each time"
-        return f"the step was captured again {self._unpaid} times in a row for fewer than {_PAYS} replays each: {why}"
+        return f"the step was captured again {self._unpaid} times in a row for fewer than {PAYS} replays each: {why}"
 
     def has_spent(self, entry: Entry | None = None) -> bool:
         """Whether starting takes more than replays save, with what has begun and one more, ``entry`` if it is known.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from graphplan.environment.collector import no_collections
-from graphplan.errors import NotCapturedError, RefusalError, SkipReason
+from graphplan.errors import HostScalarError, NotCapturedError, RefusalError, SkipReason
 from graphplan.feed.call_arguments import own_arguments
 from graphplan.feed.signature import Feed, asks_for_gradients, flatten
 from graphplan.owners.slots import Walk
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _NEVER_AGAIN = 8
 """Values that code needs of which none has come again, after which it is told where there is no program."""
+_TOO_LONG = 256  # Calls that were eager for want of a value that came before: these are no beginning any more.
+_MOSTLY = 4  # Of these for each replay are most.
 
 
 @dataclass
@@ -152,13 +154,18 @@ class Reasons:
         return entry.refusal or entry.way.refusal
 
     def _computes_with(self, call: Call) -> Found:
-        """The step's code computes with an owner's number, as comparisons with it come out now."""
-        way = call.entry.way
-        if way.is_met:
+        """The step's code needs the value of an owner's number that no call has had, or one of many. Raises
+        RefusalError where most calls were eager for that.
+        """
+        entry, programs = call.entry, self._step.programs
+        if entry.way.is_met and not entry.has_many_values:
             return None
-        detail = f"the step's code computes with {way.where}, as its comparisons with it come out in these calls"
+        entry.needing += 1
+        detail = f"the step's code computes with {entry.way.where}, as its comparisons with it come out in these calls"
         advice = "Compute with a tensor instead (a counter of your own, raised in place), keep it still, or feed it"
-        if len(call.entry.unknown) >= _NEVER_AGAIN and not self._step.programs.all():
+        if entry.needing > max(_TOO_LONG, _MOSTLY * self._step.stats.replayed):
+            raise HostScalarError(f"{detail}: in {entry.needing} calls, its value led to no program. {advice}")
+        if len(entry.unknown) >= _NEVER_AGAIN and not programs.all():
             others = "those for which they come out otherwise may be replayed"
             self._step.refusals.warn(f"graphplan runs calls eagerly: {detail}; {others}. {advice}")
         return f"{detail}. {advice}"

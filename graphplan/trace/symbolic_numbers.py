@@ -177,7 +177,10 @@ class SymbolicNumbers:
             raise self.unlike from None
 
     def put_numbers(self, walk: Walk) -> None:
-        """After a step that has failed: put numbers where it has left stand-ins in attributes and lists."""
+        """After a step that has failed: put numbers where it has left stand-ins in attributes, lists and groups."""
+        for group in (group for optimizer in walk.optimizers.values() for group in optimizer.param_groups):
+            for key in list(group):
+                _put_number(group, key)
         for place in walk.scalars.values():
             _put_number(place.container, place.key)
         for items in walk.lists.values():

@@ -79,7 +79,13 @@ class Check:
         fed = {f"input {index}": leaf for index, leaf in enumerate(feed) if isinstance(leaf, Tensor)}
         # What replays are filled with, eager steps do not have.
         filled = {id(number.tensor) for number in plan.filled}
-        held = {e.name: e.tensor for e in plan.externals if e.path is None and e.tensor is not None}
+        rates = plan.handles.rates.storages
+        # A device learning rate only holds the number of its group, which is compared itself.
+        held = {
+            e.name: e.tensor
+            for e in plan.externals
+            if e.path is None and e.tensor is not None and (e.mutated or storage_id(e.tensor) not in rates)
+        }
         unowned = {name: tensor for name, tensor in held.items() if id(tensor) not in filled}
         self._extra: dict[str, Tensor] = {**unowned, **fed}
         # What was read before the step is there for replays alone.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from graphplan import (
     LearningRateError,
     SkipReason,
     compile_plan,
+    graph_step,
 )
 from tests.facts import assert_same
 from tests.twins import (
@@ -302,6 +304,76 @@ def test_a_rate_of_each_group_by_a_count(kind: type[Optimizer], closure: bool) -
     step = assert_same_as_eager(make, verify=1)
     assert step.stats.captured == 1
     assert step.stats.replayed >= 20, step.report()
+
+
+def _put_back(group: Any, optimizer: Optimizer, rate: float) -> None:
+    before = group["lr"]
+    group["lr"] = rate
+    optimizer.step()
+    group["lr"] = before
+
+
+def _twice(group: Any, optimizer: Optimizer, rate: float) -> None:
+    optimizer.step()
+    group["lr"] = rate
+    optimizer.step()
+    group["lr"] = rate / 2
+
+
+def _not_always(group: Any, optimizer: Optimizer, rate: float) -> None:
+    if rate > 0.02:
+        group["lr"] = rate
+    optimizer.step()
+
+
+@pytest.mark.parametrize("use", [_put_back, _twice, _not_always])
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_rates_that_are_put_back_or_set_twice(use: Callable[[Any, Optimizer, float], None], kind: Any) -> None:
+    """The group holds numbers between two calls, whoever has set them; the host sets others now and then."""
+
+    def make() -> Rig:
+        model, state = nn.Linear(4, 3), SimpleNamespace(count=0)
+        optimizer = kind(model.parameters(), lr=0.1, fused=True)
+
+        def train_step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            use(optimizer.param_groups[0], optimizer, 0.1 / (1 + state.count))
+            return loss
+
+        def after(index: int) -> None:
+            assert type(optimizer.param_groups[0]["lr"]) is float
+            state.count = index
+            if index in (20, 30):
+                optimizer.param_groups[0]["lr"] = 0.05
+
+        owners = {"model": model, "optimizer": optimizer, "state": state}
+        return Rig(train_step, owners, [(torch.randn(5, 4),) for _ in range(40)], after=after)
+
+    step = assert_same_as_eager(make, verify=1)
+    assert step.stats.replayed >= 20, step.report()
+
+
+@pytest.mark.parametrize("when", range(3, 7))
+def test_a_step_that_fails_leaves_a_number_in_the_group(when: int) -> None:
+    """In an eager call, a trace, a capture and a replay."""
+    model, state = nn.Linear(4, 3), SimpleNamespace(count=0)
+    optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+
+    def train_step(x: Tensor) -> Tensor:
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + state.count)
+        if state.count == when:
+            raise KeyError("the user's own")
+        return model(x).sum().detach()
+
+    step = graph_step(train_step, owners={"model": model, "optimizer": optimizer, "state": state})
+    for count in range(12):
+        state.count = count
+        with pytest.raises(KeyError, match="the user's own") if count == when else nullcontext():
+            step(torch.ones(2, 4))
+        assert type(optimizer.param_groups[0]["lr"]) is float
+        assert optimizer.param_groups[0]["lr"] == 0.1 / (1 + count)
 
 
 def test_a_step_that_sets_the_lr_to_what_it_reads() -> None:

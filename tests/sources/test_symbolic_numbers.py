@@ -176,6 +176,33 @@ def test_values_that_never_come_again_are_told() -> None:
     assert (step.stats.traced, step.stats.captured) == (1, 0)
 
 
+@pytest.mark.parametrize("value", [lambda model: model.step % 17, lambda model: model.step // 2])
+def test_values_that_are_many_end_in_a_refusal(value: Callable[[Model], int]) -> None:
+    """Each would take a program: the step runs as without graphplan, and no programs follow each other."""
+    runs = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model, table = Model(), [1 + index / 256 for index in range(256)]
+
+        def body(x: Tensor, model: Any = model, table: list[float] = table) -> Any:
+            return model.net(x).detach() * table[value(model)]
+
+        step: Any = graph_step(body, owners={"model": model}, on_failure="eager") if graphed else body
+        out = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for index in range(400):
+                model.step = index
+                out.append(step(torch.ones(2, 4)))
+        runs.append(out)
+    assert all(map(torch.equal, *runs))
+    assert step.stats.captured <= 2
+    text = (
+        r"this step eagerly: the step's code computes with model\.step at .*: in \d+ calls, its value led to no program"
+    )
+    assert any(re.search(text, str(warning.message)) for warning in caught)
+
+
 def test_a_comparison_that_alternates() -> None:
     """The two traces go different ways: each has a program."""
 

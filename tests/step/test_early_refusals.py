@@ -65,7 +65,7 @@ def test_a_branch_that_changes_with_each_call(shapes: int) -> None:
 
 
 def _draw(box: Box, loss: Tensor) -> Tensor:
-    box.kept = random.choice((0, 1)) < 2
+    box.kept = random.choice(range(2)) < 2
     return loss
 
 

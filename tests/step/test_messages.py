@@ -47,7 +47,7 @@ def _appends_numbers(loop: Loop, loss: Tensor) -> Tensor:
 
 
 def _draws(loop: Loop, loss: Tensor) -> Tensor:
-    loop.kept = random.choice((0, 1)) < 2
+    loop.kept = random.choice(range(2)) < 2
     return loss
 
 
