@@ -79,7 +79,7 @@ class Shadow:
         """Put a tensor that replays fill in place of a number that the step has computed."""
         number = self.group["lr"]
         if type(number) is SymbolicNumber:
-            self._computed = number, number.as_operand(self.tensor.dtype, self.tensor.device)
+            self._computed = number, number.as_tensor(self.tensor.dtype, self.tensor.device, is_operand=True)
             self.group["lr"] = self._computed[1]
 
     def leave_computed(self) -> None:

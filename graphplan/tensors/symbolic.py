@@ -151,15 +151,10 @@ class SymbolicNumber(DeferredNumber):
     def __round__(self, digits: int | None = None) -> Any:
         return self.apply(round, (self,) if digits is None else (self, digits))
 
-    def as_tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A scalar tensor that is filled with the value before each replay, or has it elsewhere."""
-        return self._tensor(dtype, device)
-
-    def as_operand(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The same for an operator that gets a tensor in an eager step, too."""
-        return self._tensor(dtype, device, is_operand=True)
-
-    def _tensor(self, dtype: torch.dtype, device: torch.device, *, is_operand: bool = False) -> Tensor:
+    def as_tensor(self, dtype: torch.dtype, device: torch.device, *, is_operand: bool = False) -> Tensor:
+        """A scalar tensor that is filled with the value before each replay, or has it elsewhere. ``is_operand``: for an
+        operator that gets a tensor in an eager step, too.
+        """
         tensor: Tensor | None = self._reader.tensor_of(self, dtype, device, is_operand=is_operand)
         return torch.tensor(self._value(), dtype=dtype, device=device) if tensor is None else tensor
 

@@ -25,7 +25,7 @@ from graphplan.observe.host_draws import DRAWN, Draw, HostDraws
 from graphplan.observe.source import Source, find_source, with_users_line
 from graphplan.owners.slots import Item, Namespace, Scalar, Walk, lasting
 from graphplan.owners.views import Attributes, Cell, Given, Inherited, Members, Numbers, attributes_of, home
-from graphplan.tensors.deferred import DeferredNumber, NumberForm, form_of, in_order, value_of
+from graphplan.tensors.deferred import NumberForm, form_of, in_order, value_of
 from graphplan.tensors.symbolic import Question, SymbolicNumber, has_stand_ins
 from graphplan.trace.changes import same_value
 from graphplan.trace.host_reads import sums_otherwise
@@ -76,7 +76,7 @@ class SymbolicNumbers:
         asked: what the step has branched on, and what it has computed and needed the values of, with the answers.
         needed: of those whose values it needs, the numbers and where, in words.
         device: where the step computes, if that is known.
-        used: the paths of numbers whose values code has needed, and where, if that is known.
+        used: the paths of numbers whose values code has needed, and where.
         needs: for what, by path, if that is known.
         given: the tensors that the step was given, by identity.
         rewrites: whether other operators work with one of these than with the number in an eager step.
@@ -110,7 +110,7 @@ class SymbolicNumbers:
         self.places = {path: found[path] for path, (first, _) in self.lies.items() if path == first}
         self.asked: dict[Question, Any] = {}
         self.needed: dict[Question, str] = {}
-        self.used: dict[str, Source | None] = {}
+        self.used: dict[str, Source] = {}
         self.needs: dict[str, str] = {}
         self.given: dict[int, NumberTensor] = {}
         self.rewrites = False
@@ -293,8 +293,7 @@ class SymbolicNumbers:
 
     def told(self, path: str) -> str:
         """A ``path`` of :attr:`used` and where that is used, for a message."""
-        place = self.used[path]
-        return path if place is None else f"{path} at {place}"
+        return f"{path} at {self.used[path]}"
 
     def _hears(self) -> bool:
         """Whether the step runs: in the thread that entered this, or in autograd's, which Python does not know."""
@@ -374,11 +373,6 @@ class SymbolicNumbers:
             self.counted.add(path)
             return number._known
         return form
-
-    def leave(self, number: DeferredNumber) -> None:
-        """The step has left ``number`` where replays leave one value."""
-        for path in form_of(number)[1]:
-            self.used.setdefault(path, None)
 
     def are_over(self) -> bool:
         """Return True if no stand-in is anywhere."""
