@@ -278,7 +278,7 @@ def test_a_datamodule_that_is_not_named_is_not_walked(tmp_path: Path, monkeypatc
         "_object",
         lambda self, thing, *args, **kwargs: walked.append(type(thing)) or walk(self, thing, *args, **kwargs),
     )
-    prepare = _set(lambda trainer: trainer.datamodule, held=Held())
+    prepare = _set(lambda trainer: trainer.datamodule, held=[Held()])
     _run(tmp_path / "unnamed", lambda module, loss: loss, prepare, _nothing, tape())
     assert Held not in walked
     _run(tmp_path / "named", READ["a datamodule's number"][0], prepare, _nothing, tape())

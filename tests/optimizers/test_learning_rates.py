@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LRScheduler, MultiplicativeLR, StepLR
 
 from graphplan import (
+    HostEffectError,
     HostSyncError,
     LearningRateError,
     SkipReason,
@@ -24,6 +25,7 @@ from graphplan import (
     graph_step,
 )
 from tests.facts import assert_same
+from tests.models import Box
 from tests.twins import (
     WARMUP,
     Rig,
@@ -353,6 +355,36 @@ def test_rates_that_are_put_back_or_set_twice(use: Callable[[Any, Optimizer, flo
 
     step = assert_same_as_eager(make, verify=1)
     assert step.stats.replayed >= 20, step.report()
+
+
+def test_a_rate_that_the_capture_computes_otherwise() -> None:
+    """By a value that no guard sees: the capture is undone, and the refusal names the place."""
+    model, state, hidden = nn.Linear(4, 3), SimpleNamespace(count=0), Box(0)
+    optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+
+    def train_step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = (0.1 if hidden.item < WARMUP + 2 else 0.2) / (1 + state.count)
+        return loss
+
+    step = graph_step(train_step, owners={"model": model, "optimizer": optimizer, "state": state})
+    text = (
+        r"leaves a number that is computed otherwise in its capture than in its traces "
+        r"\(optimizer\.param_groups\[0\]\.lr\)"
+    )
+
+    def train() -> None:
+        for count in range(12):
+            state.count = hidden.item = count
+            step(torch.ones(2, 4))
+
+    with pytest.raises(HostEffectError, match=text):
+        train()
+    # As the call before has left it.
+    assert (step.stats.captured, state.count, optimizer.param_groups[0]["lr"]) == (0, WARMUP + 2, 0.1 / (WARMUP + 2))
 
 
 @pytest.mark.parametrize("when", range(3, 7))
