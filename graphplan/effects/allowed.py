@@ -25,7 +25,8 @@ def allowed_by(allow: tuple[str, ...]) -> Callable[[str], bool]:
         return lambda path: False
     within = tuple(name + end for name in allow for end in ".[")
     is_named = re.compile("|".join(map(translate, allow))).match
-    return lambda path: path in allow or path.startswith(within) or is_named(path) is not None
+    # A check asks for each path several times.
+    return lru_cache(2**14)(lambda path: path in allow or path.startswith(within) or is_named(path) is not None)
 
 
 def allowing(*paths: str) -> str:

@@ -29,7 +29,7 @@ def suffices(trace: Trace, rates: Collection[int]) -> bool:
     given = trace.symbolic.given
     others = (storage for storage, each in trace.externals.items() if not (each.is_passing or id(each.tensor) in given))
     is_owned = set(others).difference(rates) <= known
-    runs_otherwise = trace.graph_elsewhere or trace.derives_otherwise or _shows_rates(trace, rates)
+    runs_otherwise = trace.graph_elsewhere or _shows_rates(trace, rates)
     return is_owned and not (runs_otherwise or _works_on_host(trace) or _leaves_more(trace))
 
 

@@ -20,7 +20,7 @@ from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
 from graphplan.plan.difference import check_operators
 from graphplan.program.program import Program, Tally
-from graphplan.report.stats import Stats
+from graphplan.report.stats import STARTING, Stats
 from graphplan.step.memory_budget import find_room, room_beside
 from graphplan.step.runner import Parts
 from graphplan.trace.batch_reads import answers_in
@@ -67,8 +67,9 @@ class _Series(Tally):
     def note(self, program: Program, number: int, stats: Stats) -> None:
         self._checked[program] = number
         if number >= self.due:
-            step = (stats.step_us("eager") or stats.shortest * 1e6) / 1e6
-            self.due = self.timetable.end(number, step, stats.phases["verify"])
+            step_us = stats.step_us("eager") or stats.shortest * 1e6
+            spent = stats.spent(step_us, STARTING[1:])
+            self.due = self.timetable.end(number, step_us / 1e6, stats.phases["verify"], spent)
 
 
 class Replays:

@@ -21,6 +21,7 @@ from graphplan.tensors.attributes import PLAIN_KINDS
 
 _PAGE = 2**21
 """Bytes of a huge page."""
+_SPARE_BITS = 3  # A piece is up to a fourth larger than what it is made for.
 _LINE = 64  # Bytes: copies begin at multiples of these.
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux, for which Python has no name.
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices.
@@ -62,8 +63,10 @@ class PageLocked:
             self._can &= self._unlock(piece.address)
         if not self._can:
             return None
+        # The next copies are as many bytes, or some more.
+        unit = max(_PAGE, 2 ** (nbytes.bit_length() - _SPARE_BITS))
         with suppress(OSError):
-            piece = _Piece(-(-nbytes // _PAGE) * _PAGE)
+            piece = _Piece(-(-nbytes // unit) * unit)
             if self._lock(piece.address, piece.nbytes):
                 return piece
         self._can = False

@@ -16,9 +16,10 @@ from graphplan.program.program import NO_CHECK
 EVERY = 1000  # The geometric schedule doubles up to here, and then goes on in steps of this size.
 SHARE = 0.01  # Part of the time that checks of the geometric schedule may take, from replay ``EARLY`` on.
 EARLY = 64  # The first replays, of which the last one is checked in any case.
-FREE, STEPS = 0.2, 10.0
-"""Seconds that checks of the first replays may take, and how many eager steps on an accelerator, those of all programs
-of a step together. As many as fit in are spread over these replays, but for a program's first one, which is made.
+FREE, STEPS = 0.2, 20.0
+"""Seconds that checks of the first replays may take, those of all programs of a step together. On an accelerator, they
+also take no longer than so many eager steps together with traces and captures, beyond the steps that all of these are.
+As many as fit in are spread over these replays, but for a program's first one, which is made.
 """
 
 
@@ -69,9 +70,10 @@ class Timetable:
         if self._every is None:
             self._begun = self._now()
 
-    def end(self, number: int, step: float = math.inf, taken: float = 0.0) -> int:
-        """Replay ``number`` was checked; the replay to check next. An eager step takes ``step`` seconds, if known, and
-        all checks of the step, whose programs share the time for those of first replays, have ``taken`` so many.
+    def end(self, number: int, step: float = math.inf, taken: float = 0.0, spent: float = 0.0) -> int:
+        """Replay ``number`` was checked; the replay to check next. An eager step takes ``step`` seconds, if known. All
+        checks of the step, whose programs share the time for those of first replays, have ``taken`` so many, and have
+        ``spent`` so many together with traces and captures beyond the steps that these were.
         """
         then = next_check(self._every, number)
         if self._every is not None:
@@ -80,8 +82,10 @@ class Timetable:
         seconds = now - self._begun
         self._latest = number, now
         if number < EARLY:
-            most = FREE if self._device.type == "cpu" else min(FREE, STEPS * step)
-            return self._agree(_soon(number, seconds, most - taken))
+            count = _fitting(FREE - taken, seconds)
+            if self._device.type != "cpu" and step < math.inf:
+                count = min(count, _fitting(STEPS * step - spent, seconds - step))
+            return self._agree(_soon(number, count))
         if before is not None and number - before[0] > 1:
             seconds_per_step = (self._begun - before[1]) / (number - before[0] - 1)
             if seconds_per_step > 0:
@@ -93,8 +97,12 @@ class Timetable:
         return self._clock()
 
 
-def _soon(number: int, seconds: float, left: float) -> int:
-    """The next of the first replays: as many checks of ``seconds`` as there is time for are apart by one factor."""
-    count = min(EARLY, left / seconds) if seconds > 0 else EARLY
-    doublings = math.log2(EARLY / number) / (max(0, math.floor(count)) + 1)
+def _fitting(left: float, seconds: float) -> int:
+    """How many checks of so many ``seconds`` fit into those that are ``left``."""
+    return max(0, math.floor(min(EARLY, left / seconds))) if seconds > 0 else EARLY
+
+
+def _soon(number: int, count: int) -> int:
+    """The next of the first replays: ``count`` further checks are apart by one factor."""
+    doublings = math.log2(EARLY / number) / (count + 1)
     return min(EARLY, number * 2 ** max(1, round(doublings)))

@@ -67,8 +67,12 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def checks(self, table: Timetable, step: float, check: float, until: int, eager: float = 1.0) -> list[int]:
-        """The replays that are checked, where a step, a check and an ``eager`` step take so many seconds."""
+    def checks(
+        self, table: Timetable, step: float, check: float, until: int, eager: float = 1e-4, started: float = 0.0
+    ) -> list[int]:
+        """The replays that are checked, where a step, a check and an ``eager`` step take so many seconds, and traces
+        and captures took ``started`` beyond their steps.
+        """
         found, last, number = [], 0, 1
         while 0 < number <= until:
             self.now += step * (number - last - 1)
@@ -76,7 +80,8 @@ class Clock:
             self.now += check
             self.checked += check
             found.append(number)
-            last, number = number, table.end(number, eager, self.checked)
+            spent = started + self.checked - len(found) * eager
+            last, number = number, table.end(number, eager, self.checked, spent)
         return found
 
 
@@ -119,19 +124,29 @@ def test_programs_of_one_step_share_that_time() -> None:
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize(
-    ("device", "step", "found"),
+    ("device", "started", "found"),
     [
-        ("meta", 1.0, [1, 4, 16, 64]),
-        ("meta", 0.021, [1, 4, 16, 64]),
-        ("meta", 0.017, [1, 8, 64]),
-        ("meta", 0.011, [1, 64]),
-        ("cpu", 0.011, [1, 4, 16, 64]),
+        ("meta", 0.0, [1, 4, 16, 64]),
+        ("meta", 7.0, [1, 4, 16, 64]),
+        ("meta", 10.9, [1, 4, 16, 64]),
+        ("meta", 13.0, [1, 8, 64]),
+        ("meta", 16.0, [1, 64]),
+        ("meta", 160.0, [1, 64]),
+        ("cpu", 16.0, [1, 4, 16, 64]),
     ],
 )
-def test_on_a_device_they_take_ten_steps_at_most(device: str, step: float, found: list[int]) -> None:
-    """Where eager steps are short, that is less than a fifth of a second."""
+def test_on_a_device_the_start_takes_twenty_steps(device: str, started: float, found: list[int]) -> None:
+    """Checks get what traces and captures have left of that, beyond the steps that they are themselves: here three."""
+    clock, step = Clock(), 0.015
+    table = Timetable(None, torch.device(device), clock=clock)
+    assert clock.checks(table, 1e-3, 4 * step, 64, step, started * step) == found
+
+
+@pytest.mark.usefixtures("hurried")
+def test_where_no_step_was_timed_checks_have_a_fifth_of_a_second() -> None:
+    """A step of inference has no eager ones before."""
     clock = Clock()
-    assert clock.checks(Timetable(None, torch.device(device), clock=clock), 1e-3, 0.06, 64, step) == found
+    assert clock.checks(Timetable(None, torch.device("meta"), clock=clock), 1e-3, 0.06, 64, math.inf) == [1, 4, 16, 64]
 
 
 @pytest.mark.usefixtures("hurried")
