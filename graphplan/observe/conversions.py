@@ -2,8 +2,8 @@
 
 To make a tensor of a list, torch turns its modes off and asks each tensor in it for a number (``t.__float__()``), which
 a profile function does not hear of either. ``one_hot`` reads classes only to see whether they are in range.
-``Tensor.item``, ``cpu`` and ``to`` may give what waits, and ``float(tensor)``; ``torch.tensor``, :mod:`math`, ``float``
-and ``int`` get such numbers.
+``Tensor.item``, ``cpu`` and ``to`` may give what waits, and ``float(tensor)``; ``torch.tensor``, slices, :mod:`math`,
+``float`` and ``int`` get such numbers.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from graphplan.observe.replacements import Replacements
 from graphplan.observe.watching import is_silent
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.deferred import HostCopy, is_deferred, value_of
+from graphplan.tensors.deferred_slices import put_slice
 from graphplan.tensors.storages import storage_id
 
 _IN_PYTHON = ("tolist", "numpy", "apply_", "map_", "map2_")
@@ -46,8 +47,8 @@ class Conversions:
     """While it is entered, ``on_read(what, tensor)`` is called for each such read by the thread that entered it, with
     None where the tensor is not known. ``on_item(tensor)`` gives what ``tensor.item()`` gives, and ``on_copy(tensor)``
     a copy of it in host memory, or None for the usual one; ``on_list(tensors)`` likewise what ``torch.tensor`` makes of
-    a list of scalar ones, and ``on_truth(tensor)`` the truth value ``tensor``, for which other values are not read. Of
-    several, the innermost that has such a function is asked.
+    a list of scalar ones, ``on_truth(tensor)`` the truth value ``tensor``, for which other values are not read, and
+    ``on_whole(tensor)`` what ``int(tensor)`` gives, or None. Of several, the innermost that has such a function is asked.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class Conversions:
         on_copy: Callable[[Tensor], Tensor | None] | None = None,
         on_list: Callable[[Sequence[Tensor]], Tensor | None] | None = None,
         on_truth: Callable[[Tensor], bool] | None = None,
+        on_whole: Callable[[Tensor], Any] | None = None,
     ) -> None:
         self._on_read, self._on_item, self._on_copy, self._on_list = on_read, on_item, on_copy, on_list
-        self._on_truth = on_truth
+        self._on_truth, self._on_whole = on_truth, on_whole
         self._thread = 0
 
     def __enter__(self) -> Conversions:
@@ -176,6 +178,12 @@ def _item(self: Tensor) -> Any:
     return (Conversions._innermost("_on_item") or torch._C.TensorBase.item)(self)
 
 
+@wraps(torch._C.TensorBase.__setitem__)
+def _put(self: Tensor, index: Any, value: Any) -> None:
+    if not put_slice(self, index, value):
+        torch._C.TensorBase.__setitem__(self, index, value)
+
+
 def _copier(name: str) -> Callable[..., Any]:
     plain = getattr(torch._C.TensorBase, name)
 
@@ -261,8 +269,12 @@ def _converted(kind: type, value: Any) -> Any:
         # A product is computed on the device, too.
         number: Any = value
         return (number if number._kind is float else number * 1.0) if kind is float else None
-    is_number = kind is float and type(value) in PLAIN_KINDS and value.numel() == 1 and not value.is_complex()
-    on_item = Conversions._innermost("_on_item") if is_number else None
+    if type(value) not in PLAIN_KINDS or value.numel() != 1 or value.is_complex():
+        return None
+    if kind is int:
+        on_whole = None if value.is_floating_point() else Conversions._innermost("_on_whole")
+        return None if on_whole is None else on_whole(value)
+    on_item = Conversions._innermost("_on_item")
     number = None if on_item is None else on_item(value)
     return _converted(kind, number) if is_deferred(number) else number
 
@@ -317,7 +329,7 @@ def _validating(one_hot: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _METHODS = {name: _number(name) for name in _NUMBERS}
-_METHODS |= {name: _reader(name, torch._C.TensorBase) for name in _IN_PYTHON} | {"item": _item}
+_METHODS |= {name: _reader(name, torch._C.TensorBase) for name in _IN_PYTHON} | {"item": _item, "__setitem__": _put}
 _METHODS |= {name: _copier(name) for name in ("cpu", "to")} | {"equal": _comparing(torch._C.TensorBase)}
 
 

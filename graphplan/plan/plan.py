@@ -23,6 +23,7 @@ from graphplan.specs.policy import Policy
 from graphplan.specs.roles import External, Footprint, Role, TensorSpec
 from graphplan.tensors.deferred import NumberForm
 from graphplan.tensors.storages import storage_id
+from graphplan.trace.host_reads import Place
 from graphplan.trace.symbolic_numbers import NumberTensor
 
 COLUMNS = ("name", "role", "tensor", "storage", "change")
@@ -105,6 +106,7 @@ class Plan:
         undone: paths of what the step has changed when it comes to the last value on which it branches: a replay that
             ends there puts it back.
         defers: whether numbers or copies that the step reads from the device were deferred in its traces.
+        whole: where ``int(tensor)`` was deferred, if any reads were.
         symbolic: the classes of owners' numbers, by path, in whose places stand-ins noted what code did, and of truth
             values that it branches on.
         filled: tensors that hold such numbers, or what is computed of them.
@@ -141,6 +143,7 @@ class Plan:
     may_reorder: bool
     undone: frozenset[str]
     defers: bool
+    whole: frozenset[Place]
     symbolic: Mapping[str, type]
     filled: tuple[NumberTensor, ...]
     drawn: tuple[Draw, ...]

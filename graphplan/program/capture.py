@@ -127,7 +127,7 @@ def _record(
                 follows={draw.generator for draw in plan.drawn}, may_fill=backend.executes,
                 questions=plan.reads.questions.keys() if plan.single else None,
             )  # fmt: skip
-            with DeferredReads(fills=False, defers=plan.defers, symbolic=numbers) as deferred:
+            with DeferredReads(fills=False, defers=plan.defers, symbolic=numbers, whole=plan.whole) as deferred:
                 result = call_step(plan.handles.function(), fed.args, fed.kwargs)
             bindings.numbers.copies, bindings.numbers.are_kept = deferred.copies, deferred.are_kept
             bindings.numbers.take_drawn(numbers.drawn)

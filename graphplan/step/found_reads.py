@@ -10,6 +10,7 @@ from graphplan.step.runner import Parts
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import BatchReads
 from graphplan.trace.batch_recorder import BatchRecorder, EarlierReads, recorder_of
+from graphplan.trace.host_reads import Place
 from graphplan.trace.records import Trace
 
 
@@ -23,6 +24,18 @@ class FoundReads:
     def recorder_of(self, feed: Feed) -> BatchRecorder:
         """A recorder for the next trace."""
         return recorder_of(feed, self._earlier)
+
+    @property
+    def waiting(self) -> frozenset[Place]:
+        """Where integers that the step reads wait."""
+        return frozenset(self._earlier.waiting)
+
+    def stop_waiting(self) -> bool:
+        """Have integers that the step reads wait no more. Return True if any did."""
+        are_there = bool(self._earlier.waiting)
+        self._earlier.waiting.clear()
+        self._earlier.takes_numbers |= are_there
+        return are_there
 
     def take(self, call: Call, batch: BatchRecorder, facts: Trace, *, may_turn: bool) -> bool:
         """Take in what a trace has read of its batch. False if other traces have to follow, with that read before. If

@@ -196,11 +196,11 @@ class Stages:
                     self._planner.replace_less(signal.symbolic, call.walk)
                     entry.need(signal.symbolic, call.walk.scalars)
             else:
-                self._defers &= bool(signal.indices)
+                self._defers &= bool(signal.indices) or self._reads.stop_waiting()
             return result
         except Exception as error:
-            found = error if isinstance(error, RefusalError) else refusal_of(error)
-            if found is None:
+            refusal = error if isinstance(error, RefusalError) else refusal_of(error)
+            if refusal is None:
                 # A mode of the caller's around the step may raise what it likes.
                 call.line.outcomes += call.line.plan is not None and _get_current_dispatch_mode() is None
                 if call.line.outcomes > 1 or is_single:
@@ -209,7 +209,6 @@ class Stages:
                     call.line.plan = None
                     entry.warm = min(entry.warm, self._options.warmup_steps - 1)
                 raise
-            refusal = found
         # No second trace changes what room there is, nor a policy.
         if is_single and not isinstance(refusal, (CaptureMemoryError, UncoveredRoleError)):
             self._stats.note(f"traced anew: {refusal}", "traces")
@@ -293,7 +292,8 @@ class Stages:
         if facts.expects:
             facts.batch = self._reads.recorder_of(feed)
         symbolic = self._planner.make_symbolic(call.walk, self._runner.device, arguments_alone=rehearses)
-        facts.deferred = DeferredReads(defers=self._defers and not rehearses, symbolic=symbolic)
+        defers, whole = self._defers and not rehearses, self._reads.waiting
+        facts.deferred = DeferredReads(defers=defers, symbolic=symbolic, whole=whole)
         placeholders = Placeholders(feed, feed.unread)
         fed = CallArguments.of(placeholders.feed).watch()
         undo.callback(fed.restore)

@@ -36,6 +36,10 @@ _ON_DEVICE: dict[Any, Callable[..., Tensor]] = {
     operator.neg: torch.neg, operator.pos: torch.positive, operator.abs: torch.abs, inverse: torch.reciprocal,
 }  # fmt: skip
 """Functions that give the same bits in float64 on every device, as IEEE 754 demands."""
+_WHOLE_ON_DEVICE: dict[Any, Callable[..., Tensor]] = {
+    operator.mod: torch.remainder, operator.floordiv: torch.floor_divide,
+}  # fmt: skip
+"""Those of integers alone: they round down, as Python's do."""
 
 
 class _Own:
@@ -447,7 +451,9 @@ def _device_function(node: DeferredNumber) -> tuple[Any, tuple[Any, ...]]:
     if node._function is operator.pow and node._kind is float:
         base, exponent = node._operands
         return {2: torch.square, 0.5: torch.sqrt}.get(exponent), (base,)
-    if node._function is operator.truediv and is_deferred(node._operands[1]):
+    if node._function in _DIVISIONS and is_deferred(node._operands[1]):
         # Where Python raises an exception, a device goes on with inf.
         return None, ()
+    if node._function in _WHOLE_ON_DEVICE and node._kind is int and node._operands[1]:
+        return _WHOLE_ON_DEVICE[node._function], node._operands
     return _ON_DEVICE.get(node._function), node._operands

@@ -57,11 +57,16 @@ class EarlierReads:
 
     Attributes:
         expected: where it reads what cannot be read before the step, and replays compare it.
+        waiting: where it reads an integer of what it changes, ``int(self.pointer)``, which waits: it is another one in
+            each step.
+        takes_numbers: whether code in C that takes nothing but numbers was given one that waits.
         cached: tensors that cached functions remember, by identity: reads that none else explained began with them.
         looks: how often it was looked for these.
     """
 
     expected: set[Place] = field(default_factory=set)
+    waiting: set[Place] = field(default_factory=set)
+    takes_numbers: bool = False
     cached: dict[int, Cached] = field(default_factory=dict)
     looks: int = 0
 
@@ -80,7 +85,7 @@ class BatchRecorder(CallRecorder):
         self._of_unowned: set[int | None] = set()
         """Their memory, and that of what follows from them, and perhaps from what is known."""
         self.is_to_be_repeated = False
-        """What was read may follow from a tensor in a cache, which the next trace begins with."""
+        """What was read may follow from a tensor in a cache, which the next trace begins with, or is to wait in it."""
         self.is_outdated = False
         """What was read before the step is not what is read in it."""
         self.twins: dict[int | None, Tensor] = {}
@@ -176,8 +181,7 @@ class BatchRecorder(CallRecorder):
         limit = max(_FEW, self._operators // _SHARE)
         found = []
         for read in reads:
-            leading = self._leading_to(lambda call, read=read: call.read is read)  # type: ignore[misc]
-            needed = frozenset[int | None]().union(*(call.given | call.changed for call in leading))
+            leading, needed = self._needed_for(read)
             owned = needed & self._owned
             # What has been written by then is not known any more.
             are_others = (read.may_be_expected and not owned.isdisjoint(changed)) or not needed.isdisjoint(
@@ -186,6 +190,20 @@ class BatchRecorder(CallRecorder):
             if len(leading) > limit or are_others or read.place in self._beyond:
                 found.append(read)
         return found
+
+    def _needed_for(self, read: Read) -> tuple[list[Call], frozenset[int | None]]:
+        """What leads to a read, and the memory that this works on."""
+        leading = self._leading_to(lambda call: call.read is read)
+        return leading, frozenset[int | None]().union(*(call.given | call.changed for call in leading))
+
+    def wait_for(self, changed: Collection[int | None]) -> None:
+        """Have integers wait, from the next trace on, that are read of what the step has ``changed``, by storages."""
+        earlier, before = self.earlier, len(self.earlier.waiting)
+        reads = [call.read for call in self._calls if call.read is not None and type(call.read.found) is int]
+        owned = self._owned.intersection(changed)
+        if owned and not earlier.takes_numbers:
+            earlier.waiting.update(read.place for read in reads if not owned.isdisjoint(self._needed_for(read)[1]))
+        self.is_to_be_repeated |= len(earlier.waiting) > before
 
     def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
         """See :class:`CallRecorder`; reads are noted as such."""

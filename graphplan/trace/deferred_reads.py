@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
@@ -38,7 +38,7 @@ from graphplan.tensors.deferred import (
 )
 from graphplan.tensors.trees import flatten_result, rebuild
 from graphplan.trace.changes import Changes
-from graphplan.trace.host_reads import ends_step, is_torchs, sums_otherwise
+from graphplan.trace.host_reads import Place, ends_step, find_place, is_torchs, sums_otherwise
 from graphplan.trace.operator_schemas import AS_ON_DEVICE
 from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
@@ -50,12 +50,19 @@ _NO_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
 class DeferredReads:
     """Defers the reads of the code that runs in the thread which enters it. Copies hold what they are copies of if it
     ``fills`` them: a capture cannot. ``symbolic`` are the stand-ins for owners' numbers; with ``defers=False`` nothing
-    else waits.
+    else waits. ``int(tensor)`` waits at the places ``whole`` alone: C code takes no stand-in for what most of it gives.
     """
 
-    def __init__(self, *, fills: bool = True, defers: bool = True, symbolic: SymbolicNumbers | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        fills: bool = True,
+        defers: bool = True,
+        symbolic: SymbolicNumbers | None = None,
+        whole: Collection[Place] = (),
+    ) -> None:
         self._thread = self._modes = 0
-        self._fills, self.defers = fills, defers
+        self._fills, self.defers, self.whole = fills, defers, frozenset(whole)
         self._made: list[weakref.ref[Any]] = []
         self._memories: list[StorageWeakRef] = []
         self._is_lost = False
@@ -73,7 +80,10 @@ class DeferredReads:
         """Those from which autograd would lead back."""
         self._real_copies: dict[int, Tensor] = {}
         self.symbolic = SymbolicNumbers() if symbolic is None else symbolic
-        deferring = Conversions(on_item=self._defer, on_copy=self._copy, on_list=self._stack, on_truth=self._ask)
+        deferring = Conversions(
+            on_item=self._defer, on_copy=self._copy, on_list=self._stack, on_truth=self._ask,
+            on_whole=self._defer_whole if whole else None,
+        )  # fmt: skip
         conversions = deferring if defers else Conversions()
         # Compiled code, which gets stand-ins for arguments alone, is best left with torch's own methods.
         self._conversions = conversions if defers or self.symbolic.may_be_there else nullcontext()
@@ -183,6 +193,9 @@ class DeferredReads:
         number = DeferredNumber(float if copy.dtype.is_floating_point else int, self, copy)
         self._made.append(weakref.ref(number))
         return number
+
+    def _defer_whole(self, tensor: Tensor) -> Any:
+        return self._defer(tensor) if find_place() in self.whole else None
 
     def array_of(self, copy: HostCopy) -> Any:
         """What ``copy.numpy()`` gives."""

@@ -106,8 +106,9 @@ def _may_read(record: Trace, scalar: Scalar) -> bool:
 
 def _check_reads(record: Trace, batch: BatchRecorder) -> None:
     """Leave reads that cannot be made before the step to replays, in the traces that follow, or refuse them."""
-    record.is_to_be_repeated |= batch.is_to_be_repeated
     changed = {storage for storage, outer in record.externals.items() if outer.mutated}
+    batch.wait_for(changed)
+    record.is_to_be_repeated |= batch.is_to_be_repeated
     for read in batch.impossible(changed):
         if read.may_be_expected and read.place not in batch.earlier.expected:
             batch.earlier.expected.add(read.place)

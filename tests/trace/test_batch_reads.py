@@ -1146,11 +1146,11 @@ def turns_rows(model: Any, x: Tensor, mask: Tensor) -> Tensor:
 
 
 def enqueues(model: Any, x: Tensor, mask: Tensor) -> Tensor:
-    """As contrastive learning keeps the keys of earlier batches."""
+    """Keeps rows of earlier batches, at a place that is an index."""
     out = model(x)
     at = int(model.at)
     with torch.no_grad():
-        model.queue[at : at + 2] = out[:2]
+        model.queue[at], model.queue[at + 1] = out[0], out[1]
         model.at[0] = (at + 2) % 6
     return out * model.queue.sum()
 

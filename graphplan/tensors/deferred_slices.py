@@ -1,0 +1,65 @@
+"""Writes to a slice that begins at a number which waits or is followed, as queues have it with their pointers:
+``queue[:, start : start + n] = keys``.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.deferred import DeferredNumber, is_deferred
+from graphplan.tensors.storages import storage_id
+
+_ALL = (None, None, None)
+
+
+def put_slice(target: Tensor, index: Any, value: Any) -> bool:
+    """Do what ``target[index] = value`` does where ``index`` is one such slice of a fixed length, and ``value`` has its
+    shape; False if it is something else. Where an eager step raises an error because the slice ends beyond the tensor,
+    so does this.
+    """
+    parts = index if type(index) is tuple else (index,)
+    if not all(type(part) is slice for part in parts) or len(parts) > target.dim():
+        return False
+    found = [dim for dim, part in enumerate(parts) if is_deferred(part.start)]
+    if len(found) != 1 or not _may_be_put(target, value):
+        return False
+    dim = found[0]
+    start, stop, size = parts[dim].start, parts[dim].stop, target.shape[dim]
+    others = ((part.start, part.stop, part.step) for part in parts if part.start is not start)
+    length = _length(start, stop)
+    if length < 2 or parts[dim].step not in (None, 1) or any(other != _ALL for other in others):
+        return False
+    if value.shape != (*target.shape[:dim], length, *target.shape[dim + 1 :]):
+        return False
+    if start.is_symbolic and not (start >= 0 and stop <= size):
+        return False
+    begin = start._reader.tensor_of(start, torch.int64, target.device)
+    if begin is None:
+        return False
+    with torch.no_grad():
+        # Both may be negative: then they count from the end.
+        places = begin + torch.arange(length, device=target.device) + (begin + length < 0) * size
+        source = value.clone() if storage_id(value) == storage_id(target) else value
+        target.index_copy_(dim, places, source.to(target.dtype))
+    return True
+
+
+def _length(start: DeferredNumber, stop: Any) -> int:
+    """How long a slice is that ends at ``start + n``; 0 if it is none of that kind."""
+    if start._kind is not int or not is_deferred(stop) or stop._function is not operator.add:
+        return 0
+    others = [operand for operand in stop._operands if operand is not start]
+    return others[0] if len(others) == 1 and type(others[0]) is int else 0
+
+
+def _may_be_put(target: Tensor, value: Any) -> bool:
+    """Whether elements of ``value`` are copied to ``target``, and no graph leads back."""
+    if type(target) not in PLAIN_KINDS or type(value) not in PLAIN_KINDS or target.device != value.device:
+        return False
+    asks = torch.is_grad_enabled() and (target.requires_grad or value.requires_grad)
+    return not asks and target.layout is value.layout is torch.strided
