@@ -48,7 +48,7 @@ class Conversions:
     None where the tensor is not known. ``on_item(tensor)`` gives what ``tensor.item()`` gives, and ``on_copy(tensor)``
     a copy of it in host memory, or None for the usual one; ``on_list(tensors)`` likewise what ``torch.tensor`` makes of
     a list of scalar ones, ``on_truth(tensor)`` the truth value ``tensor``, for which other values are not read, and
-    ``on_whole(tensor)`` what ``int(tensor)`` gives, or None. Of several, the innermost that has such a function is asked.
+    ``on_whole(tensor)`` what ``int(tensor)`` gives, or None. Of several, the innermost that has the function is asked.
     """
 
     def __init__(

@@ -21,6 +21,7 @@ from graphplan.specs.paths import free_name
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
+from graphplan.tensors.tables import is_table
 
 Items = list[Any] | deque[Any]
 _FEW = 3  # Further ways to a list or dictionary that are asked where it is, whichever one it is.
@@ -306,6 +307,11 @@ class Walk:
         if place is not None:
             return metadata_of(place.get())
         return None if path in self.empty else ABSENT
+
+    def tables(self, names: Collection[str]) -> list[tuple[dict[str, Any], str]]:
+        """Where containers lie in which numbers can be looked up: the attributes, and which of ``names`` it is."""
+        spaces = [space for _, space in self.attributes] if names else []
+        return [(space, name) for space in spaces for name in names if name in space and is_table(space[name])]
 
     def by_storage(self) -> dict[int, list[Slot]]:
         """Slots grouped by the identity of the storage behind them."""

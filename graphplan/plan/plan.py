@@ -107,6 +107,7 @@ class Plan:
             ends there puts it back.
         defers: whether numbers or copies that the step reads from the device were deferred in its traces.
         whole: where ``int(tensor)`` was deferred, if any reads were.
+        tables: names of containers that had stand-ins in the traces.
         symbolic: the classes of owners' numbers, by path, in whose places stand-ins noted what code did, and of truth
             values that it branches on.
         filled: tensors that hold such numbers, or what is computed of them.
@@ -144,6 +145,7 @@ class Plan:
     undone: frozenset[str]
     defers: bool
     whole: frozenset[Place]
+    tables: frozenset[str]
     symbolic: Mapping[str, type]
     filled: tuple[NumberTensor, ...]
     drawn: tuple[Draw, ...]

@@ -125,7 +125,7 @@ def _record(
             numbers = SymbolicNumbers(
                 places, plan.device, filled=plan.filled, expected=plan.drawn,
                 follows={draw.generator for draw in plan.drawn}, may_fill=backend.executes,
-                questions=plan.reads.questions.keys() if plan.single else None,
+                questions=plan.reads.questions.keys() if plan.single else None, tables=walk.tables(plan.tables),
             )  # fmt: skip
             with DeferredReads(fills=False, defers=plan.defers, symbolic=numbers, whole=plan.whole) as deferred:
                 result = call_step(plan.handles.function(), fed.args, fed.kwargs)

@@ -51,6 +51,8 @@ class Planner:
         self._replaces = True  # Until code needs a real number that is not known.
         self._kept: set[str] = set()  # Paths of numbers that code needs real ones of.
         self._numbers: dict[str, Any] = {}  # Those that the step's code names, as before the latest call.
+        self._tables: set[str] = set()  # Names of containers in which the step looks up numbers.
+        self._looks_up = True  # Until code needs a real one.
         self._changing_numbers: set[str] = set()  # The paths of those that were others before some call.
         self._read: dict[str, Any] = {}  # The numbers that the latest plan is good for, by path.
         self._latest: Trace | None = None  # The latest trace, until there is a plan or a refusal.
@@ -105,11 +107,28 @@ class Planner:
             for path, value in self._numbers.items()
             if has_stand_ins(type(value)) and path not in self._kept and self._changes(path, walk.scalars[path], kinds)
         }
+        tables = walk.tables(self._tables) if replaced else []
+        held = {id(space[name]) for space, name in tables}
+        # What is looked up is in the table then: an item has no stand-in of its own.
+        replaced = {path: place for path, place in replaced.items() if id(place.container) not in held}
         follows = [name for name in (PYTHONS, NUMPYS) if not is_allowed(name, self._options.allow)]
         may_follow = self._follows_draws and self._replaces and not arguments_alone
         return SymbolicNumbers(
-            replaced, device, follows=follows if may_follow else (), is_shared=self._peers is not None
-        )
+            replaced, device, follows=follows if may_follow else (), is_shared=self._peers is not None,
+            tables=tables,
+        )  # fmt: skip
+
+    def take_tables(self, facts: Trace, walk: Walk) -> bool:
+        """Take in which containers the step looks up numbers in. Return True if these have no stand-ins yet."""
+        found = walk.tables(facts.symbolic.looked_up - self._tables) if self._looks_up else []
+        self._tables.update(name for _, name in found)
+        return bool(found)
+
+    def drop_tables(self) -> bool:
+        """Leave real containers in all places. Return True if there were stand-ins."""
+        had, self._looks_up = bool(self._tables), self._looks_up and not self._tables
+        self._tables = set()
+        return had
 
     def _learn_changed(self, walk: Walk) -> None:
         """Learn which numbers that the latest plan is good for are others now."""

@@ -191,12 +191,13 @@ class Stages:
                 entry.warm = min(entry.warm, self._options.warmup_steps - 1)
             # An error of the step's own comes out here, too.
             result = self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
-            if signal.symbolic is not None:
-                if not self._give_up(signal.symbolic or self._given.paths):
-                    self._planner.replace_less(signal.symbolic, call.walk)
-                    entry.need(signal.symbolic, call.walk.scalars)
-            else:
-                self._defers &= bool(signal.indices) or self._reads.stop_waiting()
+            if signal.indices or self._planner.drop_tables() or self._reads.stop_waiting():
+                return result
+            if signal.symbolic is None:
+                self._defers = False
+            elif not self._give_up(signal.symbolic or self._given.paths):
+                self._planner.replace_less(signal.symbolic, call.walk)
+                entry.need(signal.symbolic, call.walk.scalars)
             return result
         except Exception as error:
             refusal = error if isinstance(error, RefusalError) else refusal_of(error)
@@ -396,11 +397,10 @@ class Stages:
             walk = self._managed.walk()
             at_end = at_end and walk
             facts.find_owned(facts.own_states, walk)
-        may_turn = self._planner.may_be_single
-        if facts.batch is not None and not self._reads.take(call, facts.batch, facts, may_turn=may_turn):
-            line.traces = []
-            return
-        if self._give_up(facts.symbolic.used, facts.symbolic.told):
+        may_turn, batch = self._planner.may_be_single, facts.batch
+        learns = batch is not None and not self._reads.take(call, batch, facts, may_turn=may_turn)
+        learns = learns or self._planner.take_tables(facts, walk)
+        if learns or self._give_up(facts.symbolic.used, facts.symbolic.told):
             line.traces = []
             return
         has_turned, line = line is not call.line, call.line

@@ -169,6 +169,10 @@ class SymbolicNumber(DeferredNumber):
         self._reader.ask(Question(form_of(self)[0]), bool(self._known))
         return bool(self._known)
 
+    def __index__(self) -> int:
+        self._reader.look_up(sys._getframe(1).f_code)
+        return int(with_values(operator.index, (self,)))
+
 
 def _gives_few(number: DeferredNumber) -> bool:
     """Whether it comes to one value for many numbers, as ``step // 1000`` and ``batch_idx % 2`` do: each is a way."""

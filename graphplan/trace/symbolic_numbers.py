@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from threading import get_ident
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +27,7 @@ from graphplan.owners.slots import Item, Namespace, Scalar, Walk, lasting
 from graphplan.owners.views import Attributes, Cell, Given, Inherited, Members, Numbers, attributes_of, home
 from graphplan.tensors.deferred import NumberForm, form_of, in_order, value_of
 from graphplan.tensors.symbolic import Question, SymbolicNumber, has_stand_ins
+from graphplan.tensors.tables import Table
 from graphplan.trace.changes import same_value
 from graphplan.trace.host_reads import sums_otherwise
 
@@ -69,6 +70,7 @@ class SymbolicNumbers:
         expected: what the traced steps draw from Python's and NumPy's generators, of a step that is captured.
         follows: the names of generators whose draws have stand-ins, too: replays draw again.
         questions: all that the traced step has branched on, of a step that is captured after a single trace.
+        tables: where containers lie in which the step may look up numbers, as :meth:`Walk.tables` finds them.
         is_shared: whether other ranks take the same steps, which may draw other numbers.
         may_fill: whether tensors can be filled while the step runs; else that is :attr:`pending`.
 
@@ -90,6 +92,7 @@ class SymbolicNumbers:
         deciding: the paths of numbers that are arguments of draws.
         refusal: why the step is not replayed, with what it draws.
         unlike: what the captured step does otherwise than the traced one. Code of the step's may have caught the error.
+        looked_up: names in code that has needed the value of a number as an index.
         behind: the paths of properties that gave other numbers, since the step has changed what these are computed of.
     """
 
@@ -102,6 +105,7 @@ class SymbolicNumbers:
         expected: Sequence[Draw] | None = None,
         follows: Collection[str] = (),
         questions: Collection[Question] | None = None,
+        tables: Sequence[tuple[dict[str, Any], str]] = (),
         may_fill: bool = True,
         is_shared: bool = False,
     ) -> None:
@@ -128,7 +132,8 @@ class SymbolicNumbers:
         self.unlike: CaptureError | None = None
         self.behind: set[str] = set()
         self._expected, self._follows, self._may_fill, self._is_shared = expected, follows, may_fill, is_shared
-        self._questions = questions
+        self._questions, self.tables = questions, tables
+        self.looked_up: set[str] = set()
         self._made: list[weakref.ref[Any]] = []
         self._shown: dict[str, SymbolicNumber] = {}
         """What properties give, by path. Their classes have none of it: only the collector frees a class."""
@@ -160,10 +165,18 @@ class SymbolicNumbers:
                 undo.callback(setattr, thing, "__class__", type(thing))
                 thing.__class__ = self._showing(type(thing), paths)
             shown.clear()
+            self._put_tables(undo)
             if self._follows:
                 undo.enter_context(HostDraws(self._draw))
             self._undo = undo.pop_all()
         return self
+
+    def _put_tables(self, undo: ExitStack) -> None:
+        for space, name in self.tables:
+            table = Table(space[name])
+            self._made.append(weakref.ref(table))
+            undo.callback(_take_back, space, name, table, space[name])
+            space[name] = table
 
     def __exit__(self, *exc: object) -> None:
         self._is_over = True
@@ -271,6 +284,11 @@ class SymbolicNumbers:
                 self.needed[question] = f"{' and '.join(question.paths)} at {with_users_line(find_source())}"
             self.asked[question] = answer
             self.touched.update(question.paths)
+
+    def look_up(self, code: CodeType) -> None:
+        """Code needs the value of a number as an index."""
+        if self._hears():
+            self.looked_up.update(code.co_names)
 
     def touch(self, number: SymbolicNumber) -> None:
         """Code computes with the number."""
@@ -470,7 +488,7 @@ def _put_numbers(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _take_back(container: Any, key: Any, number: SymbolicNumber, value: Any) -> None:
+def _take_back(container: Any, key: Any, number: SymbolicNumber | Table, value: Any) -> None:
     with suppress(LookupError):
         if container[key] is number:
             container[key] = value
