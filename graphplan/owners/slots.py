@@ -308,10 +308,12 @@ class Walk:
             return metadata_of(place.get())
         return None if path in self.empty else ABSENT
 
-    def tables(self, names: Collection[str]) -> list[tuple[dict[str, Any], str]]:
-        """Where containers lie in which numbers can be looked up: the attributes, and which of ``names`` it is."""
+    def tables(self, names: Collection[str]) -> list[tuple[Any, str]]:
+        """Where containers lie under ``names`` in which numbers can be looked up: what holds each, and its key."""
         spaces = [space for _, space in self.attributes] if names else []
-        return [(space, name) for space in spaces for name in names if name in space and is_table(space[name])]
+        places = [(space, name) for space in spaces for name in names if name in space]
+        places += [(space, key) for space, key in self.places if key in names]
+        return [(space, key) for space, key in places if is_table(space[key])]
 
     def by_storage(self) -> dict[int, list[Slot]]:
         """Slots grouped by the identity of the storage behind them."""

@@ -69,4 +69,3 @@ def is_table(value: Any) -> bool:
     if kind.__module__ != "numpy" or kind.__name__ != "ndarray":
         return False
     return value.ndim == 1 and has_stand_ins(value.dtype.type)
-

@@ -76,6 +76,36 @@ def of_whole_numbers(model: Any, x: Tensor) -> Any:
     return model.sizes[model.steps] / LENGTH
 
 
+SCHEDULE = np.linspace(0.2, 0.9, LENGTH)
+
+
+def of_global(model: Any, x: Tensor) -> Any:
+    return SCHEDULE[model.steps]
+
+
+def by_closure() -> Use:
+    schedule = [rate / 2 for rate in _RATES]
+    return lambda model, x: schedule[model.steps]
+
+
+def by_helper(model: Any, x: Tensor) -> Any:
+    return _looked_up(model.rates, model.steps)
+
+
+def _looked_up(rates: Any, place: Any) -> Any:
+    return rates[place]
+
+
+def of_class(model: Any, x: Tensor) -> Any:
+    return Scheduled.rates[model.steps]
+
+
+class Scheduled:
+    """Has a schedule itself."""
+
+    rates = tuple(_RATES)
+
+
 def bounded(model: Any, x: Tensor) -> Any:
     """Asks how long it is, and whether it is a list."""
     rates = model.rates if isinstance(model.rates, list) and 0.5 in model.rates else model.pair
@@ -83,10 +113,15 @@ def bounded(model: Any, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    "use", [of_list, of_tuple, of_array, of_options, of_whole_numbers, bounded], ids=lambda it: it.__name__
-)
+    "use",
+    [
+        of_list, of_tuple, of_array, of_options, of_whole_numbers, of_global, by_closure(), by_helper, of_class,
+        bounded,
+    ],
+    ids=lambda it: it.__qualname__,
+)  # fmt: skip
 def test_one_program_looks_up_all_numbers(use: Use, device: torch.device, backend: str) -> None:
-    """Of lists, tuples and arrays, of the model and of an object that it has."""
+    """Of lists, tuples and arrays, of the model and of an object that it has, of a module, a closure and a class."""
     step = same_as_eager(partial(rig_of, use), device, backend)
     assert (step.stats.captured, step.stats.recaptured) == (1, 0)
     assert step.stats.replayed >= CALLS - BEFORE_REPLAY - 3
