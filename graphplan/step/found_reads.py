@@ -32,10 +32,7 @@ class FoundReads:
 
     def stop_waiting(self) -> bool:
         """Have integers that the step reads wait no more. Return True if any did."""
-        are_there = bool(self._earlier.waiting)
-        self._earlier.waiting.clear()
-        self._earlier.takes_numbers |= are_there
-        return are_there
+        return self._earlier.stop_waiting()
 
     def take(self, call: Call, batch: BatchRecorder, facts: Trace, *, may_turn: bool) -> bool:
         """Take in what a trace has read of its batch. False if other traces have to follow, with that read before. If

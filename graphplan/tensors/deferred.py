@@ -39,7 +39,8 @@ _ON_DEVICE: dict[Any, Callable[..., Tensor]] = {
 _WHOLE_ON_DEVICE: dict[Any, Callable[..., Tensor]] = {
     operator.mod: torch.remainder, operator.floordiv: torch.floor_divide,
 }  # fmt: skip
-"""Those of integers alone: they round down, as Python's do."""
+"""Those of integers that small ones were added to: they round down, as Python's do, which do not overflow."""
+_SMALL = 2**31
 
 
 class _Own:
@@ -454,6 +455,17 @@ def _device_function(node: DeferredNumber) -> tuple[Any, tuple[Any, ...]]:
     if node._function in _DIVISIONS and is_deferred(node._operands[1]):
         # Where Python raises an exception, a device goes on with inf.
         return None, ()
-    if node._function in _WHOLE_ON_DEVICE and node._kind is int and node._operands[1]:
+    if node._function in _WHOLE_ON_DEVICE and _fits_int64(node):
         return _WHOLE_ON_DEVICE[node._function], node._operands
     return _ON_DEVICE.get(node._function), node._operands
+
+
+def _fits_int64(number: DeferredNumber) -> bool:
+    """Whether an integer that was read is computed with by nothing but sums and divisions, with small ones."""
+    functions = (operator.add, operator.sub, operator.neg, *_WHOLE_ON_DEVICE)
+    for node in in_order(number):
+        numbers = [operand for operand in node._operands if not is_deferred(operand)]
+        is_sum = node._source is not None or (node._function in functions and len(numbers) == len(node._operands) - 1)
+        if node.is_symbolic or not is_sum or node._kind is not int or any(abs(each) >= _SMALL for each in numbers):
+            return False
+    return bool(number._operands[1])

@@ -19,8 +19,8 @@ _ALL = (None, None, None)
 
 def put_slice(target: Tensor, index: Any, value: Any) -> bool:
     """Do what ``target[index] = value`` does where ``index`` is one such slice of a fixed length, and ``value`` has its
-    shape; False if it is something else. Where an eager step raises an error because the slice ends beyond the tensor,
-    so does this.
+    shape; False if it is something else, if the slice ends beyond the tensor, or if code of the step's may catch the
+    error that this raises in a replay where another one does.
     """
     parts = index if type(index) is tuple else (index,)
     if not all(type(part) is slice for part in parts) or len(parts) > target.dim():
@@ -36,14 +36,18 @@ def put_slice(target: Tensor, index: Any, value: Any) -> bool:
         return False
     if value.shape != (*target.shape[:dim], length, *target.shape[dim + 1 :]):
         return False
-    if start.is_symbolic and not (start >= 0 and stop <= size):
+    is_known = start.is_symbolic
+    if is_known and not (start >= 0 and stop <= size):
         return False
     begin = start._reader.tensor_of(start, torch.int64, target.device)
-    if begin is None:
+    if begin is None or not (is_known or start._reader.fits(begin, length, size)):
         return False
     with torch.no_grad():
         # Both may be negative: then they count from the end.
         places = begin + torch.arange(length, device=target.device) + (begin + length < 0) * size
+        if not is_known:
+            # A replay that ends beyond raises an error of that class before it writes.
+            target.gather(dim, places.view([-1 if at == dim else 1 for at in range(target.dim())]).expand_as(value))
         source = value.clone() if storage_id(value) == storage_id(target) else value
         target.index_copy_(dim, places, source.to(target.dtype))
     return True

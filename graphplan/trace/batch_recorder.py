@@ -29,13 +29,15 @@ from graphplan.trace.batch_reads import (
 )
 from graphplan.trace.caches import Cached, find_cached
 from graphplan.trace.call_recorder import CallRecorder
-from graphplan.trace.host_reads import Place, find_place
+from graphplan.trace.host_reads import Place, begins_slice, find_place
 from graphplan.trace.operator_schemas import OF_GEOMETRY, PACKING, OperatorCall, tensors_in
 
 _LARGEST = 4096
 """Elements of a tensor that the host may read as a whole: each content of it needs a program of its own."""
 _SHARE, _FEW = 4, 32
 """The operators that lead to a read may be a quarter of the step's, or that many."""
+_VAIN = 2
+"""Traces after which integers wait no more that have done so in vain: one may have been that of a full queue."""
 _LOOKS = 4
 """Traces in which it is looked for tensors in caches, unless none are found: one that each step makes anew is another
 one each time.
@@ -59,16 +61,25 @@ class EarlierReads:
         expected: where it reads what cannot be read before the step, and replays compare it.
         waiting: where it reads an integer of what it changes, ``int(self.pointer)``, which waits: it is another one in
             each step.
-        takes_numbers: whether code in C that takes nothing but numbers was given one that waits.
+        in_vain: traces in a row in which none that waited has begun a slice, or code has needed one.
+        waits_no_more: whether these were too many, or code in C has got one, which takes numbers alone.
         cached: tensors that cached functions remember, by identity: reads that none else explained began with them.
         looks: how often it was looked for these.
     """
 
     expected: set[Place] = field(default_factory=set)
     waiting: set[Place] = field(default_factory=set)
-    takes_numbers: bool = False
+    in_vain: int = 0
+    waits_no_more: bool = False
     cached: dict[int, Cached] = field(default_factory=dict)
     looks: int = 0
+
+    def stop_waiting(self) -> bool:
+        """Have integers wait no more. Return True if any did."""
+        did = bool(self.waiting)
+        self.waiting.clear()
+        self.waits_no_more |= did
+        return did
 
 
 class BatchRecorder(CallRecorder):
@@ -96,6 +107,8 @@ class BatchRecorder(CallRecorder):
         """Lengths were read that packing would be given on the host in further steps."""
         self._beyond: set[Place] = set()
         """Where the step has read what needs more than the batch."""
+        self._beginning: set[Place] = set()
+        """Where it has read an integer that may begin a slice."""
         self._operators = 0
         self._places: list[_Leaf] = []
         self._sources: dict[int, BatchSource] = {}
@@ -196,12 +209,21 @@ class BatchRecorder(CallRecorder):
         leading = self._leading_to(lambda call: call.read is read)
         return leading, frozenset[int | None]().union(*(call.given | call.changed for call in leading))
 
+    def note_waited(self, *, for_good: bool) -> None:
+        """Note that integers have waited: where that is in vain, few values had better have a program each."""
+        self.earlier.in_vain = 0 if for_good else self.earlier.in_vain + 1
+        self.is_to_be_repeated |= not for_good
+        if self.earlier.in_vain >= _VAIN:
+            self.earlier.stop_waiting()
+
     def wait_for(self, changed: Collection[int | None]) -> None:
-        """Have integers wait, from the next trace on, that are read of what the step has ``changed``, by storages."""
+        """Have integers wait, from the next trace on, that are read of what the step has ``changed``, by storages, and
+        that may begin a slice.
+        """
         earlier, before = self.earlier, len(self.earlier.waiting)
-        reads = [call.read for call in self._calls if call.read is not None and type(call.read.found) is int]
+        reads = [call.read for call in self._calls if call.read is not None and call.read.place in self._beginning]
         owned = self._owned.intersection(changed)
-        if owned and not earlier.takes_numbers:
+        if owned and not earlier.waits_no_more:
             earlier.waiting.update(read.place for read in reads if not owned.isdisjoint(self._needed_for(read)[1]))
         self.is_to_be_repeated |= len(earlier.waiting) > before
 
@@ -256,6 +278,8 @@ class BatchRecorder(CallRecorder):
     ) -> bool:
         """Take in a read; False if it needs more than the batch. ``error`` makes its refusal; see :class:`Read`."""
         place = find_place()
+        if type(out) is int and begins_slice():
+            self._beginning.add(place)
         if self._take(call, out, place, error, may_be_expected=may_be_expected):
             return True
         self._beyond.add(place)

@@ -70,6 +70,12 @@ class DeferredReads:
         self._is_over = False
         self.computes = False
         """Whether operators have worked with numbers of which eager steps have values."""
+        self._begins_slices = self._needs_whole = False
+        """Whether code has written to slices that begin at such numbers, and whether it has needed what waits at the
+        places ``whole``.
+        """
+        self._whole: set[int] = set()
+        """What is read there, by identity."""
         self._has_copied = False
         self._has_replaced = False
         """Whether code has needed copies, or was given tensors of lists, or truth values in place of other reads."""
@@ -195,7 +201,10 @@ class DeferredReads:
         return number
 
     def _defer_whole(self, tensor: Tensor) -> Any:
-        return self._defer(tensor) if find_place() in self.whole else None
+        number = self._defer(tensor) if find_place() in self.whole else None
+        if is_deferred(number):
+            self._whole.add(id(number._source))
+        return number
 
     def array_of(self, copy: HostCopy) -> Any:
         """What ``copy.numpy()`` gives."""
@@ -220,6 +229,7 @@ class DeferredReads:
             return _numpy(_to(tensor, "cpu", copy=True))
         # No trace hears of what other threads do.
         self._is_lost |= get_ident() != self._thread
+        self._needs_whole |= id(tensor) in self._whole and not self._is_over
         return _item(tensor)
 
     def tensor_of(
@@ -231,9 +241,24 @@ class DeferredReads:
         made = on_device(number, dtype)
         return made if made.device == device else None
 
+    def fits(self, begin: Tensor, length: int, size: int) -> bool:
+        """Whether a slice lies within ``size``, where that can be looked at, and no code of the step's catches the error
+        of one that does not. Notes that the step writes to one.
+        """
+        with _disable_current_modes():
+            first = _item(begin) if self._fills or self.symbolic.may_fill else 0
+        does = (0 <= first <= size - length or -size <= first < -length) and ends_step(Exception)
+        self._begins_slices |= does
+        return does
+
+    @property
+    def waits_for_good(self) -> bool:
+        """Whether integers that wait begin slices, and code has needed none of them."""
+        return self._begins_slices and not self._needs_whole
+
     def may_fail(self) -> bool:
         """Whether a computation may wait that raises an exception for some values: no code catches that."""
-        return ends_step()
+        return ends_step(ArithmeticError, TypeError, ValueError)
 
     def is_summed(self) -> bool:
         """Whether numbers are added that ``sum()`` is given, where that does not round as ``+`` does."""

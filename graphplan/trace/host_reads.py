@@ -16,13 +16,15 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
-from types import FrameType
+from functools import lru_cache
+from itertools import islice, pairwise
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from graphplan.environment.origin import TORCH, is_ours
 from graphplan.errors import HostSyncError, OutcomeError
 from graphplan.observe.branches import Use, branches_of
+from graphplan.observe.bytecode import plain_steps
 from graphplan.observe.source import runs_steps
 
 _MACHINERY = tuple(
@@ -91,6 +93,24 @@ def _asking(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def begins_slice() -> bool:
+    """Return True if the code that reads a tensor keeps what it reads in a variable, of which it makes a slice
+    ``[variable : variable + n]``.
+    """
+    frame = _asking(sys._getframe(1))
+    return frame is not None and _begins_slice(frame.f_code, frame.f_lasti)
+
+
+@lru_cache(1024)
+def _begins_slice(code: CodeType, at: int) -> bool:
+    steps = plain_steps(code)
+    kept = next((after for before, after in pairwise(steps) if before.offset == at and after.offset > at), None)
+    if kept is None or kept.opname != "STORE_FAST":
+        return False
+    loads = [step.opname == "LOAD_FAST" and step.argval == kept.argval for step in steps]
+    return any(map(all, pairwise(loads))) and any(step.opname.endswith("_SLICE") for step in steps)
+
+
 def is_torchs() -> bool:
     """Return True if it is torch's own code that reads a tensor."""
     frame = _asking(sys._getframe(1))
@@ -140,10 +160,10 @@ def sums_otherwise() -> bool:
     return frame is not None and not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("BINARY_", "INPLACE_"))
 
 
-def ends_step() -> bool:
-    """Return True if an exception of the arithmetic that runs now goes through all of the step's code."""
+def ends_step(*kinds: type[BaseException]) -> bool:
+    """Return True if an exception of ``kinds`` that what runs now raises goes through all of the step's code."""
     frame = _asking(sys._getframe(1))
-    return frame is not None and _ends_step(frame, (ArithmeticError, TypeError, ValueError))
+    return frame is not None and _ends_step(frame, kinds)
 
 
 def _ends_step(frame: FrameType | None, kinds: tuple[type[BaseException], ...] = (BaseException,)) -> bool:

@@ -107,6 +107,8 @@ def _may_read(record: Trace, scalar: Scalar) -> bool:
 def _check_reads(record: Trace, batch: BatchRecorder) -> None:
     """Leave reads that cannot be made before the step to replays, in the traces that follow, or refuse them."""
     changed = {storage for storage, outer in record.externals.items() if outer.mutated}
+    if record.deferred is not None and record.deferred.whole:
+        batch.note_waited(for_good=record.deferred.waits_for_good)
     batch.wait_for(changed)
     record.is_to_be_repeated |= batch.is_to_be_repeated
     for read in batch.impossible(changed):

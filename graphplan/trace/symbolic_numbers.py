@@ -131,7 +131,7 @@ class SymbolicNumbers:
         self.refusal: HostScalarError | None = None
         self.unlike: CaptureError | None = None
         self.behind: set[str] = set()
-        self._expected, self._follows, self._may_fill, self._is_shared = expected, follows, may_fill, is_shared
+        self._expected, self._follows, self.may_fill, self._is_shared = expected, follows, may_fill, is_shared
         self._questions, self.tables = questions, tables
         self.looked_up: set[str] = set()
         self._made: list[weakref.ref[Any]] = []
@@ -351,7 +351,7 @@ class SymbolicNumbers:
                 found = NumberTensor(torch.zeros((), dtype=dtype, device=device), form, tuple(paths))
             self._tensors[form.key, dtype, device] = found
         is_drawn = not self.drawn.keys().isdisjoint(found.paths)
-        if not self._may_fill and is_drawn:
+        if not self.may_fill and is_drawn:
             self.pending.append((found, number._known))
         elif is_drawn or not self._is_final:
             try:

@@ -233,7 +233,7 @@ class Queue(nn.Module):
 
 
 def test_a_pointer_of_the_devices_that_goes_round() -> None:
-    """It is read before the step, in which it changes afterwards; each of its values has a program."""
+    """It is not read where it only says where keys are written: one program serves all of its values."""
     runs = []
     for replays in (False, True):
         torch.manual_seed(0)
@@ -252,5 +252,5 @@ def test_a_pointer_of_the_devices_that_goes_round() -> None:
         losses = [fast(torch.randn(4, 8).to(DEVICE)).clone() for _ in range(40)]
         runs.append([*losses, *model.state_dict().values()])
     assert [torch.equal(one, other) for one, other in zip(*runs, strict=True)] == [True] * len(runs[0])
-    assert fast.stats.captured == 3  # type: ignore[attr-defined]
+    assert fast.stats.captured == 1  # type: ignore[attr-defined]
     assert fast.stats.replayed >= 20  # type: ignore[attr-defined]
