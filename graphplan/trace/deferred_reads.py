@@ -242,7 +242,7 @@ class DeferredReads:
         return made if made.device == device else None
 
     def fits(self, begin: Tensor, length: int, size: int) -> bool:
-        """Whether a slice lies within ``size``, where that can be looked at, and no code of the step's catches the error
+        """Whether a slice lies within ``size``, where that can be looked at, and no code of the step catches the error
         of one that does not. Notes that the step writes to one.
         """
         with _disable_current_modes():
