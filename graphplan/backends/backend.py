@@ -52,6 +52,7 @@ class TracedValues:
         transfers: tensors that the step makes on the host and copies to the device.
         host_program: what makes those again that are not constant, and draws again what the step draws on the host.
         answers: what was read of the batch before the step, if anything.
+        derives: the step has derivatives of this package's (:mod:`graphplan.trace.derivatives`).
         in_mode: the step is to run in a dispatch mode, as in the traces, where some of autograd's formulas do not read
             on the host: results differ by rounding from eager steps.
     """
@@ -64,6 +65,7 @@ class TracedValues:
     host_program: HostProgram | None = None
     answers: BatchAnswers | None = None
     in_mode: bool = False
+    derives: bool = False
 
 
 NOTHING_TRACED = TracedValues()

@@ -139,6 +139,7 @@ def _traced_values(trace: Trace) -> TracedValues:
         transfers=trace.transfers,
         host_program=trace.host_program,
         in_mode=trace.derives_otherwise,
+        derives=trace.derives_here,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
@@ -38,6 +39,7 @@ from graphplan.tensors.storages import copier, memory_uses, overlaps, storage_id
 from graphplan.tensors.symbolic import has_stand_ins
 from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.deferred_reads import DeferredReads
+from graphplan.trace.derivatives import own_derivatives
 from graphplan.trace.symbolic_numbers import NumberTensor, SymbolicNumbers
 
 _IS_RECORDED = ContextVar("is_recorded", default=False)
@@ -127,7 +129,8 @@ def _record(
                 follows={draw.generator for draw in plan.drawn}, may_fill=backend.executes,
                 questions=plan.reads.questions.keys() if plan.single else None, tables=walk.tables(plan.tables),
             )  # fmt: skip
-            with DeferredReads(fills=False, defers=plan.defers, symbolic=numbers, whole=plan.whole) as deferred:
+            deferring = DeferredReads(fills=False, defers=plan.defers, symbolic=numbers, whole=plan.whole)
+            with own_derivatives() if plan.traced.derives else nullcontext(), deferring as deferred:
                 result = call_step(plan.handles.function(), fed.args, fed.kwargs)
             bindings.numbers.copies, bindings.numbers.are_kept = deferred.copies, deferred.are_kept
             bindings.numbers.take_drawn(numbers.drawn)

@@ -183,7 +183,7 @@ def refuse_beside_compiled(plan: Plan) -> None:
         for read in plan.traced.reads
         if read.waits
     ]
-    if plan.traced.in_mode:
+    if plan.traced.in_mode or plan.traced.derives:
         whats.append("derives a product (prod, cumprod), for which torch looks for zeros on the host")
     for transfer in plan.traced.transfers:
         whats.append(f"copies a tensor of shape {tuple(transfer.value.shape)} from host memory")

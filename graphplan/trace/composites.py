@@ -27,6 +27,7 @@ from graphplan.errors import Faults
 from graphplan.observe.watching import Aside, is_kept_from_compiler
 from graphplan.tensors.dtensors import is_imagined, is_wrapped
 from graphplan.trace.batch_reads import Answer, BatchAnswers
+from graphplan.trace.derivatives import own_derivatives
 from graphplan.trace.operator_schemas import OperatorCall, schema_of
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -55,6 +56,7 @@ class OperatorMode(TorchDispatchMode):
         if not self._depth:
             self._casts = {device: torch.is_autocast_enabled(device) for device in _AUTOCAST}
             self._casting.enter_context(_watching_autocast(self._casts))
+            self._casting.enter_context(own_derivatives())
         self._depth += 1
         return super().__enter__()
 

@@ -182,6 +182,8 @@ class Trace:
     host_program: HostProgram | None = None
     """What makes again what a step draws on the host, or copies from there to its device."""
     graph_elsewhere: bool = False
+    derives_here: bool = False
+    """Whether it has derivatives of this package's (:mod:`graphplan.trace.derivatives`)."""
     derives_otherwise: bool = False
     """Whether the step derives an operator whose derivative has another formula in traces than in eager steps."""
     own_states: list[Tensor] = field(default_factory=list)

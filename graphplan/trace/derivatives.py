@@ -1,0 +1,155 @@
+"""Derivatives of ``prod`` and ``cumprod`` that do not look on the host for zeros.
+
+In an eager step, torch reads whether there are any, and takes another formula then. A capture cannot, and within a
+dispatch mode torch takes one that is good for all values, and makes an operator for each factor. Here both are computed
+by torch's operators in torch's order, so that each element has the bits of an eager step.
+
+The formulas are ``prod_backward`` and ``cumprod_backward`` of torch's ``FunctionsManual.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from threading import get_ident, local
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from graphplan.observe.replacements import Replacements
+from graphplan.tensors.attributes import PLAIN_KINDS
+
+
+@contextmanager
+def own_derivatives() -> Iterator[None]:
+    """Have the code that runs in this thread derive by them."""
+    _FUNCTIONS.enter(get_ident())
+    try:
+        yield
+    finally:
+        _FUNCTIONS.leave(get_ident())
+
+
+class _Here(local):
+    is_deriving = False
+
+
+_HERE = _Here()
+
+
+def is_derived_here() -> bool:
+    """Whether the operator that this thread runs has one of these derivatives."""
+    return _HERE.is_deriving
+
+
+@contextmanager
+def _deriving() -> Iterator[None]:
+    _HERE.is_deriving = True
+    try:
+        yield
+    finally:
+        _HERE.is_deriving = False
+
+
+class _Derived(torch.autograd.Function):
+    """A function of torch's, and ``backward(grad, x, out)`` for it; torch's own where that is to be derived too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plain: Callable[[Tensor], Tensor], backward: Callable[..., Tensor]) -> Tensor:
+        with _deriving():
+            out = plain(x)
+        ctx.save_for_backward(x, out)
+        ctx.plain, ctx.derive = plain, backward
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, out = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return ctx.derive(grads[0], x, out), None, None
+        (found,) = torch.autograd.grad(ctx.plain(x), x, grads[0], create_graph=True)
+        return found, None, None
+
+
+def _derive_cumprod(dim: int, grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    if x.shape[dim] == 1:
+        return grad
+    x, out = x.conj(), out.conj()
+    is_zero = x == 0
+    zeros = is_zero.cumsum(dim)
+    is_before, is_within = zeros == 0, zeros == 1
+    weights = (out * grad).masked_fill(~is_before, 0.0)
+    before = weights.flip(dim).cumsum(dim).flip(dim).div(x)
+    is_first = is_zero & is_within
+    after = x.masked_fill(~(is_within & ~is_first), 1.0).cumprod(dim) * grad.masked_fill(~is_within, 0.0)
+    place = is_before.sum(dim, keepdim=True)
+    # Of a row without zeros, the last one.
+    leading = out.gather(dim, (place - 1).relu()).masked_fill(place == 0, 1.0)
+    return torch.where(is_before, before, torch.where(is_first, after.sum(dim, keepdim=True) * leading, 0.0))
+
+
+def _derive_prod(dim: int, keepdim: bool, grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    if not keepdim:
+        grad, out = grad.unsqueeze(dim), out.unsqueeze(dim)
+    size = x.shape[dim]
+    if size == 1:
+        return torch.where((x == 0).any(), grad, grad * (out / x).conj())
+    ones = torch.ones_like(x.narrow(dim, 0, 1))
+    ahead = torch.cat([ones, x.narrow(dim, 0, size - 1)], dim).cumprod(dim)
+    behind = torch.cat([ones, x.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
+    return torch.where((x == 0).any(), grad * (ahead * behind).conj(), grad * (out / x).conj())
+
+
+def _derive_product(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    """Of all elements."""
+    rows = _derive_prod(0, False, grad, x.reshape(-1), out).view(x.shape)
+    return torch.where((x == 0).sum() > 1, 0.0, rows)
+
+
+def _is_derived(x: Any) -> bool:
+    """Whether this thread's step asks for a derivative of what is computed of ``x``, and for nothing beyond."""
+    if get_ident() not in _FUNCTIONS.entered or type(x) not in PLAIN_KINDS or not torch.is_grad_enabled():
+        return False
+    is_plain = x.requires_grad and x.layout is torch.strided and x.dim() > 0 and x.numel() > 1
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return is_plain and not is_transformed
+
+
+def _cumprod(plain: Any) -> Callable[..., Tensor]:
+    @wraps(plain)
+    def cumprod(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        dim = args[0] if len(args) == 1 and not kwargs else kwargs.get("dim") if not args and len(kwargs) == 1 else None
+        if type(dim) is not int or not _is_derived(x):
+            return plain(x, *args, **kwargs)
+        dim = range(x.dim())[dim]
+        return _Derived.apply(x, lambda it: plain(it, dim), lambda *it: _derive_cumprod(dim, *it))
+
+    return cumprod
+
+
+def _prod(plain: Any) -> Callable[..., Tensor]:
+    @wraps(plain)
+    def prod(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(("dim", "keepdim"), args, strict=False)) | kwargs
+        dim, keepdim = given.get("dim"), given.get("keepdim", False)
+        is_known = len(args) <= 2 and given.keys() <= {"dim", "keepdim"} and type(keepdim) is bool
+        if not (is_known and _is_derived(x)) or (given and type(dim) is not int):
+            return plain(x, *args, **kwargs)
+        if type(dim) is not int:
+            return _Derived.apply(x, plain, _derive_product)
+        dim = range(x.dim())[dim]
+        return _Derived.apply(x, lambda it: plain(it, dim, keepdim), lambda *it: _derive_prod(dim, keepdim, *it))
+
+    return prod
+
+
+def _find_functions() -> Iterator[tuple[Any, str, Any]]:
+    base = torch._C.TensorBase
+    yield from ((torch, "cumprod", _cumprod(torch.cumprod)), (torch, "prod", _prod(torch.prod)))
+    yield from ((Tensor, "cumprod", _cumprod(base.cumprod)), (Tensor, "prod", _prod(base.prod)))
+
+
+_FUNCTIONS = Replacements(_find_functions)
