@@ -74,6 +74,7 @@ def main() -> None:
     spent = {kind: sum(seconds - eager for name, seconds in rest if name == kind) / eager for kind in (*KINDS, "eager")}
     row = {
         "entry": args.entry, "eager_ms": round(eager * 1e3, 1), "replayed": ours.stats.replayed,
+        "programs": ours.stats.captured,
         "start": round(sum(spent[kind] for kind in KINDS), 1),
         **{kind: round(spent[kind], 1) for kind in KINDS}, "warm_up": round(spent["eager"], 1),
     }  # fmt: skip

@@ -162,8 +162,8 @@ def test_values_that_come_again_each_have_a_program(kind: str) -> None:
 
 def test_values_that_never_come_again_are_told() -> None:
     """A single trace is made, and a warning says which number it is."""
-    model, table = Model(), [float(index) for index in range(64)]
-    step = graph_step(lambda x: model.net(x).detach() * table[int(model.step / 2)], owners={"model": model})
+    model, rows = Model(), [[float(index)] for index in range(64)]
+    step = graph_step(lambda x: model.net(x).detach() * rows[int(model.step / 2)][0], owners={"model": model})
     text = r"calls eagerly: the step's code computes with model\.step at test_symbolic_numbers\.py:\d+ in <lambda>: "
 
     def drive() -> None:
