@@ -11,7 +11,7 @@ its own ``self``, since their many names would match everything.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from inspect import getattr_static, isfunction
@@ -33,6 +33,7 @@ from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_
 from graphplan.observe.names import Names, SpelledNames, names_of
 from graphplan.observe.number_calls import note_code
 from graphplan.observe.source import find_source
+from graphplan.observe.subscripts import misused_by
 from graphplan.observe.watching import Aside, Watcher, is_silent, new_watcher
 from graphplan.owners.discovery import CALLS, INITIALIZERS, note_called, note_made
 from graphplan.owners.kinds import holds_values, is_known
@@ -106,6 +107,13 @@ class Reads:
     def reads_mark(self, name: str) -> bool:
         """Whether code may have read the attribute ``name`` of a tensor that is fed."""
         return self.dynamic or name in self.anywhere or name in self.called
+
+    def misused(self, names: Collection[str]) -> set[str]:
+        """Those of ``names`` with which code that ran does something else than to look up what is at a place."""
+        # What a module has by a name, code may also have as its attribute.
+        every = {*names, *(f".{name}" for name in names)}
+        found = set[str]().union(*(misused_by(code, every) for code, _ in self.codes)) if names else set()
+        return {name for name in names if name in found or f".{name}" in found}
 
     def covers(self, scalar: Scalar) -> bool:
         """Whether what ``scalar`` shows may have been read. Names are only known because code uses them."""

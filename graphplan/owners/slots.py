@@ -308,12 +308,17 @@ class Walk:
             return metadata_of(place.get())
         return None if path in self.empty else ABSENT
 
-    def tables(self, names: Collection[str]) -> list[tuple[Any, str]]:
-        """Where containers lie under ``names`` in which numbers can be looked up: what holds each, and its key."""
-        spaces = [space for _, space in self.attributes] if names else []
-        places = [(space, name) for space in spaces for name in names if name in space]
-        places += [(space, key) for space, key in self.places if key in names]
-        return [(space, key) for space, key in places if is_table(space[key])]
+    def tables(self, names: Collection[str]) -> list[tuple[Any, str, str]]:
+        """Where containers lie under ``names`` in which numbers can be looked up: what holds each, its key there, and
+        the name. Those of attributes begin with a dot.
+        """
+        # Of an object, other code may look at all attributes at once; torch's layers hand theirs to code in C.
+        modules = (thing for thing, _ in self.attributes if names and isinstance(thing, nn.Module))
+        spaces: list[Any] = [vars(module) for module in modules if not type(module).__module__.startswith("torch.")]
+        spaces += [space for space, _ in self.places if isinstance(space, Members)]
+        places = [(space, name[1:], name) for space in spaces for name in names if name[:1] == "."]
+        places += [(space, key, key) for space, key in self.places if key in names]
+        return [place for place in places if is_table(_value_at(*place[:2]))]
 
     def by_storage(self) -> dict[int, list[Slot]]:
         """Slots grouped by the identity of the storage behind them."""
@@ -324,6 +329,12 @@ class Walk:
                 if key is not None:
                     groups.setdefault(key, []).append(slot)
         return groups
+
+
+def _value_at(space: Any, key: str) -> Any:
+    with suppress(KeyError):
+        return space[key]
+    return None
 
 
 def is_optimizer_state(path: str) -> bool:

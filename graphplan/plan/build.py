@@ -101,7 +101,7 @@ def build_plan(
         undone=frozenset(slot.path for storage in second.undone for slot in second.entry_slots.get(storage, ())),
         defers=bool(second.deferred),
         whole=frozenset() if second.deferred is None else second.deferred.whole,
-        tables=frozenset(name for _, name in second.symbolic.tables),
+        tables=frozenset(name for _, _, name in second.symbolic.tables),
         symbolic=MappingProxyType(second.symbolic.kinds),
         filled=tuple(second.symbolic.given.values()),
         drawn=tuple(second.symbolic.draws),

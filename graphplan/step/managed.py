@@ -472,6 +472,8 @@ def _churn_error(changed: Sequence[str]) -> OptimizerError:
 
 
 def _are_misused(record: Trace) -> bool:
-    """Whether deferred numbers are kept where nothing knows of them, or may have been told from real ones."""
+    """Whether stand-ins are kept where nothing knows of them, or may have been told from what they stand for."""
     assert record.deferred is not None
+    if record.reads.misused({name for _, _, name in record.symbolic.tables}):
+        return True
     return not record.deferred.are_over() or record.reads.may_tell(stood_for(copies=bool(record.deferred.copies)))

@@ -16,6 +16,7 @@ from graphplan.effects.trace_pair import TracePair
 from graphplan.environment.origin import is_librarys, is_users
 from graphplan.errors import ControlFlowError, HostEffectError, HostScalarError, OutcomeError, RefusalError
 from graphplan.observe.host_draws import DRAWN
+from graphplan.observe.subscripts import looked_up_in
 from graphplan.owners.generators import NUMPYS, PYTHONS
 from graphplan.owners.slots import Namespace, Scalar, Walk
 from graphplan.owners.views import Given, Numbers
@@ -108,7 +109,7 @@ class Planner:
             if has_stand_ins(type(value)) and path not in self._kept and self._changes(path, walk.scalars[path], kinds)
         }
         tables = walk.tables(self._tables) if replaced else []
-        held = {id(space[name]) for space, name in tables}
+        held = {id(space[key]) for space, key, _ in tables}
         # What is looked up is in the table then: an item has no stand-in of its own.
         replaced = {path: place for path, place in replaced.items() if id(place.container) not in held}
         follows = [name for name in (PYTHONS, NUMPYS) if not is_allowed(name, self._options.allow)]
@@ -119,10 +120,14 @@ class Planner:
         )  # fmt: skip
 
     def take_tables(self, facts: Trace, walk: Walk) -> bool:
-        """Take in which containers the step looks up numbers in. Return True if these have no stand-ins yet."""
-        found = walk.tables(facts.symbolic.looked_up - self._tables) if self._looks_up else []
-        self._tables.update(name for _, name in found)
-        return bool(found)
+        """Take in which containers the step only looks up numbers in. Return True if these have no stand-ins yet."""
+        if not self._looks_up or self._managed.names.computes:
+            return False
+        looked_up = {name for code in facts.symbolic.looking.values() for name in looked_up_in(code)} - self._tables
+        found = walk.tables(looked_up - facts.reads.misused(looked_up))
+        changing = {id(walk.scalars[path].container) for path in self._changing_numbers & walk.scalars.keys()}
+        self._tables.update(name for space, key, name in found if id(space[key]) not in changing)
+        return bool(found) and not self._tables.isdisjoint(looked_up)
 
     def drop_tables(self) -> bool:
         """Leave real containers in all places. Return True if there were stand-ins."""

@@ -170,7 +170,7 @@ class SymbolicNumber(DeferredNumber):
         return bool(self._known)
 
     def __index__(self) -> int:
-        self._reader.look_up(sys._getframe(1))
+        self._reader.look_up(sys._getframe(1).f_code)
         return int(with_values(operator.index, (self,)))
 
 

@@ -1,12 +1,11 @@
 """Lists, tuples and arrays of numbers in which a step looks one up at a followed place: ``self.schedule[step]``.
 
 Code in C asks a stand-in for its value there. So while such a step is traced or captured, a :class:`Table` lies in the
-place of the container, which to other code is what it stands for.
+place of a container with which the step's code does nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from graphplan.tensors.symbolic import SymbolicNumber, has_stand_ins
@@ -32,33 +31,20 @@ class LookUp:
 
 
 class Table:
-    """Stands for ``container``: a number that is looked up at a followed place is followed, too."""
+    """Stands for ``container``: a number that is looked up in it at a followed place is followed, too."""
 
     __slots__ = ("__weakref__", "_container")
 
     def __init__(self, container: Any) -> None:
         self._container = container
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(self._container)
-
     def __getitem__(self, place: Any) -> Any:
         if type(place) is SymbolicNumber:
             return place.apply(LookUp(self._container), (place,))
         return self._container[place]
 
-    def __setitem__(self, place: Any, value: Any) -> None:
-        self._container[place] = value
-
     def __len__(self) -> int:
         return len(self._container)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._container)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._container, name)
 
 
 def is_table(value: Any) -> bool:

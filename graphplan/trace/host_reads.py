@@ -16,16 +16,15 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice, pairwise
-from types import CodeType, FrameType
+from itertools import islice
+from types import FrameType
 from typing import Any, NamedTuple
 
 from graphplan.environment.origin import TORCH, is_ours
 from graphplan.errors import HostSyncError, OutcomeError
 from graphplan.observe.branches import Use, branches_of
-from graphplan.observe.bytecode import plain_steps
 from graphplan.observe.source import runs_steps
+from graphplan.observe.subscripts import begins_slices
 
 _MACHINERY = tuple(
     os.path.join(TORCH, name) for name in ("_compile.py", "_ops.py", "_dynamo", "utils/_python_dispatch.py")
@@ -94,21 +93,9 @@ def _asking(frame: FrameType | None) -> FrameType | None:
 
 
 def begins_slice() -> bool:
-    """Return True if the code that reads a tensor keeps what it reads in a variable, of which it makes a slice
-    ``[variable : variable + n]``.
-    """
+    """Return True if the code that reads a tensor only writes to slices with what it reads."""
     frame = _asking(sys._getframe(1))
-    return frame is not None and _begins_slice(frame.f_code, frame.f_lasti)
-
-
-@lru_cache(1024)
-def _begins_slice(code: CodeType, at: int) -> bool:
-    steps = plain_steps(code)
-    kept = next((after for before, after in pairwise(steps) if before.offset == at and after.offset > at), None)
-    if kept is None or kept.opname != "STORE_FAST":
-        return False
-    loads = [step.opname == "LOAD_FAST" and step.argval == kept.argval for step in steps]
-    return any(map(all, pairwise(loads))) and any(step.opname.endswith("_SLICE") for step in steps)
+    return frame is not None and begins_slices(frame.f_code, frame.f_lasti)
 
 
 def is_torchs() -> bool:

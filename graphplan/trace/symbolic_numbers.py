@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from threading import get_ident
-from types import FrameType, MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphplan.errors import CaptureError, HostScalarError
 from graphplan.feed.signature import is_literal
 from graphplan.observe.host_draws import DRAWN, Draw, HostDraws
-from graphplan.observe.source import Source, find_source, runs_steps, with_users_line
+from graphplan.observe.source import Source, find_source, with_users_line
 from graphplan.owners.slots import Item, Namespace, Scalar, Walk, lasting
 from graphplan.owners.views import Attributes, Cell, Given, Inherited, Members, Numbers, attributes_of, home
 from graphplan.tensors.deferred import NumberForm, form_of, in_order, value_of
@@ -92,7 +92,7 @@ class SymbolicNumbers:
         deciding: the paths of numbers that are arguments of draws.
         refusal: why the step is not replayed, with what it draws.
         unlike: what the captured step does otherwise than the traced one. Code of the step's may have caught the error.
-        looked_up: names in code that has needed the value of a number as an index, and in what has called that.
+        looking: code that has needed the value of a number as an index, by identity.
         behind: the paths of properties that gave other numbers, since the step has changed what these are computed of.
     """
 
@@ -105,7 +105,7 @@ class SymbolicNumbers:
         expected: Sequence[Draw] | None = None,
         follows: Collection[str] = (),
         questions: Collection[Question] | None = None,
-        tables: Sequence[tuple[Any, str]] = (),
+        tables: Sequence[tuple[Any, str, str]] = (),
         may_fill: bool = True,
         is_shared: bool = False,
     ) -> None:
@@ -133,7 +133,7 @@ class SymbolicNumbers:
         self.behind: set[str] = set()
         self._expected, self._follows, self.may_fill, self._is_shared = expected, follows, may_fill, is_shared
         self._questions, self.tables = questions, tables
-        self.looked_up: set[str] = set()
+        self.looking: dict[int, CodeType] = {}
         self._made: list[weakref.ref[Any]] = []
         self._shown: dict[str, SymbolicNumber] = {}
         """What properties give, by path. Their classes have none of it: only the collector frees a class."""
@@ -172,7 +172,7 @@ class SymbolicNumbers:
         return self
 
     def _put_tables(self, undo: ExitStack) -> None:
-        for space, name in self.tables:
+        for space, name, _ in self.tables:
             if type(space[name]) is Table:
                 # There are several ways to one place.
                 continue
@@ -288,11 +288,10 @@ class SymbolicNumbers:
             self.asked[question] = answer
             self.touched.update(question.paths)
 
-    def look_up(self, frame: FrameType | None) -> None:
-        """The code in ``frame`` needs the value of a number as an index."""
-        while frame is not None and not runs_steps(frame.f_code) and self._hears():
-            self.looked_up.update(frame.f_code.co_names, frame.f_code.co_freevars)
-            frame = frame.f_back
+    def look_up(self, code: CodeType) -> None:
+        """Code needs the value of a number as an index."""
+        if self._hears():
+            self.looking[id(code)] = code
 
     def touch(self, number: SymbolicNumber) -> None:
         """Code computes with the number."""

@@ -1,0 +1,88 @@
+"""What code does with containers that it looks numbers up in, and with integers of which it makes slices."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from functools import lru_cache
+from types import CodeType
+
+from graphplan.observe.syntax import SyntaxTree
+
+_TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
+
+
+def looked_up_in(code: CodeType) -> frozenset[str]:
+    """Names of what ``code`` gives places to that are no constants: ``.schedule`` of ``self.schedule[step]``; those of
+    variables have no dot.
+    """
+    return _uses(code)[0]
+
+
+def misused_by(code: CodeType, names: Iterable[str]) -> set[str]:
+    """Those of ``names`` with which ``code`` does anything else but to look up what is at a place, or to ask for the
+    length; or may do, where it has no source, or has the name as a string.
+    """
+    there = {*code.co_names, *code.co_freevars, *code.co_cellvars}
+    texts = {each for each in code.co_consts if isinstance(each, str)}
+    known = [name for name in names if name.removeprefix(".") in there | texts]
+    if not known:
+        return set()
+    _, others, has_source = _uses(code)
+    return {name for name in known if not has_source or name in others or name.removeprefix(".") in texts}
+
+
+@lru_cache(1024)
+def _uses(code: CodeType) -> tuple[frozenset[str], frozenset[str], bool]:
+    """Names of what places are given to, and of what anything else is done with; and whether the source is known."""
+    tree = SyntaxTree(code)
+    nodes = tree.own_nodes()
+    looked_up, others = set[str](), set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Attribute) or (isinstance(node, ast.Name) and node.id not in code.co_varnames):
+            name = f".{node.attr}" if isinstance(node, ast.Attribute) else node.id
+            use = _use(tree, node)
+            if use is not None:
+                (looked_up if use else others).add(name)
+    return frozenset(looked_up), frozenset(others), bool(nodes)
+
+
+def _use(tree: SyntaxTree, node: ast.AST) -> bool | None:
+    """True for a look-up at a place, None for a question for the length, False for anything else."""
+    parent = tree.parents[node]
+    if isinstance(parent, ast.Subscript) and parent.value is node:
+        place = parent.slice.operand if isinstance(parent.slice, ast.UnaryOp) else parent.slice
+        is_one = not isinstance(place, ast.Constant | ast.Slice | ast.Tuple)
+        return is_one and isinstance(parent.ctx, ast.Load) and not isinstance(tree.parents[parent], ast.AugAssign)
+    if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id == "len":
+        return None if node is not parent.func else False
+    return False
+
+
+@lru_cache(1024)
+def begins_slices(code: CodeType, at: int) -> bool:
+    """Whether the call at ``at`` gives a variable its value by which the code writes to slices ``[variable : variable +
+    n]``, reads none, and catches nothing there.
+    """
+    tree = SyntaxTree(code)
+    call = tree.at(at)
+    kept = tree.parents.get(call) if isinstance(call, ast.Call) else None
+    if not isinstance(kept, ast.Assign) or [type(target) for target in kept.targets] != [ast.Name]:
+        return False
+    variable = kept.targets[0].id  # type: ignore[attr-defined]
+    found = [node for node in tree.own_nodes() if isinstance(node, ast.Slice) and _is_of(variable, node)]
+    return bool(found) and all(_is_written(tree, node) for node in found)
+
+
+def _is_of(variable: str, part: ast.Slice) -> bool:
+    upper = part.upper
+    ends = [upper.left, upper.right] if isinstance(upper, ast.BinOp) and isinstance(upper.op, ast.Add) else []
+    names = [[node.id for node in nodes if isinstance(node, ast.Name)] for nodes in ([part.lower], ends)]
+    return all(variable in each for each in names)
+
+
+def _is_written(tree: SyntaxTree, part: ast.Slice) -> bool:
+    around = tree.around(part)
+    whole = next(node for node in around if isinstance(node, ast.Subscript))
+    is_target = isinstance(whole.ctx, ast.Store) and isinstance(tree.parents[whole], ast.Assign)
+    return is_target and not any(isinstance(node, _TRIES) for node in around)
