@@ -16,6 +16,7 @@ from recipes.zoo.training import Run, recording_warnings
 WITH_TORCH = (
     "science/mlp", "science/pinn", "science/functional_ensemble", "generative/vae", "generative/gan_manual",
     "generative/nerf", "language/lstm", "language/torch_encoder", "rl/sac_manual", "series/tcn_quantiles",
+    "vision/moco", "vision/dino",
 )  # fmt: skip
 WITH_LIBRARIES = (
     "language/bert", "language/gpt2", "language/t5", "language/lora_gpt2", "vision/hf_vit", "speech/wav2vec2",
