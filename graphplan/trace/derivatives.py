@@ -69,7 +69,8 @@ class _Derived(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, out = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            return ctx.derive(grads[0], x, out), None, None
+            # Autocast has cast what it was computed of.
+            return ctx.derive(grads[0], x.to(out.dtype), out), None, None
         (found,) = torch.autograd.grad(ctx.plain(x), x, grads[0], create_graph=True)
         return found, None, None
 

@@ -73,6 +73,20 @@ def test_values_that_are_not_finite() -> None:
             assert torch.equal(found.isnan(), _derived(product, x, weights).isnan())
 
 
+@pytest.mark.parametrize("zeros", [0, 1, 2])
+@pytest.mark.parametrize("name", ["rows", "of rows", "whole"])
+def test_under_autocast(name: str, zeros: int) -> None:
+    """Which computes products in single precision."""
+    product = PRODUCTS[name]
+    x = _numbers((4, 7), torch.bfloat16, zeros)
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = torch.randn_like(product(x))
+        with own_derivatives():
+            found = _derived(product, x, weights)
+        expected = _derived(product, x, weights)
+    assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
 def test_second_derivatives_are_torchs() -> None:
     """Where a gradient is derived again."""
 
