@@ -232,12 +232,10 @@ class CUDAGraphBackend(Backend):
             self._eager_bytes = torch.cuda.max_memory_reserved(self.device)
 
     def may_take(self, nbytes: int) -> bool:
-        """See :meth:`graphplan.backends.backend.Backend.may_take`. The cache is emptied first if that makes room."""
-        room = self.room()
-        if room < nbytes <= room + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device):
+        """See :meth:`graphplan.backends.backend.Backend.may_take`. The cache is emptied first if it is in the way."""
+        if not super().may_take(nbytes):
             self.trim()
-            room = self.room()
-        return nbytes <= room
+        return super().may_take(nbytes)
 
     def room(self) -> float:
         """See :meth:`graphplan.backends.backend.Backend.room`."""
