@@ -68,8 +68,7 @@ def build_plan(
     # A list that changes its length is told as such, not as the numbers that it holds.
     appends, numbers, counters = find_appends(pair), find_numbers(pair), find_counters(pair)
     rebindings, shadows = Rebindings.find(pair), handles.rates.storages
-    changed = {*numbers, *counters}
-    launched = [operator for operator in second.operators if operator.launches]
+    changed, launched = {*numbers, *counters}, [operator for operator in second.operators if operator.launches]
     externals = classify(first, second, feed, pair.walk, rebindings=rebindings, shadows=shadows)
     assert second.device is not None
     return Plan(

@@ -43,9 +43,10 @@ def put_slice(target: Tensor, index: Any, value: Any) -> bool:
     if begin is None or not (is_known or start._reader.fits(begin, length, size)):
         return False
     with torch.no_grad():
-        # Both may be negative: then they count from the end.
-        places = begin + torch.arange(length, device=target.device) + (begin + length < 0) * size
+        places = begin + torch.arange(length, device=target.device)
         if not is_known:
+            # Both ends may be negative: then they count from the end.
+            places += (begin + length < 0) * size
             # A replay that ends beyond raises an error of that class before it writes.
             target.gather(dim, places.view([-1 if at == dim else 1 for at in range(target.dim())]).expand_as(value))
         source = value.clone() if storage_id(value) == storage_id(target) else value
