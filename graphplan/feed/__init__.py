@@ -1,1 +1,1 @@
-"""What a step is called with: its signature, its containers, the values that it does not read, and static buffers."""
+"""The arguments of a step: their signature, their containers, values that the step does not read, static buffers."""

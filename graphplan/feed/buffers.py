@@ -1,7 +1,7 @@
-"""Static storage for what a program copies in: one flat allocation for a feed leaf at every shape.
+"""Static storage for the inputs of programs: one flat allocation per feed leaf, shared by all shapes of that leaf.
 
-Programs view it with the strides and alignment of the caller's tensor, by which kernels choose their order of
-summation. A larger shape gets a new allocation, at least twice as large; programs captured on the old one keep that.
+A program views it with the strides and alignment of the caller's tensor: kernels choose their order of summation by
+these. A larger shape gets a new allocation of at least twice the size; older programs keep the old allocation.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from graphplan.tensors.storages import is_wide, span
 
 
 class Buffers:
-    """Allocations by feed position."""
+    """Allocations by feed position, dtype and device."""
 
     def __init__(self) -> None:
         self._flat: dict[tuple[object, ...], Tensor] = {}
         self._views: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def view(self, position: object, like: Tensor, device: torch.device) -> Tensor:
-        """An undefined tensor like ``like`` for the leaf at ``position``; fill it by way of ``distinct``."""
+        """Return an uninitialised tensor like ``like`` for the leaf at ``position``; fill it through ``distinct``."""
         shape, stride = tuple(like.shape), tuple(like.stride())
         if is_wide(like):
             stride = tuple(torch.empty(shape, device="meta").stride())
@@ -32,7 +32,7 @@ class Buffers:
         flat = self._flat.get(key)
         if flat is None or flat.numel() < room:
             if flat is not None:
-                # By leaps: inputs that grow slowly would have as many allocations as shapes.
+                # At least double: slowly growing inputs would otherwise need one allocation per shape.
                 room = max(room, 2 * flat.numel())
             with torch.inference_mode(False):
                 flat = torch.empty(room, dtype=like.dtype, device=device)
@@ -46,10 +46,10 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, with older allocations that programs still read."""
+        """Bytes allocated, including older allocations that programs still read."""
         held = [*self._flat.values(), *self._views.values()]
         return sum({storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, held)}.values())
 
     def clear(self) -> None:
-        """Let every allocation go."""
+        """Release every allocation."""
         self._flat.clear()

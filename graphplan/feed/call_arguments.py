@@ -1,6 +1,6 @@
-"""The containers that a step is fed. Python code gets the caller's own, and changes of them are found.
+"""The containers that a step is fed. Python code gets the caller's own containers, and changes to them are detected.
 
-A replay knows tensors only: it could not put something into a container, or take it out, as an eager call does.
+A replay works on tensors only: it cannot insert items into a container or remove them, as an eager call does.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from graphplan.tensors.trees import PLAIN_LEAVES, GivenNumber, flatten_arguments
 
 Result = TypeVar("Result")
 BATCH_READS = "read before the step"
-"""The name of an argument that a step's function does not get: what was read of the batch on its behalf."""
+"""Keyword argument for values that were read from the batch before the step; the step's function does not get it."""
 _HANDS_OVER = Codes()
 hands_over = _HANDS_OVER.mark
-"""Marks a function that calls the user's code: an error that passes it is the user's own."""
+"""Decorator for a function that calls the user's code: an error that passes through it is the user's own."""
 Contents = dict[Any, Any]
 Changes = tuple[dict[int, Contents], dict[int, list[Any]]]
 _CHANGES = "the step changes a container that it is fed: "
@@ -43,13 +43,13 @@ def is_callers(error: BaseException) -> bool:
 
 @hands_over
 def call_step(fn: Callable[..., Result], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Result:
-    """Call a step's function. All calls of it are made here, but for those of a step that stands down."""
+    """Call a step's function. All calls are made here, except those of a step that has stood down."""
     args, kwargs = own_arguments(args, kwargs)
     return fn(*args, **kwargs)
 
 
 def own_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the step's function gets: numbers in place of what stands for them."""
+    """Return the arguments for the step's function: each ``GivenNumber`` is replaced by its number."""
     own = {name: _own(value) for name, value in kwargs.items() if name != BATCH_READS}
     return tuple(map(_own, args)), own
 
@@ -59,20 +59,20 @@ def _own(argument: Any) -> Any:
 
 
 class CallArguments:
-    """What a step is called with."""
+    """The arguments of one call of a step."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.args = args
         self.kwargs = kwargs
-        self._containers: list[tuple[Any, Contents]] = []  # Each with what it held.
+        self._containers: list[tuple[Any, Contents]] = []  # Each with its contents at `watch`.
 
     @classmethod
     def of(cls, feed: Feed) -> CallArguments:
-        """The caller's own containers, or new ones where the feed's tensors lie on another device than the caller's."""
+        """Return the caller's own containers, or rebuilt ones if the leaves differ: moved tensors, placeholders."""
         return cls(*(feed.rebuild(feed.leaves) if feed.given is None or feed.is_moved else feed.given))
 
     def watch(self) -> CallArguments:
-        """Note what the containers hold."""
+        """Record the contents of all containers."""
         self._containers = [found for arg in (*self.args, *self.kwargs.values()) for found in _containers_in(arg)]
         self._before = flatten_arguments((self.args, dict(self.kwargs)))
         return self
@@ -95,7 +95,7 @@ class CallArguments:
         return f"{_CHANGES}what was {text_of(before)} is {text_of(structure)}{_ADVICE}"
 
     def changes(self) -> Changes:
-        """What was put into containers since :meth:`watch`, and the keys of changed ones, by the container's number."""
+        """Return new items since :meth:`watch` and the keys of changed containers, both by container number."""
         found: Changes = {}, {}
         for number, (node, before) in enumerate(self._containers):
             now = _contents(node) or {}
@@ -105,7 +105,7 @@ class CallArguments:
         return found
 
     def take(self, changes: Changes) -> None:
-        """Make the changes of other containers, which held the same, in these."""
+        """Apply ``changes`` that were found in other containers with the same contents."""
         puts, keys = changes
         for number, put in puts.items():
             node, before = self._containers[number]
@@ -116,7 +116,7 @@ class CallArguments:
         return [node for node, _ in self._containers]
 
     def restore(self) -> None:
-        """Restore what all containers held when :meth:`watch` was called."""
+        """Restore the contents that all containers had at :meth:`watch`."""
         for node, before in self._containers:
             now = _contents(node) or {}
             if list(before) != list(now) or any(now[key] is not old for key, old in before.items()):
@@ -124,7 +124,7 @@ class CallArguments:
 
 
 def _containers_in(node: Any, around: frozenset[int] = frozenset()) -> Iterator[tuple[Any, Contents]]:
-    """``node`` and the containers in it that can change, each with what it holds; not those ``around`` it."""
+    """Yield ``node`` and the mutable containers in it with their contents; skip the containers ``around`` it."""
     contents = _contents(node)
     if contents is None or id(node) in around:
         return
@@ -134,7 +134,7 @@ def _containers_in(node: Any, around: frozenset[int] = frozenset()) -> Iterator[
     for value in contents.values():
         yield from _containers_in(value, around)
     if not isinstance(node, (dict, list, tuple, deque)) and type(node) in pytree.SUPPORTED_NODES:
-        # What pytree does not find in it is put back, and not compared.
+        # pytree does not flatten these attributes: they are restored, but not compared.
         held = getattr(node, "__dict__", {})
         for value in (held, *held.values()):
             if isinstance(value, (list, dict)):
@@ -142,10 +142,10 @@ def _containers_in(node: Any, around: frozenset[int] = frozenset()) -> Iterator[
 
 
 def _contents(node: Any) -> Contents | None:
-    """What a container holds, by key, number or name; None for what is none."""
+    """Return the contents of a container by key, index or name; None if ``node`` is no container."""
     if type(node) in PLAIN_LEAVES or is_placeholder(node) or isinstance(node, Tensor):
         return None
-    # What its class makes of being gone through is not asked.
+    # Use the base class's methods: a subclass may iterate otherwise.
     if isinstance(node, dict):
         return dict(dict.items(node))
     kind: Any
@@ -159,9 +159,9 @@ def _contents(node: Any) -> Contents | None:
 
 
 def _fill(node: Any, contents: Contents) -> None:
-    """Let ``node`` hold ``contents``, and nothing else."""
+    """Replace the contents of ``node`` with ``contents``."""
     if isinstance(node, dict):
-        # Subclasses may forbid it.
+        # Use the base class's methods: a subclass may forbid changes.
         kind: Any = OrderedDict if isinstance(node, OrderedDict) else dict
         kind.clear(node)
         for key, value in contents.items():
@@ -177,7 +177,7 @@ def _fill(node: Any, contents: Contents) -> None:
 
 
 def _unordered(structure: Any) -> Any:
-    """A structure without the order of the keys of dicts."""
+    """Return the structure without the order of dict keys."""
     if structure is None:
         return None
     kind, label, parts = structure[0], structure[1], list(map(_unordered, structure[2]))
@@ -191,7 +191,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _describe_gone(path: str, old: Any, now: Sequence[str]) -> str:
-    """What became of the leaf ``old`` at a path that is none of ``now``: an object without tensors is a leaf, too."""
+    """Describe the leaf ``old`` whose ``path`` is not in ``now``: it is gone, or an object that now holds tensors."""
     new = [name.removeprefix(path) for name in now if name.startswith((f"{path}.", f"{path}["))]
     if not new:
         return f"{path} was there, and is gone"

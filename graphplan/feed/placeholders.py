@@ -1,6 +1,6 @@
 """Placeholders, which a trace passes instead of fed Python values (file names, arrays) that the step may not read.
 
-A placeholder may be passed on, unpacked and kept in containers, and ``isinstance`` takes it for the value. Any other
+Code may pass a placeholder on, unpack its container and store it, and ``isinstance`` sees the value's class. Any other
 use raises :class:`ReadSignal`; the call is then undone and run again with the values.
 """
 
@@ -13,7 +13,7 @@ from graphplan.tensors.deferred import HostCopy, is_deferred
 
 
 class ReadSignal(BaseException):
-    """Leaves at ``indices`` or ``symbolic`` numbers were read. No ``Exception``: the step's handlers let it pass."""
+    """Raised when leaves at ``indices`` or ``symbolic`` numbers are read; ``except Exception`` does not catch it."""
 
     def __init__(self, indices: Iterable[int] = (), *, symbolic: Iterable[str] | None = None) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class ReadSignal(BaseException):
 
 
 class Placeholder:
-    """Stands for the leaf at ``index``, of class ``kind``. ``on_read()`` is called when it is used, and raises."""
+    """Stand-in for the leaf at ``index``, of class ``kind``. Any use calls ``on_read()``, which raises."""
 
     __slots__ = ("_index", "_kind", "_on_read")
 
@@ -47,21 +47,21 @@ _OTHERS = (
 )
 _SPECIAL = [*_OTHERS.split(), *(prefix + name for name in _BINARY.split() for prefix in ("", "r", "i"))]
 for _name in _SPECIAL:
-    # The interpreter looks these up on the class.
+    # The interpreter looks special methods up on the class and skips `__getattribute__`.
     setattr(Placeholder, f"__{_name}__", _read)
 
 
 def index_of(placeholder: Placeholder) -> int:
-    """Return the index of the leaf that it stands for, without a use of it."""
+    """Return the index of the placeholder's leaf. This does not count as a use."""
     index: int = object.__getattribute__(placeholder, "_index")
     return index
 
 
 def is_placeholder(value: Any) -> bool:
-    """Return True for a placeholder, without a use of it."""
+    """Return True for a placeholder. This does not count as a use."""
     return type(value) is Placeholder
 
 
 def is_stand_in(value: Any) -> bool:
-    """Return True for a placeholder, a deferred number, and a deferred copy, without a use of it."""
+    """Return True for a placeholder, a deferred number or a deferred host copy. This does not count as a use."""
     return is_placeholder(value) or is_deferred(value) or type(value) is HostCopy

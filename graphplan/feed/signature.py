@@ -1,6 +1,6 @@
-"""Feed signatures: flattening what a step is called with, and the key under which its program is kept.
+"""Feed signatures: flatten the arguments of a step, and build the key by which its program is found.
 
-A key holds the structure, the geometry of each tensor, and type and value of anything else. Nothing is broadcast.
+A key holds the structure, the geometry of each tensor, and the type and value of any other leaf. Nothing is broadcast.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from graphplan.tensors.trees import Literals, flatten_arguments, names_of, path_
 
 Key = tuple[Hashable, ...]
 WIDEST_LOAD = 64
-"""Bytes of the widest vector that any kernel loads."""
+"""Bytes of the widest vector load of any kernel."""
 _STRIDE = 16
-"""Bytes of the vectors by which CUDA's kernels load, and all that most libraries ask of an address (NumPy's arrays)."""
-_PRODUCT = 100  # Rows and columns of the matrices that are multiplied to see by what a CPU's kernels load.
+"""Bytes of the vector loads of CUDA kernels, and the alignment that most libraries use (NumPy's arrays)."""
+_PRODUCT = 100  # Rows and columns of the matrices whose products show if CPU kernels depend on the address.
 
-_SMALL = 4096  # Bytes of a pickled object whose content is a part of a key.
-_METHODS = (MethodType, BuiltinMethodType)  # Bound methods: each look at one makes another, and they are equal.
-_LONGEST = 120  # Characters that a message has of a value, a geometry or a structure that changes.
+_SMALL = 4096  # Maximum bytes of a pickled object that becomes part of a key.
+_METHODS = (MethodType, BuiltinMethodType)  # Bound methods: each attribute access makes a new, equal object.
+_LONGEST = 120  # Maximum characters of a value, a geometry or a structure in a message.
 
 _LITERALS = (
     bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format, Literals,
@@ -44,18 +44,18 @@ _LITERALS = (
 
 
 class Unread:
-    """Marks a value in a key of which only the class counts."""
+    """Marker in a key for a value of which the key holds only the class."""
 
 
 def alignment_unit(tensor: Tensor) -> int:
-    """Bytes such that addresses that differ by a multiple of them give the same bits on the tensor's device."""
+    """Return the bytes by a multiple of which an address may move without changing the bits of a result."""
     return _STRIDE if tensor.is_cuda or _are_alike() else WIDEST_LOAD
 
 
 @lru_cache
 def _are_alike() -> bool:
-    """Whether matrix products on the CPU come to the same bits for all addresses that are multiples of ``_STRIDE``;
-    of the kernels that were tried, they alone depend on addresses.
+    """Return True if CPU matrix products give the same bits at all addresses that are multiples of ``_STRIDE``.
+    Of the kernels that were tried, only these depend on addresses.
     """
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         for dtype in (torch.float32, torch.float64):
@@ -72,19 +72,19 @@ def _are_alike() -> bool:
 
 
 def alignment(tensor: Tensor) -> int:
-    """The address of ``tensor`` modulo the widest vector that its device's kernels load."""
+    """Return the address of ``tensor`` modulo the widest vector load of its device's kernels; 0 if not dense."""
     return tensor.data_ptr() % alignment_unit(tensor) if is_dense(tensor) else 0
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has strides: it is neither sparse nor nested."""
+    """Return True if ``tensor`` has strides: it is neither sparse nor nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 @dataclass(slots=True, eq=False)
 class Feed:
-    """One call's arguments, flattened: ``leaves``, and the ``key``, which begins with their structure. ``given`` are
-    the arguments themselves; ``is_moved``: the leaves are not theirs. ``unread`` are indices that the key leaves out.
+    """The flattened arguments of one call: ``leaves``, and the ``key``, which begins with the structure. ``given`` are
+    the arguments; ``is_moved``: the leaves do not come from ``given``. ``unread``: indices that the key leaves out.
     """
 
     leaves: list[Any]
@@ -95,15 +95,15 @@ class Feed:
 
     @property
     def structure(self) -> Any:
-        """What the arguments are rebuilt with."""
+        """The structure from which the arguments are rebuilt."""
         return self.key[0]
 
     def replaced(self, leaves: list[Any]) -> Feed:
-        """The feed with other ``leaves`` of the same key."""
+        """Return a feed with the same key and other ``leaves``."""
         return Feed(leaves, self.key, self.given, is_moved=True, unread=self.unread)
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """``(args, kwargs)`` with ``leaves`` in place of the original ones."""
+        """Return ``(args, kwargs)`` with ``leaves`` in place of the original ones."""
         args, kwargs = rebuild(self.structure, leaves)
         return args, kwargs
 
@@ -121,7 +121,7 @@ class Feed:
         return [(i, leaf) for i, leaf in enumerate(self.leaves) if i not in self.unread and isinstance(leaf, Tensor)]
 
     def alignments(self) -> tuple[int, ...]:
-        """The alignment of each tensor leaf, by which kernels choose their order of summation; no part of ``key``."""
+        """The alignment of each tensor leaf, which decides the order of summation of kernels; not part of ``key``."""
         return tuple([alignment(leaf) for _, leaf in self.tensors()])
 
 
@@ -132,14 +132,14 @@ def names_in(structure: Any) -> list[str]:
 
 
 def leaf_key(leaf: Any) -> Hashable:
-    """What a leaf contributes to a feed's key. Raises FeedError for what is neither a tensor nor a literal."""
+    """Return the part of a feed's key for one leaf. Raises FeedError if it is neither a tensor nor a literal."""
     if isinstance(leaf, Tensor):
         if not is_dense(leaf):
-            # Some nested tensors have no shape to ask for.
+            # Some nested tensors have no `shape`.
             shape = (leaf.ndim,) if leaf.is_nested else leaf.shape
             return (shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
         plain = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
-        # What a subclass does with operators is the subclass's affair, and what was hung on it the code's.
+        # A subclass may change what operators do, and code may read attributes: both are part of the key.
         kind, marks = type(leaf), attributes_on(leaf)
         bits = (leaf.is_conj(), leaf.is_neg())
         if kind is Tensor and not marks and not any(bits):
@@ -152,7 +152,7 @@ def leaf_key(leaf: Any) -> Hashable:
         raise _without_key(leaf)
     if not isinstance(leaf, Enum) and getattr(leaf, "__dict__", None):
         raise _with_attributes(leaf)
-    # 0.0 equals -0.0 and NaN equals nothing, but a step may tell them apart.
+    # Compare bits: 0.0 equals -0.0 and NaN equals nothing, but a step may tell them apart.
     if isinstance(leaf, complex):
         return (kind, (leaf.real.hex(), leaf.imag.hex()))
     if isinstance(leaf, str):
@@ -161,8 +161,8 @@ def leaf_key(leaf: Any) -> Hashable:
 
 
 def is_itself(leaf: Any) -> bool:
-    """Return True for what is compared by identity: functions, and modules and optimizers, which the step's use of them
-    makes owners. Code of foreign classes does not compare keys.
+    """Return True if a key compares ``leaf`` by identity: functions, modules and optimizers (which become owners when
+    the step uses them). Comparing keys never calls the ``__eq__`` of a foreign class.
     """
     kind: Any = type(leaf)
     is_used = callable(leaf) or isinstance(leaf, Optimizer)
@@ -170,19 +170,19 @@ def is_itself(leaf: Any) -> bool:
 
 
 class Pickled(bytes):
-    """The key of an object, by its content."""
+    """The pickled content of an object, as its key."""
 
 
 def changed_object(feed: Feed) -> str | None:
-    """The path of a fed object that is keyed by its content, and has another one now."""
+    """Return the path of a fed object that is keyed by its pickled content and has changed since; None if none has."""
     keys = enumerate(feed.key[1:])
     held = ((index, key[1]) for index, key in keys if isinstance(key, tuple) and isinstance(key[-1], Pickled))
     return next((feed.names()[index] for index, content in held if _pickled(feed.leaves[index]) != content), None)
 
 
 def _pickled(leaf: Any) -> Pickled | None:
-    """What tells a small object of an installed package's class from others, such as an index of columns; None for
-    arrays, whose values belong in tensors, for the user's, torch's and Python's own, and for what cannot be pickled.
+    """Pickle a small object of an installed package's class, such as an index of columns. Return None for arrays (their
+    values belong in tensors), for classes of the user, torch or Python, and for objects that cannot be pickled.
     """
     kind: Any = type(leaf)
     if not _is_told_by_content(kind):
@@ -220,7 +220,7 @@ def _without_key(leaf: Any) -> FeedError:
 
 
 def without_geometry(key: Sequence[Any]) -> tuple[Any, ...]:
-    """A feed's key without the shapes, strides and devices of its tensors."""
+    """Return a feed's key without the shapes, strides and devices of its tensors."""
     return (key[0], *((leaf[2], *leaf[4:]) if len(leaf) > 3 else leaf for leaf in key[1:]))
 
 
@@ -242,7 +242,7 @@ def is_literal(value: Any) -> bool:
 
 
 def marks_of(tensor: Tensor) -> tuple[tuple[str, Any], ...]:
-    """The attributes on a result: those that are no literals by their types, to keep no more of the step's alive."""
+    """Return the attributes of a result. A non-literal is given by its type, so that it is not kept alive."""
     held = attributes_on(tensor).items() if type(tensor) is Tensor else ()
     return tuple((name, item if is_literal(item) else type(item)) for name, item in held)
 
@@ -255,12 +255,12 @@ def _mark_key(value: Any) -> Hashable:
 
 
 KeysOf = Callable[[Any, Sequence[Any]], tuple[list[Hashable], frozenset[int]]]
-"""What makes the keys of a call's leaves, from its structure and them, and the indices of those that it leaves out."""
+"""A function of a call's structure and leaves that returns the leaves' keys and the indices of those left out."""
 
 
 def named_key(structure: Any, index: int, leaf: Any) -> Hashable:
-    """The key of a leaf that is read. Raises FeedError with the leaf's path."""
-    # A call that is replayed has no use for the error first.
+    """Return the key of a leaf that is read. Raises FeedError with the leaf's path."""
+    # Try to pickle first: each replayed call would otherwise build an error and discard it.
     content = None if isinstance(leaf, (Tensor, *_LITERALS)) else _pickled(leaf)
     try:
         return leaf_key(leaf) if content is None else (type(leaf), content)
@@ -269,17 +269,17 @@ def named_key(structure: Any, index: int, leaf: Any) -> Hashable:
 
 
 def all_keys(structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
-    """The keys of all leaves, which are all read."""
+    """Return the keys of all leaves; none is left out."""
     return [named_key(structure, index, leaf) for index, leaf in enumerate(leaves)], frozenset()
 
 
 def no_keys(structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
-    """No keys, for a call of which nothing but its structure and its leaves are asked for."""
+    """Return no keys, for a call of which only the structure and the leaves are needed."""
     return [], frozenset()
 
 
 def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = all_keys) -> Feed:
-    """Flatten a call. Raises FeedError for what cannot be flattened, or has no key."""
+    """Flatten a call. Raises FeedError for arguments that cannot be flattened or that have no key."""
     try:
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):
             return Feed(list(args), (_of_tensors(len(args)), *map(leaf_key, args)), (args, kwargs))
@@ -297,12 +297,12 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = 
 
 @lru_cache
 def _of_tensors(number: int) -> Any:
-    """The structure of a call with so many positional tensors."""
+    """Return the structure of a call with ``number`` positional tensors."""
     return flatten_arguments(((None,) * number, {}))[1]
 
 
 def _take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """A call's leaves, and the structure to rebuild it with."""
+    """Return a call's leaves, and the structure to rebuild it with."""
     leaves, structure = flatten_arguments((args, dict(kwargs)))
     for leaf in leaves:
         if has_attributes(leaf):
@@ -311,7 +311,7 @@ def _take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[
 
 
 def with_new_containers(batch: Any) -> Any:
-    """``batch`` in containers of its own; itself if it cannot be taken apart."""
+    """Return ``batch`` in new containers; ``batch`` itself if it cannot be flattened."""
     try:
         leaves, structure = _take_apart((batch,), {})
         (own,), _ = rebuild(structure, leaves)
@@ -373,7 +373,7 @@ def asks_for_gradients(leaf: Any) -> bool:
 
 
 def check_match(feed: Feed, planned: Feed) -> None:
-    """Raise FeedError for a feed that is not the planned one."""
+    """Raise FeedError if the key of ``feed`` is not that of ``planned``."""
     found = first_difference(feed, planned.key)
     if found is not None:
         raise FeedError(
@@ -383,7 +383,7 @@ def check_match(feed: Feed, planned: Feed) -> None:
 
 
 def first_difference(feed: Feed, before: Key) -> tuple[str, str] | None:
-    """How ``feed`` first differs from the key ``before``, in words, and what to do if only in strides; None if not."""
+    """Describe how ``feed`` first differs from the key ``before``, with advice if only in strides; None if equal."""
     if feed.key == before:
         return None
     if len(feed.key) != len(before):
@@ -398,10 +398,10 @@ def first_difference(feed: Feed, before: Key) -> tuple[str, str] | None:
 
 
 def _advice_on_strides(name: str, found: Any, known: Any) -> str:
-    """What to feed if two keys of a dense tensor differ in nothing else; an empty text if they do."""
+    """Return what to feed if two keys of a dense tensor differ in strides alone; else an empty string."""
     if min(len(found), len(known)) < 5 or (found[0], *found[2:]) != (known[0], *known[2:]):
         return ""
-    # To ``contiguous()`` the stride of a single row does not matter.
+    # `contiguous()` ignores the stride of a dimension of size 1, and would return the same tensor.
     single = any(size == 1 and one != other for size, one, other in zip(*found[:2], known[1], strict=True))
     tensor = f"{name}.clone(memory_format=torch.contiguous_format)" if single else f"{name}.contiguous()"
     return f": only the strides differ, so feed {tensor}"
@@ -430,7 +430,7 @@ def _describe_more(kind: type, bits: tuple[bool, bool], marks: tuple[tuple[str, 
 
 
 def shared_leaf(feed: Feed, written: Sequence[int]) -> tuple[int, int] | None:
-    """The first of the leaves ``written`` (by index) that shares its storage with another leaf, and that one."""
+    """Return the first index in ``written`` whose leaf shares its storage with another leaf, and that leaf's index."""
     tensors = feed.tensors()
     for index in written:
         storage = feed.leaves[index].untyped_storage()._cdata

@@ -1,7 +1,7 @@
-"""Which fed values on the host are part of a step's keys: those that stay the same, and those that the step reads.
+"""Decide which fed host values are part of a step's keys: those that stay the same, and those that the step reads.
 
-Values that vary, or that no key can hold, and host tensors beside tensors on a device, are left out; traces get
-placeholders. A value that a trace reads is in the key from then on, or the call is refused; so are others of its list.
+Keys leave out values that vary or that no key can hold, and host tensors fed beside tensors on a device; traces get
+placeholders for them. Once a trace reads a value, its whole list is in the key, or the call is refused.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from graphplan.feed.placeholders import Placeholder, ReadSignal, index_of, is_pl
 from graphplan.feed.signature import Feed, Unread, leaf_key, named_key, names_in
 from graphplan.tensors.trees import Literals, flatten_result, rebuild
 
-_SHAPES = 256  # Structures of calls whose units are remembered.
+_SHAPES = 256  # Maximum number of call structures that are remembered.
 _FEW = (bool, int, float, complex, Enum, type(None), torch.dtype, torch.device, torch.memory_format)
-"""Types of values that mostly choose a branch."""
+"""Types of values that mostly select a branch."""
 _VALUES = 8
-"""Maximum number of different values of these at one place, or in one list, that are part of the key."""
+"""Maximum number of different values of the types ``_FEW``, per place or list, that are part of the key."""
 _Group = tuple[str, bool]
-"""A unit, and whether its values are of these types or of others."""
+"""A unit (the path of a leaf, or of its list) and whether the values have types of ``_FEW``."""
 _IN_C = torch.Generator.__module__
 _NUMBERED = re.compile(r"\[\d+\]$")
 
 
 class _Shape:
-    """The units of one structure: the path of each leaf's, and the different keys that each leaf had."""
+    """The units of one structure: a path per leaf (that of its list, if that has no tensors), and the keys seen."""
 
     def __init__(self, structure: Any, leaves: Sequence[Any]) -> None:
         self.structure = structure
@@ -47,12 +47,12 @@ class _Shape:
         self.seen: dict[_Group, set[Hashable]] = {}
         devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
         self.home = next((d for d in devices if d.type != "cpu"), None) if len(set(devices)) > 1 else None
-        """Where the step computes, if only some of the tensors are fed from there. The others are host values."""
+        """The step's device, if tensors on several devices are fed. Those on the CPU are host values."""
         self.is_plain = self.home is None and all(isinstance(leaf, Tensor) for leaf in leaves)
 
 
 class UnreadValues:
-    """What one step's keys leave out."""
+    """The fed values that one step's keys leave out."""
 
     def __init__(self) -> None:
         self._shapes: dict[Hashable, _Shape] = {}
@@ -60,7 +60,7 @@ class UnreadValues:
         self._read: set[str] = set()
 
     def keys(self, structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
-        """The keys of leaves, and the indices of those left out. Raises FeedError for one that is read and has none."""
+        """Return the leaves' keys and the indices left out. Raises FeedError for a leaf that is read and has no key."""
         known = self._shape(structure, leaves)
         if known.is_plain and all(isinstance(leaf, Tensor) for leaf in leaves):
             return list(map(leaf_key, leaves)), frozenset()
@@ -68,7 +68,7 @@ class UnreadValues:
         groups: dict[_Group, list[int]] = {}
         for index, leaf in enumerate(leaves):
             if type(leaf).__module__ == _IN_C:
-                # Code in C would take a placeholder for what it says that it is.
+                # C code would trust a placeholder's `__class__` and take it for the real object: always key these.
                 keys[index] = named_key(structure, index, leaf)
             elif not isinstance(leaf, Tensor):
                 groups.setdefault((known.units[index], isinstance(leaf, _FEW)), []).append(index)
@@ -95,7 +95,7 @@ class UnreadValues:
         return known
 
     def _keys(self, shape: _Shape, group: _Group, indices: Sequence[int], leaves: Sequence[Any]) -> Sequence[Hashable]:
-        """The keys of a group's values; None for those that are left out."""
+        """Return the keys of a group's values; None for a value that is left out."""
         unit, is_few = group
         if unit in self._read:
             return [named_key(shape.structure, index, leaves[index]) for index in indices]
@@ -117,13 +117,13 @@ class UnreadValues:
         return literals
 
     def mark(self, feed: Feed, indices: Iterable[int]) -> None:
-        """From now on, the values at ``indices`` of ``feed`` are read."""
+        """Mark the units of the values at ``indices`` of ``feed`` as read, from now on."""
         shape = self._shape(feed.structure, feed.leaves)
         self._read.update(shape.units[index] for index in indices)
 
 
 class Placeholders:
-    """Placeholders for values of a feed; ``feed`` has them in place. On exit, ReadSignal is raised for those used."""
+    """Replace values of a feed by placeholders, in ``feed``. On exit, raise ReadSignal for those that were used."""
 
     def __init__(self, feed: Feed, indices: Iterable[int]) -> None:
         kinds = {index: type(feed.leaves[index]) for index in indices}
@@ -142,19 +142,19 @@ class Placeholders:
         self._references = self._count()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        """Raise :class:`ReadSignal` for placeholders that were used, or are kept in more places than before."""
+        """Raise :class:`ReadSignal` for placeholders that were used, or that have more references than before."""
         if error is None and self._count() != self._references:
-            # Cycles that the step has left hold them, too.
+            # Reference cycles of the step's garbage hold references, too.
             gc.collect(1)
             now = self._count()
             self._used.update(index for index, number in now.items() if number > self._references[index])
         self.check()
         if self._made and isinstance(error, Exception) and not isinstance(error, GraphPlanError) and is_callers(error):
-            # C code that is handed a placeholder says that it wants something else.
+            # C code rejects a placeholder with an error of its own, so such an error counts as a read.
             raise ReadSignal(self._made) from None
 
     def settled(self, result: Any) -> Any:
-        """``result`` of a step that was called with placeholders, with the values in their places."""
+        """Return ``result`` with each placeholder replaced by its value."""
         if not self._made:
             return result
         leaves, structure = flatten_result(result)
