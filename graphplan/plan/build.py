@@ -1,4 +1,4 @@
-"""Putting a plan together."""
+"""Build a plan from two traces."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from graphplan.trace.operator_schemas import UNORDERED
 from graphplan.trace.records import OutputTensor, Trace
 
 _LAST = 8
-"""Operators that an error of the device lists."""
+"""Number of last operators that an error of the device lists."""
 
 
 def find_device(walk: Walk, feed: Feed) -> torch.device:
-    """Where a step computes: the first accelerator among its owners' and its feed's tensors, else the CPU."""
+    """Return the device of a step: the first accelerator among its owners' and its feed's tensors, else the CPU."""
     held = [tensor for slot in walk.slots.values() for tensor in slot.tensors()]
     fed = [tensor for _, tensor in feed.tensors()]
     for tensor in [*held, *fed]:
@@ -58,14 +58,13 @@ def build_plan(
     walk: Walk | None = None,
     loose: bool = False,
 ) -> Plan:
-    """Compile two traces of consecutive real steps, or one that stands for both (see :func:`suffices`). ``feed`` is the
-    second one's, and ``walk`` was at its end, if there is one. ``loose``: see :meth:`Reads.find`.
+    """Build a plan from the traces of two consecutive steps, or of one passed twice (see :func:`suffices`). ``feed``
+    is that of the second; ``walk``, if given, was made at its end. ``loose``: see :meth:`Reads.find`.
     """
     pair = TracePair(first, second, walk or handles.walk(), allow)
-    # What the step sets anew each time is told as such, not as what it computes that of.
+    # Errors should name a flag, not a value that it is computed from; a list of changed length, not its numbers.
     left = find_left_flags(pair)
     _check(pair, feed)
-    # A list that changes its length is told as such, not as the numbers that it holds.
     appends, numbers, counters = find_appends(pair), find_numbers(pair), find_counters(pair)
     rebindings, shadows = Rebindings.find(pair), handles.rates.storages
     changed, launched = {*numbers, *counters}, [operator for operator in second.operators if operator.launches]
@@ -82,7 +81,7 @@ def build_plan(
         appends=MappingProxyType(appends),
         left=MappingProxyType(left),
         assignments=MappingProxyType(find_assignments(pair, changed)),
-        # What a result shows is told as such, not as a value that was read.
+        # Before `reads`, so that an error names the result, not a value that was read.
         outputs=tuple(_outputs(first, second, {*rebindings.paths} - rebindings.moved)),
         output_structure=second.output_structure,
         entry_grads=MappingProxyType(_entry_grads(second, pair.walk) if _uses_grads(first, second, pair.walk) else {}),
@@ -112,15 +111,15 @@ def build_plan(
 
 
 def _check(pair: TracePair, feed: Feed) -> None:
-    """Refuse what shows in two traces alone."""
+    """Refuse a step for reasons that the two traces alone show."""
     check_used(pair)
     for trace in pair.both:
-        # Before what else was noted: draws of another thread look like a seek.
+        # Before other violations: random draws of another thread look like a generator seek.
         check_threads(trace, pair.allow)
     try:
         check_difference(*pair.both)
     except ControlFlowError:
-        # What was drawn may have chosen (random.shuffle).
+        # A host draw may have chosen the path (random.shuffle); if so, report the draw.
         check_generators(pair)
         raise
     _check_branches(pair.second)
@@ -143,7 +142,7 @@ def _traced_values(trace: Trace) -> TracedValues:
 
 
 def _check_branches(trace: Trace) -> None:
-    """Refuse branches on values in a step that communicates: where one rank ends a replay, others would wait for it."""
+    """Refuse branches on values in a step with collectives: if one rank ended a replay, the others would wait."""
     error = next((read.error for read in trace.host_reads if read.error is not None), None)
     if error is not None and any(is_collective(operator.name) for operator in trace.operators):
         raise error
@@ -159,7 +158,7 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
     outputs = []
     for number, (old, new) in enumerate(zip(first.output_leaves, second.output_leaves, strict=True)):
         if isinstance(new, OutputTensor):
-            # What a slot is rebound to is a new tensor in each eager step, so the caller gets a copy of it.
+            # Each eager step binds a new tensor to a rebound slot, so the caller gets a copy.
             owned = new.path is not None and new.path not in rebound
             kind = "read" if new.is_copied else "input" if new.leaf is not None else "owned" if owned else "tensor"
             path = new.path if owned else None
@@ -188,7 +187,7 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
 
 
 def _marks(old: Any, new: OutputTensor, name: str) -> tuple[tuple[str, Any], ...]:
-    """Attributes set on a result, which each replay sets on its own."""
+    """Return the attributes that the step sets on a result; each replay sets them on its own result."""
     before = old.marks if isinstance(old, OutputTensor) else ()
     if not same_value(before, new.marks) or any(isinstance(value, type) for _, value in new.marks):
         raise OutputError(
@@ -200,20 +199,20 @@ def _marks(old: Any, new: OutputTensor, name: str) -> tuple[tuple[str, Any], ...
 
 
 def _twins(trace: Trace, externals: Sequence[External], shadows: Collection[int]) -> frozenset[str]:
-    """Slots of the memory that the step uses, beside those that stand for it: each of them may be rebound."""
+    """Return the paths of slots that share an external's memory but are no externals: each may be rebound."""
     known = {external.path for external in externals}
     used = (slot for storage in trace.externals.keys() - shadows for slot in trace.entry_slots.get(storage, ()))
     return frozenset(slot.path for slot in used if slot.path not in known and slot.param is None)
 
 
 def _adds_in_any_order(trace: Trace) -> bool:
-    """Whether a device may add otherwise in two runs of the same operators, which need not show in a few replays."""
+    """Return True if a device may sum in another order on each run; a few replays need not show a difference."""
     is_fixed = torch.are_deterministic_algorithms_enabled() or trace.device is None or trace.device.type == "cpu"
     return not is_fixed and any(operator.name.startswith(UNORDERED) for operator in trace.operators)
 
 
 def _host_facts(trace: Trace) -> list[str]:
-    """What the host does in a step that a reader of the plan should know, each with its source line once."""
+    """Return host work that a reader of the plan should know: random draws, constants, each source line once."""
     facts: dict[str, None] = {}
     for operator in trace.operators:
         if operator.random:
@@ -237,7 +236,7 @@ def _uses_grads(first: Trace, second: Trace, walk: Walk) -> bool:
 
 
 def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:
-    """What gradients must be on entry. A gradient that the step replaces unread may be anything."""
+    """Return what each gradient must be on entry. A gradient that the step replaces unread is left out."""
     needed: dict[str, str] = {}
     groups = [group for optimizer in walk.optimizers.values() for group in optimizer.param_groups]
     zeroed = {id(parameter) for group in groups for parameter in group["params"]}
@@ -247,8 +246,8 @@ def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:
         kept = () if parameter.grad is None else (place_of(parameter.grad),)
         before = kept if rebinding is None else rebinding.before
         if not before:
-            # An optimizer drops the gradients of frozen parameters too, which only shows where there are some.
-            # One whose flag the step changes asks for gradients at some time.
+            # `zero_grad` also drops gradients of frozen parameters, which a trace without such gradients does not show.
+            # A parameter whose `requires_grad` the step changes requires gradients at some time.
             asks = parameter.requires_grad or f"{path}.requires_grad" in trace.changes.flags
             if asks or id(parameter) in zeroed:
                 needed[path] = "none"
@@ -258,6 +257,6 @@ def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:
 
 
 def _shared(first: Trace, second: Trace) -> tuple[Tensor, ...]:
-    """Leaves that are views of one storage in both traces: the step may also read that storage by another name."""
+    """Return fed tensors with the same storage in both traces: the step may read that storage under another name."""
     shared = set(first.leaf_storages.values()) & set(second.leaf_storages.values())
     return tuple(second.externals[storage].tensor for storage in shared if storage in second.externals)

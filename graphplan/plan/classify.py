@@ -1,4 +1,4 @@
-"""Sorting externals into input, param and state: exclusive and exhaustive."""
+"""Sort externals into input, param and state: each external has exactly one role."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from graphplan.trace.records import Trace, TracedExternal
 def classify(
     first: Trace, second: Trace, feed: Feed, walk: Walk, *, rebindings: Rebindings, shadows: frozenset[int]
 ) -> tuple[External, ...]:
-    """Externals of the second trace with their roles: leaves of the feed are inputs, what an owner's slot holds is a
-    param (parameters, and buffers that are only read) or state. ``shadows`` are the storages of device learning rates.
+    """Return the externals of the second trace with their roles: feed leaves are inputs; tensors in owners' slots are
+    params (parameters, and buffers that are only read) or state. ``shadows``: storages of device learning rates.
     """
     found = [
         _input(index, name, feed, second) for index, name in enumerate(feed.names()) if index in second.leaf_storages
@@ -31,7 +31,7 @@ def classify(
     earlier = list(first.externals)
     fed = set(second.leaf_storages.values())
     unowned = 0
-    # Most share one.
+    # Most externals share a source: format each source once.
     sources = {id(external.source): external.source for external in second.externals.values()}
     places = {number: str(source) for number, source in sources.items()}
     for position, (storage, external) in enumerate(second.externals.items()):
@@ -40,7 +40,7 @@ def classify(
             carried, where = slot.path in rebindings.carries, places[id(external.source)]
             found.append(_owned(slot, storage, external, where, carried=carried))
             if storage in shadows:
-                # It is in its slot only while the step runs: the program keeps the tensor, not the slot.
+                # A device learning rate is in its slot only during a step: keep the tensor instead of the slot.
                 found[-1] = replace(found[-1], path=None, tensor=external.tensor)
         if not owned and storage not in fed and not external.is_passing:
             number = second.symbolic.given.get(id(external.tensor))
@@ -59,13 +59,13 @@ def classify(
 
 
 def _is_only_like(trace: Trace, number: int) -> bool:
-    """Whether operators make others like an external, and read nothing of it."""
+    """Return True if operators use only the geometry of an external (``zeros_like``) and read none of its values."""
     operators = [operator for operator in trace.operators if ("external", number) in operator.operands]
     return bool(operators) and all(operator.name in OF_GEOMETRY for operator in operators)
 
 
 def _distinct(slots: Iterable[Slot]) -> list[Slot]:
-    """Slots without the second names of one tensor (tied weights)."""
+    """Return one slot per tensor, without its further names (tied weights)."""
     kept: dict[int, Slot] = {}
     for slot in slots:
         kept.setdefault(id(slot.get()), slot)
@@ -75,14 +75,14 @@ def _distinct(slots: Iterable[Slot]) -> list[Slot]:
 def _input(index: int, name: str, feed: Feed, trace: Trace) -> External:
     tensor = feed.leaves[index]
     traced = trace.externals.get(trace.leaf_storages[index])
-    # What an owner holds too is changed through the owner: the leaf only brings its values in.
+    # If an owner also holds the tensor, the step changes it through the owner; the leaf only supplies values.
     owned = trace.leaf_storages[index] in trace.entry_slots
     mutated = traced is not None and traced.mutated and not owned
     return External(name, Role.INPUT, TensorSpec.of(tensor), mutated, leaf=index)
 
 
 def _owned(slot: Slot, storage: int, traced: TracedExternal, where: str, *, carried: bool) -> External:
-    # A slot that the step rebound holds something else by now; what it held came in through the trace.
+    # A slot that the step rebound no longer holds the old tensor: take that from the trace.
     tensor = next((t for t in slot.tensors() if storage_id(t) == storage), traced.tensor)
     changes = traced.mutated or carried
     is_of_optimizer = is_optimizer_state(slot.path) or ".param_groups[" in slot.path
@@ -92,14 +92,14 @@ def _owned(slot: Slot, storage: int, traced: TracedExternal, where: str, *, carr
 
 
 def _passed_on(slot: Slot) -> External:
-    """A slot whose old value no operator reads, but which another slot is bound to, or whose tensor stays."""
+    """Return a carry that no operator reads: another slot is bound to its old value, or its tensor object stays."""
     spec = TensorSpec.of(slot.tensors()[0])
     role = Role.PARAM if slot.is_parameter else Role.STATE
     return External(slot.path, role, spec, True, True, path=slot.path)
 
 
 def _earlier_graph(trace: Trace) -> str | None:
-    """The path of a tensor that the step uses, and whose graph was made before the step; None if there is none."""
+    """Return the path of a tensor of the step whose autograd graph was made before the step; None if there is none."""
     used = (storage for storage, traced in trace.externals.items() if traced.tensor.grad_fn is not None)
     return next((slot.path for storage in used for slot in trace.entry_slots.get(storage, ())), None)
 

@@ -1,4 +1,4 @@
-"""The difference of two consecutive traces: whatever differs would be frozen by a replay, so it is refused here."""
+"""Compare two consecutive traces: a replay would freeze any difference, so the step is refused."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from graphplan.trace.host_reads import ENGINE
 from graphplan.trace.records import Operator, Trace
 
 _LOGGING = "__to_tensor"
-"""The method by which Lightning makes a tensor of a number that is logged."""
+"""The method with which Lightning converts a logged number to a tensor."""
 
 
 def check_difference(first: Trace, second: Trace) -> None:
-    """Refuse two traces that do not run the same operators on the same operands with the same numbers."""
+    """Refuse traces unless both run the same operators on the same operands with the same numbers."""
     for trace in (first, second):
         if trace.violation is not None:
             raise trace.violation
@@ -46,7 +46,7 @@ def check_difference(first: Trace, second: Trace) -> None:
 
 
 def check_operators(first: Sequence[Operator], second: Sequence[Operator]) -> Iterator[tuple[Operator, Operator]]:
-    """Pair the operators of two steps. Those that are others, or get other numbers, are refused on the way."""
+    """Yield the operators of two steps in pairs. Refuse a pair that differs in operator or in numbers."""
     for number, (a, b) in enumerate(zip_longest(first, second)):
         if a is None or b is None:
             extra = a or b
@@ -74,10 +74,10 @@ _RATE_FIX = (
 
 
 def _check_reads(first: Trace, second: Trace) -> None:
-    """What was read as a constant has to be one, and read in one order."""
+    """Refuse reads of constants that differ, and reads by autograd's engine whose order may change."""
     for old, new in zip(first.host_reads, second.host_reads, strict=False):
         if old.place != new.place:
-            # The step went another way, of which its operators tell more.
+            # The control flow differs; comparing the operators gives the better error.
             return
         if old.constant and new.constant and not _is_same_read(old.value, new.value):
             raise HostSyncError(
@@ -103,8 +103,8 @@ def _is_same_read(old: Any, new: Any) -> bool:
 
 
 def is_reordered(first: Trace, second: Trace) -> bool:
-    """Whether two traces only differ in the order in which autograd's engine ran the same operators: it orders nodes by
-    counts of the threads that made them, and those of double backward are made by threads of its own.
+    """Return True if two traces differ only in the order in which autograd's engine ran the same operators. The engine
+    orders nodes by a counter of the thread that made them, and its own threads make the nodes of double backward.
     """
     names = [Counter(operator.name for operator in trace.operators) for trace in (first, second)]
     pairs = zip(first.operators, second.operators, strict=False)
@@ -113,7 +113,7 @@ def is_reordered(first: Trace, second: Trace) -> bool:
 
 
 def form_of(trace: Trace) -> int:
-    """A number for the operators of a trace and their operands, which is the same for all shapes and positions."""
+    """Return a hash of a trace's operators and operands that does not depend on shapes, offsets or numbers."""
     return hash(tuple([(op.name, op.operands, len(op.scalars)) for op in trace.operators]))
 
 
@@ -138,7 +138,7 @@ def _refuse_scalar(operator: Operator, name: str, old: Any, new: Any) -> NoRetur
 
 def _refuse(operator: Operator, values: str) -> NoReturn:
     if operator.source.component == "optimizer":
-        # A kernel with an argument of that name takes the device's rate, unless the step has put a number there.
+        # An optimizer kernel gets the device learning rate as `lr`, unless the step itself sets a number.
         fix = _RATE_FIX if values.startswith("lr=") else optimizer_fix(operator.source)
     elif operator.source.by is not None and operator.source.by.function == _LOGGING:
         fix = "Log the number in on_train_batch_end, which follows replays, too, or log a tensor that is updated"
@@ -155,8 +155,8 @@ def _refuse(operator: Operator, values: str) -> NoReturn:
 
 
 def _kept(first: Trace, second: Trace) -> set[int]:
-    """Externals, by number, that are one memory in both traces, so that views of it must be the same, too. Not those
-    that are fed, or that a rebound slot held: they are copied.
+    """Return the numbers of externals with the same storage in both traces: views of these must be equal, too. Fed
+    tensors and those of rebound slots are left out, since they are copied.
     """
     rebound = second.changes.rebindings
     brought = {*first.leaf_storages.values(), *second.leaf_storages.values()}
@@ -181,7 +181,7 @@ def _check_operands(a: Operator, b: Operator, number: int, kept: set[int]) -> No
 
 
 def _check_externals(first: Trace, second: Trace) -> None:
-    """What comes in at one place has to be one owner's slot, or one input, in both traces, at whatever address."""
+    """Refuse an external that is another slot or input in the second trace; its address may differ."""
     for old, (new, traced) in zip(first.externals, second.externals.items(), strict=True):
         if traced.is_passing and not same_bits(first.externals[old].tensor, traced.tensor):
             was, now = _short(first.externals[old].tensor), _short(traced.tensor)
@@ -204,7 +204,7 @@ def _check_externals(first: Trace, second: Trace) -> None:
 
 
 def _check_generators(first: Trace, second: Trace) -> None:
-    """A recorded operator draws from one generator, which goes on from replay to replay."""
+    """Refuse a random operator that draws from two generators: a recording continues one generator."""
     for (old, _), (new, source) in zip(first.drawings, second.drawings, strict=True):
         if old is not new:
             raise GeneratorSeekError(
@@ -216,7 +216,7 @@ def _check_generators(first: Trace, second: Trace) -> None:
 
 
 def _names(trace: Trace, storage: int) -> set[str]:
-    """The slots that held a storage when the step began, and the inputs that it was fed as."""
+    """Return the slots that held a storage when the step began, and the inputs that brought it."""
     slots = {slot.path for slot in trace.entry_slots.get(storage, ())}
     return slots | {f"input {index}" for index, fed in trace.leaf_storages.items() if fed == storage}
 
@@ -234,7 +234,7 @@ def _short(tensor: torch.Tensor) -> Any:
 
 
 def check_marks(feed: Feed, first: Trace, second: Trace) -> None:
-    """Refuse a step that reads an attribute of a fed tensor which is no plain value, or hangs on one with gradients."""
+    """Refuse a step that reads an attribute of a fed tensor if it is no literal or the tensor requires gradients."""
     for index, leaf in feed.tensors():
         for name, value in attributes_on(leaf).items():
             if not any(trace.reads.reads_mark(name) for trace in (first, second)):

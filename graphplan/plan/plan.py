@@ -1,4 +1,4 @@
-"""The immutable plan of one step: its externals by role, what it carries, what it returns, and how it prints."""
+"""The immutable plan of one step: externals by role, carries, effects and results, and the plan as text."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ from graphplan.trace.symbolic_numbers import NumberTensor
 COLUMNS = ("name", "role", "tensor", "storage", "change")
 """Columns of a plan's table."""
 DRAWS = "draws random numbers "
-"""How facts about what may draw them begin."""
+"""Prefix of facts about operators that may draw random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One leaf of what the step returns. By ``kind``: a ``"tensor"`` that it makes, of geometry ``spec`` and with the
-    attributes ``marks``, ``"input"``: leaf ``index`` of the feed, ``"owned"``: the tensor in the slot ``path``,
-    ``"read"``: a Python number that is read from the device and computed by ``value``, or a copy in host memory of
-    geometry ``spec``, or ``"literal"``: the Python ``value``.
+    """One leaf of the step's result, by ``kind``. ``"tensor"``: a new tensor of geometry ``spec`` with the attributes
+    ``marks``. ``"input"``: leaf ``index`` of the feed. ``"owned"``: the tensor in the slot ``path``. ``"read"``: a
+    number that ``value`` computes from device reads, or a host copy of geometry ``spec``. ``"literal"``: ``value``.
     """
 
     kind: str
@@ -50,8 +49,8 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Handles:
-    """The living step that plans are facts about, one for all of them: its programs run its ``function``, walk its
-    ``owners``, and use the device learning ``rates`` of its optimizers.
+    """References to the step itself, shared by all of its plans: programs run its ``function``, walk its ``owners``
+    and use the device learning ``rates`` of its optimizers.
     """
 
     function: Callable[[], Callable[..., Any]]
@@ -59,13 +58,13 @@ class Handles:
     rates: LearningRates
 
     def walk(self) -> Walk:
-        """A walk over the owners as they are now."""
+        """Walk the owners as they are now."""
         return walk_owners(self.owners())
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What one step touches and does, found by tracing two real calls of it. Plans compare by identity.
+    """The tensors that one step uses and the effects that it has, from traces of real calls. Plans compare by identity.
 
     Examples:
         >>> import torch
@@ -76,44 +75,43 @@ class Plan:
 
     Attributes:
         name: the step function's qualified name.
-        form: a number for the step's operators and what they work on, apart from shapes and numbers.
-        feed: structure and signature of what the step is called with.
-        externals: every tensor that comes from outside, each with one role.
+        form: a hash of the step's operators and their operands, without shapes and numbers.
+        feed: structure and signature of the step's arguments.
+        externals: every tensor from outside the step, each with one role.
         rebindings: slots that the step binds to other tensors.
         counters: Python numbers that every step raises by the same amount, by path.
-        numbers: Python numbers that every step computes from what it reads from the device or finds in its owners.
+        numbers: Python numbers that every step computes from device reads or from numbers of its owners, by path.
         appends: how many items every step appends to lists and deques, by path.
-        assignments: Python values that every step assigns alike, by path.
-        left: modes, flags, values in parameter groups and switches of torch's that the step leaves otherwise than it
-            finds them, by path.
-        outputs: leaves of what the step returns; ``output_structure`` rebuilds them.
+        assignments: Python values that every step assigns, the same each time, by path.
+        left: modes, flags, values in parameter groups and torch switches that the step leaves changed, by path.
+        outputs: leaves of the step's result; ``output_structure`` rebuilds it from them.
         entry_grads: per parameter path, what ``.grad`` must be before the step: ``"none"`` or ``"kept"``; a parameter
             that is missing here may have any gradient, since the step drops it unread.
-        host_facts: what the host does in a step, with source lines: random draws, constants made from Python values.
+        host_facts: host work of a step, with source lines: random draws, constants made from Python values.
         operators: how often one eager step launches each operator, by name.
-        footprint: bytes of what one eager step makes, on the device where it computes.
-        traced: what recordings are given from the traces: reads on the host that refuse no step, states of generators
-            that the step saves and puts back, as activation checkpointing does, constants, draws on the host.
-        reads: what the step's code may have read of its owners.
-        twins: further slots of the memory that owned externals have.
-        joined: slots that held one memory when the step began.
-        device: where the step computes.
-        last_operators: the last ones that the step launches, with their source lines.
+        footprint: bytes of the tensors that one eager step makes on its device.
+        traced: what recordings get from the traces: permitted host reads, generator states that the step saves and
+            restores (as activation checkpointing does), constants, draws on the host.
+        reads: Python values and tensor metadata of its owners that the step's code may have read.
+        twins: paths of further slots that share memory with owned externals.
+        joined: groups of slots that shared memory when the step began.
+        device: the device of the step.
+        last_operators: the last operators that the step launches, with their source lines.
         communicates: whether collectives are among the step's operators.
         rounding: relative error of rounding to the coarsest floating-point type that the step computes in.
-        may_reorder: whether autograd's engine may run the step's operators in another order on another step, as told
-            apart in :func:`graphplan.plan.difference.is_reordered`, or the device may add in another one.
-        undone: paths of what the step has changed when it comes to the last value on which it branches: a replay that
-            ends there puts it back.
+        may_reorder: whether autograd's engine may run the operators in another order on another step (see
+            :func:`graphplan.plan.difference.is_reordered`), or the device may sum in another order.
+        undone: paths of tensors that the step changes before the last value that it branches on: a replay that ends
+            there restores them.
         defers: whether numbers or copies that the step reads from the device were deferred in its traces.
-        whole: where ``int(tensor)`` was deferred, if any reads were.
+        whole: the places where ``int(tensor)`` was deferred.
         tables: names of containers that had stand-ins in the traces.
-        symbolic: the classes of owners' numbers, by path, in whose places stand-ins noted what code did, and of truth
-            values that it branches on.
-        filled: tensors that hold such numbers, or what is computed of them.
-        drawn: what the step draws from Python's and NumPy's generators, as replays do before they begin.
-        kept: fed tensors whose memory the step may also read by another name.
-        single: whether it was made of one trace, so that the check of the first replay stands for a second one.
+        symbolic: the classes, by path, of owners' numbers that had stand-ins in the traces, and of truth values that
+            the step branches on.
+        filled: tensors that hold such numbers, or numbers computed from them.
+        drawn: the step's draws from Python's and NumPy's generators; a replay makes them before it begins.
+        kept: fed tensors whose memory the step may also read under another name.
+        single: whether it was made from one trace, so that the check of the first replay takes the place of a second.
         handles: the step itself.
     """
 
@@ -164,12 +162,12 @@ class Plan:
 
     @property
     def draws(self) -> list[str]:
-        """The places of operators that may draw random numbers, among ``host_facts``."""
+        """The places in ``host_facts`` of operators that may draw random numbers."""
         return [fact.removeprefix(DRAWS) for fact in self.host_facts if fact.startswith(DRAWS)]
 
     @property
     def host_reads(self) -> list[str]:
-        """What the step asserts and a replay does not, and what it branches on, with source lines."""
+        """Values that the step asserts (a replay does not) and values that it branches on, with source lines."""
         places = dict.fromkeys(str(read.place) for read in self.traced.reads if read.asserted)
         asserted = [f"asserts a tensor's value, in eager steps and checks only, at {place}" for place in places]
         return asserted + [
@@ -178,7 +176,7 @@ class Plan:
 
     @property
     def branches(self) -> list[str]:
-        """The places where the step branches on a value of the device, which a replay compares, with source lines."""
+        """Places, with source lines, where the step branches on a device value; a replay compares the value."""
         return list(dict.fromkeys(str(read.place) for read in self.traced.reads if read.expected))
 
     @property
@@ -187,33 +185,33 @@ class Plan:
         return bool(self.entry_grads) or any(names(path, Of.GRADIENT) for path in self.reads.metadata)
 
     def untouched(self, walk: Walk) -> set[str]:
-        """Paths of tensors that a library's object leads to and the step has nothing to do with: a dataset, say."""
+        """Return paths of tensors that a library's object (a dataset, say) leads to and that the step does not use."""
         if not walk.reached:
             return set()
         return walk.reached - {external.path for external in self.externals} - {*self.rebindings.paths}
 
     def changed_tensors(self, walk: Walk) -> list[Tensor]:
-        """The tensors in ``walk`` that the step changes."""
+        """Return the tensors in ``walk`` that the step changes in place."""
         slots = [walk.slots[e.path] for e in self.externals if e.mutated and e.path in walk.slots]
         return [tensor for slot in slots for tensor in slot.tensors()]
 
     def go_apart(self, one: str, other: str) -> bool:
-        """Whether it does not matter to the step if two slots share memory when it begins: it replaces what is in one,
-        and does not write to the other, or replaces that as well.
+        """Return True if the step's results do not depend on whether two slots share memory: it replaces the tensor of
+        one, and replaces that of the other or does not write to it.
         """
         replaced = self.rebindings.replaced
         written = {external.path for external in self.externals if external.mutated} - replaced
         return not replaced.isdisjoint((one, other)) and written.isdisjoint((one, other))
 
     def shared_leaf(self, feed: Feed, walk: Walk) -> int | None:
-        """The first leaf of the feed that shares memory with what the step writes to."""
+        """Return the first leaf of the feed that shares memory with a tensor that the step writes to."""
         paths = walk.slots.keys() & {e.path for e in self.externals if e.mutated} - self.rebindings.replaced
         changed = {storage_id(tensor) for path in paths for tensor in walk.slots[path].tensors()}
         return next((index for index, leaf in feed.tensors() if storage_id(leaf) in changed), None)
 
     @property
     def inputs(self) -> tuple[External, ...]:
-        """Externals that are fed."""
+        """Externals from the feed."""
         return self.by_role(Role.INPUT)
 
     @property
@@ -223,11 +221,11 @@ class Plan:
 
     @property
     def state(self) -> tuple[External, ...]:
-        """What the step carries on."""
+        """Tensors that the step itself changes from step to step."""
         return self.by_role(Role.STATE)
 
     def table(self, policy: Policy | None = None) -> str:
-        """The plan as text: one line per external with its role, spec, storage under ``policy``, and what happens."""
+        """Return the plan as text: one line per external with its role, spec, storage under ``policy``, and change."""
         policy = policy or Policy.train()
         rows = [COLUMNS, *self.rows(policy)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -238,7 +236,7 @@ class Plan:
         return "\n".join([head, *lines, *self._footnotes()])
 
     def rows(self, policy: Policy) -> list[tuple[str, ...]]:
-        """One row for each external, of texts in the order of :data:`COLUMNS`."""
+        """Return one row of texts per external, in the order of :data:`COLUMNS`."""
         rows: list[tuple[str, ...]] = []
         for external in self.externals:
             is_static = external.role in policy.static_roles

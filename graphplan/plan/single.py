@@ -1,4 +1,4 @@
-"""Where one trace makes a plan, and the check of the first replay stands for a second one."""
+"""Decide if one trace is enough for a plan, so that the check of the first replay takes the place of a second trace."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 
 def suffices(trace: Trace, rates: Collection[int]) -> bool:
-    """Whether one trace of a step is enough: it works with what is fed or owned alone and with numbers that are
-    followed or drawn, branches on nothing that it reads of the device, and leaves nothing in Python but what the check
-    of a replay compares. ``rates`` are storages of device learning rates.
+    """Return True if one trace of a step is enough. The step must use only fed and owned tensors and numbers with
+    stand-ins, must not branch on values that it reads from the device, and may leave only such changes in Python as the
+    check of a replay compares. ``rates`` are storages of device learning rates.
 
-    What differs between two such steps is a Python value that no guard knows. The capture finds it if it is returned or
-    compared with a number, and the check of the first replay if it leads to other operators, is a number that one gets,
-    or changes what the step leaves.
+    Two such steps can differ only by a Python value that no guard compares. The capture detects it if the step returns
+    it or compares it with a number; the check of the first replay, if it changes an operator, an operator's number or
+    what the step leaves.
     """
     known = trace.entry_slots.keys() | set(trace.leaf_storages.values())
     given = trace.symbolic.given
@@ -34,15 +34,15 @@ def suffices(trace: Trace, rates: Collection[int]) -> bool:
 
 
 def _shows_rates(trace: Trace, rates: Collection[int]) -> bool:
-    """Whether others than the optimizer's kernels get a device learning rate, which is a number in eager steps."""
+    """Return True if an operator outside the optimizer uses a device learning rate (a number in eager steps)."""
     met = (external for storage, external in trace.externals.items() if storage in rates)
     return any(external.source.component != "optimizer" for external in met)
 
 
 def _works_on_host(trace: Trace) -> bool:
-    """Whether the step reads values of the device that may decide something, or keeps, prints or draws some in Python.
-    Constants are as good as Python's numbers: a capture compares those that it copies to the device with the trace.
-    What torch draws on the host, a replay draws again. Numbers that are only returned, logged or kept decide nothing.
+    """Return True if the step uses device reads for more than numbers that it returns, logs or keeps, or if it prints
+    or draws. Constants count as Python numbers: a capture compares those that it copies to the device with the trace.
+    torch's draws on the host do not count, since a replay repeats them.
     """
     reads = any(read.expected for read in trace.host_reads)
     if reads or trace.prints or (trace.deferred is not None and trace.deferred.shows_more):
@@ -51,9 +51,8 @@ def _works_on_host(trace: Trace) -> bool:
 
 
 def _follows(numbers: SymbolicNumbers, changed: Collection[str]) -> bool:
-    """Whether the step does more with numbers that have stand-ins than to branch on them and to give them to operators
-    that take numbers; or owners have some beside those that it has ``changed``: a trace cannot tell if it sets one to
-    the value that it has.
+    """Return True if the step does more with stand-ins for numbers than branch on them or pass them to operators, or if
+    owners hold such numbers that are not in ``changed``: one trace cannot tell if the step sets one to its old value.
     """
     others = (place for path, place in numbers.places.items() if path not in changed)
     is_given = all(type(place.container) in (Given, Numbers) for place in others)
@@ -62,9 +61,9 @@ def _follows(numbers: SymbolicNumbers, changed: Collection[str]) -> bool:
 
 
 def _leaves_more(trace: Trace) -> bool:
-    """Whether the step leaves more changed than gradients, memory that it writes to, tensors of one form that follow
-    each other in their places, as sums of a metric do, integers that it raises, tensors that it appends, and numbers
-    that it sets to what it reads or computes.
+    """Return True if the step leaves any change other than: gradients, memory that it writes to, slots rebound to a
+    tensor of the same geometry (sums of a metric), integers that it raises, tensors that it appends, and numbers set to
+    values that it reads or computes.
     """
     changes = trace.changes
     is_known = all(_is_raised(old, new) or isinstance(new, NumberForm) for old, new in changes.scalars.values())
@@ -78,7 +77,7 @@ def _is_raised(old: Any, new: Any) -> bool:
 
 
 def _gets_alike(rebinding: Rebinding) -> bool:
-    """Whether a slot gets another tensor like the one that it held. Optimizers may begin anew with theirs."""
+    """Return True if a slot gets a tensor of the same shape and dtype; False for optimizer state, which may restart."""
     forms = [[(place[2], place[4]) for place in places or ()] for places in (rebinding.before, rebinding.after)]
     is_kept = rebinding.plain and not (rebinding.moved or rebinding.joined or rebinding.follows)
     return is_kept and bool(forms[0]) and forms[0] == forms[1] and not is_optimizer_state(rebinding.path)
