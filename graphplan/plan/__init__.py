@@ -1,1 +1,1 @@
-"""From one trace or two and the owners to a :class:`~graphplan.plan.plan.Plan`."""
+"""Build a :class:`~graphplan.plan.plan.Plan` from one or two traces and the owners."""

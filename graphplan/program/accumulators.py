@@ -1,4 +1,4 @@
-"""What autograd adds gradients up with."""
+"""Renewal of the ``AccumulateGrad`` nodes with which autograd accumulates gradients."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
 
 
 def renew_accumulators(params: Iterable[Tensor]) -> None:
-    """Have the next forward pass make the ``AccumulateGrad`` nodes of ``params`` anew, on its own stream.
+    """Drop the ``AccumulateGrad`` nodes of ``params``, so that the next forward pass makes new ones on its own stream.
 
-    A node remembers the stream on which it was made, and lives as long as any graph that has it: that of a loss which a
-    metric keeps, say. A capture could not wait for that stream. torch lets go of the node where ``param.data`` is set
-    to a tensor of another dtype (``VariableHooks::set_data``).
+    A node stores the stream on which it was made, and lives as long as any autograd graph that contains it, such as
+    that of a loss that a metric keeps. A capture cannot wait for that stream. torch releases the node when
+    ``param.data`` is set to a tensor of another dtype (``VariableHooks::set_data``).
 
-    Hooks of tensors stay. Those of the node itself would be lost: a node that has some stays, and so do all in a
-    process group, since ``DistributedDataParallel`` has hooks in C++, which no Python code can ask for.
+    Tensor hooks survive. Hooks of the node would be lost, so a node with hooks stays. In a process group all nodes
+    stay, since ``DistributedDataParallel`` has hooks in C++ that Python code cannot see.
     """
     if distributed.is_available() and distributed.is_initialized():
         return
@@ -34,11 +34,11 @@ def renew_accumulators(params: Iterable[Tensor]) -> None:
 
 
 def _has_hooks(param: Tensor) -> bool:
-    # A dispatch mode of the caller's watches the step, and this is no part of it.
+    # Hide this from the caller's dispatch mode: it is not part of the step.
     with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():
         node: Any = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     for register in (node.register_hook, node.register_prehook):
-        # A node shows its hooks to those alone that register one.
+        # Only the handle of a registered hook gives access to the node's other hooks.
         handle = register_own(register, lambda *args: None)
         handle.remove()
         if handle.hooks_dict_ref():

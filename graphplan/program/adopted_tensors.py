@@ -1,5 +1,5 @@
-"""The owners' tensors that a program takes for its fixed storage: which, where they lie, and who else has them. Values
-that move are copied to where the recording reads, and what was put in a slot lies there from then on.
+"""The owners' tensors that a program adopts as its fixed storage: which, at which address, and who else uses them.
+If an owner rebinds a slot, the new values are copied into the recorded memory, and the new tensor gets that memory.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from graphplan.tensors.storages import lay, memory_uses, places, storage_id, wit
 from graphplan.trace.changes import place_of, same_value
 
 Gradients = tuple[list[Tensor], list[Tensor], list[Tensor], Any]
-"""Parameters, the gradients that a recording reads, those as plain tensors, and what they are like."""
+"""Parameters, the gradients that a recording reads, detached aliases of these, and their geometry."""
 _LIVE: WeakSet[AdoptedTensors] = WeakSet()
-"""What open programs have adopted."""
+"""The adopted tensors of all open programs."""
 
 
 def _geometries(held: Any) -> list[tuple[Any, ...]]:
@@ -36,15 +36,15 @@ def _geometries(held: Any) -> list[tuple[Any, ...]]:
 
 
 def _others(held: Any) -> tuple[Any, ...]:
-    """What a tuple holds beside tensors."""
+    """Return the items of a tuple that are no tensors."""
     items = held if isinstance(held, tuple) else ()
     return tuple(_others(item) if isinstance(item, tuple) else item for item in items if not isinstance(item, Tensor))
 
 
 class AdoptedTensors:
-    """What one program adopted. ``guards`` say whether it is still where it was. ``copied`` are paths that buffers of
-    the program stand for, ``values`` the Python values that the step read, as they were before it, ``entry_grads`` the
-    gradients that it expects and accumulates into, by the path of the parameter.
+    """The tensors that one program adopted; ``guards`` compare their places. ``copied`` are paths for which the program
+    has buffers, ``values`` the Python values that the step read, as they were before it, and ``entry_grads`` the
+    gradients that it accumulates into, by the parameter's path.
     """
 
     def __init__(
@@ -68,24 +68,24 @@ class AdoptedTensors:
         self._unowned_facts = self._facts_of_unowned()
 
     def take(self, walk: Walk) -> None:
-        """Take the owners' tensors as they lie now, with the Python values of the capture."""
+        """Adopt the owners' tensors at their current places; keep the Python values of the capture."""
         for path in self._plan.reads.values:
             before, now = self.walk.scalars.get(path), walk.scalars.get(path)
             if before is not None and now is not None and before.container is not now.container:
-                # A scheduler makes a new list in each step: to follow each would be a walk.
+                # A scheduler makes a new list in each step: guards look it up, instead of a walk for each list.
                 self._moving |= {path} if isinstance(lasting(now), Item) else set()
         self.guards = self._guard(walk, self.guards.values)
 
     def _guard(self, walk: Walk, values: Mapping[str, Any]) -> Guards:
         self.walk = walk
-        """The owners as they were when they were taken."""
+        """The owners when their tensors were adopted."""
         self._gradients = None
         paths = {e.path for e in self._plan.externals if e.path is not None}
         adopted = [walk.slots[path] for path in sorted(paths - self._copied) if path in walk.slots]
         named = {slot.path for slot in adopted} | self._copied
         slots = [*adopted, *self._twins(walk, {id(slot.get()) for slot in adopted}, named)]
         self._slots = {slot.path: slot for slot in slots}
-        # After the step, a gradient need not be what it was before it.
+        # Take gradients as they were before the step, which may have replaced them.
         self._held = {slot.path: self._entry_grads.get(slot.path, slot.get()) for slot in slots}
         self._aliases = {path: [tensor.detach() for tensor in tensor_leaves(held)] for path, held in self._held.items()}
         held_alone = (path for path, slot in self._slots.items() if not (slot.is_parameter or slot.param is not None))
@@ -104,18 +104,18 @@ class AdoptedTensors:
         return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads, moving=self._moving)
 
     def _twins(self, walk: Walk, held: Collection[int], named: Collection[str]) -> list[Slot]:
-        """Other slots of what is held: a plan lists one of several names."""
+        """Return further slots of the adopted tensors: a plan lists only one of several names."""
         others = [slot for path, slot in walk.slots.items() if path not in named]
         return [s for s in others if s.path in self._plan.twins or (s.is_parameter and id(s.get()) in held)]
 
     def count_uses(self, before: Mapping[int, int]) -> None:
-        """Note which uses of the adopted memory are this program's: others were found ``before`` the recording."""
+        """Count this program's own uses of the adopted memory, beyond the counts ``before`` the recording."""
         now = memory_uses(alias for aliases in self._aliases.values() for alias in aliases)
         self.uses = {storage: count - before.get(storage, count) for storage, count in now.items()}
         _LIVE.add(self)
 
     def take_gradients(self) -> bool:
-        """Copy an eager backward pass's gradients to the recorded ones; False if none is new, or one does not fit."""
+        """Copy gradients of an eager backward pass to the recorded ones. Return False if none is new or one misfits."""
         if self._gradients is None:
             self._gradients = self._find_gradients()
         params, held, aliases, facts = self._gradients
@@ -140,10 +140,10 @@ class AdoptedTensors:
         return [param for param, _ in pairs], held, [grad.detach() for grad in held], facts_of(held, placed=False)
 
     def _lost_memory(self) -> str | None:
-        """Describe what no longer lies where the recording reads and writes it."""
+        """Describe the first adopted tensor that is no longer at the address that the recording uses."""
         for path, aliases in self._aliases.items():
             if places(aliases) != self._places[path]:
-                # An alias shares the storage, and only storage.resize_ changes where that lies.
+                # An alias shares the storage, whose address only `storage.resize_` changes.
                 return f"the memory of {path} was given back (untyped_storage().resize_)"
         for (external, _), fact, now in zip(self._unowned, self._unowned_facts, self._facts_of_unowned(), strict=True):
             if now != fact:
@@ -156,14 +156,14 @@ class AdoptedTensors:
         return list(zip(places(tensors), map(geometry, tensors), strict=True))
 
     def _lies_where_it_did(self, path: str, held: Any, slot: Slot) -> bool:
-        """Whether a slot's tensors are the same memory, seen alike by the same kinds of tensors."""
+        """Return True if a slot's tensors have the memory, geometry and classes that they had at capture."""
         kinds = list(map(type, tensor_leaves(held)))
         known = list(map(place_of, self._aliases[path])), kinds, self._geometries[path]
         now = slot.tensors()
         return (list(map(place_of, now)), list(map(type, now)), _geometries(slot.get())) == known
 
     def _left(self, paths: Iterable[str]) -> dict[str, list[Any]]:
-        """What programs have found in slots, and what still lies where this one reads ``paths``."""
+        """Return, by path, values that any open program found in slots and that lie where this one reads the path."""
         by_places: dict[tuple[int, ...], list[Any]] = {}
         needed = {path: tuple(self._places[path]) for path in paths}
         held = {id(held): held for adopted in _LIVE for held in adopted._held.values()} if needed else {}
@@ -172,24 +172,24 @@ class AdoptedTensors:
         return {path: by_places.get(where, []) for path, where in needed.items()}
 
     def follow_tensors(self) -> bool:
-        """:meth:`follow` without a walk, if nothing but tensors has moved; whether that was possible."""
+        """:meth:`follow` without a walk, if only tensors have moved. Return True if that was possible."""
         if not self.guards.structure_holds():
             return False
         if self._follow_data():
             return True
         if self.follow(self.walk) is not None:
             return False
-        # What was given other memory (``tensor.data = ...``) lies where it did.
+        # Tensors that only got other memory (``tensor.data = ...``) are back in place; others need new guards.
         if not self.guards.hold():
             self.take(self.walk)
         return True
 
     def _follow_data(self) -> bool:
-        """:meth:`follow` where tensors were given other memory (``tensor.data = ...``) that nothing else has, nor what
-        they had before; whether that was all.
+        """:meth:`follow` for tensors that only got other memory (``tensor.data = ...``), if nothing else uses the new
+        or the old memory. Return True if the guards hold afterwards.
         """
         moved = [each for each in self._plain if each[0].data_ptr() != each[-1]]
-        # The memory itself may be gone (``untyped_storage().resize_``).
+        # The recorded memory may have been freed (``untyped_storage().resize_``).
         if not moved or any(alias.data_ptr() != place for _, alias, _, place in moved):
             return False
         if any(geometry(t) != known or t.device != alias.device for t, alias, known, _ in moved):
@@ -203,8 +203,8 @@ class AdoptedTensors:
         return self.guards.hold()
 
     def follow(self, walk: Walk) -> str | None:
-        """Copy tensors that moved to where the program reads them, and bind that back. ``walk`` is of now. None if that
-        was possible, else why not.
+        """Copy tensors that moved into the memory that the program reads, and give them that memory. ``walk`` is of
+        now. Return None if that was possible, else the reason why not.
         """
         changed = self._plan.reads.changed(walk, self.guards.values)
         if changed is not None:
@@ -241,12 +241,12 @@ class AdoptedTensors:
         return None
 
     def _misfit(self, path: str, held: Any, slot: Slot) -> str | None:
-        """Why the slot's new tensors cannot be copied to where the old ones lie."""
+        """Return the reason why the slot's new tensors cannot be copied into the old memory; None if they can."""
         statics, current = self._aliases[path], slot.tensors()
         if slot.is_parameter and slot.get() is not held:
             return f"parameter {path} was replaced by another object"
         if slot.is_parameter and is_sharded(held):
-            # FSDP2 has its own view of the shard, which would stay where it is.
+            # FSDP2 keeps its own view of the shard, which would not move.
             return f"the shard of {path} lies elsewhere"
         if len(statics) != len(current):
             return f"{path} holds {len(current)} tensors, expected {len(statics)}"
@@ -265,7 +265,7 @@ class AdoptedTensors:
         return None
 
     def _joined(self, path: str, slot: Slot, sharing: Mapping[int, list[Slot]]) -> str | None:
-        """Describe another slot that shares the slot's new memory, and did not before."""
+        """Describe another slot that shares the slot's new memory and did not share the old one."""
         is_replaced = self._is_replaced(path, slot)
         own = {storage_id(alias) for alias in self._aliases[path]}
         for tensor in slot.tensors():
@@ -281,7 +281,7 @@ class AdoptedTensors:
         return None
 
     def _parted(self, walk: Walk) -> str | None:
-        """Describe two slots that shared memory, and do not in the same way now."""
+        """Describe two slots that shared memory and now do not, or at other offsets."""
         firsts: dict[int | None, tuple[str, Any]] = {}
         for path, aliases in self._aliases.items():
             slot = walk.slots[path]
@@ -293,12 +293,12 @@ class AdoptedTensors:
         return None
 
     def _is_replaced(self, path: str, slot: Slot) -> bool:
-        """Whether the step only reads the slot's tensors, and it or another one replaces them: others are as good."""
+        """Return True if plain tensors are in the slot that a step replaces: tensors of the same values are as good."""
         return holds_plain(slot.get()) and self._has_replaced(path)
 
     def _has_replaced(self, path: str) -> bool:
-        """Whether this program's memory for ``path`` is written to instead of being replaced: by its own replays, or
-        where it follows another program, whose step replaces what this one only reads.
+        """Return True if replays write to this program's memory for ``path`` where eager steps bind a new tensor: its
+        own replays, or those of another program whose step replaces the tensor that this one only reads.
         """
         if path in self._replaced:
             return True
@@ -308,14 +308,14 @@ class AdoptedTensors:
         return _place(self._slots[path]) in map(_place, others)
 
     def has_replaced(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in such memory."""
+        """Return True if ``tensor`` lies in memory that replays overwrite where eager steps bind a new tensor."""
         path = self._by_storage.get(storage_id(tensor))
         return path is not None and self._has_replaced(path)
 
     def _kept(self, moved: list[tuple[str, Slot]]) -> str | None:
-        """Describe who else uses the old tensors or their memory, so that nothing can be copied there."""
-        # Gradients that are kept elsewhere get memory of their own before a replay; what the step replaces lies in the
-        # program's own.
+        """Describe another user of the old tensors or their memory, which nothing can be copied into then."""
+        # Not for gradients: those kept elsewhere get their own memory before a replay. Nor for tensors that the step
+        # replaces: they lie in the program's memory.
         replaced = {path for path, slot in moved if path in self._replaced and holds_plain(slot.get())}
         slots = {path: slot for path, slot in moved if slot.param is None and path not in replaced}
         left = self._left(path for path, slot in slots.items() if slot.get() is not self._held[path])
@@ -334,8 +334,8 @@ class AdoptedTensors:
         return None
 
     def _shared(self, moved: list[tuple[str, Slot]], walk: Walk) -> str | None:
-        """Describe a new tensor whose memory something else has, too: it cannot lie where the program reads. What is in
-        containers that owners have let go, as each step does, is there because the walk holds them.
+        """Describe a new tensor whose memory something else uses, too, so that it cannot get the program's memory.
+        Tensors in dictionaries that owners have dropped do not count: only the old walk keeps these alive.
         """
         slots = [(path, slot) for path, slot in moved if slot.param is None and not self._is_replaced(path, slot)]
         there = set(map(id, walk.containers))
@@ -349,10 +349,10 @@ class AdoptedTensors:
         return None
 
     def _copy_in(self, moved: list[tuple[str, Slot]]) -> None:
-        """Copy what moved into the fixed storage, and have it lie there. What was there before gets memory of its own,
-        since other code may have kept it. In the place of what the step replaces, a tensor of the program is put.
+        """Copy moved tensors into the fixed storage, and give them that memory. The old tensors get other memory, since
+        code may have kept them. Slots that the step replaces get a tensor of the program.
         """
-        # Values first, since two slots may have swapped.
+        # Clone all values first, since two slots may have swapped their tensors.
         with torch.no_grad():
             values = [[tensor.detach().clone() for tensor in slot.tensors()] for _, slot in moved]
             olds = [[alias.clone() for alias in self._aliases[path]] for path, _ in moved]
@@ -384,7 +384,7 @@ class AdoptedTensors:
 
 
 def others_uses(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """How many tensors that are not the programs' have the memory behind each of ``tensors``, by storage."""
+    """Return, by storage, how many tensors outside of programs use the memory behind each of ``tensors``."""
     return {s: count - sum(one.uses.get(s, 0) for one in _LIVE) for s, count in memory_uses(tensors).items()}
 
 
@@ -393,16 +393,16 @@ def _place(slot: Slot) -> tuple[int, Any]:
 
 
 def is_overwritten(tensor: Tensor) -> bool:
-    """Whether programs write to ``tensor`` where their steps bind new tensors."""
+    """Return True if replays write to the memory of ``tensor`` where eager steps bind a new tensor."""
     return any(one.has_replaced(tensor) for one in _LIVE)
 
 
 def may_overwrite() -> bool:
-    """Whether any program does so."""
+    """Return True if :func:`is_overwritten` may hold for any tensor."""
     return any(one._replaced for one in _LIVE)
 
 
 def own_tensors() -> set[int]:
-    """Identities of what programs have bound where their steps replace what they find."""
+    """Return the ids of values that programs have bound in slots that their steps replace."""
     held = (one._held.get(path) for one in _LIVE for path in one._replaced)
     return {id(value) for value in held if value is not None}

@@ -1,8 +1,8 @@
-"""What a step binds anew: carries, rebound slots, gradients, counters, appended items.
+"""Bindings that a step changes: carries, rebound slots, gradients, counters, appended items.
 
-Inside the recording a carried slot's new value is copied into its old storage, so that replays chain. Carries are
-parallel assignments (``prev = cur; cur = f(cur)``): a source that lies in another carry's target is cloned first. A
-tensor that the step gives other memory (``q.data = ...``) is carried too, and gets its old memory back.
+The recording copies a carried slot's new value into its old storage, so that each replay continues from the last.
+Carries are parallel assignments (``prev = cur; cur = f(cur)``): a source inside another carry's target is cloned first.
+A tensor that the step gives other memory (``q.data = ...``) is carried, too, and gets its old memory back.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ _OTHERWISE = (
 )
 _get_grad = attrgetter("grad")
 _ACCUMULATED = WeakIdKeyDictionary()
-"""Gradients that some program accumulates into: several programs refer to them."""
+"""Gradients that some program accumulates into; several programs may refer to one."""
 
 
 class _Turn:
-    """What programs that share memory have in common: the bindings of the one that was replayed last."""
+    """State of the programs that share memory: the bindings of the program that was replayed last."""
 
     latest: weakref.ref[Bindings] | None = None
 
 
 _TURNS: WeakValueDictionary[object, _Turn] = WeakValueDictionary()
-"""By generation."""
+"""Turns by the generation of recordings."""
 
 
 @cache
 def _references() -> tuple[int, int]:
-    """What ``getrefcount`` says of a gradient in a variable, with its parameter and without."""
+    """Return ``getrefcount`` of a gradient in a local variable, first while a parameter has it, then without."""
     param = torch.empty(0, device="cpu", requires_grad=True)
     param.grad = torch.empty(0, device="cpu")
     grad = param.grad
@@ -66,11 +66,11 @@ def _references() -> tuple[int, int]:
 
 
 class _Severed(torch.autograd.Function):
-    """Copies a replay's result: the copy asks for gradients as eager's does, and refuses a backward pass."""
+    """Copy of a replay's result that requires gradients, as the eager result does, but refuses a backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, path: str) -> Tensor:
-        """``path`` is where the copy is left."""
+        """Copy ``tensor``, which the step leaves at ``path``."""
         ctx.path = path
         return copier(tensor)()
 
@@ -84,7 +84,7 @@ class _Severed(torch.autograd.Function):
 
 
 def _renewing(value: Any, path: str) -> Callable[[], Any]:
-    """Return what makes copies of a value that the step binds or appends: what asked for gradients goes on asking."""
+    """Return a function that copies a value that the step binds or appends; ``requires_grad`` is kept."""
 
     def copier_of(tensor: Tensor) -> Callable[[], Tensor]:
         return partial(_Severed.apply, tensor, path) if tensor.requires_grad else copier(tensor)
@@ -95,25 +95,25 @@ def _renewing(value: Any, path: str) -> Callable[[], Any]:
 
 
 class Bindings:
-    """What one program binds. ``before`` is the walk before its recording; in it, ``stand_ins`` are in the slots."""
+    """The bindings of one program. ``before`` is the walk before its recording, in which slots hold ``stand_ins``."""
 
     def __init__(self, plan: Plan, before: Walk, stand_ins: Mapping[str, Tensor]) -> None:
         self._plan = plan
         self._own, self._turn = weakref.ref(self), _Turn()
         self._old = {path: before.slots[path].get() for path in plan.rebindings.carries}
         self._into = {path: tensor_leaves(stand_ins.get(path, old)) for path, old in self._old.items()}
-        # Their memory, wherever the step leaves the tensors themselves.
+        # Detached aliases keep the memory, even if the step gives the tensors other memory.
         self._memory_of = {path: [tensor.detach() for tensor in into] for path, into in self._into.items()}
         self.homes = {path: old for path, old in self._old.items() if path not in stand_ins}
-        """What is bound in carried slots between steps."""
+        """The values in carried slots between steps."""
         self.targets = {storage_id(tensor) for into in self._into.values() for tensor in into}
         self._fresh: dict[str, Callable[[], Any] | None] = {}
-        """By path, what makes the value that the step leaves; None if it leaves nothing."""
+        """Functions that make the value that the step leaves, by path; None if it leaves nothing."""
         self._places: dict[str, Slot | None] = {}
         self._appended: dict[str, list[Callable[[], Any]]] = {}
         lent = {path: place.get() for path in plan.symbolic if (place := before.scalars.get(path)) is not None}
         self.numbers = StaticNumbers(lent, plan.filled, plan.drawn)
-        """What the step reads for numbers that it binds or returns."""
+        """Numbers that the step reads to bind or return them."""
         self._numbers: dict[str, StaticNumber] = {}
         self._left: dict[str, StaticNumber] = {}
         self._raised = {path for path, form in plan.numbers.items() if form.has_own}
@@ -123,10 +123,10 @@ class Bindings:
         self._walk = before
         kept = {path for path, need in plan.entry_grads.items() if need == "kept"}
         self.entry_grads = {path: param.grad for path, param in before.parameters.values() if path in kept}
-        """Gradients that the step accumulates into, as they are before it: it may drop them at its end."""
+        """Gradients that the step accumulates into, as they are before it, since it may drop them at its end."""
 
     def close_step(self, after: Walk, foreign: Iterable[int | None]) -> None:
-        """Record the copies that end a step. ``foreign`` are storages that the recording does not own."""
+        """Record the copies at the end of a step. ``foreign`` are storages that the recording does not own."""
         outside = set(foreign) | self.targets
         new = {path: after.slots[path].get() for path in self._plan.rebindings.carries}
         for path in self._plan.rebindings.fresh:
@@ -142,7 +142,7 @@ class Bindings:
             self._appended[path] = [_renewing(_own(self.numbers.take(item), outside), path) for item in items]
         for path, own in self._before.items():
             scalar = after.scalars[path]
-            # Another small integer may be the same object.
+            # Equal small integers are one object: pass the old value only where the form uses it.
             raised = own if path in self._raised else None
             value = scalar.get()
             if not is_deferred(value) or form_of(value, raised)[0] != self._plan.numbers[path]:
@@ -167,11 +167,11 @@ class Bindings:
         self.numbers.close()
 
     def leave(self, left: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Flags that the step has ``left``, by path, with the numbers of the latest replay."""
+        """Return the flags that the step has ``left``, by path, with the numbers of the latest replay."""
         return {**left, **{path: number.value() for path, number in self._left.items()}} if self._left else left
 
     def bind_back(self, after: Walk) -> None:
-        """Bind carried slots to their fixed storage, and note the gradients that the step leaves."""
+        """Bind carried slots to their fixed storage, and store the gradients that the step leaves."""
         self.follow(after)
         for path, old in self._old.items():
             after.slots[path].set(old)
@@ -180,7 +180,7 @@ class Bindings:
                     tensor.data = memory
         for path, other in self._plan.rebindings.followers.items():
             after.slots[path].set(after.slots[other].get().detach())
-        # Who else has them is counted.
+        # Drop these references: `memory_uses` counts the users of this memory.
         self._old, self._into = {}, {}
         touched = {
             path.place for path in self._plan.rebindings.fresh if isinstance(path, Path) and path.of is Of.GRADIENT
@@ -192,7 +192,7 @@ class Bindings:
         self._bind_grads()
 
     def _bind_grads(self) -> None:
-        """Use the gradients in ``_grads`` from now on."""
+        """Prepare the lists for the gradients in ``_grads``."""
         self._grad_params = [param for param, _ in self._grads]
         self._grad_values = [grad for _, grad in self._grads]
         self._written = [grad for grad in self._grad_values if grad is not None]
@@ -206,7 +206,7 @@ class Bindings:
         self._counts = self._count()
 
     def _count(self) -> list[int]:
-        """References to each gradient that is written, and to its shard, without those of parameters."""
+        """Count references to each gradient that is written and to its shard, except those of parameters."""
         counts = map(getrefcount, self._written)
         if self._memory is not self._written:
             counts = map(add, counts, map(getrefcount, self._memory))
@@ -216,9 +216,9 @@ class Bindings:
         return list(map(sub, counts, map(is_, map(_get_grad, self._written_params), self._written)))
 
     def settle_grads(self, *, are_kept: bool = True) -> None:
-        """Before a replay: bring gradients that moved (``module.to``) back to the memory that the recording writes. One
-        that the caller keeps gets memory of its own, and another tensor takes its place, since an eager step makes new
-        ones; but not those that steps accumulate into. ``are_kept`` is False if it is known that none is kept.
+        """Before a replay: return gradients that moved (``module.to``) to the memory that the recording writes. A
+        gradient that the caller keeps gets other memory and a new tensor takes its place, as an eager step makes new
+        ones; but not if steps accumulate into it. ``are_kept``: False if it is known that none is kept.
         """
         if not self._addresses.are_of(self._memory):
             lost = self.lost_memory()
@@ -230,11 +230,11 @@ class Bindings:
             self._release_kept()
 
     def share_memory(self, generation: object) -> None:
-        """Take turns with the programs of this ``generation``."""
+        """Share :class:`_Turn` with the programs of this ``generation``."""
         self._turn = _TURNS.setdefault(generation, _Turn())
 
     def take_turn(self) -> None:
-        """Before a replay after another program's: move gradients out of what it overwrites and does not make anew."""
+        """Before a replay: move gradients of the program replayed last out of shared memory, if this one makes none."""
         before = self._turn.latest
         if before is self._own:
             return
@@ -245,16 +245,16 @@ class Bindings:
                 memory.data = memory.detach().clone()
 
     def _grads_in_memory(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Parameters, the gradients that the recording writes, and their memory."""
+        """Yield parameters, the gradients that the recording writes, and their memory."""
         return zip(self._written_params, self._written, self._memory, strict=True)
 
     def grads_in_place(self) -> list[Tensor]:
-        """The memory of gradients that lie where the recording makes new ones."""
+        """Return the memory of gradients that lie where the recording makes new ones."""
         pairs = zip(self._written_params, self._written, strict=True)
         return [local(grad).detach() for param, grad in pairs if param.grad is grad and grad not in _ACCUMULATED]
 
     def take_grads(self) -> None:
-        """After an eager step: have gradients that nothing else refers to lie where replays leave them."""
+        """After an eager step: move gradients that nothing else refers to into the memory that replays write."""
         taken: list[tuple[Tensor, Tensor]] = []
         for param, grad in self._grads:
             new = param.grad
@@ -268,7 +268,7 @@ class Bindings:
             param.grad = grad
 
     def lost_memory(self) -> str | None:
-        """Describe the gradient whose memory was given back: only ``storage.resize_`` moves an alias of it."""
+        """Describe a gradient whose memory was given back: only ``storage.resize_`` changes an alias's address."""
         if self._addresses.are_of(self._memory):
             return None
         for param, alias, pointer in zip(self._written_params, self._aliases, self._addresses.pointers, strict=True):
@@ -284,7 +284,7 @@ class Bindings:
             for number, (count, now) in enumerate(zip(self._counts, counts, strict=True))
             if now > count and self._written[number] not in _ACCUMULATED
         ]
-        # A variable that refers to a gradient here would be counted among those who keep it.
+        # Handle gradients by index: a local variable would count as a reference that keeps one.
         self._counts = counts
         if kept:
             released = {id(self._written[number]): self._aliases[number].detach() for number in kept}
@@ -295,7 +295,7 @@ class Bindings:
             self._bind_grads()
 
     def follow(self, walk: Walk) -> None:
-        """Use ``walk``'s containers from now on."""
+        """Bind in the containers of ``walk`` from now on."""
         self._places = {path: self._place_in(walk, path) for path in self._fresh}
         self._walk = walk
         self.numbers.follow(walk)
@@ -318,8 +318,8 @@ class Bindings:
         ]
 
     def _place_in(self, walk: Walk, path: str) -> Slot | None:
-        """Where the step binds ``path``: if nothing is there now (``self.cache.clear()`` before each step), where it
-        was, or in what replaced the container (``self.cache = {}``).
+        """Return the slot in which the step binds ``path``. If it is empty now (``self.cache.clear()`` before each
+        step), return the former slot, or one in the container's replacement (``self.cache = {}``).
         """
         place = walk.place(path)
         before = self._places.get(path)
@@ -333,16 +333,16 @@ class Bindings:
         return before if any(container is held for held in walk.containers) else None
 
     def lost_place(self) -> str | None:
-        """A path that the step binds and that leads nowhere any more."""
+        """Return a path that the step binds and that no longer leads to a slot; None if there is none."""
         lost = (path for path, place in self._places.items() if place is None and self._fresh[path] is not None)
         return next(lost, None)
 
     def move_homes(self, walk: Walk) -> None:
-        """Take what ``walk``'s carried slots hold as :attr:`homes`."""
+        """Set :attr:`homes` to the values in ``walk``'s carried slots."""
         self.homes = {path: walk.slots[path].get() if path in walk.slots else home for path, home in self.homes.items()}
 
     def homes_in_place(self) -> dict[str, Any]:
-        """:attr:`homes`; in place of those that another program has moved, tensors where replays read and write."""
+        """Return :attr:`homes`, with tensors in the recorded memory for those that another program has moved."""
         found = dict(self.homes)
         for path, home in self.homes.items():
             if places(tensor_leaves(home)) != places(self._memory_of[path]):
@@ -350,7 +350,7 @@ class Bindings:
         return found
 
     def replace_recorded(self) -> None:
-        """After the recorded pass has run: give owners copies of what a replay will overwrite."""
+        """After the recorded pass has run: give owners copies of the values that a replay will overwrite."""
         self.numbers.fetch()
         for path, makes in self._appended.items():
             for number, make in enumerate(makes, -len(makes)):
@@ -366,9 +366,9 @@ class Bindings:
                 slot.set(None if make is None else make())
 
     def keep_places(self, walk: Walk) -> bool:
-        """Whether ``walk``, made before :meth:`repeat`, leads to everything after it."""
+        """Return True if ``walk``, made before :meth:`repeat`, still finds every slot after it."""
         stay = (path in walk.slots and make is not None for path, make in self._fresh.items())
-        # Parameters that ask for gradients in the step alone have no places for them before.
+        # Parameters that require gradients only within the step have no gradient slots before it.
         given = set(map(id, self._written_params))
         found = (Path.gradient(path) in walk.slots for path, param in walk.parameters.values() if id(param) in given)
         return not self._appended and all(stay) and all(found)
@@ -396,8 +396,8 @@ def _set_number(scalar: Scalar, number: StaticNumber) -> None:
 
 
 def _own(value: Any, foreign: set[int | None]) -> Any:
-    """``value`` with all tensors detached, and those in foreign memory cloned, inside the recording. Those that asked
-    for gradients go on asking.
+    """Return ``value`` with all tensors detached, and those in foreign memory cloned inside the recording.
+    ``requires_grad`` is kept.
     """
 
     def own(tensor: Tensor) -> Tensor:

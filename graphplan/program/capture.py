@@ -1,4 +1,4 @@
-"""Recording a program. A capture is a transaction: one that fails leaves owners as they were."""
+"""Record a program. A capture is a transaction: if it fails, owners stay as they were."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def capture_program(
     lends: bool = False,
 ) -> Program:
     """Record ``plan``'s step on ``feed`` under ``policy``; :meth:`Program.run_recorded` then finishes the call.
-    ``homes`` are what other programs of the step have bound in carried slots, by path; ``lends``: results are the
-    program's own memory.
+    ``homes`` are the values that other programs of the step have bound in carried slots, by path. ``lends``: results
+    are the program's own memory.
     """
     check_policy(plan, policy)
     sharding, walk = come_to_rest(plan.handles.owners())
     changed = outdated(plan, walk)
     if changed is not None:
         raise GuardError(f"the plan of {plan.name} is out of date: {changed}; compile another one with compile_plan")
-    # What the step reads may be another value once it is over: a deque is full, say.
+    # Read the values before the step, which may change them (a deque becomes full).
     values = {path: value.get() for path in plan.reads.values if (value := walk.value(path)) is not None}
     inputs = StaticInputs(plan, feed, buffers, copies=Role.INPUT in policy.copy_roles)
     copied = CopiedOwned(plan, policy, buffers, walk)
@@ -79,13 +79,13 @@ def capture_program(
     found = {path: value for path, value in flags.read().items() if path in plan.left}
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
     bindings = Bindings(plan, walk, copied.stand_ins)
-    # A backend that executes records it with the rest.
+    # A backend that executes while it records also records the host's part.
     host = None if backend.executes or plan.traced.host_program is None else HostInputs(plan.traced, walk)
     undo = Undo(plan, walk, inputs) if plan.branches else None
     parts = inputs, copied, bindings
     recording, after, outputs = _record(plan, feed, walk, backend, *parts, undo, sharding=sharding, lends=lends)
     bindings.bind_back(after)
-    # A program compares what a call begins with.
+    # Guards compare flags with those at the beginning of a call: restore these for now.
     flags.assign(found)
     is_as_recorded = not (plan.rebindings.carries or plan.appends or plan.left or plan.defers or copied.stand_ins)
     walk = after if is_as_recorded else plan.handles.walk()
@@ -108,7 +108,7 @@ def _record(
     sharding: Sharding,
     lends: bool,
 ) -> tuple[Recording, Walk, Outputs]:
-    """Have the backend record the step, then the copies that end it."""
+    """Record the step with the backend, then the copies at its end."""
     leaves = [dressed(inputs.by_leaf.get(index, leaf), leaf) for index, leaf in enumerate(feed.leaves)]
     fed = CallArguments(*feed.rebuild(leaves)).watch()
     outside = {storage_id(inputs.by_leaf.get(index, leaf)) for index, leaf in feed.tensors()} | set(walk.by_storage())
@@ -148,8 +148,7 @@ def _record(
             found.append((after, outputs))
             pending.extend(numbers.pending)
 
-    # Casts of the weights that the caller's autocast remembers would be missing from the recording.
-    torch.clear_autocast_cache()
+    torch.clear_autocast_cache()  # Weight casts in the caller's cache would be missing from the recording.
     copied.load({}, walk)
     with copied.swapped_in(walk):
         recording = backend.record(body, replace(plan.traced, answers=answers_in(fed.kwargs)))[0]
@@ -159,8 +158,8 @@ def _record(
 
 
 def outdated(plan: Plan, walk: Walk) -> str | None:
-    """Describe the first Python value or slot that is not what it was in the traces."""
-    # A container of its own may lie now where there was one that lay elsewhere, too.
+    """Describe the first Python value or slot that has changed since the traces."""
+    # If a path now holds a container of its own, instead of one that also lay elsewhere, only its length is found.
     there = lambda path: walk.value(path) is not None or Path.length(path) in walk.objects  # noqa: E731
     values = {path: value for path, value in plan.reads.values.items() if there(path)}
     changed = plan.reads.changed(walk, values, " when the step was traced")
@@ -179,7 +178,7 @@ def outdated(plan: Plan, walk: Walk) -> str | None:
 
 
 def _joined(plan: Plan, walk: Walk) -> str | None:
-    """Describe the first two slots that share memory now, where that matters, and did not in the traces."""
+    """Describe the first two slots that share memory now and did not in the traces, if the step depends on it."""
     holders: dict[int | None, str] = {}
     for path in {external.path: None for external in plan.externals if external.path is not None}:
         slot = walk.slots.get(path)
@@ -192,7 +191,7 @@ def _joined(plan: Plan, walk: Walk) -> str | None:
 
 
 def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> None:
-    """Bind carried slots to the storage of other programs where that does not show: else each turn would copy them."""
+    """Bind carried slots to other programs' tensors if no code can tell; else each change of program copies them."""
     sharing, partners = walk.by_storage(), plan.rebindings.partners
     taken = {storage_id(leaf) for _, leaf in feed.tensors()} | sharing.keys()
     for path in filter(homes.__contains__, plan.rebindings.carries):
@@ -214,8 +213,8 @@ def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> No
 
 
 def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bound: Collection[str]) -> None:
-    """Bind carried slots that the step only replaces to tensors of the program, which replays write to: what lay there
-    (the zeros that a hidden state begins with) stays what it is.
+    """Bind carried slots that the step only replaces to new tensors of the program, which replays write to, so that the
+    old tensors (the initial zeros of a hidden state) stay unchanged.
     """
     if not plan.rebindings.carries:
         return
@@ -247,12 +246,12 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
 
 
 def _home_like(tensor: Tensor) -> Tensor:
-    """A copy that lies in memory as ``tensor`` does, but for elements that share some: replays write to each."""
+    """Return a copy with the layout of ``tensor``, but without elements that share memory: replays write to each."""
     return tensor.clone() if overlaps(tensor.shape, tensor.stride()) else copier(tensor)()
 
 
 def _check_shared(plan: Plan, feed: Feed, walk: Walk, inputs: StaticInputs) -> None:
-    """Refuse leaves that share memory with what the step changes, or are used in place and ask for gradients."""
+    """Refuse leaves that share memory with tensors that the step changes, or that are adopted and require gradients."""
     shared = plan.shared_leaf(feed, walk)
     if shared is not None:
         raise FeedError(f"{plan.feed.names()[shared]}: {MEMORY_IS_FED}")

@@ -1,5 +1,5 @@
-"""Errors that are not the step's own become refusals, with their place: a run that succeeds without graphplan must not
-fail because reading an object runs code of its class that raises, or because graphplan itself fails.
+"""Turn errors that are not the step's own into refusals, with their place. A run that succeeds without graphplan must
+not fail because reading an object runs code of its class that raises, or because graphplan itself fails.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from graphplan.observe.asked_classes import asks_classes
 from graphplan.observe.source import raising_code
 
 _NAMES = ("path", "label", "place")
-"""What its own functions call the path of what they look at."""
+"""Names of local variables in this package's functions that hold the path of the value being read."""
 
 
 def refusal_of(error: Exception) -> FaultError | None:
-    """The refusal that ``error``, raised in a call of a step, comes to. None if it comes out as it is: the step's own,
-    one that graphplan raises on purpose, or want of memory.
+    """Return the refusal for ``error``, raised in a call of a step. Return None if the error passes unchanged: one of
+    the step's own, one that graphplan raises on purpose, or out of memory.
     """
     if is_steps_own(error) or is_out_of_memory(error):
         return None
@@ -40,7 +40,7 @@ def refusal_of(error: Exception) -> FaultError | None:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Raise what the block raises, or the refusal that it comes to."""
+    """Raise errors of the block unchanged, or as the refusal from :func:`refusal_of`."""
     try:
         yield
     except Exception as error:
@@ -51,7 +51,7 @@ def refusing() -> Iterator[None]:
 
 
 def lost(error: Exception, name: str) -> EffectError:
-    """What ``error`` comes to after the step ``name`` has run."""
+    """Return the error to raise for ``error`` once the step ``name`` has run."""
     return EffectError(
         f"{describe(error)}. {name} has run: its tensors are those of the next step, but what it does in Python may be "
         "half done, and what it returns is lost. Go on from a checkpoint, keep objects whose items raise out of what "
@@ -60,7 +60,7 @@ def lost(error: Exception, name: str) -> EffectError:
 
 
 def describe(error: Exception) -> str:
-    """Say what ``error`` is, where in graphplan it came up, where it was raised, and at which path."""
+    """Describe ``error``: its type, graphplan's file, where it was raised, its text, and the path being read."""
     frames = list(walk_tb(error.__traceback__))
     ours = [frame for frame, _ in frames if frame.f_code.co_filename.startswith(OURS)]
     doing = f"in graphplan/{ours[-1].f_code.co_filename.removeprefix(OURS)}" if ours else "in graphplan"
@@ -72,13 +72,13 @@ def describe(error: Exception) -> str:
 
 
 def is_raised_by_user(error: BaseException) -> bool:
-    """Whether a line of the user's own raises ``error``, in code that asks for no classes: a stand-in has another."""
+    """Return True if the user's code raises ``error`` and never asks for a class, by which stand-ins differ."""
     code = raising_code(error)
     return code is not None and is_users_file(code.co_filename) and not asks_classes(code)
 
 
 def is_steps_own(error: BaseException) -> bool:
-    """Return True if ``error`` is the caller's, or may come from a dispatch mode of the caller's."""
+    """Return True if ``error`` comes from the user's code, or may come from the caller's dispatch mode."""
     return _get_current_dispatch_mode() is not None or is_callers(error)
 
 

@@ -1,4 +1,4 @@
-"""Python values that every program bakes in, as part of its key: modes, flags, hyper-parameters, memberships, hooks."""
+"""Python values that every recording fixes, as part of its key: modes, flags, hyper-parameters, memberships, hooks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GLOBAL_HOOKS = [
 
 
 class Odd:
-    """A value of a type with an ``__eq__`` of its own, or without a hash, as a part of a key."""
+    """Wrapper for a value in a key whose type has its own ``__eq__`` or no hash."""
 
     __slots__ = ("value",)
 
@@ -51,7 +51,7 @@ class Odd:
 
 
 class Hooks:
-    """Hooks of the layers, parameters and optimizers of a walk, and those that torch calls for all of them."""
+    """Hooks of the layers, parameters and optimizers of a walk, and torch's global hooks."""
 
     def __init__(self, walk: Walk) -> None:
         self._places: list[tuple[str, Any, str]] = [(name, space, name) for name, space in _GLOBAL_HOOKS]
@@ -65,7 +65,7 @@ class Hooks:
         self._filled = Column("same_attributes", [])
 
     def values(self) -> tuple[tuple[str, tuple[tuple[int, Odd], ...]], ...]:
-        """Hooks by their numbers in torch's count. All places are asked again only after one was registered."""
+        """Return hooks by their ids in torch. All places are searched again only after one was registered."""
         registered = hooks_registered()
         if registered != self._registered:
             self._registered = registered
@@ -78,7 +78,7 @@ class Hooks:
         )
 
     def rows(self) -> list[Row]:
-        """After :meth:`values`: what holds while no hook is added."""
+        """After :meth:`values`: return comparisons that hold while no hook is added or removed."""
         return [
             ("same_results", [hooks_registered], [self._registered]),
             self._filled.row(),
@@ -87,15 +87,15 @@ class Hooks:
 
 
 class Fingerprint:
-    """The values of one walk. ``left_out`` are entries of parameter groups, by the group's identity and a key: learning
-    rates that lie in device tensors, what the optimizer itself counts with.
+    """The values of one walk. ``left_out`` are entries of parameter groups, by the group's id and a key: learning rates
+    in device tensors and the optimizer's own counters.
     """
 
     def __init__(self, walk: Walk, left_out: Collection[tuple[int, str]] = ()) -> None:
         modules = [(type(module).__name__, module) for module in walk.modules]
         optimizers = walk.optimizers.items()
         groups = [(f"{path}.param_groups[{n}]", g) for path, o in optimizers for n, g in enumerate(o.param_groups)]
-        # A layer, parameter or buffer that comes or goes changes what a step runs.
+        # An added or removed layer, parameter or buffer changes the operators of a step.
         sized = [(f"{kind}.{part}", getattr(module, part)) for kind, module in modules for part in _PARTS]
         sized += [(f"{path}.param_groups", optimizer.param_groups) for path, optimizer in optimizers]
         sized += [pair for path, group in groups for pair in ((path, group), (f"{path}['params']", group["params"]))]
@@ -103,19 +103,19 @@ class Fingerprint:
         self._own = Column("same_values", [*_own(modules, _OF_MODULES), *_own(optimizers, _OF_OPTIMIZERS)])
         self._types = Column("same_types", [(f"the class of a {kind}", module) for kind, module in modules])
         self._sizes = Column("same_lengths", sized)
-        # Paths, which loading a state dictionary leaves as they are. A program's guards compare the lists themselves.
+        # Compare paths, which do not change when a state dict is loaded. Guards compare the lists themselves.
         paths = {number: path for number, (path, _) in walk.parameters.items()}
         self._members = {Path.members(path): tuple(paths[id(p)] for p in group["params"]) for path, group in groups}
         lists: list[tuple[Any, ...]]
         lists = [("same_attributes", optimizer, "param_groups", optimizer.param_groups) for _, optimizer in optimizers]
         lists += [("same_values", group, "params", group["params"]) for _, group in groups]
         self._membership = Checks([*rows_of(lists), *contents_of([items for *_, items in lists])])
-        # A dictionary of layers or parameters may be put in another order.
+        # Code may reorder a dictionary of layers or parameters.
         self._order = tuple(
             name
             for module in walk.modules
             for part in (module._modules, module._parameters)
-            # A scripted module keeps them in what is no dictionary, and cannot be iterated.
+            # In a scripted module, these are no dictionaries and cannot be iterated.
             for name in part.keys()  # noqa: SIM118
         )
         self._hooks = Hooks(walk)
@@ -126,12 +126,12 @@ class Fingerprint:
         self._flags: tuple[Any, ...] = ()
 
     def matches_groups(self) -> bool:
-        """Return True if the optimizers' groups are those of the walk, with the same parameters."""
+        """Return True if the optimizers still have the walk's parameter groups, with the same parameters."""
         return bool(self._membership.hold())
 
     def rows(self, placed: Collection[int]) -> list[Row] | None:
-        """After :meth:`values`: comparisons that hold while everything is as it was; None if these cannot tell.
-        ``placed`` are the ids of tensors that others compare.
+        """After :meth:`values`: return comparisons that hold while nothing changes; None if comparisons cannot tell.
+        ``placed`` are the ids of tensors that other guards compare.
         """
         if self._sharding.is_there or not all(map(_stays, self._hypers.read())):
             return None
@@ -139,9 +139,9 @@ class Fingerprint:
         return [*(column.row() for column in self._columns), *self._hooks.rows(), row_of(left, placed=False)]
 
     def values(self) -> tuple[Any, ...]:
-        """The values now: hyper-parameters first, in the order of :attr:`labels`."""
+        """Return the current values: hyper-parameters first, in the order of :meth:`_all_labels`."""
         return (
-            # One that is gone shows in the group's length.
+            # A removed entry shows in the group's length.
             *_frozen_all(self._hypers.read()),
             *_frozen_all(self._own.read()),
             *self._types.read(),
@@ -158,7 +158,7 @@ class Fingerprint:
         return (self._hypers, self._own, self._types, self._sizes)
 
     def _parameter_flags(self) -> tuple[Any, ...]:
-        """The geometry of every parameter: a frozen one, or one in another memory format."""
+        """Return the geometry of every parameter, which shows freezing and changes of the memory format."""
         if self._facts is None or not self._facts.fit(self._parameters):
             self._facts = facts_of(self._parameters, placed=False)
             columns = zip(*map(geometry, self._parameters), strict=True)
@@ -178,33 +178,33 @@ class Fingerprint:
 
     @property
     def layout(self) -> tuple[list[str], list[str], list[str]]:
-        """What the values are of: parameters, containers, hyper-parameters. Only values of one layout compare."""
+        """Paths of parameters, containers and hyper-parameters. Only values of the same layout can be compared."""
         return (self._paths, self._sizes.paths, self._hypers.paths)
 
     def changed_hypers(self, layout: Any, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
-        """Descriptions of the hyper-parameters that differ. ``layout`` is that of the ``old`` values."""
+        """Describe the hyper-parameters that differ. ``layout`` is that of the ``old`` values."""
         return _differences(self._hypers.paths, old, new) if layout == self.layout else []
 
     def changed(self, layout: Any, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
-        """Descriptions of everything that differs. ``layout`` is that of the ``old`` values."""
+        """Describe all values that differ. ``layout`` is that of the ``old`` values."""
         if layout != self.layout:
             pairs = [(set(before), set(now)) for before, now in zip(layout, self.layout, strict=True)]
             gone = [f"{label} is gone" for before, now in pairs for label in sorted(before - now)]
             return gone + [f"{label} is new" for before, now in pairs for label in sorted(now - before)]
-        # The parameters' flags are one value, so that they need not be copied for each call.
+        # The parameters' flags are one nested tuple, so that no call has to copy them.
         return _differences(self._all_labels(), (*old[:-1], *old[-1]), (*new[:-1], *new[-1]))
 
 
 def _own(things: Iterable[tuple[str, Any]], keys: Iterable[str]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """What instances themselves have under names that stand before their class's; None for one that has nothing."""
+    """Yield places of instance attributes that would hide those of the class; the value is None if not set."""
     return ((f"{path}.{key}", vars(thing), key) for path, thing in things for key in keys)
 
 
 def _hypers_of(walk: Walk, left_out: Collection[tuple[int, str]]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The values in the parameter groups of optimizers: what they are called, the group and the key in it."""
+    """Yield label, group and key for each value in the parameter groups of optimizers."""
     for path, optimizer in walk.optimizers.items():
         for index, group in enumerate(optimizer.param_groups):
-            # Groups that change places have their keys in other orders.
+            # Sort: groups that change places may have their keys in another order.
             for key, value in sorted(group.items(), key=lambda item: str(item[0])):
                 if key != "params" and not isinstance(value, Tensor) and (id(group), key) not in left_out:
                     yield f"{type(optimizer).__name__} {path}.param_groups[{index}].{key}", group, key
@@ -217,13 +217,13 @@ def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) 
 
 
 def _frozen_all(values: Iterable[Any]) -> Iterable[Any]:
-    """What can be compared and hashed in the place of ``values``."""
+    """Return comparable and hashable representations of ``values``."""
     values = tuple(values)
     return values if PLAIN.issuperset(map(type, values)) else map(_frozen, values)
 
 
 def _frozen(value: Any) -> Any:
-    """What can be compared and hashed in the place of ``value``, with what lists, dictionaries and buffers hold now."""
+    """Return a comparable and hashable representation of ``value`` with the current items of containers and buffers."""
     if isinstance(value, dict):
         return tuple((_frozen(key), _frozen(item)) for key, item in value.items())
     if isinstance(value, (list, tuple)):

@@ -1,5 +1,5 @@
-"""Is what a program depends on still where it was? Before every replay, flat comparisons over prebuilt lists, all in
-one call: what containers hold, by identity, Python values that the step's code reads, where adopted memory lies.
+"""Guards: before every replay, one call compares prebuilt flat lists with the current state. They compare the items of
+containers by identity, Python values that the step's code reads, and the addresses of adopted memory.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from graphplan.tensors.symbolic import come_out
 from graphplan.trace.changes import is_alike, same_value
 
 _MISSED = (LookupError, RuntimeError, AttributeError, TypeError, ArithmeticError)
-"""What is raised where a key is gone, a Python value became a tensor, or a number something else."""
+"""Errors of a lookup if a key is gone, a Python value became a tensor, or a number became something else."""
 Place = tuple[Any, Any, Any]
-"""A container, a key in it, and what lies there."""
+"""A container, a key in it, and the value there."""
 
 
 class Guards:
-    """Identity and address checks of one program, for ``slots`` and ``extra`` tensors that it adopted, the links of
-    ``walk``, and the Python ``values`` at capture, by path; of others, what they are now counts. ``entry_grads`` are
-    the gradients that the step accumulates into, by path, ``moving`` paths of values in lists and dictionaries that
-    were replaced by others which hold the same.
+    """The guards of one program: for ``slots`` and ``extra`` tensors that it adopted, the links of ``walk``, and Python
+    values by path, compared with ``values`` from the capture or else with the current ones. ``entry_grads`` are the
+    gradients that the step accumulates into, by path. ``moving`` are paths of values in lists and dictionaries that
+    were replaced by others with the same items.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Guards:
         """The Python values that the program was captured with, by path."""
         asked = {path for question in plan.reads.questions for path in question.paths}
         symbolic = {path: lasting(place) for path in plan.symbolic if (place := walk.value(path)) is not None}
-        # Arguments are always integers.
+        # Numbers given as arguments are always integers: only their branches are guarded.
         symbolic = {
             path: place for path, place in symbolic.items() if path in asked or type(place.container) is not Given
         }
         self._shown = _Metadata(plan.reads.metadata, walk)
         self.ask: Callable[[], bool] | None = None
-        """Tells whether the step would take the way through its code that was recorded, by owners' numbers."""
-        # Of lists that may be others in each step, their lengths are compared with the values in them.
+        """Return True if the step would take the recorded branches with the owners' current numbers."""
+        # For lists that each step may replace, `ask` compares lengths together with the values.
         fixed = {path: lasting(place) for path, place in read.items() if path in moving}
         lists = {id(place.items) for place in (*symbolic.values(), *fixed.values()) if isinstance(place, Item)}
         told = [path for path, place in read.items() if isinstance(place.container, Told)]
@@ -70,8 +70,8 @@ class Guards:
         links = _used_links(walk, plan, [place.container for place in used])
         self._structure_places = [*links, *((parts, name, None) for parts, name in walk.empty.values())]
         self._names = Counter(id(child) for _, _, child in links if not isinstance(child, Tensor | Module))
-        """How many links lead to each container: what is in it was found by the name of one of them."""
-        # Those of modules are part of the program's key.
+        """The number of links to each container: its items were found under the name of one of them."""
+        # Classes of modules are part of the program's key.
         self._types = [(thing, type(thing)) for thing, _ in walk.attributes if not issubclass(type(thing), Module)]
         params = [(path, param) for path, param in walk.parameters.values() if path in plan.entry_grads]
         self._grads = [(param, entry_grads.get(Path.gradient(path))) for path, param in params]
@@ -93,12 +93,12 @@ class Guards:
             *self._rows_of_tensors(slots, list(extra)),
             *([("same_results", [self._shown.hold], [True])] if plan.reads.metadata else []),
         ]
-        """All that is compared but for what :attr:`ask` tells."""
+        """All comparisons except :attr:`ask`."""
         self._checks = Checks([*asking, *self.rows])
         self._structure = Checks([*_rows_of_places(self._structure_places), *structure, *asking])
 
     def _rows_of_tensors(self, slots: Sequence[Slot], extra: list[Tensor]) -> list[Row]:
-        """Where tensors lie, and what they are like; of optimizers' state, which code leaves as it is, the former."""
+        """Return comparisons of addresses and geometry; only of addresses for optimizer state, whose geometry stays."""
         grads = [grad for _, grad in self._grads]
         held = {id(tensor): tensor for tensor in (*extra, *(local(grad) for grad in grads if grad is not None))}
         state: dict[int, Tensor] = {}
@@ -107,12 +107,12 @@ class Guards:
             found.update((id(tensor), tensor) for tensor in tensor_leaves(slot.get()))
         tensors, lying = list(held.values()), [tensor for tensor in state.values() if id(tensor) not in held]
         self.compared = frozenset(held)
-        """Tensors of which everything is compared, by identity."""
+        """The ids of tensors whose address and geometry are both compared."""
         sharded = [value for value in (*(slot.get() for slot in slots), *grads) if is_sharded(value)]
         return [*_rows_of_shards(sharded), row_of(tensors, placed=True), row_of(lying, placed=True, alone=True)]
 
     def gradients_fit(self) -> bool:
-        """Return True if gradients exist where the program reads them, and are None where it makes new ones."""
+        """Return True if gradients exist that the program reads, and are None where it makes new ones."""
         fit = all((param.grad is None) == (grad is None) for param, grad in self._grads)
         return fit and self._shown.gradients_are_there()
 
@@ -121,11 +121,11 @@ class Guards:
         return _hold(self._checks)
 
     def structure_holds(self) -> bool:
-        """Return True if containers and Python values are unchanged, so that slots are found without a walk."""
+        """Return True if containers and Python values are unchanged, so that slots need no new walk."""
         return _hold(self._structure)
 
     def changed_structure(self) -> str | None:
-        """The first layer, parameter or buffer that came, went or was replaced, described."""
+        """Describe the first layer, parameter or buffer that was added, removed or replaced."""
         for container, key, child in self._structure_places:
             if Slot(container, key).get() is child:
                 continue
@@ -141,21 +141,21 @@ class Guards:
         return None
 
     def _are_split(self, child: Any) -> bool:
-        """Whether the names of a container lead to different things now."""
+        """Return True if the names of a container now lead to different objects."""
         places = [(container, key) for container, key, held in self._structure_places if held is child]
         return len({id(Slot(*place).get()) for place in places}) > 1
 
 
 class _Metadata:
-    """What tensors are like that the step's code only looks at, compared with what they were like in the traces
-    (``known``, by path). They are not held: the host may put another one there before each step.
+    """Comparison of tensors whose metadata alone the step's code reads with their metadata in the traces (``known``,
+    by path). It keeps no reference to the tensors: code may bind another one before each step.
     """
 
     def __init__(self, known: Mapping[str, Any], walk: Walk) -> None:
         found = [(metadata, walk.slots[path]) for path, metadata in known.items() if path in walk.slots]
         self.slots = [slot for _, slot in found]
         self._is_whole = len(found) == len(known)
-        # Single tensors are compared in one call; others are tuples, or only have to be there.
+        # Single tensors are compared in one call; the rest are tuples, or tensors that only have to exist.
         self._single = [pair for pair in found if isinstance(pair[0], TensorMetadata)]
         self._others = [pair for pair in found if not isinstance(pair[0], TensorMetadata)]
         self._kinds = [metadata.kind for metadata, _ in self._single]
@@ -173,7 +173,7 @@ class _Metadata:
         return _are_alike(self._others)
 
     def gradients_are_there(self) -> bool:
-        """Return True if the gradients exist whose existence alone the code reads."""
+        """Return True if all gradients exist whose existence the code reads."""
         return all(slot.param.grad is not None for slot in self.slots if slot.param is not None)
 
 
@@ -182,9 +182,9 @@ def _are_alike(known: Iterable[tuple[Any, Slot]]) -> bool:
 
 
 def _rows_of_shards(sharded: list[Any]) -> list[Row]:
-    """A comparison that holds while DTensors have the shards that they had. It does not refer to the guards, which
-    would then keep the owners' tensors until the next garbage collection: whether a tensor's memory is used elsewhere
-    is told from how many tensors have it.
+    """Return a comparison that holds while DTensors have the same shards. It must not refer to the guards: a reference
+    cycle would keep the owners' tensors until the next garbage collection, but the number of tensors that share memory
+    has to show if code uses it elsewhere.
     """
     shards = list(map(local, sharded))
     return [("same_results", [lambda: not any(map(is_not, map(local, sharded), shards))], [True])] if sharded else []
@@ -193,8 +193,8 @@ def _rows_of_shards(sharded: list[Any]) -> list[Row]:
 def _asking(
     plan: Plan, symbolic: Mapping[str, Scalar], fixed: Sequence[tuple[Scalar, Any]], walk: Walk
 ) -> Callable[[], bool]:
-    """Return what tells whether the numbers at ``symbolic`` places are of the classes that they were of, and what the
-    step branches on comes out as it did; and whether ``fixed`` places have their values.
+    """Return a function that returns True if numbers at ``symbolic`` places have their former classes, the step's
+    branches on them have their former outcomes, and ``fixed`` places have their former values.
     """
     places, known = list(symbolic.values()), list[Any]()
     items = [place for place in (*places, *(place for place, _ in fixed)) if isinstance(place, Item)]
@@ -228,9 +228,9 @@ def _hold(checks: Any) -> bool:
 
 
 def _used_links(walk: Walk, plan: Plan, containers: Iterable[Any]) -> list[Place]:
-    """Links to modules, and to what holds anything that the program uses, counts or fills, directly or further down.
+    """Return the links to modules and to containers that hold, at any depth, a value that the program reads or writes.
 
-    Others may come and go: a scheduler's list of rates is another one after each step.
+    Other links may change: a scheduler makes a new list of learning rates after each step.
     """
     used = {id(home(container)) for container in containers}
     paths = [*plan.rebindings.paths, *plan.counters, *plan.assignments, *plan.numbers]
@@ -247,13 +247,13 @@ def _used_links(walk: Walk, plan: Plan, containers: Iterable[Any]) -> list[Place
 
 def _rows_of_places(places: list[Place]) -> list[Row]:
     whole, places = _take_whole(places)
-    # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
+    # Use `dict.get`: indexing a defaultdict would insert a missing key.
     kinds = ("same_values" if isinstance(container, dict) else "same_items" for container, _, _ in places)
     return [*contents_of(whole), *rows_of((kind, *place) for kind, place in zip(kinds, places, strict=True))]
 
 
 def _take_whole(places: list[Place]) -> tuple[list[Any], list[Place]]:
-    """Dictionaries and lists with all items guarded, which are compared without looking up keys, and other places."""
+    """Return dictionaries and lists with all items guarded (compared without key lookups), and the other places."""
     groups: dict[int, list[Place]] = {}
     for place in places:
         groups.setdefault(id(place[0]), []).append(place)

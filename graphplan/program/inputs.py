@@ -1,4 +1,4 @@
-"""A program's inputs: what is made or fed is copied to static memory; what the step changes there is copied back."""
+"""A program's inputs: fed tensors and host work are copied to static memory, and the step's changes copied back."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from graphplan.tensors.storages import distinct, storage_id
 
 _wants_grad = attrgetter("requires_grad")
 _LARGE = 2**22
-"""Bytes of an input from which a copy takes longer than to have it done elsewhere."""
+"""Minimum bytes of an input for which a copy takes longer than the overhead of staging it on another stream."""
 _FEW = 3
-"""So many inputs are copied faster one by one: from host memory, torch's call for many makes one copy of each too."""
+"""Maximum inputs that are faster copied one by one: from host memory, a foreach call also makes one copy each."""
 
 
 MEMORY_IS_FED = (
@@ -39,7 +39,7 @@ ELSEWHERE = (
 
 
 class HostInputs:
-    """The host's part of one program; ``walk`` has the owners' tensors that it begins with."""
+    """The host's part of one program; ``walk`` has the owners' tensors that it reads."""
 
     def __init__(self, traced: TracedValues, walk: Walk) -> None:
         assert traced.host_program is not None
@@ -48,7 +48,7 @@ class HostInputs:
         self._tensors = {number: walk.slots[path].tensors()[0] for number, path in self._program.sources.items()}
 
     def load(self, *, is_recorded: bool) -> None:
-        """Make it again; or copy what the recorded call has made, if that is the one which is to be finished."""
+        """Run the host's part again; to finish the recorded call, copy the values that this call has made."""
         if not is_recorded:
             self._program.run(self._tensors)
             return
@@ -57,18 +57,18 @@ class HostInputs:
 
 
 class StaticInputs:
-    """The static tensor of each leaf: a view of ``buffers``, or lent memory; the leaf itself without ``copies``."""
+    """The static tensor of each leaf: a view of ``buffers``, or leased memory; the leaf itself without ``copies``."""
 
     def __init__(self, plan: Plan, feed: Feed, buffers: Buffers, *, copies: bool) -> None:
         mutated = {external.leaf for external in plan.inputs if external.mutated}
         self._leases = _find_leases(plan, feed, mutated) if copies else {}
         self.by_leaf = _fill(plan, feed, buffers, self._leases) if copies else {}
-        # Memory of the caller's that is kept: nothing else can lie there.
+        # Keep the caller's memory alive, so that no other tensor can get its address.
         self._kept = {} if copies else {i: leaf.detach() for i, leaf in feed.tensors()}
         self.adopted = {index: leaf.data_ptr() for index, leaf in self._kept.items()}
         in_place = {**self._kept, **{index: self.by_leaf[index] for index in self._leases}}
         self.changed_in_place = [tensor for index, tensor in in_place.items() if index in mutated]
-        """The inputs that replays write to where the caller has them."""
+        """Inputs that replays change in the caller's memory."""
         self._indices = list(self.by_leaf)
         self._statics = list(self.by_leaf.values())
         self._targets = [distinct(static.detach()) for static in self._statics]
@@ -80,20 +80,20 @@ class StaticInputs:
 
     @cached_property
     def _grads(self) -> list[tuple[int, Tensor]]:
-        """The inputs that the recorded step left gradients at, which each run gives to the leaves."""
-        # What was read before the step may follow from something in it by now.
+        """Inputs that have a gradient after the recorded step; each run sets it on the leaves."""
+        # A tensor read from the batch before the step may be a non-leaf by now.
         leaves = ((index, static) for index, static in self.by_leaf.items() if static.is_leaf)
         return [(index, static) for index, static in leaves if static.grad is not None]
 
     def misfit(self, feed: Feed) -> str | None:
-        """Why ``feed`` cannot be taken, if so: see the two texts."""
+        """Return why ``feed`` cannot be used (``ELSEWHERE``, ``MEMORY_IS_FED``); None if it can."""
         if any(feed.leaves[index].data_ptr() != at for index, at in self.adopted.items()):
             return ELSEWHERE
         is_shared = self.mutated and shared_leaf(feed, [index for index, _ in self.mutated]) is not None
         return MEMORY_IS_FED if is_shared else None
 
     def load(self, leaves: Sequence[Any]) -> None:
-        """Copy the feed's tensors in."""
+        """Copy the feed's tensors to the static ones."""
         indices, targets = self._indices, self._targets
         if self._leases:
             indices, targets = self._not_there(leaves)
@@ -108,17 +108,17 @@ class StaticInputs:
         self._staging.give_back()
 
     def _not_there(self, leaves: Sequence[Any]) -> tuple[list[int], list[Tensor]]:
-        """The inputs that do not lie in their lent memory already, and where they are copied to."""
+        """Return the indices of inputs that are not yet in their static memory, and the targets to copy them to."""
         found = [i for i, static in self.by_leaf.items() if leaves[i].data_ptr() != static.data_ptr()]
         for index in self._leases.keys() & found:
-            # Results that callers still hold are overwritten.
+            # The copy overwrites results that callers may still hold: mark these as stale.
             self._leases[index].number += 1
         targets = dict(zip(self._indices, self._targets, strict=True))
         return found, [targets[index] for index in found]
 
     def give_back(self, leaves: Sequence[Any], results: Iterable[Lease] = ()) -> None:
-        """After a run: give what the step changed in its inputs, and their gradients, to the caller's tensors, but not
-        to those that the new ``results`` have overwritten.
+        """After a run: copy changed inputs and input gradients to the caller's tensors, except tensors that the new
+        ``results`` have overwritten.
         """
         if not self.mutated and not self._grads:
             return
@@ -132,7 +132,7 @@ class StaticInputs:
                 leaves[index].grad = static.grad.detach().clone()
 
     def stage(self) -> None:
-        """From now on, copy large inputs from pinned host memory while the device is busy with the replay before."""
+        """From now on, copy large inputs from pinned host memory while the device still runs the previous replay."""
         if is_accelerator(self._device) and not self._leases and any(map(_is_stageable, self._targets)):
             self._staging = _Staging(self._targets, self._device)
 
@@ -142,7 +142,7 @@ class StaticInputs:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of the buffers that inputs are staged in."""
+        """Bytes of the buffers in which inputs are staged."""
         return 0 if self._staging is None else self._staging.nbytes
 
 
@@ -156,7 +156,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def _find_leases(plan: Plan, feed: Feed, mutated: set[int | None]) -> dict[int, Lease]:
-    """Leaves that lie in lent memory already, where the program can use them without a copy."""
+    """Return leases of leaves that are already in leased memory, which the program can use without a copy."""
     storages = Counter(storage_id(leaf) for _, leaf in feed.tensors())
     found = {index: find_lease(leaf) for index, leaf in feed.tensors()}
     return {
@@ -170,7 +170,7 @@ def _find_leases(plan: Plan, feed: Feed, mutated: set[int | None]) -> dict[int, 
 
 
 def _fill(plan: Plan, feed: Feed, buffers: Buffers, leases: Mapping[int, Lease]) -> dict[int, Tensor]:
-    """Static tensors by leaf, with what is fed in them."""
+    """Return static tensors by leaf, filled with the fed values."""
     inputs = {index: lease.tensor for index, lease in leases.items()}
     for index, leaf in feed.tensors():
         if index not in leases:
@@ -182,9 +182,9 @@ def _fill(plan: Plan, feed: Feed, buffers: Buffers, leases: Mapping[int, Lease])
 
 
 class _Staging:
-    """Large inputs on their way from pinned host memory, while the device is still busy with the replay before: they go
-    to buffers of their own on a stream of its own, and only the copy from there waits for the replay. Two events keep
-    the streams apart: a buffer is read after it was filled, and filled after it was read.
+    """Staging of large inputs from pinned host memory while the device still runs the previous replay. A side stream
+    copies them to separate buffers, and only the copy from there to the static input waits for the replay. Two events
+    order the streams: a buffer is read after it was filled, and filled after it was read.
     """
 
     def __init__(self, targets: Sequence[Tensor], device: torch.device) -> None:
@@ -196,10 +196,10 @@ class _Staging:
             }
         self._stream = module.Stream(device)
         for buffer in self._buffers.values():
-            # Later uses of its memory have to wait for this stream as well.
+            # The allocator must not reuse its memory before this stream is done.
             buffer.record_stream(self._stream)
         self._filled, self._read = module.Event(), module.Event()
-        # What the memory was used for before may still be under way.
+        # Work that used this memory before may still be running.
         self._read.record(current_stream(device))
         self._is_taken = False
 
@@ -208,13 +208,13 @@ class _Staging:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def fetch(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """``sources``, with buffers for large ones in pinned memory: :meth:`give_back` once their copies are queued."""
+        """Return ``sources`` with buffers for large pinned ones. Queue copies of these, then call :meth:`give_back`."""
         found = list(sources)
         coming = [index for index in self._buffers if found[index].is_cpu and found[index].is_pinned()]
         if not coming:
             return found
         if self._is_taken:
-            # The last call was broken off, and when the buffers were read was not noted.
+            # The last call was interrupted before the event of its reads was recorded.
             synchronize(self._device)
         self._is_taken = True
         with torch.no_grad(), self._module.stream(self._stream):
@@ -226,13 +226,13 @@ class _Staging:
         return found
 
     def give_back(self) -> None:
-        """The buffers have been read when the current stream gets here."""
+        """Record on the current stream that the buffers have been read."""
         if self._is_taken:
             self._read.record(current_stream(self._device))
             self._is_taken = False
 
 
 def _is_stageable(target: Tensor) -> bool:
-    """Whether a buffer pays for ``target`` and has its strides."""
+    """Return True if staging pays for ``target``, and a buffer would have its strides."""
     dense = torch.empty_like(target, device="meta").stride() == target.stride()
     return dense and target.nbytes >= _LARGE

@@ -1,8 +1,8 @@
-"""Lent memory: static outputs, and inputs that callers fill where they lie.
+"""Leased memory: static outputs, and inputs that callers fill in place.
 
-A replay with static outputs hands its own memory out, as tensors that know which replay they are of, as do views of
-them: they refuse to be used after the next one. What is fed from lent memory need not be copied: a program that is
-captured on it takes it for its own static input.
+A replay with static outputs returns its own memory as tensors that store the number of the replay, as do their views:
+using one after the next replay raises. Inputs in leased memory need no copy: a program that is captured on them uses
+that memory as its static input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graphplan.tensors.storages import storage_id
 
 
 class Lease:
-    """One lent tensor. ``number`` counts how often it was written; ``writable``: whether programs may write to it."""
+    """One leased tensor. ``number`` counts the writes to it; ``writable``: programs may write to it."""
 
     __slots__ = ("__weakref__", "name", "number", "tensor", "writable")
 
@@ -35,7 +35,7 @@ class Lease:
 
 
 _LEASES: weakref.WeakValueDictionary[Any, Lease] = weakref.WeakValueDictionary()
-"""By where the memory lies, which is the lease's own while there is one."""
+"""Leases by memory. While a lease exists, no other tensor can get its memory."""
 
 
 def _place(tensor: Tensor) -> Any:
@@ -43,21 +43,21 @@ def _place(tensor: Tensor) -> Any:
 
 
 def find_lease(tensor: Tensor) -> Lease | None:
-    """The lease of just this memory, if it is lent."""
+    """Return the lease of exactly this memory; None if there is none."""
     if not _LEASES or is_sharded(tensor) or tensor.requires_grad:
         return None
     return _LEASES.get(_place(tensor))
 
 
 class StaticOutput(Tensor):
-    """A result that the next replay overwrites. Using it afterwards raises; copy it first to keep it."""
+    """A result that the next replay overwrites. Using it after that raises; to keep it, copy it before."""
 
     _lease: Lease
     _number: int
 
     @classmethod
     def of(cls, lease: Lease) -> StaticOutput:
-        """The lease's tensor as it is now."""
+        """Return the lease's tensor, valid until the next write."""
         return cls._marked(lease.tensor, lease, lease.number)
 
     @classmethod
@@ -68,12 +68,12 @@ class StaticOutput(Tensor):
         return marked
 
     def plain(self) -> Tensor:
-        """The same memory as an ordinary tensor, which is not watched."""
+        """Return an ordinary tensor on the same memory, whose later uses are not checked."""
         with torch._C.DisableTorchFunctionSubclass():
             self._check()
             found = self.as_subclass(Tensor)
             if len(marks := vars(self)) > len(StaticOutput.__annotations__):
-                # Attributes of the caller's.
+                # The caller has set attributes.
                 vars(found).update({name: marks[name] for name in marks.keys() - StaticOutput.__annotations__.keys()})
             return found
 
@@ -107,7 +107,7 @@ class StaticOutput(Tensor):
         return f"StaticOutput(overwritten {TensorSpec.of(self.plain_memory())})" if is_stale else repr(self.plain())
 
     def plain_memory(self) -> Tensor:
-        """The memory as it is now, overwritten or not."""
+        """Return the memory as an ordinary tensor, even if it was overwritten."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
@@ -128,11 +128,11 @@ _HARMLESS = {
     *(vars(torch._C.TensorBase)[name].__get__ for name in _FACTS if name in vars(torch._C.TensorBase)),
     Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_floating_point, Tensor.element_size,
 }  # fmt: skip
-"""What may be asked of an overwritten tensor: nothing of its values."""
+"""Functions that are allowed on an overwritten tensor: none reads its values."""
 
 
 def plain(value: Any) -> Any:
-    """``value`` with the ordinary tensors in the places of static outputs."""
+    """Return ``value`` with ordinary tensors in place of static outputs."""
     if not _LEASES:
         return value
     if type(value) is StaticOutput:
@@ -140,6 +140,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Tensor | int | float | str | None):
         return value
     if not any(isinstance(leaf, StaticOutput) for leaf in pytree.tree_leaves(value)):
-        # The caller's own container, which a step may change.
+        # Return the caller's own container, which a step may change.
         return value
     return pytree.tree_map_only(StaticOutput, StaticOutput.plain, value)

@@ -1,4 +1,4 @@
-"""Giving a replay's results to the caller: copies, so that the next replay cannot overwrite them."""
+"""Return a replay's results to the caller: copies, so that the next replay cannot overwrite them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from graphplan.trace.changes import place_of, same_value
 
 
 def check_result(plan: Plan, result: Any) -> None:
-    """Refuse what a recorded step returns, if it is not what the traced ones did beside the values of tensors."""
+    """Refuse the recorded step's result if it differs from that of the traced steps other than in tensor values."""
     leaves, structure = flatten_result(result)
     if structure != plan.output_structure:
         raise OutputError(
@@ -50,8 +50,8 @@ def check_result(plan: Plan, result: Any) -> None:
 
 
 class Outputs:
-    """Static results of a recording and how to hand them out. Scalars of one dtype are stacked inside the recording,
-    unless the step has done so: several losses cost one clone.
+    """Static results of a recording, and copies of them for callers. The recording stacks scalars of one dtype, unless
+    the step has done so, so that several losses cost one clone.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Outputs:
         self._packs: list[tuple[Tensor, list[int]]] = []
         self._shared: list[tuple[int, int]] = []
         self._made: list[tuple[int, Callable[[], Any]]] = []
-        """By the number of a result, what makes it after a run."""
+        """Result numbers with the functions that make these results after a run."""
         self._marks = [(number, dict(output.marks)) for number, output in enumerate(plan.outputs) if output.marks]
         places: dict[Any, int] = {}
         scalars: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -93,7 +93,7 @@ class Outputs:
                 _fill(lent[number], tensor)
                 self._made.append((number, partial(StaticOutput.of, lent[number])))
                 continue
-            # A carry may write into this memory at the end of the step: the caller wants what was returned.
+            # A carry may overwrite this memory at the end of the step, but the caller needs the returned value.
             self._static[number] = copier(tensor)() if storage_id(tensor) in overwritten else tensor
             if tensor.ndim == 0 and not is_sharded(tensor):
                 scalars.setdefault((tensor.dtype, tensor.device), []).append(number)
@@ -101,12 +101,12 @@ class Outputs:
             self._pack(numbers)
         self._made += [(number, copier(tensor)) for number, tensor in self._static.items()]
         self.lent = list(lent.values())
-        """The results that are lent: each replay overwrites them."""
+        """The leases of static outputs, which each replay overwrites."""
         is_lone = 0 in self._static and len(plan.outputs) == 1 and plan.output_structure is None and not self._marks
         self._lone = self._made[0][1] if is_lone else None
 
     def _pack(self, numbers: Sequence[int]) -> None:
-        """Hand scalars of one dtype out as parts of the vector that they lie in, or of a new one."""
+        """Pack scalars of one dtype into the vector that they are already part of, or into a new one."""
         alone: list[int] = []
         for run in _runs({number: self._static[number] for number in numbers}):
             if len(run) == 1:
@@ -120,16 +120,16 @@ class Outputs:
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes of the memory that is lent."""
+        """Bytes of leased memory."""
         return sum(lease.tensor.nbytes for lease in self.lent)
 
     def renew(self) -> None:
-        """The results of the run before are overwritten from now on."""
+        """Mark the results of the previous run as overwritten."""
         for lease in self.lent:
             lease.number += 1
 
     def build(self, leaves: Sequence[Any], walk: Walk) -> Any:
-        """The step's result: clones of what it made, and the caller's or owners' own tensors that it returned."""
+        """Return the step's result: clones of new tensors, and the caller's or owners' own tensors."""
         if self._lone is not None:
             return self._lone()
         built = self._template.copy()
@@ -150,7 +150,7 @@ class Outputs:
 
 
 def lasting(result: Any) -> Any:
-    """What an eager call returned, with copies of tensors that replays overwrite: the step binds new ones there."""
+    """Return an eager call's result with copies of tensors that replays overwrite, where eager steps bind new ones."""
     leaves = flatten_result(result)[0] if may_overwrite() else []
     is_any = any(isinstance(leaf, Tensor) and is_overwritten(leaf) for leaf in leaves)
     return map_result(_lasting, result) if is_any else result
@@ -163,7 +163,7 @@ def _lasting(tensor: Tensor) -> Tensor:
 
 
 def _runs(scalars: Mapping[int, Tensor]) -> list[list[int]]:
-    """The numbers of ``scalars``, in groups that lie one after the other in one memory."""
+    """Return the numbers of ``scalars`` in groups of adjacent elements of one storage."""
     places = sorted((storage_id(tensor) or 0, tensor.storage_offset(), number) for number, tensor in scalars.items())
     runs: list[list[int]] = []
     end: tuple[int, Any] | None = None
@@ -177,7 +177,7 @@ def _runs(scalars: Mapping[int, Tensor]) -> list[list[int]]:
 
 
 def lend_outputs(plan: Plan) -> dict[int, Lease]:
-    """Memory for the dense tensors that the step makes, outside of the recording's, where no other replay writes."""
+    """Allocate leases for the tensors that the step makes, outside the pool that other programs' replays write to."""
     lent = {}
     for number, output in enumerate(plan.outputs):
         spec = output.spec
@@ -193,7 +193,7 @@ def lend_outputs(plan: Plan) -> dict[int, Lease]:
 
 
 def _fill(lease: Lease, tensor: Tensor) -> None:
-    """Copy, inside the recording, what the step made to the lent memory."""
+    """Copy, inside the recording, a result to its leased memory."""
     memory = lease.tensor
     if (memory.shape, memory.dtype, memory.device) != (tensor.shape, tensor.dtype, tensor.device):
         raise CaptureError(

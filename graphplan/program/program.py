@@ -1,4 +1,4 @@
-"""The program: what a replay does, in order: copy in, launch, repeat Python effects, hand out results."""
+"""The program. A replay copies inputs in, launches the recording, repeats Python effects and returns results."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from graphplan.trace.records import Operator
 from graphplan.trace.symbolic_numbers import NumberTensor
 
 NO_CHECK = 2**62
-"""No replay has this number."""
+"""A replay number that is never reached."""
 LATEST_OUTCOMES = 10
-"""Replays that ended at another value than in the traces; if most are alike, it may be another one for good."""
+"""Number of latest replays that ended early at a branch that are kept; if most are alike, the branch has changed."""
 
 
 @hands_over
@@ -57,7 +57,7 @@ def _launch(recording: Recording) -> None:
 
 
 class Tally:
-    """Counts replays of programs that are checked in turn, whatever their shapes: from ``due`` on, the next one is."""
+    """Replay count shared by programs of all shapes that are checked in turn: from ``due`` on, the next is checked."""
 
     def __init__(self, due: int = NO_CHECK) -> None:
         self.replays = 0
@@ -104,10 +104,10 @@ class Program:
         self._undo, self._host = undo, host
         self._draws_from = {draw.generator for draw in plan.drawn}
         self.outcomes = 0
-        """Replays that ended at a value that was another one than in the traces."""
+        """Number of replays that ended early, at a branch with another value than in the traces."""
         self._latest_outcomes: deque[str] = deque(maxlen=LATEST_OUTCOMES)
         self.differs = False
-        """A check found other bits than the eager step's, which may be noise: further ones keep copies to compare."""
+        """Whether a check found other bits than the eager step's, perhaps noise: later ones keep copies to compare."""
         self._replays_before_outcome = 0
         self._flags = Flags(walk) if plan.left else None
         asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.names())}
@@ -120,12 +120,12 @@ class Program:
         self.replays = 0
         self.tally = Tally()
         self.expected: Sequence[Operator] = ()
-        """The operators of the only trace that it was made of, until a replay was compared with an eager step."""
+        """Operators of the single trace behind the plan, until a replay has been compared with an eager step."""
         self.numbers: Mapping[Operand, NumberTensor] = {}
-        """Those of their operands that stand for numbers."""
+        """Operands of these operators that stand for numbers."""
 
     def count_state_bytes(self) -> int:
-        """Bytes of the owners' dense tensors, without those that the step has nothing to do with."""
+        """Return the bytes of the owners' dense tensors, without those that the step does not use."""
         untouched = self.plan.untouched(self.adopted.walk)
         slots = [slot for path, slot in self.adopted.walk.slots.items() if path not in untouched]
         tensors = {id(t): t for slot in slots for t in slot.tensors()}
@@ -133,11 +133,11 @@ class Program:
 
     @property
     def is_unproven(self) -> bool:
-        """Whether no replay was compared yet with an eager step, which should run the ``expected`` operators."""
+        """Whether no replay has yet been compared with an eager step, which should run the ``expected`` operators."""
         return bool(self.expected)
 
     def fits(self) -> bool:
-        """Whether everything that a replay uses is where it was, once tensors that moved were followed."""
+        """Return True if guards hold, if necessary after moved tensors were copied back into the recorded memory."""
         if self._is_spoiled or self.bindings.lost_memory() is not None:
             return False
         if self.adopted.guards.hold() or (self.adopted.take_gradients() and self.adopted.guards.hold()):
@@ -148,7 +148,7 @@ class Program:
         return self.adopted.guards.hold()
 
     def row(self) -> Row:
-        """A comparison that holds while the program is open, and its guards are these."""
+        """Return a comparison that holds while the program is open and has its present guards."""
         values = [self.is_open, self._is_spoiled, self.adopted.guards]
         return ("same_attributes", [self, self, self.adopted], ["is_open", "_is_spoiled", "guards"], values)
 
@@ -157,8 +157,8 @@ class Program:
         return self._recording is not None and self._recording.is_spoiled
 
     def misfit(self, feed: Feed) -> str | None:
-        """Why the program cannot be run on the feed: leaves share memory with what the step changes, or a leaf that is
-        not copied lies elsewhere.
+        """Return why the program cannot run on the feed: a leaf shares memory with tensors that the step changes, or a
+        leaf that is not copied has another address. None if it can.
         """
         written = self.adopted.written
         if any(storage_id(leaf) in written for _, leaf in feed.tensors()):
@@ -167,7 +167,7 @@ class Program:
 
     @property
     def written(self) -> set[Any] | None:
-        """The owners' storages that the step writes to; None if it writes to what it is fed as well."""
+        """The owners' storages that the step writes to; None if it also writes to inputs."""
         return None if self.inputs.mutated else self.adopted.written
 
     def run(
@@ -177,8 +177,8 @@ class Program:
         *,
         is_settled: bool = False,
     ) -> Any:
-        """Copy in, launch, repeat effects, return results. Callers check guards first. ``is_settled``: since
-        :meth:`Bindings.settle_grads`, no other code has kept a reference to a gradient.
+        """Copy in, launch, repeat effects, return results. Callers check guards first. ``is_settled``: no other code
+        has kept a reference to a gradient since :meth:`Bindings.settle_grads`.
         """
         if self._recording is None:
             raise ClosedError(f"the program of {self.plan.name} was closed; capture it again")
@@ -210,7 +210,7 @@ class Program:
             raise lost(error, self.plan.name) from error
 
     def _launch(self, *, is_recorded: bool = False) -> None:
-        """Replay; ``is_recorded`` for the recorded call itself, which has made what it makes on the host."""
+        """Replay. ``is_recorded``: this finishes the recorded call, which has already run the host's part."""
         assert self._recording is not None
         self.bindings.take_turn()
         undoing = nullcontext() if self._undo is None else self._undo.undoing(self.bindings.grads_in_place())
@@ -229,11 +229,11 @@ class Program:
 
     @property
     def outcomes_alike(self) -> int:
-        """How many of the latest ``outcomes``, with no other replay between them, were the same."""
+        """How many of the latest ``outcomes``, with no complete replay between them, were the same."""
         return max(Counter(self._latest_outcomes).values(), default=0)
 
     def wait(self, when: str) -> None:
-        """Wait for the device, so that what failed there by ``when`` is told now."""
+        """Synchronize with the device, so that a failure by ``when`` is raised now."""
         try:
             synchronize(self.plan.device)
         except RuntimeError as error:
@@ -246,10 +246,10 @@ class Program:
     def run_between(
         self, backend: Backend, leaves: Sequence[Any], walk: Callable[[], Walk], body: Callable[[], Any]
     ) -> Any:
-        """Run ``body``, the step fed with ``leaves``, between two replays. ``walk`` is of afterwards."""
+        """Run ``body``, the step fed with ``leaves``, between two replays. ``walk`` walks the owners afterwards."""
         assert self._recording is not None
         if self.plan.communicates:
-            # Another rank might have to capture anew after this, and this one not.
+            # Use no shared memory: one rank might then have to recapture and another not.
             return backend.run(body)
 
         def left(result: Any) -> Iterator[Tensor]:
@@ -265,12 +265,12 @@ class Program:
         return backend.run_between(body, self._recording, self.plan.footprint.peak, left)
 
     def run_recorded(self, leaves: Sequence[Any], *, executed: bool) -> Any:
-        """Finish the call that was recorded: execute it unless recording did, and hand out its results."""
+        """Finish the recorded call: execute it unless the recording did, and return its results."""
         if not executed:
             self._launch(is_recorded=True)
         self._copied.give_back()
         self.bindings.replace_recorded()
-        # After two traces, walks may still hold tuples whose numbers were replaced in lists.
+        # Only after a single trace: after two, walks may still refer to tuples whose numbers were replaced in lists.
         if self.plan.single and self.bindings.numbers.are_kept():
             raise HostEffectError(
                 "the step keeps a number that it reads from the device where it kept none in its traces, and a replay "
@@ -280,7 +280,7 @@ class Program:
         return self.collect(leaves)
 
     def collect(self, leaves: Sequence[Any]) -> Any:
-        """Results of the last run, with mutated inputs and input gradients given to the caller's tensors."""
+        """Return results of the last run, after copying changed inputs and input gradients to the caller's tensors."""
         self.inputs.give_back(leaves, self.outputs.lent)
         for index, asks in self._asking:
             leaves[index].requires_grad_(asks)
@@ -297,15 +297,15 @@ class Program:
 
         Args:
             args: positional arguments with the planned structure, shapes, dtypes and devices.
-            params: values for all parameters by name (a ``state_dict``), where the policy copies that role; without it
-                the owners' own values are copied.
-            state: likewise for state. State that the step changes is written back to the given tensors.
+            params: values for all parameters by name (a ``state_dict``), if the policy copies that role; otherwise the
+                owners' own values are copied.
+            state: the same for state. State that the step changes is written back to the given tensors.
 
         Raises:
-            FeedError: if something does not fit, or shares memory with what the step changes.
-            SurroundingsError: where a mode, a transform or forward-mode AD is active.
-            GuardError: if a tensor that the program adopted, or a gradient that it writes, is no longer where it was.
-            OutcomeError: if the step branches on a value that is another one than in its traces; all is as before.
+            FeedError: if an input does not fit, or shares memory with a tensor that the step changes.
+            SurroundingsError: if a mode, a transform or forward-mode AD is active.
+            GuardError: if an adopted tensor, or a gradient that the program writes, is no longer at its address.
+            OutcomeError: if the step branches on a value that differs from that of the traces; all changes are undone.
             ClosedError: after :meth:`close`.
         """
         check_surroundings("a program is replayed")
@@ -321,7 +321,7 @@ class Program:
         return self.run(feed.leaves, {Role.PARAM: params or {}, Role.STATE: state or {}})
 
     def resync(self) -> str | None:
-        """Follow tensors that moved: copy new values into the fixed storage and bind it back.
+        """Copy the values of tensors that moved into the fixed storage, and bind that again.
 
         Returns:
             None if the program fits again, else why it cannot.
@@ -343,7 +343,7 @@ class Program:
         return None if self.adopted.guards.hold() else "what the step depends on has changed"
 
     def close(self) -> None:
-        """Give the recording's memory back."""
+        """Release the recording's memory."""
         self.is_open = False
         self.adopted.uses = {}
         self.inputs.unstage()

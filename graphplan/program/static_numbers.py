@@ -1,5 +1,5 @@
-"""Numbers that a step keeps or returns and that no replay computes: what it reads from the device, read together after
-each replay; owners' numbers, read before it; and copies that it makes in host memory.
+"""Python numbers that a step keeps or returns and that no replay computes. Numbers from the device are read together
+after each replay, owners' numbers before it. Also copies that the step makes in host memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphplan.trace.symbolic_numbers import NumberTensor
 
 
 class StaticNumber:
-    """A number of a recorded step, which is computed by ``form`` from those that lie at ``places``."""
+    """A number of a recorded step, computed by ``form`` from the numbers at ``places``."""
 
     __slots__ = ("_form", "_numbers", "_places")
 
@@ -27,12 +27,12 @@ class StaticNumber:
         self._form, self._places, self._numbers = form, places, numbers
 
     def value(self, own: Any = None) -> Any:
-        """Its value in the latest replay. ``own`` is the one that it replaces."""
+        """Return the value in the latest replay. ``own`` is the number that it replaces."""
         return self._form.compute([self._numbers.read[place] for place in self._places], own)
 
 
 class StaticCopy:
-    """A copy in host memory of what a recorded step makes, as a tensor or as an array."""
+    """A host copy of a recorded step's tensor, as a tensor or as an array."""
 
     __slots__ = ("_is_array", "_source")
 
@@ -40,15 +40,15 @@ class StaticCopy:
         self._source, self._is_array = source, is_array
 
     def value(self) -> Any:
-        """A copy after the latest replay, for which the host waits."""
+        """Copy the tensor of the latest replay to the host, which waits for the replay."""
         copy = self._source.to("cpu", copy=True)
         return copy.numpy() if self._is_array else copy
 
 
 class StaticNumbers:
-    """What a recorded step reads for all its numbers. ``read`` has the values of the latest replay. ``before`` are the
-    owners' numbers before the recorded step, by path, ``filled`` the tensors that hold such numbers, and ``draws`` what
-    the step draws on the host.
+    """All numbers that a recorded step reads; ``read`` has their values in the latest replay. ``before`` are the
+    owners' numbers before the recorded step, by path, ``filled`` the tensors that hold such numbers, and ``draws`` the
+    step's random draws on the host.
     """
 
     def __init__(self, before: Mapping[str, Any], filled: Sequence[NumberTensor], draws: Sequence[Draw]) -> None:
@@ -57,25 +57,25 @@ class StaticNumbers:
             if before.keys() >= set(each.paths):
                 each.fill(before)
         self._hosts: list[tuple[int, str]] = []
-        """Where in ``read`` owners' numbers lie."""
+        """Indices in ``read`` of owners' numbers, with their paths."""
         self._numbers: Mapping[str, Any] = {}
         self.read: list[Any] = []
         self.are_kept: Callable[[], bool] = bool
-        """Whether code has kept numbers of the recorded step, once those that are known are replaced."""
+        """Return True if code has kept numbers of the recorded step beyond those that are replaced."""
         self.copies: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({})
-        """Of what the step has copied to the host, see :class:`graphplan.trace.deferred_reads.DeferredReads`."""
+        """Host copies of the step, see :class:`graphplan.trace.deferred_reads.DeferredReads`."""
         self._sources: list[Any] = []
         """Tensors that are read, and paths of owners' numbers."""
         self._places: dict[Any, int] = {}
-        """By the identity of those tensors, or by path."""
+        """Indices of ``_sources``, by the id of the tensor or by path."""
         self._packs: list[tuple[list[int], Tensor]] = []
 
     def take_drawn(self, numbers: Mapping[str, Any]) -> None:
-        """What the recorded step has drawn, by path."""
+        """Add the numbers that the recorded step has drawn, by path."""
         self._before = {**self._before, **numbers}
 
     def take(self, tree: Any, own: Any = None) -> Any:
-        """``tree`` with static numbers and copies for deferred ones. Their tensors are the recording's own copies."""
+        """Return ``tree`` with static numbers and copies, which use the recording's tensors, for deferred ones."""
 
         def static(number: Any) -> Any:
             if id(number) in self.copies:
@@ -94,7 +94,7 @@ class StaticNumbers:
         return pytree.tree_map_only((DeferredNumber, Tensor), static, tree)
 
     def close(self) -> None:
-        """Within the recording, once all are taken: lay those of one dtype side by side."""
+        """At the end of the recording: stack the tensors of one dtype, so that a replay reads them together."""
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         self.read = [None] * len(self._sources)
         for place, source in enumerate(self._sources):
@@ -107,12 +107,12 @@ class StaticNumbers:
         self._sources, self._places, self.copies = [], {}, {}
 
     def follow(self, walk: Walk) -> None:
-        """Read owners' numbers where ``walk`` has found them."""
+        """Read owners' numbers at the places of ``walk`` from now on."""
         paths = {path for _, path in self._hosts} | {path for filled in self._filled for path in filled.paths}
         self._numbers = {path: lasting(walk.scalars[path]) for path in sorted(paths) if path in walk.scalars}
 
     def start(self) -> None:
-        """Before a replay: read owners' numbers, which the step may change."""
+        """Before a replay: read owners' numbers, which the step may change, and make the host draws."""
         if not (self._numbers or self._draws):
             return
         numbers = {path: number.get() for path, number in self._numbers.items()}
@@ -124,14 +124,14 @@ class StaticNumbers:
             filled.fill(numbers)
 
     def fetch(self) -> None:
-        """After a replay: wait for it, and read."""
+        """After a replay: wait for it, and read its numbers."""
         for places, pack in self._packs:
             for place, value in zip(places, pack.tolist(), strict=True):
                 self.read[place] = value
 
 
 def renewer(value: Any, copier: Callable[[Tensor], Callable[[], Tensor]]) -> Callable[[], Any]:
-    """What makes ``value`` again, with copies of its tensors, and the values of its static numbers and copies."""
+    """Return a function that rebuilds ``value`` with copies of its tensors and the values of its static numbers."""
 
     def make_of(leaf: Any) -> Callable[[], Any]:
         if isinstance(leaf, Tensor):

@@ -1,4 +1,4 @@
-"""A program's fixed storage by role: buffers for copied roles, the owners' own memory for adopted ones."""
+"""A program's fixed storage by role: buffers for copied roles, the owners' memory for adopted ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graphplan.tensors.storages import distinct
 
 
 def check_policy(plan: Plan, policy: Policy) -> None:
-    """Refuse a policy that leaves an external without storage, or that copies a parameter which the step trains."""
+    """Refuse a policy that leaves an external without storage, or that copies a parameter that the step trains."""
     loose = [external for external in plan.externals if external.role not in policy.static_roles]
     if loose:
         raise _without_storage(loose, plan, policy)
@@ -53,7 +53,7 @@ def _without_storage(loose: list[External], plan: Plan, policy: Policy) -> Uncov
 
 
 def _owner_in_training(external: External, slots: Mapping[str, Slot]) -> nn.Module | None:
-    """The module in training mode whose state ``external`` is, if its own code asks for the mode."""
+    """Return the module in training mode that owns the state ``external``, if its code reads ``training``."""
     slot = None if external.path is None or external.role is not Role.STATE else slots.get(external.path)
     owner = None if slot is None or slot.param is not None else slot.owner
     if not isinstance(owner, nn.Module) or not owner.training:
@@ -64,18 +64,18 @@ def _owner_in_training(external: External, slots: Mapping[str, Slot]) -> nn.Modu
 
 
 class CopiedOwned:
-    """Buffers that stand in for owned externals of a copied role while the step is recorded. Gradients, tuples of
-    tensors and DTensors are adopted in any case: nothing can be bound in their place.
+    """Buffers that replace owned externals of a copied role while the step is recorded. Gradients, tuples of tensors
+    and DTensors are always adopted: no buffer can be bound in their place.
     """
 
     def __init__(self, plan: Plan, policy: Policy, buffers: Buffers, walk: Walk) -> None:
         roles = [role for role in policy.copy_roles if role is not Role.INPUT]
         self.externals = [e for e in plan.externals if e.role in roles and _has_stand_in(e, walk)]
         self.stand_ins: dict[str, Tensor] = {}
-        """The buffers by the path that they stand in for: these are not adopted."""
+        """The buffers by the path that they replace; these paths are not adopted."""
         for external in self.externals:
             held = _held(external, walk)
-            # Values may be given from anywhere, so that each element needs a place of its own.
+            # Callers may give any values, so each element needs its own memory.
             like = held if distinct(held) is held else held.detach().contiguous()
             assert external.path is not None
             self.stand_ins[external.path] = buffers.view(("owned", external.name), like, plan.device)
@@ -84,7 +84,7 @@ class CopiedOwned:
 
     @contextmanager
     def swapped_in(self, walk: Walk) -> Iterator[None]:
-        """Bind the buffers where the owners' tensors are (and at every other name of the same tensor) in the block."""
+        """In the block, bind the buffers in place of the owners' tensors, under every name of each tensor."""
         swapped: list[tuple[Slot, Tensor]] = []
         for external, static in zip(self.externals, self.stand_ins.values(), strict=True):
             held = _held(external, walk)
@@ -102,7 +102,7 @@ class CopiedOwned:
                 slot.set(held)
 
     def load(self, given: Mapping[Role, Mapping[str, Tensor]], walk: Walk) -> None:
-        """Copy values in: those given by name, else the owners' own in ``walk``."""
+        """Copy in the values given by name, else the owners' own in ``walk``."""
         sources = self._sources(given, walk)
         targets = list(self.stand_ins.values())
         with torch.no_grad():
@@ -112,7 +112,7 @@ class CopiedOwned:
         self._back = [(target, source) for external, target, source in pairs if external.mutated]
 
     def give_back(self) -> None:
-        """Copy what a run has changed to where the values came from."""
+        """Copy values that a run has changed back to their sources."""
         with torch.no_grad():
             for target, source in self._back:
                 source.copy_(target)
@@ -129,7 +129,7 @@ class CopiedOwned:
             for name, value in values.items():
                 external = self._names.get((role, name))
                 if external is None and any(name in (path, path.split(".", 1)[-1]) for path in walk.slots):
-                    # The step does not touch it.
+                    # The step does not use it.
                     continue
                 if external is None:
                     known = ", ".join(sorted(n for r, n in self._names if r is role)[:12])
@@ -158,7 +158,7 @@ def _held(external: External, walk: Walk) -> Tensor:
 
 
 def _short_names(externals: list[External]) -> dict[tuple[Role, str], External]:
-    """Externals by full name and by the name within their owner (as a ``state_dict`` has it) where that is unique."""
+    """Return externals by full name, and by the name within their owner (as in a ``state_dict``) if it is unique."""
     names: dict[tuple[Role, str], External] = {}
     for external in externals:
         short = (external.role, external.name.split(".", 1)[-1])

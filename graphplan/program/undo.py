@@ -1,7 +1,7 @@
-"""What undoes the first part of a replay.
+"""Undo the first part of a replay.
 
-A step that branches on a value of the device is recorded in parts: a replay reads the value where the step does, and
-goes on if it is the one of the traces. If not, what it has changed until then is put back, and the step runs eagerly.
+A step that branches on a device value is recorded in parts. A replay reads the value where the step does, and continues
+if it equals that of the traces. If not, all changes up to there are restored, and the step runs eagerly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graphplan.tensors.storages import storage_id
 
 
 class Undo:
-    """Copies of what the step changes before it reads the last value that replays compare."""
+    """Copies of the memory that the step changes before it reads the last value that replays compare."""
 
     def __init__(self, plan: Plan, walk: Walk, inputs: StaticInputs) -> None:
         slots = [walk.slots[path] for path in sorted(plan.undone & walk.slots.keys())]
@@ -34,13 +34,13 @@ class Undo:
         self._generators = [*default_generators(), *plan.traced.generators] if plan.draws else []
 
     def copy(self) -> None:
-        """Copy the memory. Recorded as the first work of a replay."""
+        """Copy the memory. This is recorded as the first work of a replay."""
         self._copies = copy_all(self._memories)
 
     @contextmanager
     def undoing(self, grads: Sequence[Tensor]) -> Iterator[None]:
-        """Undo the replay in the block if it ends with OutcomeError. ``grads`` is memory of gradients where the
-        recording makes others: the step may keep them in its other branch.
+        """Undo the replay in the block if it raises OutcomeError. ``grads`` is gradient memory that the recording
+        overwrites: the step's other branch may keep these gradients.
         """
         states = [generator.get_state() for generator in self._generators]
         copies = copy_all(grads)
@@ -55,7 +55,7 @@ class Undo:
 
 
 def _memories(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """All of the memory behind ``tensors``, each once: they may be views that cannot be written to, or of a part."""
+    """Return one flat tensor per storage of ``tensors``, which may be partial views or views that forbid writes."""
     by_storage = {
         storage_id(tensor): local(tensor) for tensor in tensors if has_memory(tensor) and not is_freed(tensor)
     }
