@@ -293,7 +293,7 @@ class AdoptedTensors:
         return None
 
     def _is_replaced(self, path: str, slot: Slot) -> bool:
-        """Return True if plain tensors are in the slot that a step replaces: tensors of the same values are as good."""
+        """Return True if the slot holds plain tensors that a step replaces: others with equal values are as good."""
         return holds_plain(slot.get()) and self._has_replaced(path)
 
     def _has_replaced(self, path: str) -> bool:

@@ -183,8 +183,8 @@ def _are_alike(known: Iterable[tuple[Any, Slot]]) -> bool:
 
 def _rows_of_shards(sharded: list[Any]) -> list[Row]:
     """Return a comparison that holds while DTensors have the same shards. It must not refer to the guards: a reference
-    cycle would keep the owners' tensors until the next garbage collection, but the number of tensors that share memory
-    has to show if code uses it elsewhere.
+    cycle would keep the owners' tensors until the next garbage collection, and these would count as further users of
+    their memory.
     """
     shards = list(map(local, sharded))
     return [("same_results", [lambda: not any(map(is_not, map(local, sharded), shards))], [True])] if sharded else []

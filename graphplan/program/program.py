@@ -48,7 +48,7 @@ from graphplan.trace.symbolic_numbers import NumberTensor
 NO_CHECK = 2**62
 """A replay number that is never reached."""
 LATEST_OUTCOMES = 10
-"""Number of latest replays that ended early at a branch that are kept; if most are alike, the branch has changed."""
+"""How many of the replays that ended early at a branch are kept; if most end alike, the value may have changed."""
 
 
 @hands_over
@@ -249,7 +249,7 @@ class Program:
         """Run ``body``, the step fed with ``leaves``, between two replays. ``walk`` walks the owners afterwards."""
         assert self._recording is not None
         if self.plan.communicates:
-            # Use no shared memory: one rank might then have to recapture and another not.
+            # Do not use the recording's memory: one rank might then have to recapture, and another not.
             return backend.run(body)
 
         def left(result: Any) -> Iterator[Tensor]:
