@@ -255,7 +255,7 @@ def rebuilder(structure: Structure) -> Callable[[Sequence[Any]], Any]:
 
 
 def _source(structure: Structure, keys: list[Any], numbers: Iterator[int]) -> str:
-    """Return an expression for a tree of plain containers; append dict keys to ``keys``. Raises TypeError for others."""
+    """Return an expression for a tree of plain containers; append dict keys to ``keys``. Raise TypeError for others."""
     if structure is None:
         return f"leaves[{next(numbers)}]"
     kind, label, parts = structure
