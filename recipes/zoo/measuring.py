@@ -68,9 +68,8 @@ def compare(found: State, oracles: Sequence[Oracle]) -> Row:
 def oracles_of(
     run: Run, eager: State, train: Callable[[Run, bool], State], *, with_optimizer: bool = True
 ) -> list[Oracle]:
-    """Return the eager runs to compare with: prepared optimizers with code paths for captures, the entry as it is,
-    prepared optimizers alone, and on CUDA the first once more, for the spread. ``with_optimizer``: the optimizer's step
-    is captured too. Optimizers that cannot be captured fail under :func:`answering_captured`.
+    """Return eager runs: prepared and under :func:`answering_captured`, as it is, prepared only, and on CUDA the first
+    again, for the spread. Without ``with_optimizer``, skip the first: its optimizer may refuse to run in a capture.
     """
     untimed = replace(run, warm=run.warm + run.steps, steps=0)
 
