@@ -1,1 +1,1 @@
-"""What records a step's device work once and runs it again: CUDA graphs, and the tape."""
+"""Backends, which record a step's device work once and replay it: CUDA graphs and the tape."""

@@ -1,4 +1,4 @@
-"""What a backend is: something that records a function's device work once and can run that work again."""
+"""The protocol of a backend, which records a function's device work once and can run that work again."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from graphplan.trace.rng import SavedStates
 
 BACKENDS = ("auto", "cudagraph", "tape", "eager")
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
-"""How torch's allocators, CUDA and its libraries say so where the error is not of a class of its own."""
+"""Messages of torch's allocators, CUDA and its libraries for errors that have no class of their own."""
 
 
 class Recording(Protocol):
-    """Device work recorded once."""
+    """Recorded device work."""
 
     nbytes: int
     """Bytes of intermediate memory that the recording keeps."""
     generation: object
-    """Recordings of one generation share memory, which comes back when the last of them is reset."""
+    """Recordings of one generation share memory, which is freed when the last of them is reset."""
     is_spoiled: bool
-    """Eager code has left tensors in the recording's memory, which a replay would overwrite."""
+    """Whether eager code has left tensors in the recording's memory, which a replay would overwrite."""
 
     def replay(self) -> None:
-        """Run the recorded work again, on the same storages, ordered on the current stream."""
+        """Run the recorded work again on the same storages, in the order of the current stream."""
 
     def reset(self) -> None:
-        """Give the memory back. A reset recording cannot be replayed."""
+        """Free the memory. A reset recording cannot be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedValues:
-    """What a step's recording has to be given, from the step's traces.
+    """Facts from a step's traces that recording the step needs.
 
     Attributes:
-        reads: what the step may read on the host: values that it asserts, and constants.
-        states: the states of generators that the step saves and puts back.
-        generators: generators other than torch's default ones that the step draws from.
+        reads: values that the step may read on the host: asserted values and constants.
+        states: the states of generators that the step saves and restores.
+        generators: generators that the step draws from, other than torch's default ones.
         device_constants: tensors that the step makes from Python values on the device.
         transfers: tensors that the step makes on the host and copies to the device.
-        host_program: what makes those again that are not constant, and draws again what the step draws on the host.
-        answers: what was read of the batch before the step, if anything.
-        derives: the step has derivatives of this package's (:mod:`graphplan.trace.derivatives`).
-        in_mode: the step is to run in a dispatch mode, as in the traces, where some of autograd's formulas do not read
-            on the host: results differ by rounding from eager steps.
+        host_program: recomputes the transfers that are not constant, and repeats the step's draws on the host.
+        answers: values that were read from the batch before the step, if any.
+        derives: whether the step uses this package's derivatives (:mod:`graphplan.trace.derivatives`).
+        in_mode: whether the step must run in a dispatch mode, as in the traces. There some of autograd's formulas do
+            not read on the host, and results differ by rounding from eager steps.
     """
 
     reads: Sequence[Any] = ()
@@ -72,60 +72,60 @@ NOTHING_TRACED = TracedValues()
 
 
 class Backend(Protocol):
-    """Records functions."""
+    """Records and runs functions."""
 
     executes: bool
     """Whether :meth:`record` also executes the work (the tape does, stream capture does not)."""
 
     def record(self, body: Callable[[], Any], traced: TracedValues = NOTHING_TRACED) -> tuple[Recording, Any]:
-        """Run ``body`` once while recording it; return the recording and ``body``'s result. ``traced`` is what traces
-        of ``body`` have found. Raises CaptureError if the work cannot be recorded. The process is left able to go on.
+        """Run ``body`` once while recording it; return the recording and ``body``'s result. ``traced`` has the facts
+        from traces of ``body``. Raises CaptureError if the work cannot be recorded; the process can then continue.
         """
 
     def run(self, body: Callable[[], Any]) -> Any:
-        """Run ``body`` eagerly where a capture would run (its stream)."""
+        """Run ``body`` eagerly on the stream of captures."""
 
     def run_between(
         self, body: Callable[[], Any], recording: Recording, nbytes: int, left: Callable[[Any], Iterable[Tensor]]
     ) -> Any:
-        """:meth:`run` between two replays of ``recording``, in the memory of its intermediates if the ``nbytes`` that
-        ``body`` needs are much beside it. ``left`` gives the tensors that the result and owners lead to afterwards.
+        """:meth:`run` between two replays of ``recording``, in the memory of its intermediates if :meth:`may_take` is
+        False for the ``nbytes`` of ``body``. ``left(result)`` returns the tensors of the result and the owners.
         """
         return self.run(body)
 
     def note_eager(self) -> None:
-        """Note what eager steps have taken by now. Nothing to do where memory is no matter."""
+        """Note the memory that eager steps have reserved so far. By default do nothing."""
         return
 
     def may_take(self, nbytes: int) -> bool:
-        """Return True if ``nbytes`` more are little beside what eager steps have taken."""
+        """Return True if ``nbytes`` more are small relative to the memory of eager steps."""
         return nbytes <= self.room()
 
     def room(self) -> float:
-        """Bytes more that are little beside what eager steps have taken; below 0 where too much is taken already."""
+        """Return the bytes that may still be taken, relative to the memory of eager steps; negative if exceeded."""
         return math.inf
 
     def needs(self, footprint: Footprint, *, alone: bool) -> int:
-        """Estimate the bytes of a recording of such a step: ``alone``, or beside others, whose memory it may use."""
+        """Estimate the bytes of a recording of such a step: ``alone``, or with others, whose memory it can share."""
 
     def begin_generation(self) -> None:
-        """Have later recordings share memory among themselves only. Nothing to do where each has memory of its own."""
+        """Let later recordings share memory only among themselves. By default do nothing."""
         return
 
     def trim(self) -> None:
-        """Give unused memory back to the device. Nothing to do where nothing is cached."""
+        """Return unused cached memory to the device. By default do nothing."""
         return
 
 
 def check_backend(name: str) -> str:
-    """``name`` itself. Raises BackendError if it is not one of :data:`BACKENDS`."""
+    """Return ``name``. Raises BackendError if it is not one of :data:`BACKENDS`."""
     if name not in BACKENDS:
         raise BackendError(f"no backend is called {name!r}; choose from: {', '.join(BACKENDS)}")
     return name
 
 
 def resolve_backend(name: str, device: torch.device) -> str:
-    """The backend that ``name`` means for tensors on ``device``. Raises BackendError if it cannot run there."""
+    """Return the backend that ``name`` means for tensors on ``device``. Raises BackendError if it cannot run there."""
     check_backend(name)
     if name == "auto":
         by_device = {"cuda": "cudagraph", "cpu": "tape"}
@@ -146,20 +146,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type's name if it has none."""
+    """Return the first line of an error's text, or its type's name if the text is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 @contextmanager
 def refusing_memory() -> Iterator[None]:
-    """Turn running out of memory into a CaptureMemoryError: the eager step may well fit where a capture does not."""
+    """Turn out-of-memory errors into CaptureMemoryError: the eager step may fit in memory where a capture does not."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, CaptureMemoryError) or not is_out_of_memory(error):
             raise
-        # The frames would keep the tensors of the half-done step alive.
+        # The traceback's frames would keep the tensors of the unfinished step alive.
         traceback.clear_frames(error.__traceback__)
         raise CaptureMemoryError(
             f"memory ran out while the step was traced or captured ({first_line(error)}): to be able to undo it, that "

@@ -1,4 +1,4 @@
-"""The CUDA-graph backend: stream capture of a whole step. One stream and one memory pool serve all its recordings."""
+"""The CUDA-graph backend: stream capture of a whole step. All its recordings share one stream and one memory pool."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _MODE = "thread_local"
 """Other threads (a pin-memory thread) may use CUDA during a capture."""
 
 _ON_ANOTHER_STREAM = ("legacy stream depend on a capturing", "uncaptured work in another stream")
-"""What CUDA says where a captured stream and another one would have to wait for each other."""
+"""CUDA's messages for a dependency between the captured stream and another one."""
 _SHARE = 1.3
-"""As many times the memory that eager steps have taken, checks and copies of the state may have reserved."""
+"""With checks and copies of the state, reserved memory may reach this multiple of the memory of eager steps."""
 _LIVING: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
 
 
 class Branch(NamedTuple):
-    """Where a captured step branches on a value of the device, which the graph before copies to pinned ``memory``."""
+    """A branch of a captured step on a device value, which the preceding graph copies to pinned ``memory``."""
 
     memory: Tensor
     read: HostRead
@@ -53,7 +53,7 @@ class Branch(NamedTuple):
 
 @dataclass(eq=False)
 class GraphRecording:
-    """Instantiated CUDA graphs, one more than ``branches``, which lie between them."""
+    """Instantiated CUDA graphs, one more than ``branches``, which are evaluated between them."""
 
     graphs: list[torch.cuda.CUDAGraph]
     branches: list[Branch]
@@ -65,7 +65,7 @@ class GraphRecording:
 
     @property
     def is_open(self) -> bool:
-        """Return True until :meth:`reset`."""
+        """Whether :meth:`reset` has not been called."""
         return bool(self.graphs)
 
     def replay(self) -> None:
@@ -81,25 +81,25 @@ class GraphRecording:
             self.states.arrive(end)
 
     def reset(self) -> None:
-        """Destroy the graphs and let their pool's memory go, once no other recording of the pool is left."""
+        """Destroy the graphs. The pool's memory is freed with the last recording of the pool."""
         if self.graphs:
             torch.cuda.synchronize(self.device)
             while self.graphs:
                 self.graphs.pop().reset()
-            # A pool without graphs stays reserved until this is asked for.
+            # The memory of a pool without graphs stays reserved until the cache is emptied.
             _empty_cache()
 
 
 class _Capture:
-    """A capture on the current stream, in as many graphs as the step's branches need. ``pool`` is the handle of their
-    memory, ``states`` are the generators for the states that the step puts back.
+    """A capture on the current stream, split into graphs at the step's branches. ``pool`` is the handle of their memory
+    pool; ``states`` has the generators for the states that the step restores.
     """
 
     def __init__(self, pool: Any, traced: TracedValues, states: CapturedStates | None) -> None:
         self._pool, self._generators, self.states = pool, traced.generators, states
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.branches: list[Branch] = []
-        # No memory of the host can be pinned while a stream is captured.
+        # Host memory cannot be pinned during a capture, so allocate it before.
         kinds = [torch.tensor(read.value).dtype for read in traced.reads if read.expected]
         self._memories = [torch.empty((), dtype=kind, pin_memory=True) for kind in kinds]
 
@@ -113,12 +113,12 @@ class _Capture:
 
     def end(self) -> None:
         with warnings.catch_warnings():
-            # torch warns of an empty one: nothing may come after a branch, and a step may fail at once.
+            # Suppress torch's warning about empty graphs: a step may end with a branch, or fail at once.
             warnings.simplefilter("ignore")
             self.graphs[-1].capture_end()
 
     def split(self, tensor: Tensor, read: HostRead) -> None:
-        """End a graph where the step reads ``tensor``, and begin the next one."""
+        """End the graph at the step's read of ``tensor``, and begin the next one."""
         if not self._memories:
             raise CaptureError(f"the captured step reads more values than the traced steps at {read.place}. {_FIX}")
         memory = self._memories.pop(0)
@@ -128,12 +128,12 @@ class _Capture:
         self.begin()
 
     def abandon(self) -> bool:
-        """End a capture that is of no use. True if CUDA could have gone on."""
+        """End a failed capture and discard its graphs. Return True if CUDA had not invalidated the capture."""
         intact = True
         try:
             self.end()
         except RuntimeError:
-            # CUDA reports an invalidated capture a second time here; the caller already has the first report.
+            # CUDA reports an invalidated capture again here; the caller already has the first error.
             intact = False
         for graph in self.graphs:
             with suppress(RuntimeError):
@@ -142,8 +142,8 @@ class _Capture:
 
 
 def _note_living(recording: GraphRecording) -> None:
-    """Have ``recording`` destroyed before what was registered for the process's end until now: NCCL's
-    ``destroy_process_group`` waits until no graph that has its kernels is left, and a traceback may hold one.
+    """Destroy ``recording`` at process exit, before all exit handlers registered so far: NCCL's
+    ``destroy_process_group`` waits until no graph with its kernels is left, and a traceback may keep one alive.
     """
     _LIVING.add(recording)
     atexit.unregister(_end_recordings)
@@ -164,7 +164,7 @@ class CUDAGraphBackend(Backend):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        """Where it captures, and runs what is to be captured."""
+        """The stream of captures, and of eager work that will be captured."""
         self._pool: Any = None
         self._living: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
         self._eager_bytes = 0
@@ -172,8 +172,8 @@ class CUDAGraphBackend(Backend):
         self._lends = Loan.is_possible()
 
     def run(self, body: Callable[[], Any]) -> Any:
-        """Run ``body`` on the capture stream, ordered after and before the current one. Autograd's accumulators
-        remember the stream that they were made on: a capture then need not wait on another one.
+        """Run ``body`` on the capture stream, after earlier and before later work of the current stream. AccumulateGrad
+        nodes remember the stream they were made on: made here, they cause no wait for another stream in a capture.
         """
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
@@ -200,14 +200,14 @@ class CUDAGraphBackend(Backend):
                 forget_workspaces()
                 loan.move_out(left(result))
             except torch.OutOfMemoryError:
-                # The caller undoes the step.
+                # The caller undoes the step, so nothing has to be moved out.
                 forget_workspaces()
                 raise
             except BaseException:
                 self._spoil(recording.generation)
                 raise
-            # The rest lies in young cycles, most likely; else where only Python's collector finds it: in a cache, or in
-            # a container that the step has replaced and the check has to keep.
+            # Tensors still in the pool are most likely in young reference cycles. Others can only be found by the
+            # garbage collector: in a cache, or in a container that the step has replaced and the check has to keep.
             for free in (partial(gc.collect, 0), loan.move_out_all, gc.collect):
                 if loan.is_over():
                     return result
@@ -219,7 +219,7 @@ class CUDAGraphBackend(Backend):
         return self.run(within)
 
     def _spoil(self, generation: object) -> None:
-        """Something that eager code keeps lies where replays write: there are no more of them, and no more loans."""
+        """Forbid further replays and loans: eager code keeps a tensor in memory that replays overwrite."""
         self._lends = False
         self._pool = None
         for recording in self._living:
@@ -232,7 +232,7 @@ class CUDAGraphBackend(Backend):
             self._eager_bytes = torch.cuda.max_memory_reserved(self.device)
 
     def may_take(self, nbytes: int) -> bool:
-        """See :meth:`graphplan.backends.backend.Backend.may_take`. The cache is emptied first if it is in the way."""
+        """See :meth:`graphplan.backends.backend.Backend.may_take`. Empty the cache before answering False."""
         if not super().may_take(nbytes):
             self.trim()
         return super().may_take(nbytes)
@@ -245,24 +245,24 @@ class CUDAGraphBackend(Backend):
     def record(self, body: Callable[[], Any], traced: TracedValues = NOTHING_TRACED) -> tuple[GraphRecording, Any]:
         """See :meth:`graphplan.backends.backend.Backend.record`."""
         if self._pool is None or not self._is_pool_used():
-            # torch forgets a pool's handle when its last graph goes.
+            # torch drops a pool with its last graph, so its handle must not be used again.
             self._pool = torch.cuda.graph_pool_handle()
         self._has_recorded = True
         generator = torch.cuda.default_generators[self.stream.device_index]
         states = CapturedStates(generator, traced.states) if traced.states.saves else None
         capture = _Capture(self._pool, traced, states)
-        # What the steps on the way have left is young until a collection has come by. Old garbage may lie anywhere in
-        # all that the process has, which takes 0.3 s: only after a failed capture, or where a closed recording is held.
+        # Garbage of the preceding steps is in the young generations. A full collection takes 0.3 s, so run one only
+        # after a failed capture, or if a closed recording is still alive.
         is_clean = not self._has_failed and all(recording.is_open for recording in self._living)
         gc.collect(1 if is_clean else 2)
         self._has_failed = False
         torch.cuda.synchronize(self.device)
-        # What eager steps have left cached lies beside the pool otherwise, and no capture can have it freed.
+        # Memory that eager steps left cached would stay reserved beside the pool: a capture cannot free it.
         self.trim()
         before = torch.cuda.memory_reserved(self.device)
         forget_workspaces()
         try:
-            # A collection in the middle could free another graph's memory, which is illegal during capture.
+            # A garbage collection could free another graph's memory, which is illegal during a capture.
             with no_collections():
                 result = self._capture(capture, body, traced)
         finally:
@@ -275,7 +275,7 @@ class CUDAGraphBackend(Backend):
         return recording, result
 
     def needs(self, footprint: Footprint, *, alone: bool) -> int:
-        """What is alive at once, less what the pool has for it already."""
+        """Return the peak bytes, less the memory that the pool already has for them."""
         if alone or self._pool is None:
             return footprint.peak
         others = (r.nbytes for r in self._living if r.is_open and r.generation == self._pool)
@@ -295,7 +295,7 @@ class CUDAGraphBackend(Backend):
     def _capture(self, capture: _Capture, body: Callable[[], Any], traced: TracedValues) -> Any:
         current = torch.cuda.current_stream(self.device)
         constants = DeviceConstants(traced.device_constants) if traced.device_constants else nullcontext()
-        # Compiled code leaves a dispatch mode out of account, or does not run compiled: no mode without need.
+        # Compiled code ignores a dispatch mode, or runs uncompiled under one: enter a mode only if it is needed.
         is_needed = traced.in_mode or traced.transfers or any(read.waits for read in traced.reads)
         is_given = is_needed or traced.answers is not None
         on_expected = capture.split
@@ -310,7 +310,7 @@ class CUDAGraphBackend(Backend):
                     if given is not None:
                         given.check()
             except BaseException as error:
-                # The frames would keep the half-captured autograd graph, and its accumulators' stream, alive.
+                # The traceback's frames would keep the unfinished autograd graph and its accumulators' stream alive.
                 traceback.clear_frames(error.__traceback__)
                 intact = self._abandon(capture, traced.generators)
                 if any(text in str(error) for text in _ON_ANOTHER_STREAM):
@@ -332,24 +332,24 @@ class CUDAGraphBackend(Backend):
         return result
 
     def _abandon(self, capture: _Capture, generators: Sequence[torch.Generator]) -> bool:
-        """End a capture that is of no use, and leave the process able to train. True if CUDA could have gone on."""
+        """End a failed capture so that the process can train on. Return True if CUDA had not invalidated it."""
         self._has_failed = True
         intact = capture.abandon()
         if not intact:
             self._give_back_pool()
-        # Casts that autocast remembers lie in the pool, and were never computed.
+        # Autocast's cached casts are in the pool and were never computed.
         torch.clear_autocast_cache()
         self._pool = None
         if torch.cuda.is_current_stream_capturing():
-            # Else the stream stays: autograd's accumulators and cuBLAS's workspaces belong to it.
+            # Replace only a stream stuck in a capture: autograd's accumulators and cuBLAS workspaces belong to it.
             self.stream = torch.cuda.Stream(self.device)
         if not intact:
             self._heal_generators(generators)
         return intact
 
     def _heal_generators(self, generators: Sequence[torch.Generator]) -> None:
-        """Make generators usable again that a capture which never ended has left in its middle: a capture of nothing
-        does it. With a fresh copy of their state, living graphs would go on with the old one, and draw other numbers.
+        """Reset generators that an unfinished capture left in capture mode, by an empty capture. A fresh copy of their
+        state would not do: existing graphs would keep the old state and draw other numbers.
         """
         graph = torch.cuda.CUDAGraph()
         _register(generators, graph)
@@ -360,9 +360,9 @@ class CUDAGraphBackend(Backend):
         graph.reset()
 
     def _give_back_pool(self) -> None:
-        """Tell torch's allocator that a capture is over which CUDA gave up: torch may forget to, and frees nothing."""
+        """End the allocation to the pool after an invalidated capture, or torch may never free any memory."""
         place = (self.stream.device_index, self._pool)
-        # Where torch did not forget, it says here that there is nothing to end or to release.
+        # If torch has already done this, the calls raise RuntimeError.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(*place)
         if not self._is_pool_used():
@@ -371,39 +371,39 @@ class CUDAGraphBackend(Backend):
 
 
 def lend(result: Any, stream: Any, device: torch.device) -> None:
-    """Keep the memory of ``result`` on ``device``, which is the capture stream's, from being used again before
-    ``stream`` is done with it. A mode or a transform of the caller's would see this, or fail.
+    """Record ``stream`` for the tensors of ``result``, whose memory belongs to the capture stream, so that it is not
+    reused too early. Skip this under a mode or transform of the caller, which would see these operators, or fail.
     """
     if surroundings() is not None:
         return
     for tensor in (local(leaf) for leaf in flatten_result(result)[0] if isinstance(leaf, Tensor)):
         if type(tensor) in PLAIN_KINDS and tensor.device == device and tensor.layout is torch.strided:
-            # Not the tensor itself: of one that is marked as conjugated torch would record a copy.
+            # Record the storage: for a tensor marked as conjugated, torch would record a copy.
             memory = torch.empty(0, dtype=torch.uint8, device=device)
             memory.set_(tensor.untyped_storage()).record_stream(stream)
 
 
 def _register(generators: Sequence[torch.Generator], graph: torch.cuda.CUDAGraph) -> None:
     for generator in generators:
-        # One of the host's draws outside of the graph.
+        # A CPU generator draws outside the graph.
         if generator.device.type == "cuda":
             graph.register_generator_state(generator)
 
 
 def _empty_cache() -> None:
-    # Some releases of torch cannot while another thread captures; then it stays cached.
+    # Some releases of torch cannot empty the cache while another thread captures; then keep it.
     with suppress(RuntimeError):
         torch.cuda.empty_cache()
 
 
 def _place(error: BaseException) -> str:
-    """Where in the user's source ``error`` came from; empty for a capture that did not even begin."""
+    """Return the place in the user's source that raised ``error``; empty if the capture did not begin."""
     source = find_raise(error)
     return "" if source is None else f", at {source}"
 
 
 def _is_own(error: BaseException, *, intact: bool) -> bool:
-    """Return True for an error that an eager step would have raised, too, or that others are to handle."""
+    """Return True for an error that an eager step would also raise, or that callers handle."""
     if isinstance(error, RefusalError) or not isinstance(error, Exception) or is_out_of_memory(error):
         return True
     code = raising_code(error)

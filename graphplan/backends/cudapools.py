@@ -1,4 +1,4 @@
-"""Memory of CUDA graphs: what eager work uses between their replays, and cuBLAS's workspaces."""
+"""Memory pools of CUDA graphs, which eager work may use between replays, and cuBLAS workspaces."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from graphplan.tensors.attributes import has_memory
 
 
 class Loan:
-    """A context in which memory for the current stream comes from the pool of CUDA graphs, autograd's threads included.
-    The next replay overwrites it: what eager work leaves there has to be moved out before.
+    """A context in which the current stream allocates from the pool of CUDA graphs, in autograd's threads too. The next
+    replay overwrites that memory: tensors that eager work leaves there must be moved out before.
     """
 
     def __init__(self, device: torch.device, pool: Any) -> None:
@@ -25,7 +25,7 @@ class Loan:
 
     @staticmethod
     def is_possible() -> bool:
-        """Return True if torch's allocator can do it."""
+        """Return True if torch's allocator supports it."""
         begin = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
         return begin is not None and torch.cuda.get_allocator_backend() == "native"
 
@@ -39,8 +39,8 @@ class Loan:
         torch._C._cuda_releasePool(*self._place)
 
     def move_out(self, tensors: Iterable[Tensor]) -> None:
-        """Give what lies in memory that was borrowed other memory. Tensors keep their storages, and views see it."""
-        # Looking for them may let go of others.
+        """Reallocate storages that lie in borrowed memory. Tensors keep their storage objects, so views stay valid."""
+        # Listing the tensors may free others, so do it before looking at the pool.
         tensors = list(tensors)
         self._left = self._used() - self._before
         for tensor in tensors if self._left else ():
@@ -51,18 +51,18 @@ class Loan:
                     _renew(storage)
 
     def move_out_all(self) -> None:
-        """Move out every tensor that Python has, which takes as long as a look at each of its objects."""
+        """Move out every tensor that the garbage collector tracks. This is slow: it visits every tracked object."""
         tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
         self.move_out(filter(has_memory, tensors))
 
     def is_over(self) -> bool:
-        """Return True if nothing that was borrowed is in use any more."""
+        """Return True if no borrowed memory is in use any more."""
         if self._left:
             self._left = self._used() - self._before
         return not self._left
 
     def _used(self) -> set[int]:
-        """Addresses of what is in use in the pool."""
+        """Return the addresses of the pool's blocks in use."""
         _, pool = self._place
         found = set()
         for segment in torch.cuda.memory_snapshot(**_only(pool)):
@@ -77,14 +77,14 @@ class Loan:
 
 
 def _only(pool: Any) -> dict[str, Any]:
-    """How to ask for a snapshot of that pool alone, without a history, as far as this torch can: it is much faster."""
+    """Return arguments for a snapshot of that pool without traces, if this torch takes them: that is much faster."""
     wanted = {"mempool_id": tuple(pool), "include_traces": False}
     return {name: wanted[name] for name in signature(torch.cuda.memory_snapshot).parameters if name in wanted}
 
 
 def forget_workspaces() -> None:
-    """Have torch free each stream's cuBLAS workspace. Newer releases free it with the first graph of that stream that
-    is destroyed, while others have its address. One that is made anew in a capture lies in that graph's own memory.
+    """Free the cuBLAS workspaces of all streams. Newer releases of torch free a stream's workspace with its first
+    destroyed graph, while other graphs have its address. A workspace made in a capture is in that graph's own memory.
     """
     forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if forget is not None:

@@ -1,4 +1,4 @@
-"""States of a CUDA device's generator that a captured step saves and puts back: see :mod:`graphplan.trace.rng`."""
+"""States of a CUDA generator that a captured step saves and restores: see :mod:`graphplan.trace.rng`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphplan.trace.rng import SavedStates, saving_states
 
 
 class CapturedStates:
-    """The generators that a captured step draws from instead of the default ``generator``: one for each state set."""
+    """Generators that a captured step draws from instead of the default ``generator``: one for each restored state."""
 
     def __init__(self, generator: torch.Generator, states: SavedStates) -> None:
         self._generator: Any = generator
@@ -23,13 +23,13 @@ class CapturedStates:
         self._left = iter(self._others)
 
     def register(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Have ``graph`` draw from the generators."""
+        """Register the generators with ``graph``."""
         for other in self._others:
             graph.register_generator_state(other)
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Go over to the next generator wherever the step that is captured puts a state back."""
+        """Switch to the next generator whenever the captured step restores a state."""
         home = self._generator.graphsafe_get_state()
         try:
             with saving_states(self._save, self._put):
@@ -38,7 +38,7 @@ class CapturedStates:
             self._generator.graphsafe_set_state(home)
 
     def _save(self, generator: torch.Generator) -> Tensor:
-        # A device's state cannot be read in a capture. Which one it is, the traced step has told.
+        # A CUDA state cannot be read in a capture. Any tensor will do: the trace has noted which state is restored.
         return torch.default_generator.get_state() if generator.device.type == "cuda" else generator.get_state()
 
     def _put(self, generator: torch.Generator, state: Tensor) -> None:
@@ -48,7 +48,7 @@ class CapturedStates:
             generator.set_state(state)
 
     def set_out(self) -> int:
-        """Before a replay: set the generators to where it draws from. Returns the offset that :meth:`arrive` wants."""
+        """Before a replay, set the generators to the offsets it draws from. Return the offset for :meth:`arrive`."""
         start, seed = self._generator.get_offset(), self._generator.initial_seed()
         for other, offset in zip(self._others, self._offsets, strict=True):
             if other.initial_seed() != seed:
@@ -57,5 +57,5 @@ class CapturedStates:
         return start + self._growth
 
     def arrive(self, end: int) -> None:
-        """After a replay: set the default generator to where the step leaves it."""
+        """After a replay, set the default generator to the offset that the step leaves."""
         self._generator.set_offset(end)

@@ -1,6 +1,6 @@
-"""For what part of the time CUDA streams have nothing to do, seen from a thread that looks again and again.
+"""Measure the fraction of time in which CUDA streams are idle, by a thread that polls them.
 
-Events cannot tell: they say when a step began and ended on the device, and not whether it waited for the host between.
+Events cannot measure it: they tell when a step began and ended on the device, not whether it waited for the host.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from time import perf_counter
 from typing import Any
 
 UNDISTURBED = Lock()
-"""No look is taken while it is held: CUDA gives up the capture of a stream that is asked how far it is."""
+"""Held during a capture to stop polling: querying a capturing stream invalidates the capture."""
 _PAUSE = 0.0002
-"""Seconds between two looks, of which one takes some microseconds."""
+"""Seconds between two polls. One poll takes some microseconds."""
 _MOST = 20_000
-"""Looks of a watch that is not ended, as that of a fit's last step: four seconds or more."""
+"""Maximum polls, at least four seconds, for a measurement that is not ended, such as that of a fit's last step."""
 
 
 class Idleness:
-    """Looks at ``streams`` from now on, until :meth:`end`. What is seen holds for the time since the look before."""
+    """Polls ``streams`` from now until :meth:`end`. The result of a poll counts for the time since the previous one."""
 
     def __init__(self, streams: Sequence[Any]) -> None:
         self._streams = streams
@@ -30,11 +30,11 @@ class Idleness:
         self._ended = Event()
         self._thread = Thread(target=self._look_again, name="graphplan-idleness", daemon=True)
         with suppress(RuntimeError):
-            # A process that has all the threads it may have trains on.
+            # If the process cannot start another thread, training continues without the measurement.
             self._thread.start()
 
     def _look_again(self) -> None:
-        """Only here, where no interrupt comes between taking the lock and giving it back."""
+        """Poll in this thread only: a KeyboardInterrupt cannot come between acquiring and releasing the lock here."""
         while self._looks < _MOST and not self._ended.wait(_PAUSE):
             self._look()
         if self._looks < _MOST:
@@ -46,7 +46,7 @@ class Idleness:
         try:
             is_idle = all(stream.query() for stream in self._streams)
         except RuntimeError:
-            # A fault of the device, which its next user is told of.
+            # A device error, which the next CUDA call of the training code raises too.
             self._looks = _MOST
             return
         finally:
@@ -57,7 +57,7 @@ class Idleness:
         self._looks += 1
 
     def end(self) -> float:
-        """Look a last time; the part of the time, from 0 to 1, without anything to do. 1 if no look was possible."""
+        """Poll a last time; return the idle fraction of the time, from 0 to 1. Return 1 if the thread did not start."""
         self._ended.set()
         if self._thread.ident is None:
             return 1.0

@@ -1,11 +1,9 @@
 """The tape backend: record a step's operators once, and run them again on the same storages.
 
-It obeys the rules of a CUDA graph on a machine without one: fixed addresses, no Python, no host reads. Views and
-allocations are not run again, constants are not computed again, and an operator that has an ``out=`` form writes
-straight into its recorded result. Random operators draw from the same generators as in eager. Memory that the step
-gives back (``storage.resize_(0)``) is there while a replay runs.
-
-Longer than most rooms: recording writes down what replaying relies on, operator by operator.
+It follows the rules of a CUDA graph without a GPU: fixed addresses, no Python, no host reads. A replay skips views,
+allocations and constants. An operator with an ``out=`` overload writes directly into its recorded result. Random
+operators draw from the same generators as in eager steps. Storages that the step frees (``storage.resize_(0)``) are
+allocated while a replay runs.
 """
 
 from __future__ import annotations
@@ -47,22 +45,22 @@ _CONSTANT = (
     "aten.tril_indices.default", "aten.triu_indices.default",
 )  # fmt: skip
 """Operators whose results depend on no tensor: run once, unless the result is written to. The ``*_like`` forms
-are left out because a backward pass may hand their results to the user as gradients."""
+are left out because a backward pass may return their results to the user as gradients."""
 
 _MODES = ("torch.is_grad", "torch.is_inference", "torch.is_autocast", "torch.get_autocast", "torch.get_default_device")
-"""How the names of switches begin that are set otherwise, or that operators below autograd do not depend on."""
+"""Prefixes of switches that a replay sets in another way, or that operators below autograd do not depend on."""
 _SWITCHES = [s for s in SWITCHES if not s.name.startswith(_MODES) and "torch.backends.cud" not in s.name]
-"""The others that kernels on the host may depend on. They are read for each of them."""
+"""The remaining switches, which CPU kernels may depend on. They are read for each recorded kernel."""
 _GETTERS = [switch.get for switch in _SWITCHES]
 
 _COPIES = ("aten.clone.default", "aten._to_copy.default")
-"""Operators that a copy into the recorded result repeats bitwise."""
+"""Operators that a copy into the recorded result reproduces bit by bit."""
 
 
 @dataclass(slots=True, eq=False)
 class _Kernel:
-    """One recorded operator before it is compiled to a closure. ``outs`` has for each result the tensor that a replay
-    fills, or None; ``constant`` marks a result that depends on no tensor's values.
+    """One recorded operator, before it is compiled to a closure. ``outs`` has for each result the tensor that a replay
+    fills, or None. ``constant``: the result depends on no tensor's values.
     """
 
     func: Any
@@ -72,21 +70,21 @@ class _Kernel:
     writes: list[int | None] = field(default_factory=list)
     """The storages that it writes to."""
     tensors: list[Tensor] = field(default_factory=list)
-    """What it reads and writes."""
+    """The tensors that it reads and writes."""
     constant: bool = False
     overload: tuple[Any, tuple[str, ...]] | None = None
-    # Some kernels look at the grad mode (an LSTM keeps a workspace for its backward pass), and only in inference mode
-    # may what was made in it be written to.
+    # Some kernels depend on the grad mode (an LSTM keeps a workspace for its backward pass), and inference tensors can
+    # be written to in inference mode only.
     modes: tuple[bool, bool] = field(
         default_factory=lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
     )
     switches: dict[str, Any] = field(default_factory=dict)
-    """torch's switches that the step had set otherwise than it found them."""
+    """torch's global switches that the step had changed, and their values."""
 
 
 def _alias(value: Any, aliases: list[tuple[Tensor, Tensor]]) -> Any:
-    """The same memory without its autograd history, which would keep a whole step's graph alive. One tensor in several
-    places stays one, since torch's attention asks for that: ``aliases`` has those that were made for the operator.
+    """Return ``value`` with detached tensors, since an autograd history would keep the step's graph alive. ``aliases``
+    has the operator's (tensor, alias) pairs: a tensor in several arguments stays one, as torch's attention requires.
     """
     kind = type(value)
     if kind in ATOMS:
@@ -107,28 +105,28 @@ class _TapeMode(OperatorMode):
         self.kernels: list[_Kernel] = []
         self.failure: str | None = None
         self.changed: tuple[HostRead, Any] | None = None
-        """The first read of another value than in the traces, and that value."""
+        """The first read whose value differs from the traces, and that value."""
         self.storages: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
         self._saved: dict[int, tuple[torch.Generator, list[Tensor]]] = {}
-        """The generator and the state of each time that the step saves one, by the first state's identity."""
+        """The generator and the state for each time that the step saves one, by identity of the first saved state."""
         self._overloads: dict[Any, tuple[Any, tuple[str, ...]] | None] = {}
         self._found = answers(_GETTERS)
 
     def fail(self, why: str) -> None:
-        """Note that the recording cannot be used; the step goes on, since it is a real one."""
+        """Note that the recording cannot be used. The step continues, since it is a real step."""
         if self.failure is None:
             self.failure = f"{why} at {find_source()}"
 
     def note_read(self, name: str, tensor: Tensor | None = None) -> None:
-        """Take notice of a read, which the traced steps must have done too."""
+        """Note a host read; fail if the traced steps did not make it too."""
         with self.faults.noting():
             if find_place() not in self._reads:
                 self.fail(f"{name} reads values on the host")
 
     def _take_read(self, name: str, tensor: Tensor, out: Any) -> tuple[Any, HostRead | None]:
-        """Take in a read that an operator makes of ``tensor``, and return what the step is given, and the traces' read
-        there. Where replays are to compare it, the step goes the traces' way; it is undone if that is another one.
+        """Record an operator's read of ``tensor``; return the value for the step and the traces' read at this place. If
+        replays compare the read, the step gets the traces' value; if the real value differs, the step is undone.
         """
         place = find_place()
         if place not in self._reads:
@@ -150,14 +148,14 @@ class _TapeMode(OperatorMode):
             read.compare(value)
 
     def save_state(self, generator: torch.Generator) -> Tensor:
-        """Have replays save the generator's state where the step does now."""
+        """Save the generator's state, and record that replays save it here too."""
         saved = [generator.get_state()]
         self._saved[id(saved[0])] = generator, saved
         self.kernels.append(_Kernel(lambda: saved.__setitem__(0, generator.get_state())))
         return saved[0]
 
     def put_state(self, generator: torch.Generator, state: Tensor) -> None:
-        """Have replays put back what they saved."""
+        """Restore a saved state, and record that replays restore the state that they saved."""
         generator.set_state(state)
         owner, saved = self._saved.get(id(state), (None, [state]))
         if owner is not generator:
@@ -178,7 +176,7 @@ class _TapeMode(OperatorMode):
         if call.reads_values() or is_shape:
             out, read = self._take_read(schema.name, call.args[0], out)
             if is_shape and read is not None and read.asserted:
-                # In a replay it may have another shape, which nothing would ask for.
+                # Do not record it: in a replay the result may have another shape, and nothing else uses it.
                 return out
         self._record(call, out, taken)
         return out
@@ -195,7 +193,7 @@ class _TapeMode(OperatorMode):
                 self.storages[memory._cdata] = memory.nbytes()
                 writes.append(memory._cdata)
             outs.append(result.detach() if is_new else None)
-        # None is what an operator gives that only looks at values, and raises. A tensor that was turned stays so.
+        # Operators that return None check values and may raise: repeat them. In-place views (`squeeze_`) persist: skip.
         if schema.allocates or schema.turns or not (writes or out is None):
             return
         aliases: list[tuple[Tensor, Tensor]] = []
@@ -207,7 +205,7 @@ class _TapeMode(OperatorMode):
         self._keep(kernel)
 
     def _overload(self, kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
-        """What :func:`_working_overload` says of the first kernel of this form, which holds for the others."""
+        """Return :func:`_working_overload` of the kernel, which is evaluated once per form."""
         if _out_overload(kernel.func) is None:
             return None
         form = _form(kernel)
@@ -221,7 +219,7 @@ class _TapeMode(OperatorMode):
             self.sizes[memory._cdata] = max(memory.nbytes(), self.sizes.get(memory._cdata, 0))
 
     def _switched(self) -> dict[str, Any]:
-        """Switches that kernels may depend on, and that are not what they were when the step began."""
+        """Return the switches that kernels may depend on and that have changed since the step began."""
         found = answers(_GETTERS)
         if found == self._found:
             return {}
@@ -234,7 +232,7 @@ class _TapeMode(OperatorMode):
 
 
 def _form(kernel: _Kernel) -> Any:
-    """What a kernel is apart from the values in its tensors and from where these lie."""
+    """Return a key of the kernel without the values and addresses of its tensors."""
     numbers: dict[int | None, int] = {}
 
     def form(value: Any) -> Any:
@@ -250,26 +248,26 @@ def _form(kernel: _Kernel) -> Any:
 
 @cache
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]] | None:
-    """The overload of ``func`` that takes the same arguments and writes into given results, with their names."""
+    """Return the ``out=`` overload of ``func`` with the same arguments, and the names of its results."""
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
     for overload in func.overloadpacket.overloads():
         candidate = getattr(func.overloadpacket, overload)
         plain = [(a.name, str(a.type)) for a in candidate._schema.arguments if not a.is_out]
         given = [a for a in candidate._schema.arguments if a.is_out]
         generated = torch.Tag.generated in candidate.tags
-        # A generated out= form calls the functional one and copies, and checks less than it should: we copy ourselves.
+        # A generated out= overload calls the functional one and copies, with too few checks: we copy ourselves.
         if given and not generated and plain == wanted and all(str(a.type) == "Tensor" for a in given):
             return candidate, tuple(a.name for a in given)
     return None
 
 
 def _callable(func: Any) -> Callable[..., Any]:
-    """The C++ entry of an operator overload, where torch exposes it: it saves one Python frame per operator."""
+    """Return the C++ entry of an operator overload, if torch exposes it: that saves one Python frame per operator."""
     return getattr(func, "_op", func)
 
 
 def _compile(kernel: _Kernel) -> Callable[[], Any]:
-    """A closure that runs the kernel again into its recorded results."""
+    """Return a closure that runs the kernel again into its recorded results."""
     outs = kernel.outs
     run = partial(_callable(kernel.func), *kernel.args, **kernel.kwargs)
     if is_collective(str(kernel.func)):
@@ -291,9 +289,9 @@ def _waiting(name: str, run: Callable[[], Any]) -> Any:
 
 
 def _working_overload(kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
-    """The kernel's ``out=`` overload, if it fills given results with the same bits where they lie.
+    """Return the kernel's ``out=`` overload if it fills given results in place with the same bits, else None.
 
-    Some do not: torch's ``binary_cross_entropy.out`` leaves a scalar result alone, ``mse_loss.out`` reallocates it.
+    Some do not: torch's ``binary_cross_entropy.out`` does not write a scalar result, ``mse_loss.out`` reallocates it.
     """
     found = _out_overload(kernel.func)
     outs = [out for out in kernel.outs if out is not None]
@@ -302,7 +300,7 @@ def _working_overload(kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
     probes = [torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device) for o in outs]
     places = [probe.data_ptr() for probe in probes]
     given = dict(zip(found[1], probes, strict=True))
-    # torch warns where it gives a result another size on the way, which leaves one element where it is.
+    # torch warns when it resizes a result on the way. For a single element the address does not show it.
     if _warns(partial(found[0], *kernel.args, **kernel.kwargs, **given)):
         return None
     stayed = [probe.data_ptr() for probe in probes] == places
@@ -311,7 +309,7 @@ def _working_overload(kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
 
 
 class _Caught(torch.autograd.Function):
-    """Calls a function in which torch's warnings are Python's: operators called by overloads print them otherwise."""
+    """Calls a function so that torch's warnings become Python's: operators called by overload print them instead."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Any]) -> None:
@@ -327,7 +325,7 @@ def _warns(run: Callable[[], Any]) -> bool:
 
 
 def _copying(run: Callable[[], Any], outs: list[Tensor | None]) -> Callable[[], Any]:
-    """Run the functional form, then copy its results to where they were recorded."""
+    """Return a closure that runs the functional overload, then copies its results into the recorded ones."""
 
     def again() -> None:
         result = run()
@@ -339,7 +337,7 @@ def _copying(run: Callable[[], Any], outs: list[Tensor | None]) -> Callable[[], 
 
 
 _Run = tuple[tuple[bool, bool, dict[str, Any]], list[Callable[[], Any]]]
-"""Inference mode, grad mode and other switches of torch's, and what ran one after the other under them."""
+"""Inference mode, grad mode and torch's other switches, and the consecutive kernels that ran under them."""
 
 
 class TapeRecording:
@@ -351,7 +349,7 @@ class TapeRecording:
         writers = Counter(storage for kernel in mode.kernels for storage in kernel.writes)
         lent = {storage_id(t): t.untyped_storage() for k in mode.kernels for t in k.tensors if is_freed(t)}
         self._lent = [(memory, mode.sizes[memory._cdata]) for memory in lent.values()]
-        # What depends on no values need not run again, unless something else writes where it does.
+        # A constant need not run again, unless another kernel writes to its storage.
         live = [
             kernel
             for kernel in mode.kernels
@@ -383,7 +381,7 @@ class TapeRecording:
                 storage.resize_(0)
 
     def reset(self) -> None:
-        """Let the operators and their memory go."""
+        """Release the operators and their memory."""
         self._runs = None
 
 
@@ -399,7 +397,7 @@ class TapeBackend(Backend):
             try:
                 result = body()
             except Exception:
-                # The traces' way need not be one for other values.
+                # The error may only come from following the traces with another value.
                 mode.check_outcome()
                 raise
         mode.faults.check()
@@ -416,5 +414,5 @@ class TapeBackend(Backend):
         return body()
 
     def needs(self, footprint: Footprint, *, alone: bool) -> int:
-        """Everything that the step makes: each recorded result has a place, and each recording memory of its own."""
+        """Return the total bytes: each recorded result keeps its memory, and recordings share none."""
         return footprint.total

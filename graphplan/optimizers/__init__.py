@@ -1,1 +1,1 @@
-"""Making optimizers capturable, and keeping learning rates and skipped steps on the device while a step runs."""
+"""Make optimizers capturable, and keep learning rates and decisions to skip a step on the device."""

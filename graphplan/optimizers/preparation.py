@@ -1,10 +1,10 @@
-"""Making optimizers capturable.
+"""Make optimizers capturable.
 
 On CUDA an optimizer is capturable when its step counter and learning rate are on the device (``capturable=True``, or
 ``fused=True`` for SGD). On the CPU torch has no such flag, but the fused kernels read both from tensors. A gradient
-scaler wants fused kernels on CUDA too: only they can skip a step. Changes are reported and stripped from
-``state_dict``, so that checkpoints are those of the unprepared optimizer. A graphed step sets the flags only while its
-Python code runs: callbacks between two steps find the user's own.
+scaler needs fused kernels on CUDA too: only they can skip a step. Changes are reported and stripped from
+``state_dict``, so that checkpoints equal those of the unprepared optimizer. A graphed step sets the flags only while
+its Python code runs: callbacks between two steps see the user's flags.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _REFUSED = {
 }
 _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _FUSED_ON_CPU_IN_HALF = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""torch's fused SGD leaves most of a half-precision parameter on the CPU as it was (pytorch/pytorch#191763)."""
+"""Without SGD: torch's fused SGD does not update most of a half-precision CPU parameter (pytorch/pytorch#191763)."""
 _FUSED_ON_CUDA = (torch.optim.SGD,)
 _FUSED_IF_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
-"""Fused kernels that take DTensors."""
+"""Optimizers whose fused kernels take DTensors."""
 _FUSED_IF_WANTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _Place = tuple[int, str]
 """The index of a parameter group, and a key in it."""
@@ -39,11 +39,11 @@ _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_post_hooks",
 )  # fmt: skip
-"""Where ``Optimizer.__init__`` gives an optimizer room for the hooks that keep it capturable."""
+"""Attributes that ``Optimizer.__init__`` sets and that hold the hooks which keep an optimizer capturable."""
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise OptimizerError for optimizers that no preparation can make capturable, with what to do."""
+    """Raise OptimizerError, with a remedy, for an optimizer that no preparation can make capturable."""
     for kind in type(optimizer).__mro__:
         if kind.__module__.startswith("torch.optim") and kind.__name__ in _REFUSED:
             raise OptimizerError(
@@ -59,19 +59,19 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def may_be_captured(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if torch allows the optimizer to step in a capture as it is."""
+    """Return True if torch allows the optimizer to step in a capture without preparation."""
     groups = optimizer.param_groups
     return all(group.get("capturable", True) or device_of(group).type != "cuda" for group in groups)
 
 
 def device_of(group: Mapping[str, Any]) -> torch.device:
-    """Where a group's parameters are; the CPU for an empty group."""
+    """Return the device of a group's parameters; the CPU for an empty group."""
     params = group["params"]
     return params[0].device if params else torch.device("cpu")
 
 
 def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fused: bool) -> dict[str, Any]:
-    """Flags that make this group's update read its step, learning rate and (``fused``) ``found_inf`` from tensors."""
+    """Return flags that make the group's update read step, learning rate and (``fused``) ``found_inf`` from tensors."""
     plain = all(p.is_floating_point() and not p.is_complex() for p in group["params"])
     if not plain or group.get("differentiable") or not group["params"]:
         return {}
@@ -91,7 +91,7 @@ def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *,
 
 
 def _is_in_order(param: Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether parameter, gradient and state lie in one order without gaps: fused kernels on the CPU need that."""
+    """Return True if parameter, gradient and state have equal strides without gaps: fused CPU kernels require that."""
     shape = param.shape
     held = (param, param.grad, *state.values())
     tensors = [value for value in held if isinstance(value, Tensor) and value.shape == shape]
@@ -105,7 +105,7 @@ def _is_in_order(param: Tensor, state: Mapping[str, Any]) -> bool:
 def around_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], before: Callable[[], None], after: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments of an optimizer's ``step`` whose closure runs between ``before()`` and ``after()``; None without."""
+    """Return arguments for ``step`` whose closure runs between ``before()`` and ``after()``; None without a closure."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         return None
@@ -120,17 +120,17 @@ def around_closure(
 
 
 class Preparation:
-    """Flags set on one optimizer, and the hooks that keep its checkpoints clean of them.
+    """Flags set on one optimizer, and the hooks that keep them out of its checkpoints.
 
-    They are set at once, taken off by :meth:`leave` and set again by :meth:`enter`. ``fused`` asks for fused kernels on
-    CUDA too, for a gradient scaler or for their speed. If others step the optimizer (``steps`` is false), its counters
-    stay where they are until it is stepped here.
+    The constructor sets the flags, :meth:`leave` removes them and :meth:`enter` sets them again. ``fused`` asks for
+    fused kernels on CUDA too, for a gradient scaler or for their speed. If other code steps the optimizer (``steps`` is
+    false), its counters are not moved until it is stepped here.
 
     Attributes:
-        changes: what was changed, one line per flag, also of groups that are added later; a list may be given.
+        changes: the changes, one line per flag, also for groups that are added later; a list may be given.
         counted: integers in parameter groups that the optimizer's own step changes. A hyper-parameter, which the step's
-            code may set, is one only if it went on from where the step before had left it.
-        stepped_newcomers: whether stock kernels have taken a group because of parameters that no step took before.
+            code may also set, counts only if the optimizer's step began with the value that the last one had left.
+        stepped_newcomers: whether stock kernels stepped a group because some of its parameters were never stepped.
     """
 
     def __init__(
@@ -187,11 +187,11 @@ class Preparation:
                         self.changes.append(text)
             self._move_scalars(group)
         if self._originals:
-            # torch would warn that warm-up steps run a capturable optimizer without a capture, which is intended.
+            # Suppress torch's warning about a capturable optimizer outside a capture: warm-up steps intend that.
             vars(self.optimizer)[_WARNED] = True
 
     def leave(self) -> None:
-        """Put the flags back. Step counters stay where they are: recorded work reads them there."""
+        """Restore the flags. Step counters stay on the device: recorded work reads them there."""
         if self._entered:
             self._entered = False
             self._before.remove()
@@ -208,14 +208,14 @@ class Preparation:
         self._left = now if self._counts else self._left
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Treat loaded groups and counters like those before them."""
+        """Set the flags on loaded groups and move their counters."""
         entered = self._entered
         self.enter()
         if not entered:
             self.leave()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Look at the gradients once they are there: after the closure, if there is one."""
+        """Check the gradients when they exist: after the closure, if there is one."""
         with self.faults.noting():
             self._counts = self._counts or _integers(self.optimizer)
             if self._entered and not self._steps:
@@ -227,8 +227,8 @@ class Preparation:
         return changed
 
     def _check_gradients(self) -> None:
-        """Put a group's flags back if only stock kernels take it: sparse gradients, and memory that fused kernels do
-        not go through in one order, for good; newcomers for a step.
+        """Restore a group's flags if only stock kernels can step it: permanently for sparse gradients and for memory
+        layouts that fused kernels cannot traverse in one order; for one step if some parameters are newly unfrozen.
         """
         with self.faults.noting():
             for index, group in enumerate(self.optimizer.param_groups if self._entered else ()):
@@ -244,7 +244,7 @@ class Preparation:
                     group.update(self._originals.get(index, {}))
 
     def _has_newcomers(self, group: Mapping[str, Any], stepped: Sequence[Any]) -> bool:
-        """Return True if some parameters have a momentum and others, just unfrozen, do not: torch's fused SGD fails."""
+        """Return True if only some parameters have a momentum, others being newly unfrozen: torch's fused SGD fails."""
         if not isinstance(self.optimizer, torch.optim.SGD) or not group["momentum"]:
             return False
         have = {self.optimizer.state.get(param, {}).get("momentum_buffer") is not None for param in stepped}
@@ -256,7 +256,7 @@ class Preparation:
             state = self.optimizer.state.get(param, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim == 0 and value.device != param.device:
-                    with torch.inference_mode(False):  # An evaluation's: the optimizer's steps write it.
+                    with torch.inference_mode(False):  # Later steps could not write to an inference tensor.
                         state[key] = value.to(param.device)
 
     def _strip(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -270,12 +270,12 @@ class Preparation:
         return state_dict
 
     def _keeps_on_host(self, index: int, group: Mapping[str, Any]) -> bool:
-        """Return True if the stock optimizer keeps the counters of this group, which has its own flags, on the host."""
+        """Return True if the unprepared optimizer keeps this group's counters on the host."""
         changed = self._originals.get(index, {}).keys() & {"capturable", "fused"}
         return bool(changed) and not group.get("capturable") and not group.get("fused")
 
     def undo(self) -> None:
-        """Put the flags back, step counters to the host where the stock optimizer keeps them, and drop the hooks."""
+        """Restore the flags, move counters to the host if the unprepared optimizer has them there, remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -291,21 +291,21 @@ class Preparation:
 
 
 def _scalars_to_host(values: Any) -> Any:
-    """One parameter's state with its counters on the host."""
+    """Return one parameter's state with its counters on the host."""
     if "eta" in values:
-        return values  # ASGD keeps its scalars on the parameter's device in any case.
+        return values  # ASGD always keeps its scalars on the parameter's device.
     counters = {key: values[key].cpu() for key in ("step", "mu_product") if isinstance(values.get(key), Tensor)}
     return {**values, **counters}
 
 
 def _integers(optimizer: torch.optim.Optimizer) -> dict[_Place, int]:
-    """The integers in the optimizer's parameter groups, without flags."""
+    """Return the integers in the optimizer's parameter groups, without bools."""
     groups = enumerate(optimizer.param_groups)
     return {(index, key): item for index, group in groups for key, item in group.items() if type(item) is int}
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Make ``optimizer`` capturable where torch can on its parameters' device, for good.
+    """Make ``optimizer`` capturable permanently, if torch supports that on its parameters' device.
 
     Examples:
         >>> import torch
@@ -317,7 +317,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
         optimizer: an optimizer of torch or of another library.
 
     Returns:
-        What was changed, one line per flag; empty if nothing had to be.
+        The changes, one line per flag; empty if none was necessary.
 
     Raises:
         OptimizerError: for optimizers that cannot be captured at all (LBFGS, SparseAdam).

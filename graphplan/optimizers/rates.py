@@ -1,7 +1,7 @@
-"""Learning rates in device memory while optimizers step, Python numbers for other code; also the prepared flags.
+"""Keep learning rates in device memory while optimizers step, and set the flags of prepared optimizers.
 
-In a trace or a capture they are in device memory for the whole step: that is how a trace sees whether the step's own
-code uses one.
+Other code sees Python numbers, except in a trace or a capture: there the rates are in device memory for the whole step,
+so that a trace sees whether the step's own code uses one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphplan.tensors.symbolic import SymbolicNumber
 
 
 def shadow_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype of a device learning rate that this group's kernel takes; None if it takes only Python floats. float64
+    """Return the dtype of a device learning rate for this group's kernel; None if it takes only Python floats. float64
     equals the Python float bitwise; the fused CUDA kernels take float32 only.
     """
     device = device_of(group).type
@@ -33,7 +33,7 @@ def shadow_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
 
 
 class Shadow:
-    """A device tensor that stands in for one group's Python learning rate while a step runs."""
+    """A device tensor that replaces one group's Python learning rate while a step runs."""
 
     __slots__ = ("_computed", "_replaced", "_version", "group", "last", "optimizer", "tensor")
 
@@ -48,7 +48,7 @@ class Shadow:
         self._computed: tuple[SymbolicNumber, Tensor] | None = None
 
     def push(self) -> None:
-        """Copy the group's value to the device if it changed (a tensor, which a checkpoint may bring, always)."""
+        """Copy the group's value to the device if it changed. A tensor, as from a checkpoint, is always copied."""
         value = self.group["lr"]
         if isinstance(value, Tensor):
             with torch.no_grad():
@@ -59,7 +59,7 @@ class Shadow:
             self.last = value
 
     def enter(self) -> None:
-        """Put the tensor in place of the number, unless it is there: a step may call that of its base class."""
+        """Replace the number by the tensor, unless that is done: ``step`` may call ``step`` of its base class."""
         if self.group["lr"] is self.tensor:
             return
         self.push()
@@ -68,7 +68,7 @@ class Shadow:
         self.group["lr"] = self.tensor
 
     def leave(self) -> None:
-        """Put the number back: the one from before, or what the step itself made of it."""
+        """Restore the number: the one from before, or the tensor's value if the step itself has written to it."""
         if self.group["lr"] is not self.tensor:
             return
         self.group["lr"] = self._replaced
@@ -76,35 +76,35 @@ class Shadow:
             self.group["lr"] = self.last = self.tensor.item()
 
     def enter_computed(self) -> None:
-        """Put a tensor that replays fill in place of a number that the step has computed."""
+        """Replace a symbolic number, which the step has computed, by a tensor that replays fill."""
         number = self.group["lr"]
         if type(number) is SymbolicNumber:
             self._computed = number, number.as_tensor(self.tensor.dtype, self.tensor.device, is_operand=True)
             self.group["lr"] = self._computed[1]
 
     def leave_computed(self) -> None:
-        """Put such a number back."""
+        """Restore the symbolic number."""
         if self._computed is not None and self.group["lr"] is self._computed[1]:
             self.group["lr"] = self._computed[0]
         self._computed = None
 
 
 class LearningRates:
-    """Shadows of optimizers' groups, flags of prepared ones, and ``scaled``: entered around each managed step."""
+    """The shadows of parameter groups, the preparations, and ``scaled``: a context entered around each managed step."""
 
     def __init__(self, scaled: ScaledSteps) -> None:
         self._scaled = scaled
         self._shadows: dict[tuple[int, int], Shadow] = {}
         self._preparations: list[Preparation] = []
         self._exits: ExitStack | None = None
-        """What is to be done in the end, while entered."""
+        """The callbacks that run at exit; None while not entered."""
         self._is_lent = False
-        """Whether shadows are in their groups within the optimizers' own steps alone."""
+        """Whether shadows replace the numbers only within the optimizers' own ``step``."""
         self._hooked: set[int] = set()
         self._faults = Faults()
 
     def keep(self, preparation: Preparation) -> None:
-        """Have an optimizer's flags set while a managed step runs, as they are now, and not between steps."""
+        """Set an optimizer's flags, which are set now, only while a managed step runs."""
         self._preparations.append(preparation)
         if self._exits is None:
             preparation.leave()
@@ -112,12 +112,12 @@ class LearningRates:
             self._exits.callback(preparation.leave)
 
     def stay(self) -> None:
-        """Keep the kernels of managed steps between them, too, until the next one."""
+        """Keep the flags set after a managed step, until the next one."""
         for preparation in self._preparations:
             preparation.enter()
 
     def release(self) -> None:
-        """Give the flags up, and the device learning rates with them: stock kernels may not take one."""
+        """Undo all preparations and drop the device learning rates, which stock kernels may not accept."""
         for preparation in self._preparations:
             preparation.undo()
         self._preparations = []
@@ -125,7 +125,7 @@ class LearningRates:
 
     def attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Shadow the groups whose kernels can read a device learning rate; renew shadows of replaced groups."""
-        # Which kernels groups will use shows in their flags.
+        # The dtype depends on the group's flags, which are set only within `kernels`.
         with self.kernels() if self._exits is None else nullcontext():
             for optimizer in optimizers:
                 for index, group in enumerate(optimizer.param_groups):
@@ -139,7 +139,7 @@ class LearningRates:
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
-        """The kernels of managed steps and nothing else of them: learning rates stay numbers."""
+        """Set the flags of managed steps, but leave learning rates numbers."""
         with ExitStack() as exits:
             self._enter_preparations(exits)
             yield
@@ -150,8 +150,8 @@ class LearningRates:
             preparation.enter()
 
     def _put_in(self, shadow: Shadow, exits: ExitStack) -> None:
-        """Have a shadow in its group until the end, or while the optimizer's own step runs, but not its closure. Where
-        it is there for all code, that may set another rate before the optimizer runs.
+        """Put a shadow in its group until exit, or (``_is_lent``) only while the optimizer's ``step`` runs, without its
+        closure. In the first case the step's code may set another rate, which is replaced before the optimizer runs.
         """
         exits.callback(shadow.leave)
         optimizer, is_lent = shadow.optimizer, self._is_lent
@@ -176,7 +176,7 @@ class LearningRates:
         exits.callback(register_own(optimizer.register_step_pre_hook, before).remove)
         last = register_own(optimizer.register_step_post_hook, take_back)
         exits.callback(last.remove)
-        # Hooks of the user's see numbers: theirs come before the first, and after the second of these.
+        # The user's hooks must see numbers, so they run before this pre-hook and after this post-hook.
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(last.id, last=False)
 
@@ -188,19 +188,19 @@ class LearningRates:
 
     @property
     def shadowed(self) -> set[tuple[int, str]]:
-        """Entries of groups that have a shadow: the group's identity, and the key."""
+        """Entries of groups that have a shadow: (identity of the group, key)."""
         return {(id(shadow.group), "lr") for shadow in self._shadows.values()}
 
     @property
     def counted(self) -> Iterator[tuple[torch.optim.Optimizer, int, str]]:
-        """Optimizers, with the index of a group and the key of an integer in it that their own steps change."""
+        """Integers that optimizers' own steps change: optimizer, index of the group, key."""
         for preparation in self._preparations:
             for index, key in sorted(preparation.counted):
                 yield preparation.optimizer, index, key
 
     @property
     def stepped_newcomers(self) -> bool:
-        """Whether the managed step that ran last had stock kernels take parameters that no step took before."""
+        """Whether stock kernels stepped newly unfrozen parameters in the last managed step."""
         return any(preparation.stepped_newcomers for preparation in self._preparations)
 
     @property
@@ -209,14 +209,14 @@ class LearningRates:
         return frozenset(shadow.tensor.untyped_storage()._cdata for shadow in self._shadows.values())
 
     def push(self) -> None:
-        """Bring every shadow up to its group's Python value (before a replay)."""
+        """Update every shadow from its group's Python value (before a replay)."""
         for shadow in self._shadows.values():
             if shadow.group["lr"] is not shadow.last:
                 shadow.push()
 
     @contextmanager
     def within_optimizers(self) -> Iterator[None]:
-        """As entered, but that learning rates are numbers for all code but the optimizers': what eager code sees."""
+        """Enter, but show learning rates as numbers to all code outside ``optimizer.step``, as in an eager step."""
         self._is_lent = True
         with self:
             yield

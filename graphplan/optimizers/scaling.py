@@ -1,9 +1,9 @@
-"""Gradient scalers that leave it to the optimizer's kernel whether a step is skipped.
+"""Gradient scalers that let the optimizer's kernel decide whether to skip a step.
 
-``GradScaler.step`` reads on the host whether gradients overflowed, unless the optimizer says that its kernel takes
-``found_inf``. A prepared optimizer must not say so: Lightning would take that for unscaling inside the kernel, and
-refuse to clip. So the scaler's own decision is replaced on the instance while a managed step runs: the scaler unscales
-as always, and the kernel skips.
+``GradScaler.step`` reads on the host whether gradients overflowed, unless the optimizer declares that its kernel takes
+``found_inf``. A prepared optimizer must not declare that: Lightning would assume that the kernel also unscales, and
+refuse to clip. So ``_maybe_opt_step`` is replaced on the scaler instance while a managed step runs: the scaler unscales
+as usual, and the kernel skips.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import optimizer as hooks
 
 LENT = ("grad_scale", "found_inf")
-"""Attributes that a scaler sets on an optimizer for the time of one step."""
+"""Attributes that a scaler sets on an optimizer during one step."""
 _DECISION = "_maybe_opt_step"
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer can be called with ``found_inf`` set instead of not being called when that is 1: it
-    has torch's own fused step, and no hooks of the user's, which would run for a skipped step too.
+    """Return True if the optimizer's kernel can skip the step by ``found_inf``: it has torch's own fused step, and no
+    user hooks, which would run for a skipped step too.
     """
     own_step = inspect.unwrap(optimizer.step).__module__.startswith("torch.optim.")
     kinds = (
@@ -39,7 +39,7 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if every parameter to be stepped has its state already: a skipped step does not create it."""
+    """Return True if every parameter to be stepped already has its state, which a skipped step does not create."""
     return all(
         any(isinstance(value, Tensor) for value in optimizer.state.get(param, {}).values())
         for group in optimizer.param_groups
@@ -50,10 +50,10 @@ def _has_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class ScaledSteps:
-    """Steps of scalers while a managed step runs. ``unborn``: a skipped one left an optimizer without state."""
+    """Replaces the scalers' decisions in a managed step. ``unborn``: a skipped step left an optimizer without state."""
 
     def __init__(self, scalers: Iterable[GradScaler] = ()) -> None:
-        # A scaler with a decision of its own is left alone.
+        # Do not touch a scaler whose class overrides the decision.
         self._scalers = [s for s in scalers if getattr(type(s), _DECISION, None) is GradScaler._maybe_opt_step]
         self.unborn = False
 
@@ -70,7 +70,7 @@ class ScaledSteps:
     def _step(
         self, scaler: GradScaler, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """In place of ``GradScaler._maybe_opt_step``."""
+        """Replace ``GradScaler._maybe_opt_step``."""
         found = state["found_inf_per_device"].values()
         born = _has_state(optimizer)
         if not born or not takes_found_inf(optimizer):

@@ -1,1 +1,1 @@
-"""Tensors and containers of tensors: trees, attributes of tensors, DTensors, memory, and copies of many at once."""
+"""Tensors and containers of tensors: trees, tensor attributes, DTensors, storages, and batched copies."""

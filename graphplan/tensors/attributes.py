@@ -1,4 +1,4 @@
-"""What code hung on a tensor: attributes in its dictionary, a class of its own. A copy of the tensor has neither."""
+"""Attributes and subclasses of tensors. A copy of a tensor has neither the attributes nor the subclass."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 PLAIN_KINDS = frozenset({Tensor, Parameter})
-"""Classes of tensors whose operators are torch's own."""
+"""Tensor classes without operators of their own."""
 _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return True if ``tensor`` has values: it is not meta, fake, lazy, nested, nor of a transform of torch.func."""
+    """Return True if ``tensor`` has values: it is not meta, fake, lazy, nested or wrapped by a torch.func transform."""
     if type(tensor) not in PLAIN_KINDS:
         fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
         if is_lazy(tensor) or isinstance(tensor, fake):
@@ -26,12 +26,12 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Return True if the memory of ``tensor`` was freed, as FSDP frees gathered parameters after their use."""
+    """Return True if the storage of ``tensor`` was freed, as FSDP frees gathered parameters after use."""
     return tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 attributes_on: Callable[[Tensor], dict[str, Any]] = vars
-"""The attributes that code has set on a tensor. Asked of all tensors before each replay: without a frame of its own."""
+"""Attributes that code has set on a tensor. It runs for every tensor before each replay; ``vars`` adds no frame."""
 
 
 def has_own_operators(tensor: Tensor) -> bool:
@@ -41,7 +41,7 @@ def has_own_operators(tensor: Tensor) -> bool:
 
 
 def dressed(static: Tensor, leaf: Any) -> Tensor:
-    """``static``, which stands for the fed ``leaf`` while a step is recorded, with the class and attributes of that."""
+    """Return ``static``, which replaces the fed ``leaf`` in a recording, with the class and attributes of ``leaf``."""
     if not issubclass(type(leaf), Tensor) or leaf.requires_grad:
         return static
     kind, marks = type(leaf), attributes_on(leaf)

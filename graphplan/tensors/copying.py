@@ -1,4 +1,4 @@
-"""Copies of many tensors and their comparison, small ones together, since launches take longest; and their way back."""
+"""Copy, compare and write back many tensors. Small tensors are batched, since launches take most of the time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.page_locked import HostMemory, is_copied_to
 
 _SMALL, _TOGETHER = 2**22, 2**24
-"""Most bytes of a tensor that is compared together with others, and of all of these, of which that takes two copies."""
+"""Maximum bytes of one tensor in a batched comparison, and of the whole batch, which is copied twice."""
 _COPIED = 2**28
-"""Bytes of the copies that are one piece of memory."""
+"""Maximum bytes of copies that share one storage."""
 _FEW = 2**22
-"""Bytes up to which tensors are compared on the host: to load the kernels takes an H200 30 ms, to copy these 1 ms."""
+"""Up to this many bytes, compare on the host: an H200 takes 30 ms to load the kernels, 1 ms to copy these bytes."""
 _is_on_host = attrgetter("is_cpu")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """``tensor`` as integers, so that NaN equals NaN and 0.0 differs from -0.0."""
+    """Return ``tensor`` viewed as integers, so that NaN equals NaN and 0.0 differs from -0.0."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg())
@@ -35,31 +35,31 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors on one device have the same shape, dtype and bits, if there are any."""
+    """Return True if two tensors on one device have the same shape, dtype and bits. Meta tensors have no bits."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     return first.is_meta or torch.equal(bits(first), bits(second))
 
 
 flat: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors
-"""Copies of tensors of one dtype, one after the other in one piece of memory; of a single one, perhaps itself."""
+"""Concatenate copies of tensors of one dtype into a 1-D tensor. A single tensor may be returned without a copy."""
 _unflat = torch._C._nn.unflatten_dense_tensors
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether ``tensor`` can lie beside others in a flat one."""
+    """Return True if ``tensor`` can be a part of a flat tensor."""
     if type(tensor) not in PLAIN_KINDS or tensor.layout is not torch.strided:
         return False
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _home(tensor: Tensor) -> Hashable | None:
-    # On the host there are no launches.
+    # Batching saves launches, and host tensors have none.
     return (tensor.device, tensor.dtype) if not _is_on_host(tensor) and _is_plain(tensor) else None
 
 
 def groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: int) -> Iterator[tuple[bool, list[int]]]:
-    """Positions of tensors that belong together by key, in at most ``most`` bytes, and if they do; others alone."""
+    """Yield (True, positions of tensors with one key, at most ``most`` bytes), and (False, [position]) for key None."""
     together: dict[Hashable, tuple[list[int], int]] = {}
     for index, (tensor, key) in enumerate(zip(tensors, keys, strict=True)):
         if key is None:
@@ -77,9 +77,9 @@ def groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: int
 
 @torch.no_grad()
 def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None, beside: float = 0) -> list[Tensor]:
-    """Detached copies, beside the tensors or on ``device``, but ``beside`` bytes of them not there; what lies on the
-    host stays there. Those of one dtype share memory. Copies from a device to the host are in pinned memory, and not
-    waited for.
+    """Return detached copies: on each tensor's own device, or on ``device`` except for up to ``beside`` bytes. Copies
+    of host tensors stay on the host. Copies of one dtype share memory. Device-to-host copies are asynchronous, into
+    pinned memory.
     """
     parts = _parts(tensors, device, beside)
     memory = _host_memory([tensors[index] for part in parts if part.leaves for index in part.members], device)
@@ -96,7 +96,7 @@ def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None, besi
 
 
 class _Part(NamedTuple):
-    """Positions of tensors that are copied together, if they ``are_many``; whether they leave their device."""
+    """Positions of tensors that are copied together if ``are_many``; ``leaves``: the copy is on another device."""
 
     are_many: bool
     members: list[int]
@@ -106,7 +106,7 @@ class _Part(NamedTuple):
 def _parts(tensors: Sequence[Tensor], device: torch.device | None, beside: float) -> list[_Part]:
     leave = [not (device is None or tensor.is_cpu or tensor.device == device) for tensor in tensors]
     parts = []
-    # What goes elsewhere is put together first, which takes room here.
+    # A batch for another device is first concatenated on this one, which takes memory here: keep it small.
     for are_plain, members in groups(tensors, map(_home, tensors), _TOGETHER if any(leave) else _COPIED):
         leaves = leave[members[0]]
         nbytes = sum(tensors[index].nbytes for index in members) if leaves and beside else 0
@@ -117,7 +117,7 @@ def _parts(tensors: Sequence[Tensor], device: torch.device | None, beside: float
 
 
 def _host_memory(tensors: Sequence[Tensor], device: torch.device | None) -> dict[torch.device, HostMemory]:
-    """For copies of ``tensors`` on the host, by the accelerator where they lie; none if ``device`` is another one."""
+    """Return pinned memory for host copies of ``tensors``, by accelerator; none if ``device`` is not the host."""
     if device is None or device.type != "cpu":
         return {}
     copied = [tensor for tensor in tensors if is_accelerator(tensor.device) and is_copied_to(tensor)]
@@ -126,7 +126,7 @@ def _host_memory(tensors: Sequence[Tensor], device: torch.device | None) -> dict
 
 
 def _moved(tensor: Tensor, device: torch.device | None, memory: Mapping[torch.device, HostMemory]) -> Tensor:
-    """A copy on another device; on the host in page-locked ``memory``, which is faster."""
+    """Return a copy on another device; a copy on the host uses page-locked ``memory``, which is faster."""
     if tensor.device not in memory or not is_copied_to(tensor):
         return tensor.to(device, copy=True)
     return memory[tensor.device].empty_like(tensor).copy_(tensor, non_blocking=True)
@@ -134,20 +134,20 @@ def _moved(tensor: Tensor, device: torch.device | None, memory: Mapping[torch.de
 
 @torch.no_grad()
 def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy ``values`` into ``targets`` of the same shapes and dtypes. One by one: on an H200 a copy takes 7 µs and no
-    kernel; to load the one that copies many takes 15 to 25 ms, once.
+    """Copy ``values`` into ``targets`` of the same shapes and dtypes, one by one. On an H200 a copy takes 7 µs and no
+    kernel; loading the kernel that copies many tensors takes 15 to 25 ms, once.
     """
     for target, value in zip(targets, values, strict=True):
-        # Tensors from inference mode may not be written to outside of it, other tensors on their memory may.
+        # Writing to an inference tensor outside inference mode fails; writing to a detached alias does not.
         open_ = target.detach() if target.is_inference() else target
         open_.copy_(value, non_blocking=not target.is_cpu)
 
 
 @torch.no_grad()
 def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
-    """Positions at which two rows of tensors of the same shapes and dtypes differ in bits. One of two tensors may lie
-    elsewhere: what a device has is compared there, if it is much, and each device is waited for once, unless something
-    differs.
+    """Return the positions at which two lists of tensors of the same shapes and dtypes differ in bits. The tensors of a
+    pair may be on different devices: many bytes are compared on the accelerator, few on the host. Each device is
+    synchronized once, unless something differs.
     """
     rows = [(two, one) if _is_on_host(one) else (one, two) for one, two in zip(ones, twos, strict=True)]
     home = home_of_few(tensor for tensor, _ in rows)
@@ -155,7 +155,7 @@ def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
     keys = [home and (home, two.device) for home, (_, two) in zip(homes, rows, strict=True)]
     parts = [members for _, members in groups([one for one, _ in rows], keys, _TOGETHER)]
     marks = (_mark([rows[index] for index in members], home) for members in parts)
-    # Those of few elements are kept until it is known which differ.
+    # Keep the marks of few bytes until it is known which parts differ; larger marks are computed again.
     known = list(marks) if sum(one.nbytes for one in ones) <= _FEW else []
     found: list[int] = []
     for number, differs in enumerate(values_of([mark.any() for mark in known or marks])):
@@ -168,15 +168,15 @@ def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
 
 
 def home_of_few(tensors: Iterable[Tensor]) -> torch.device | None:
-    """The host, if it is quicker to compare these and others of their sizes there than where they lie; or None."""
+    """Return the CPU device if comparing these tensors with others of equal sizes is faster there, else None."""
     return torch.device("cpu") if sum(t.nbytes for t in tensors if not _is_on_host(t)) <= _FEW else None
 
 
 def _mark(rows: Sequence[tuple[Tensor, Tensor]], home: torch.device | None) -> Tensor:
-    """Which elements have other bits, those of several tensors one after the other; compared at ``home``, if given."""
+    """Return a mask of elements that differ in bits, concatenated over the rows; compared on ``home``, if given."""
     ones = [one for one, _ in rows]
     one = flat(ones) if rows[1:] else ones[0]
-    # A copy to the host waits for the device, and so for others that are on their way there.
+    # A blocking copy to the host also waits for earlier asynchronous copies, such as those that made ``twos``.
     one = one.to(home or one.device)
     twos = [two if home else two.to(one.device, non_blocking=not one.is_cpu) for _, two in rows]
     two = flat(twos) if rows[1:] else twos[0]
@@ -185,7 +185,7 @@ def _mark(rows: Sequence[tuple[Tensor, Tensor]], home: torch.device | None) -> T
 
 
 def values_of(scalars: Sequence[Tensor]) -> list[Any]:
-    """What scalar tensors of one dtype hold; each device is waited for once."""
+    """Return the values of scalar tensors of one dtype, with one host synchronization per device."""
     found: dict[int, Any] = {}
     for device in dict.fromkeys(scalar.device for scalar in scalars):
         here = [index for index, scalar in enumerate(scalars) if scalar.device == device]

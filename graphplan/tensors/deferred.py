@@ -1,7 +1,7 @@
-"""Numbers that a step reads from the device and only keeps, logs or returns: what a trace has in their place.
+"""Deferred numbers and host copies: stand-ins for values that a step reads from the device.
 
-A :class:`DeferredNumber` writes down what is computed with it. Its value is read where code needs it; one that no code
-has needed can be computed after each replay.
+A :class:`DeferredNumber` records the arithmetic done with it. Its value is read when code needs it. A number that no
+code has needed, because the step only keeps, logs or returns it, can be computed after each replay.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.utils import _pytree as pytree
 from graphplan.tensors.number_operands import inverse, with_bounds, with_operand, with_value, with_weight
 
 INSTEAD: ContextVar[str] = ContextVar("instead", default="")
-"""What runs in place of a read that waits: ``"operators"`` that no eager step runs, or what makes a ``"constant"`` that
-is another one there.
+"""Marks operators that replace a deferred read: ``"operators"`` that no eager step runs, or operators that make a
+``"constant"`` whose value is different in an eager step.
 """
 _PLAIN = (bool, int, float)
 _EXACT = 2**53
-"""Below this, each integer is a float64."""
+"""Below this, float64 represents each integer exactly."""
 _BINARY: tuple[Any, ...] = (
     operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.truediv, operator.pow,
 )  # fmt: skip
@@ -35,11 +35,11 @@ _ON_DEVICE: dict[Any, Callable[..., Tensor]] = {
     operator.add: torch.add, operator.sub: torch.sub, operator.mul: torch.mul, operator.truediv: torch.div,
     operator.neg: torch.neg, operator.pos: torch.positive, operator.abs: torch.abs, inverse: torch.reciprocal,
 }  # fmt: skip
-"""Functions that give the same bits in float64 on every device, as IEEE 754 demands."""
+"""Functions that give the same bits in float64 on every device, as IEEE 754 requires."""
 _WHOLE_ON_DEVICE: dict[Any, Callable[..., Tensor]] = {
     operator.mod: torch.remainder, operator.floordiv: torch.floor_divide,
 }  # fmt: skip
-"""Those of integers that small ones were added to: they round down, as Python's do, which do not overflow."""
+"""Functions of integers that round down as in Python. Python integers do not overflow: see :func:`_fits_int64`."""
 _SMALL = 2**31
 
 
@@ -49,7 +49,7 @@ class _Own:
 
 
 OWN = _Own()
-"""Stands for the number that lay where the result is stored: ``self.total += loss.item()``."""
+"""Stands for the previous number at the place where the result is stored: ``self.total += loss.item()``."""
 
 
 class _Made(int):
@@ -57,12 +57,12 @@ class _Made(int):
 
 
 class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
-    """How a number is computed: for each step a function (None: a tensor is read, a path: a number) and operands."""
+    """How a number is computed: (function, operands) in order. A function of None reads a tensor, a path a number."""
 
     __slots__ = ()
 
     def compute(self, read: Sequence[Any], own: Any = None) -> Any:
-        """The number, from those that were ``read`` and the one that lies where it is to be stored."""
+        """Return the number, from the values ``read`` and the previous number ``own`` at its place."""
         values, made = iter(read), list[Any]()
         for function, operands in self:
             given = [made[o] if type(o) is _Made else own if o is OWN else o for o in operands]
@@ -71,7 +71,7 @@ class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
 
     @property
     def has_own(self) -> bool:
-        """Whether the number that lies where it is stored is among the operands."""
+        """Whether the previous number at its place is among the operands."""
         return any(operand is OWN for _, operands in self for operand in operands)
 
     def __eq__(self, other: object) -> bool:
@@ -85,7 +85,7 @@ class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from all others: of constants that are equal, ``0.0`` and ``-0.0``, the texts differ."""
+        """The key for comparisons. It uses each constant's ``repr``, which tells ``0.0`` from ``-0.0``."""
         return tuple((function, *((type(o), repr(o)) for o in operands)) for function, operands in self)
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class NumberForm(tuple[tuple[Any, tuple[Any, ...]], ...]):
 
 
 class DeferredNumber:
-    """A number that ``isinstance`` takes for a ``kind``: the element of ``source``, or ``function`` of ``operands``."""
+    """A number that passes ``isinstance(number, kind)``: ``source``'s element, or ``function`` of ``operands``."""
 
     __slots__ = ("__weakref__", "_function", "_kind", "_operands", "_reader", "_source")
     is_array = is_symbolic = False
@@ -110,15 +110,15 @@ class DeferredNumber:
         self._function, self._operands = function, operands
 
     def _computed(self, function: Any, operands: tuple[Any, ...], kind: type) -> DeferredNumber:
-        """What ``function`` gives for ``operands``, of which this is one."""
+        """Return the deferred result of ``function`` for ``operands``, one of which is this number."""
         return DeferredNumber(kind, self._reader, None, function, operands)
 
     def as_tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A scalar tensor with the value."""
+        """Return a scalar tensor with the value."""
         return on_device(self, dtype)
 
     def _value(self, needs: str = "") -> Any:
-        """The value, which code needs; what it ``needs`` it for, in words."""
+        """Read and return the value. ``needs`` says in words why code needs it."""
         known: dict[int, Any] = {}
         for node in in_order(self):
             if node.is_symbolic:
@@ -136,7 +136,7 @@ class DeferredNumber:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Give functions of torch the values; those that give the same bits for it a tensor with it."""
+        """Call a torch function with a scalar tensor if that gives the same bits, else with the values."""
         if not kwargs and len(args) == 2 and is_deferred(args[1]) and not args[1].is_array:
             result = with_operand(func, *args)
             if result is not None:
@@ -178,17 +178,17 @@ _FACTS: tuple[Any, ...] = tuple(
 _FACTS += (
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.is_floating_point, Tensor.__hash__,
 )  # fmt: skip
-"""What code may ask of a copy without a need of its values."""
+"""Attributes and methods of a host copy that do not need its values."""
 _MOVES: tuple[Any, ...] = (
     Tensor.detach, Tensor.clone, Tensor.contiguous, Tensor.flatten, Tensor.reshape, Tensor.view, Tensor.squeeze,
     Tensor.unsqueeze, Tensor.permute, Tensor.transpose, Tensor.norm,
 )  # fmt: skip
-"""What gives the same values at other places. A norm is computed where the copy's source is: it may round otherwise."""
+"""Methods that only move values, and norm. A norm is computed on the source's device, so it may round differently."""
 
 
 class HostCopy(Tensor):
     """A copy of ``source`` in host memory whose values no code has read. An operator that only moves values, or a norm,
-    gives another one; any other operator reads them, and the copy becomes an ordinary tensor.
+    returns another host copy; any other operator reads the values, and the copy becomes an ordinary tensor.
     """
 
     source: Tensor
@@ -196,25 +196,25 @@ class HostCopy(Tensor):
 
     @classmethod
     def of(cls, source: Tensor, memory: Tensor, reader: Any) -> HostCopy:
-        """The copy that will lie in ``memory``."""
+        """Return the host copy of ``source`` that uses ``memory``."""
         copy: HostCopy = Tensor._make_subclass(cls, memory)
         copy.source, copy._reader = source, reader
         return copy
 
     def settle(self) -> Tensor:
-        """Become a tensor like any other."""
+        """Become an ordinary tensor."""
         for name in ("source", "_reader"):
             del vars(self)[name]
         self.__class__ = Tensor  # type: ignore[assignment]
         return self
 
     def numpy(self, *, force: bool = False) -> Any:
-        """An array that waits as well, ``force`` or not: this one lies on the host."""
+        """Return a deferred array. ``force`` makes no difference, since the copy is on the host."""
         return self._reader.array_of(self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what is no question about values."""
+        """Run functions that need no values without reading them; before any other function, read the values."""
         first = args[0] if args else None
         if func in _FACTS:
             pass
@@ -231,7 +231,7 @@ class HostCopy(Tensor):
 
 
 def _with_values(tree: Any, needs: str) -> Any:
-    """``tree`` with values for deferred numbers. No code of torch's comes between them and the code that needs them."""
+    """Return ``tree`` with values for deferred numbers. Without pytree, so that no torch frame hides the caller."""
     if type(tree) is dict:
         return {key: _with_values(item, needs) for key, item in tree.items()}
     if type(tree) is list or type(tree) is tuple:
@@ -244,14 +244,14 @@ def _computed(function: Any, *operands: Any, kind: type) -> DeferredNumber:
 
 
 def _device_first(operands: Iterable[Any]) -> DeferredNumber:
-    """The first that is read from the device, whose value is not known; else that of owners' numbers."""
+    """Return the first deferred operand that is read from the device, else the first symbolic number."""
     return min((operand for operand in operands if is_deferred(operand)), key=lambda number: number.is_symbolic)
 
 
 def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any], Any]:
     def method(self: DeferredNumber, other: Any) -> Any:
         if isinstance(other, Tensor):
-            # It is asked next, and says of this number what it is to torch's functions.
+            # The tensor's reflected method runs next, and calls __torch_function__ of this number.
             return NotImplemented
         kind = other._kind if is_deferred(other) else type(other)
         operands = (other, self) if reflected else (self, other)
@@ -260,11 +260,11 @@ def _binary(function: Any, *, reflected: bool) -> Callable[[DeferredNumber, Any]
         first = _device_first(operands)
         if first.is_symbolic and (is_power or kind not in _PLAIN):
             return first.apply(function, operands)
-        # Other powers may be of another class.
+        # The result of any other power may have another class.
         is_known = kind in _PLAIN and not (is_power and not (type(second) in (int, float) and second >= 0))
         fails = is_power or (function in _DIVISIONS and (is_deferred(second) or second == 0))
         if function in _DIVISIONS and is_deferred(second) and second.is_symbolic:
-            # Where it raises an exception, it does so now; another divisor is asked whether it would.
+            # The value of a symbolic divisor is known: ask whether it is zero, which a replay compares.
             fails = not second
         elif first.is_symbolic and fails:
             fails = not second
@@ -286,7 +286,7 @@ def _needing(function: Any) -> Callable[..., Any]:
 
 
 def _comparing(function: Any) -> Callable[[DeferredNumber, Any], Any]:
-    """A comparison that is made where the numbers are: code branches on a truth value, which replays can compare."""
+    """Return a method that compares on the device: code branches on the truth value, which replays can compare."""
 
     def method(self: DeferredNumber, other: Any) -> Any:
         kind = other._kind if is_deferred(other) else type(other)
@@ -304,7 +304,7 @@ def _comparing(function: Any) -> Callable[[DeferredNumber, Any], Any]:
 
 
 class DeferredArray(DeferredNumber):
-    """An array with all of ``tensor``. It can be indexed, which no number can. Whatever is done with it reads it."""
+    """The array of a whole tensor. Unlike a number it can be indexed. Any operation with it reads its values."""
 
     __slots__ = ()
     is_array = True
@@ -316,12 +316,12 @@ class DeferredArray(DeferredNumber):
 
 
 def is_deferred(value: Any) -> TypeGuard[DeferredNumber]:
-    """Whether ``value`` is a deferred number or array. Other objects' ``__class__`` is not asked."""
+    """Return True if ``value`` is a deferred number or array, without reading ``__class__`` of other objects."""
     return issubclass(type(value), DeferredNumber)
 
 
 def stood_for(*, copies: bool) -> tuple[type, ...]:
-    """The classes of what deferred numbers stand for, and of what arrays and ``copies`` do."""
+    """Return the classes that deferred numbers, deferred arrays and (``copies``) host copies stand for."""
     numpy: Any = sys.modules.get("numpy")
     arrays = (numpy.generic, numpy.ndarray) if hasattr(numpy, "ndarray") else ()
     return (int, float, complex, *arrays, *((Tensor,) if copies else ()))
@@ -353,7 +353,7 @@ for _name in ("copy", "deepcopy"):
 
 
 def in_order(number: DeferredNumber) -> Iterable[DeferredNumber]:
-    """All that ``number`` is computed from, operands first, and itself. Sums may have thousands of terms."""
+    """Yield all that ``number`` is computed from, operands first, then itself. Sums may have thousands of terms."""
     done: set[int] = set()
     left = [number]
     while left:
@@ -369,9 +369,9 @@ def in_order(number: DeferredNumber) -> Iterable[DeferredNumber]:
 
 
 def form_of(number: DeferredNumber, own: Any = None) -> tuple[NumberForm, list[Any]]:
-    """How ``number`` is computed, and the tensors, or the paths of owners' numbers, that are read for it. ``own`` is
-    the object that lay where it is stored, or None: ``+=`` has it on the left of all others, elsewhere it is another
-    number that is the same object.
+    """Return how ``number`` is computed, and the tensors, or paths of owners' numbers, that are read for it. ``own`` is
+    the previous object at its place, or None. Only as the leftmost operand, as in ``+=``, does it mean :data:`OWN`;
+    elsewhere it is a constant that happens to be the same object.
     """
     begin = number
     while begin._operands and is_deferred(begin._operands[0]):
@@ -392,19 +392,19 @@ def form_of(number: DeferredNumber, own: Any = None) -> tuple[NumberForm, list[A
 
 
 def value_of(number: Any, needs: str = "") -> Any:
-    """The value of a deferred number; others as they are. ``needs`` says what needs it."""
+    """Return the value of a deferred number, or any other object itself. ``needs`` says what needs the value."""
     return number._value(needs) if is_deferred(number) else number
 
 
 def with_values(function: Callable[..., Any], operands: Iterable[Any]) -> Any:
-    """``function`` of the values of ``operands``, which it needs."""
+    """Return ``function`` of the values of ``operands``, which are read."""
     needs = f"`{function.__name__.strip('_')}`"
     return function(*(value_of(operand, needs) for operand in operands))
 
 
 @contextmanager
 def instead(what: str) -> Iterator[None]:
-    """Have ``what`` runs within stand for reads: see :data:`INSTEAD`."""
+    """Mark the operators that run within as replacements of reads: see :data:`INSTEAD`."""
     token = INSTEAD.set(what)
     try:
         yield
@@ -413,8 +413,8 @@ def instead(what: str) -> Iterator[None]:
 
 
 def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:
-    """A scalar tensor with the value of ``number``, which is computed in float64 or int64 where the tensors are that it
-    is read from. Where that would not give the same bits as on the host, the value is read.
+    """Return a scalar tensor with the value of ``number``, computed in float64 or int64 on the device of its source
+    tensors. If that would not give the same bits as on the host, the value is read instead.
     """
     made: dict[int, Tensor] = {}
     number._reader.computes |= not INSTEAD.get()
@@ -436,24 +436,24 @@ def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:
 
 
 def may_be_on_device(number: DeferredNumber) -> bool:
-    """Whether :func:`on_device` need not read the value."""
+    """Return True if :func:`on_device` need not read the value."""
     nodes = (node for node in in_order(number) if not node.is_symbolic and node._source is None)
     return all(_device_function(node)[0] is not None for node in nodes)
 
 
 def _filled(number: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A scalar tensor with a number that is not read from the device; replays fill in an owner's number."""
+    """Return a scalar tensor with a number that is not read from the device; replays fill in an owner's number."""
     tensor: Tensor | None = number._reader.tensor_of(number, dtype, device) if is_deferred(number) else None
     return torch.full((), value_of(number), dtype=dtype, device=device) if tensor is None else tensor
 
 
 def _device_function(node: DeferredNumber) -> tuple[Any, tuple[Any, ...]]:
-    """The function on tensors for a node's, or None, and its operands."""
+    """Return the tensor function for the function of ``node``, or None, and its operands."""
     if node._function is operator.pow and node._kind is float:
         base, exponent = node._operands
         return {2: torch.square, 0.5: torch.sqrt}.get(exponent), (base,)
     if node._function in _DIVISIONS and is_deferred(node._operands[1]):
-        # Where Python raises an exception, a device goes on with inf.
+        # For a zero divisor Python raises an exception, but a device returns inf.
         return None, ()
     if node._function in _WHOLE_ON_DEVICE and _fits_int64(node):
         return _WHOLE_ON_DEVICE[node._function], node._operands
@@ -461,7 +461,7 @@ def _device_function(node: DeferredNumber) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _fits_int64(number: DeferredNumber) -> bool:
-    """Whether an integer that was read is computed with by nothing but sums and divisions, with small ones."""
+    """Return True if an integer is made by nothing but sums and divisions of read integers with small constants."""
     functions = (operator.add, operator.sub, operator.neg, *_WHOLE_ON_DEVICE)
     for node in in_order(number):
         numbers = [operand for operand in node._operands if not is_deferred(operand)]

@@ -1,4 +1,4 @@
-"""Writes to a slice that begins at a number which waits or is followed, as queues have it with their pointers:
+"""Writes to a slice whose start is a deferred or symbolic number, as in queues with a pointer:
 ``queue[:, start : start + n] = keys``.
 """
 
@@ -18,9 +18,9 @@ _ALL = (None, None, None)
 
 
 def put_slice(target: Tensor, index: Any, value: Any) -> bool:
-    """Do what ``target[index] = value`` does where ``index`` is one such slice of a fixed length, and ``value`` has its
-    shape; False if it is something else, if the slice ends beyond the tensor, or if code of the step's may catch the
-    error that this raises in a replay where another one does.
+    """Assign ``target[index] = value`` for one such slice of a fixed length and a ``value`` of its shape. Return False
+    for any other assignment, for a slice that ends beyond the tensor, and if the step's code may catch the error that a
+    replay raises for such a slice.
     """
     parts = index if type(index) is tuple else (index,)
     if not all(type(part) is slice for part in parts) or len(parts) > target.dim():
@@ -45,9 +45,9 @@ def put_slice(target: Tensor, index: Any, value: Any) -> bool:
     with torch.no_grad():
         places = begin + torch.arange(length, device=target.device)
         if not is_known:
-            # Both ends may be negative: then they count from the end.
+            # If both ends are negative, they count from the end.
             places += (begin + length < 0) * size
-            # A replay that ends beyond raises an error of that class before it writes.
+            # If the slice of a replay ends beyond the tensor, gather raises the error before anything is written.
             target.gather(dim, places.view([-1 if at == dim else 1 for at in range(target.dim())]).expand_as(value))
         source = value.clone() if storage_id(value) == storage_id(target) else value
         target.index_copy_(dim, places, source.to(target.dtype))
@@ -55,7 +55,7 @@ def put_slice(target: Tensor, index: Any, value: Any) -> bool:
 
 
 def _length(start: DeferredNumber, stop: Any) -> int:
-    """How long a slice is that ends at ``start + n``; 0 if it is none of that kind."""
+    """Return the length n of a slice that ends at ``start + n``; 0 for any other slice."""
     if start._kind is not int or not is_deferred(stop) or stop._function is not operator.add:
         return 0
     others = [operand for operand in stop._operands if operand is not start]
@@ -63,7 +63,7 @@ def _length(start: DeferredNumber, stop: Any) -> int:
 
 
 def _may_be_put(target: Tensor, value: Any) -> bool:
-    """Whether elements of ``value`` are copied to ``target``, and no graph leads back."""
+    """Return True if the assignment copies elements between plain tensors of one device, outside autograd's graph."""
     if type(target) not in PLAIN_KINDS or type(value) not in PLAIN_KINDS or target.device != value.device:
         return False
     asks = torch.is_grad_enabled() and (target.requires_grad or value.requires_grad)

@@ -1,4 +1,4 @@
-"""DTensors, which are spread over processes and have no memory of their own: operators work on their shard."""
+"""DTensors, which are distributed over processes and have no storage: operators work on the local shard."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from graphplan.tensors.attributes import PLAIN_KINDS
 
 
 def loaded(module: str, name: str) -> Any:
-    """A class of torch.distributed's; nothing before its module was imported."""
+    """Return a class of torch.distributed, or ``()`` if its module is not imported."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether ``tensor`` is a DTensor."""
-    # Most are decided by their type.
+    """Return True if ``tensor`` is a DTensor."""
+    # The comparison of types is fast and decides most cases.
     return type(tensor) not in PLAIN_KINDS and isinstance(tensor, loaded("torch.distributed.tensor", "DTensor"))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The tensor that has ``tensor``'s memory: a DTensor's shard in this process, any other tensor itself."""
+    """Return the tensor that owns the memory: a DTensor's shard in this process, any other tensor itself."""
     if not is_sharded(tensor):
         return tensor
     shard: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
@@ -32,7 +32,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_wrapped(types: Sequence[type]) -> bool:
-    """Whether an operator gets what stands for tensors, by types: their dispatch calls what watchers should see."""
+    """Return True if ``types`` has tensor wrappers, whose dispatch calls the operators that a mode should see."""
     if not types:
         return False
     wrappers = (
@@ -43,5 +43,5 @@ def is_wrapped(types: Sequence[type]) -> bool:
 
 
 def is_imagined() -> bool:
-    """Return True under a ``FakeTensorMode``, by which DTensors learn the shape of a result."""
+    """Return True under a ``FakeTensorMode``, which DTensors use to compute the shape of a result."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -1,4 +1,4 @@
-"""Operators of a tensor and a number that is not known yet: with a scalar tensor they may give the same bits."""
+"""Operators of a tensor and a deferred number: many give the same bits with a scalar tensor in place of the number."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import torch
 from torch import Tensor
 
 _GIVEN = frozenset({"mul", "mul_", "add", "add_", "sub", "sub_"})
-"""Functions that are one operator, with the number or a scalar tensor as its last argument."""
+"""Functions that run the same single operator, whether the last argument is a number or a scalar tensor."""
 _ALIKE = _GIVEN | {"__rsub__"}
-"""Functions of a tensor and a number that round as they do for a scalar tensor of the first one's dtype."""
+"""Functions that round alike for a number and for a scalar tensor of the other tensor's dtype."""
 _COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
-"""Functions that round a number to the tensor's dtype first."""
+"""Functions that first round a number to the tensor's dtype."""
 _QUOTIENTS = {"div": Tensor.mul, "div_": Tensor.mul_}
-"""So do these on the host; on CUDA devices they are these products with a reciprocal (``div_true_kernel_cuda``)."""
+"""On the host these also round the number first; on CUDA they multiply by its reciprocal (``div_true_kernel_cuda``)."""
 _EXACT = (torch.float32, torch.float64)
 _NARROW = (torch.float16, torch.bfloat16)
-"""Operands of these are converted to single precision, and so is the number; the result is converted back."""
+"""Tensors of these dtypes and the number are converted to single precision, and the result is converted back."""
 _WIDENING = {"cuda": frozenset({"mul", "add", "sub", "__rsub__"}), "cpu": frozenset({"mul", "div"})}
-"""Functions that do so, by device: sums on the host round the number first."""
+"""Functions that convert so, by device. Sums on the host round the number to the narrow dtype first."""
 _WEIGHTS = {"add": "alpha", "sub": "alpha", "lerp": "weight"}
-"""Functions of two tensors that take a number to weigh the second one with, and what they call it."""
+"""Functions of two tensors with a weight for the second one, and the weight's keyword."""
 _PUT = {"fill_": (1,), "masked_fill": (2,), "__setitem__": (2,), "where": (1, 2)}
-"""Functions that put a number into a tensor, rounded to its dtype, and which argument it may be."""
+"""Functions that write a number into a tensor, rounded to its dtype, and the number's possible positions."""
 _MADE = frozenset({"full", "full_like", "new_full"})
-"""Functions that make a tensor of their last argument."""
+"""Functions that make a tensor filled with their last argument."""
 _BOUNDS = {"clamp": ("min", "max"), "clip": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",)}
-"""Functions that bound the values of a tensor, and what they call the bounds."""
+"""Functions that clamp the values of a tensor, and the keywords of their bounds."""
 _LISTS = "_foreach_"
 _NEGATE: Any = torch._foreach_neg_
 _GIVES_LIST = _NEGATE([torch.empty(0, device="cpu")]) is not None
-"""Whether functions that write to the tensors of a list return that: some releases return nothing."""
+"""Whether in-place ``_foreach_`` functions return the list: some releases of torch return None."""
 
 
 def with_operand(function: Any, tensor: Any, number: Any) -> Tensor | None:
-    """What ``function`` gives for ``tensor`` and a deferred ``number``, by a scalar tensor; None if bits differ."""
+    """Return ``function`` of ``tensor`` and a scalar tensor for the deferred ``number``; None if bits may differ."""
     if not (isinstance(tensor, Tensor) and tensor.dtype in (*_EXACT, *_NARROW) and tensor.layout is torch.strided):
         return None
     if function.__name__ == "__rdiv__":
-        # What torch computes for a number that is divided by a tensor.
+        # This is how torch divides a number by a tensor.
         return with_operand(Tensor.mul, tensor.reciprocal(), number)
     alike, device = function, tensor.device
     if function.__name__ in _QUOTIENTS and device.type == "cuda":
@@ -58,7 +58,7 @@ def with_operand(function: Any, tensor: Any, number: Any) -> Tensor | None:
 
 
 def with_value(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: Any) -> tuple[Any] | None:
-    """What ``function`` gives where it only puts the deferred ``number`` into a tensor; None if it does more."""
+    """Return the result of a ``function`` that only writes the deferred ``number`` into a tensor; None for others."""
     name = function.__name__
     place = next((at for at, each in enumerate(args) if each is number), 0)
     if name in _MADE and place == len(args) - 1:
@@ -77,20 +77,20 @@ def with_value(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], nu
         return None
     operand = number._reader.tensor_of(number, target.dtype, target.device)
     if operand is not None and name == "masked_fill":
-        # Given a tensor, torch reads the number in it on the host.
+        # masked_fill reads a scalar tensor on the host.
         return (torch.where(args[1], operand, target),)
     return None if operand is None else (function(*args[:place], operand, *args[place + 1 :]),)
 
 
 def _selects(index: Any) -> bool:
-    """Whether an index has tensors or lists, where torch does otherwise with a number than with a tensor."""
+    """Return True if an index has tensors or lists: then torch treats a number differently from a tensor."""
     return any(isinstance(each, Tensor | list) for each in (index if isinstance(index, tuple) else (index,)))
 
 
 def with_bounds(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Sequence[Any]
 ) -> tuple[Any] | None:
-    """What ``function`` gives where deferred ``numbers`` bound a tensor's values; None if it does anything else."""
+    """Return the result of a ``function`` that clamps a tensor with deferred ``numbers``; None for others."""
     base, end = function.__name__.removesuffix("_"), "_" * function.__name__.endswith("_")
     names = _BOUNDS.get(base, ())
     bounds = {**dict(zip(names, args[1:], strict=False)), **kwargs}
@@ -103,7 +103,7 @@ def with_bounds(
             if bounds[name] is None:
                 return None
     out = args[0]
-    # Two bounds of one call are both tensors or both numbers.
+    # One clamp call takes two tensors or two numbers, not one of each.
     for name in ("min", "max"):
         if bounds.get(name) is not None:
             out = getattr(out, f"clamp_{name}{end}")(bounds[name])
@@ -111,9 +111,9 @@ def with_bounds(
 
 
 def with_weight(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: Any) -> tuple[Any] | None:
-    """What ``function`` of torch gives with the deferred ``number`` among its arguments, if that weighs tensors, as in
-    an average of weights: ``addcmul`` and ``lerp`` with a scalar tensor round as ``add`` with ``alpha`` and ``lerp``
-    with a number do. Their derivatives do not, so it is None where a gradient is asked for.
+    """Return the result of a ``function`` that weighs tensors with the deferred ``number``, as an average of weights
+    does; None for others. ``addcmul`` and ``lerp`` with a scalar tensor round as ``add`` with ``alpha`` and ``lerp``
+    with a number. Their derivatives do not, so the result is also None if a gradient is needed.
     """
     base = function.__name__.removeprefix(_LISTS).removesuffix("_")
     in_lists, in_place = function.__name__.startswith(_LISTS), function.__name__.endswith("_")
@@ -130,7 +130,7 @@ def with_weight(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], n
     tensors = [tensor for pair in pairs for tensor in pair]
     if not tensors or not all(map(_may_be_weighed, tensors)) or len({(t.dtype, t.device) for t in tensors}) > 1:
         return None
-    # A factor that is the same for several elements is multiplied in another order.
+    # With broadcasting, the kernel multiplies in another order.
     if any(other.shape != first.shape for first, *others in pairs for other in others):
         return None
     factor = number._computed(operator.neg, (number,), number._kind) if base == "sub" else number
@@ -153,5 +153,5 @@ def _is_exact(tensor: Any) -> bool:
 
 
 def inverse(number: Any) -> float:
-    """What torch multiplies with on CUDA devices where it divides by a number."""
+    """Return the factor by which torch multiplies on CUDA devices instead of dividing by ``number``."""
     return 1.0 / number if number else math.copysign(math.inf, number)

@@ -1,7 +1,7 @@
-"""Memory of the host that a device copies to by itself: page-locked, and kept for later copies.
+"""Page-locked (pinned) host memory for asynchronous device-to-host copies, kept for later copies.
 
-torch's own (``pin_memory=True``) comes from the driver page by page: 128 MiB take 60 to 69 ms on the host of an H200.
-Huge pages of the system's, touched by several threads and registered then, take 19.
+``pin_memory=True`` gets memory from the driver page by page: 128 MiB take 60 to 69 ms on the host of an H200. Huge
+pages that several threads touch and that are registered then take 19 ms.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from graphplan.tensors.attributes import PLAIN_KINDS
 
 _PAGE = 2**21
 """Bytes of a huge page."""
-_SPARE_BITS = 3  # A piece is up to a fourth larger than what it is made for.
-_LINE = 64  # Bytes: copies begin at multiples of these.
-_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux, for which Python has no name.
-_PORTABLE = 1  # cudaHostRegisterPortable: for all devices.
+_SPARE_BITS = 3  # A piece is up to a fourth larger than requested.
+_LINE = 64  # Alignment of copies, in bytes.
+_WIPE_ON_FORK = 18  # Linux's MADV_WIPEONFORK, which Python's mmap module lacks.
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices.
 
 
 class PageLocked:
-    """Pieces of page-locked memory; a piece is free again when no tensor is left in it. ``lock(address, nbytes)`` and
-    ``unlock(address)`` tell whether they could, ``wait()`` waits for what was queued with memory that is free.
+    """Pieces of page-locked memory. A piece is free again when no tensor uses it. ``lock(address, nbytes)`` and
+    ``unlock(address)`` return True on success; ``wait()`` waits for copies that are still queued for free memory.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class PageLocked:
         self._can = hasattr(mmap, "MADV_HUGEPAGE")
 
     def empty(self, nbytes: int) -> Tensor | None:
-        """Uninitialized ``nbytes``, uint8; None for less than a page, or where there is none."""
+        """Return ``nbytes`` of uninitialized memory as uint8; None for less than a huge page, or if none can be had."""
         if nbytes < _PAGE:
             return None
         with self._turns:
-            # Others may become free meanwhile, with which something is queued yet.
+            # Pieces that become free during the wait may still have queued copies: use only those free before it.
             free = list(self._free)
             if free:
                 self._wait()
@@ -56,14 +56,14 @@ class PageLocked:
             return None if piece is None else piece.lend(nbytes, self._free)
 
     def _make(self, nbytes: int, too_small: list[_Piece]) -> _Piece | None:
-        """A new piece, in place of those that have become ``too_small``."""
+        """Return a new piece. Free the pieces that are ``too_small`` first."""
         for piece in too_small if self._can else ():
             self._free.remove(piece)
-            # It is mapped as long as it has its name here.
+            # `piece` keeps the memory mapped until it is unlocked.
             self._can &= self._unlock(piece.address)
         if not self._can:
             return None
-        # The next copies are as many bytes, or some more.
+        # Round up: later copies need as many bytes, or a few more.
         unit = max(_PAGE, 2 ** (nbytes.bit_length() - _SPARE_BITS))
         with suppress(OSError):
             piece = _Piece(-(-nbytes // unit) * unit)
@@ -74,8 +74,8 @@ class PageLocked:
 
 
 class _Piece:
-    """Memory of the process alone, whole huge pages; what is forked off has other memory there. Raises OSError where
-    the system cannot do that.
+    """A private mapping of whole huge pages, which forked processes see zero-filled. Raises OSError if the system
+    cannot map it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -91,15 +91,15 @@ class _Piece:
         part.zero_()
 
     def lend(self, nbytes: int, free: list[_Piece]) -> Tensor:
-        """The first ``nbytes``; this is among the ``free`` ones when no tensor has their memory any more."""
+        """Return the first ``nbytes``. When no tensor uses the memory any more, append this piece to ``free``."""
         view = memoryview(self._map)[self._begin : self._begin + nbytes]
         weakref.finalize(view, free.append, self).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)
 
 
 class HostMemory:
-    """Page-locked memory of the host for copies of ``tensors`` of one ``device``, all of which :func:`is_copied_to`: to
-    make a large piece is several times as fast as to make many.
+    """Page-locked memory for host copies of ``tensors`` of one ``device``, for which :func:`is_copied_to` is True. One
+    large piece is made several times as fast as many small ones.
     """
 
     def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
@@ -108,7 +108,7 @@ class HostMemory:
         self._left = pieces.empty(sum(tensor.nbytes for tensor in tensors) + _LINE * len(tensors))
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Uninitialized memory for a copy of ``tensor``."""
+        """Return an uninitialized host tensor for a copy of ``tensor``."""
         if self._left is None:
             return torch.empty_like(tensor, device="cpu", pin_memory=True)
         memory, self._left = self._left[: tensor.nbytes], self._left[-(-tensor.nbytes // _LINE) * _LINE :]
@@ -119,10 +119,10 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def is_copied_to(tensor: Tensor) -> bool:
-    """Whether copies of ``tensor`` may lie in :class:`HostMemory`: it is a plain one without gaps."""
+    """Return True if a copy of ``tensor`` may use :class:`HostMemory`: the tensor is plain and without gaps."""
     if type(tensor) not in PLAIN_KINDS or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
-    # A conjugate is resolved on the host, which would have to wait for the copy.
+    # The host resolves a conjugated or negated copy, for which it would have to wait.
     if tensor.is_conj() or tensor.is_neg():
         return False
     order = _FORMATS.get(tensor.dim())
@@ -141,7 +141,7 @@ def _pieces_for(device: torch.device) -> PageLocked:
 
     def done(error: int) -> bool:
         if error != 0:
-            # The next launch of a kernel would raise it.
+            # Clear CUDA's last error here, or the next kernel launch raises it.
             with suppress(RuntimeError):
                 torch.ones(1, device=device).add_(1)
         return error == 0

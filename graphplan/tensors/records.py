@@ -1,4 +1,4 @@
-"""Records: dataclass instances and objects that hold tensors, which pytree takes for leaves."""
+"""Records: dataclass instances and objects that hold tensors. pytree treats them as leaves."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from torch.utils import _pytree as pytree
 from graphplan.tensors.deferred import DeferredNumber
 
 ITEMS = "[]"
-"""The name of what an object holds as a dict or a list."""
+"""The name for the items of a record that is also a dict or a list."""
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, SimpleNamespace)
 _HEAP_TYPE = 1 << 9
-"""The flag of a class that was not defined in C before the interpreter began."""
+"""``Py_TPFLAGS_HEAPTYPE``: the class is not a static type defined in C."""
 _MOST_OBJECTS = 10_000
-"""Objects among which tensors are looked for."""
+"""Maximum number of objects to search for tensors."""
 _remembered: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] = lru_cache(1024)
 _ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
 def is_record(leaf: Any) -> bool:
-    """Return True if ``leaf`` is taken apart where it is fed."""
+    """Return True if ``leaf`` is flattened when it is fed."""
     return is_dataclass(type(leaf)) or (base_of(type(leaf)) is not None and _is_batch(leaf))
 
 
 @_remembered
 def base_of(kind: Any) -> Any:
-    """The builtin class that makes objects of class ``kind`` without that one's own code; None if none can."""
+    """Return the builtin class whose ``__new__`` makes a ``kind`` without running code of ``kind``, or None."""
     closed = issubclass(kind, (Tensor, Module, Enum, type, DeferredNumber)) or hasattr(kind, "__del__")
     in_c = kind not in _BASES and not kind.__flags__ & _HEAP_TYPE
     if closed or in_c or kind in pytree.SUPPORTED_NODES:
@@ -46,13 +46,13 @@ def base_of(kind: Any) -> Any:
     try:
         base.__new__(kind)
     except TypeError:
-        # Another builtin's memory, or an abstract class.
+        # The class has another builtin's memory layout, or is abstract.
         return None
     return base
 
 
 def _is_batch(thing: Any) -> bool:
-    """Return True if ``thing`` leads to tensors, and to no parameters or modules: it is data."""
+    """Return True if ``thing`` is data: it leads to tensors, but to no parameters or modules."""
     left, found = [thing], False
     seen: set[int] = set()
     while left and len(seen) < _MOST_OBJECTS:
@@ -77,7 +77,7 @@ def _is_batch(thing: Any) -> bool:
 
 
 def record_values(record: Any) -> dict[str, Any]:
-    """What a record is made of, by name."""
+    """Return the items and attributes of a record, by name."""
     values: dict[str, Any] = {}
     if is_dataclass(record):
         values = {field.name: getattr(record, field.name) for field in fields(record) if hasattr(record, field.name)}
@@ -96,20 +96,20 @@ def record_values(record: Any) -> dict[str, Any]:
 
 @_remembered
 def slots_of(kind: Any) -> dict[str, Any]:
-    """What ``kind`` and its bases have in ``__slots__``: names and the descriptors that read them."""
+    """Return the ``__slots__`` of ``kind`` and its bases: names and their member descriptors."""
     spaces = [vars(base).items() for base in reversed(kind.__mro__) if "__slots__" in vars(base)]
     members = {name: member for space in spaces for name, member in space if type(member) is MemberDescriptorType}
     return {name: member for name, member in members.items() if not name.startswith("__")}
 
 
 def has_attributes(node: Any) -> bool:
-    """Return True for a container that has attributes, which would be lost where it is flattened and rebuilt."""
+    """Return True for a container that has attributes, which flattening and rebuilding would lose."""
     is_rebuilt = type(node) is OrderedDict or (issubclass(type(node), tuple) and hasattr(node, "_fields"))
     return is_rebuilt and bool(getattr(node, "__dict__", None))
 
 
 def refers_to(leaf: Any, outer: tuple[Any, ...]) -> bool:
-    """Return True if an object refers to one that it is a part of: in a copy of that one, it has to be a copy, too."""
+    """Return True if ``leaf`` refers to a record that contains it: a copy of the record then needs a copy of it."""
     if base_of(type(leaf)) is None:
         return False
     values = map(_referent, record_values(leaf).values())
@@ -121,14 +121,14 @@ def _referent(value: Any) -> Any:
 
 
 def level_of(value: Any, outer: tuple[Any, ...]) -> int | None:
-    """How many records further out the one lies that ``value`` is, or weakly refers to; None if it is none of them."""
+    """Return how many records further out ``value``, or its weak referent, is found in ``outer``; None if nowhere."""
     target = _referent(value)
     levels = (n for n, record in enumerate(reversed(outer)) if record is target)
     return next(levels, None)
 
 
 def holds_tensors(leaf: Any) -> bool:
-    """Return True if ``leaf`` is taken apart where it is returned: a record without tensors stays the object it is."""
+    """Return True if ``leaf`` is flattened when it is returned: a record without tensors stays the same object."""
     return is_record(leaf) and any(map(_leads_to_tensors, record_values(leaf).values()))
 
 
@@ -139,7 +139,7 @@ def _leads_to_tensors(value: Any) -> bool:
 
 
 def fill_record(record: Any, values: dict[str, Any]) -> None:
-    """Let ``record`` hold ``values`` by name, past what its class says of assignments."""
+    """Set ``values`` in ``record`` by name, bypassing any ``__setattr__`` or ``__setitem__`` of its class."""
     own, slots = getattr(record, "__dict__", {}), slots_of(type(record))
     for name, value in values.items():
         if name == ITEMS:

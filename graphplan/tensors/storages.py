@@ -1,4 +1,4 @@
-"""Who has a tensor's memory, and tensors that lie where others do."""
+"""Storages: how many tensors use one, where tensors begin, and copies with the same memory layout."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _count_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def memory_uses(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """How many tensors have the memory behind each of ``tensors``, by storage. Nothing where torch does not tell."""
+    """Return the number of tensors that use each storage of ``tensors``; empty if torch does not provide it."""
     storages = {storage for tensor in tensors if (storage := storage_id(tensor)) is not None}
-    # Python's view of the storage, which asking for it has made, is one more.
+    # Subtract one: storage_id created a Python object that also refers to the storage.
     return {storage: _count_uses(storage) - 1 for storage in storages} if _count_uses is not None else {}
 
 
 def is_memory_shared(tensor: Tensor) -> bool:
-    """Whether another tensor may have ``tensor``'s memory."""
+    """Return True if another tensor may share ``tensor``'s memory."""
     return _count_uses is None or next(iter(memory_uses([tensor]).values()), 2) > 1
 
 
 def places(tensors: Iterable[Tensor]) -> list[int]:
-    """Where ``tensors`` begin."""
+    """Return the addresses of ``tensors``."""
     return [local(tensor).data_ptr() for tensor in tensors]
 
 
@@ -41,7 +41,7 @@ def lay(tensors: Iterable[Tensor], memories: Iterable[Tensor]) -> None:
 
 
 def with_leaves(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """``value``, a tensor or a tuple, with ``tensors`` in place of its own; what lies in lists within stays."""
+    """Return ``value``, a tensor or a tuple, with ``tensors`` in place of its own, except for tensors inside lists."""
     following = iter(tensors)
     return pytree.tree_map_only(
         Tensor, lambda _: next(following), value, is_leaf=lambda part: not isinstance(part, tuple)
@@ -49,7 +49,7 @@ def with_leaves(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def storage_id(tensor: Tensor) -> int | None:
-    """Identity of the storage behind ``tensor``; None if it has none (sparse, opaque)."""
+    """Return the identity of ``tensor``'s storage; None if it has none (sparse, opaque)."""
     try:
         return (tensor if type(tensor) in PLAIN_KINDS else local(tensor)).untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -57,14 +57,14 @@ def storage_id(tensor: Tensor) -> int | None:
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements between the first and the last one, both included."""
+    """Return the number of elements from the first to the last one, both included."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether two indices may share memory (expanded or overlapping tensors)."""
+    """Return True if two indices may share memory (expanded or overlapping tensors)."""
     reach = 1
     for step, size in sorted((st, sz) for sz, st in zip(shape, stride, strict=True) if sz > 1):
         if step < reach:
@@ -74,13 +74,13 @@ def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def is_wide(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has so much between its elements that a copy of it had better be dense."""
+    """Return True if the gaps between the elements of ``tensor`` are so wide that a copy should be dense."""
     reach = span(tensor.shape, tensor.stride())
     return reach > _SPARSENESS * max(tensor.numel(), 1) and reach * tensor.element_size() > _SPARE
 
 
 def distinct(tensor: Tensor) -> Tensor:
-    """``tensor``, or where several of its elements share memory (an expanded tensor) a view that has each once."""
+    """Return ``tensor``, or a view with each element once if several share memory (an expanded tensor)."""
     shape, stride = tensor.shape, tensor.stride()
     if not overlaps(shape, stride):
         return tensor
@@ -89,15 +89,15 @@ def distinct(tensor: Tensor) -> Tensor:
 
 
 def copier(tensor: Tensor) -> Callable[[], Tensor]:
-    """What makes copies of ``tensor`` that lie in memory as it does, gaps included: by that, kernels choose their order
-    of summation. Where the gaps are wide they are dense.
+    """Return a function that copies ``tensor`` with its strides, gaps included: kernels choose their order of summation
+    by strides. If the gaps are wide, the copies are dense.
     """
     if type(tensor) not in PLAIN_KINDS or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return tensor.clone
     shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     is_alike = torch.empty_like(tensor, device="meta").stride() == stride
     if is_alike or is_wide(tensor) or tensor.is_conj() or tensor.is_neg():
-        # Kernels work on a dense copy of what is marked as conjugated or negated.
+        # Kernels work on a dense copy of a conjugated or negated tensor.
         return tensor.clone
     source = distinct(tensor)
 

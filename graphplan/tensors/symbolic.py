@@ -1,7 +1,7 @@
-"""Numbers that lie among a step's owners: what a traced step has in the place of ``self.global_step``.
+"""Symbolic numbers: stand-ins in a traced step for numbers of its owners, such as ``self.global_step``.
 
-A :class:`SymbolicNumber` notes what is computed of it, and with which outcome it is compared: both can be done again
-for another number. Where code needs the value itself (an index, a text), a replay is good for that value alone.
+A :class:`SymbolicNumber` records the arithmetic done with it and the outcomes of its comparisons. Both can be repeated
+for another number. If code needs the value itself (an index, a text), a replay is valid for that value alone.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from graphplan.tensors.deferred import (
 )
 
 NUMBERS = (int, float)
-"""Python's numbers that have stand-ins: code may ask whether a truth value *is* ``True``."""
+"""Python's classes with stand-ins. bool has none, since code may test whether a truth value *is* ``True``."""
 _BITWISE: tuple[Any, ...] = (operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift)
 _NARROWING: tuple[Any, ...] = (operator.floordiv, operator.mod, operator.and_, operator.rshift)
 _ROUNDING: tuple[Any, ...] = (int, round, math.floor, math.ceil, math.trunc)
 
 
 def has_stand_ins(kind: type) -> bool:
-    """Whether numbers of class ``kind`` have stand-ins: Python's, and NumPy's that are Python's to torch (float64)."""
+    """Return True if numbers of class ``kind`` have stand-ins: Python's, and NumPy's subclass of float (float64)."""
     return kind in NUMBERS or (issubclass(kind, float) and kind.__module__ == "numpy")
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a step computes of owners' numbers and depends on: a truth value, by which it branches, or, if it
-    ``needs_value``, what an index or a size is made of.
+    """A value that a step computes from owners' numbers and depends on: the truth value of a branch or, with
+    ``needs_value``, the number from which it makes an index or a size.
     """
 
     form: NumberForm
@@ -53,29 +53,29 @@ class Question:
 
     @classmethod
     def about(cls, path: str, *, needs_value: bool = False) -> Question:
-        """The one about the number at ``path`` itself."""
+        """Return the question about the number at ``path`` itself."""
         return cls(NumberForm([(path, ())]), needs_value)
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """Where these numbers lie, in the order in which they are read."""
+        """The paths of these numbers, in the order in which they are read."""
         return tuple(function for function, _ in self.form if type(function) is str)
 
     def answer(self, numbers: Mapping[str, Any]) -> Any:
-        """The answer for ``numbers`` by path. A comparison that cannot be made raises, as in the step."""
+        """Return the answer for ``numbers`` by path. An impossible comparison raises the exception of the step."""
         value = self.form.compute([numbers[path] for path in self.paths])
         return value if self.needs_value else bool(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Gives:
-    """Tells whether a function gives a value of class ``kind``, or raises an exception of that class."""
+    """A predicate: ``function`` returns a value of class ``kind``, or raises an exception of that class."""
 
     function: Callable[..., Any]
     kind: type
 
     def __call__(self, *operands: Any) -> bool:
-        """Whether it does so for ``operands``."""
+        """Return True if this holds for ``operands``."""
         try:
             return type(self.function(*operands)) is self.kind
         except Exception as error:  # noqa: BLE001 - code of the step's may catch it
@@ -83,7 +83,7 @@ class Gives:
 
 
 def come_out(asked: Mapping[Question, Any], numbers: Mapping[str, Any]) -> bool:
-    """Return True if all questions have the answers that they had, for ``numbers`` by path."""
+    """Return True if all questions have the same answers as before, for ``numbers`` by path."""
     return all(_is_same(question.answer(numbers), answer) for question, answer in asked.items())
 
 
@@ -92,7 +92,7 @@ def _is_same(value: Any, answer: Any) -> bool:
 
 
 class SymbolicNumber(DeferredNumber):
-    """The owners' number ``known`` at the path ``source``, or what ``function`` gives for such ``operands``."""
+    """An owner's number with the value ``known`` at the path ``source``, or ``function`` of such ``operands``."""
 
     __slots__ = ("_known",)
     is_symbolic = True
@@ -109,8 +109,8 @@ class SymbolicNumber(DeferredNumber):
         return SymbolicNumber(self._reader, value, None, function, operands)
 
     def apply(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        """What ``function``, which only depends on its operands, gives for ``operands``, of which this is one: a
-        stand-in, if all are numbers. That it gives a number of the same class is a question, and so is a truth value.
+        """Return ``function`` of ``operands``, one of which is this number: a stand-in, if all operands are numbers.
+        ``function`` must depend on its operands alone. The class of a result and a truth value become questions.
         """
         if not all(type(operand) is SymbolicNumber or _is_number(operand) for operand in operands):
             return with_values(function, operands)
@@ -132,18 +132,18 @@ class SymbolicNumber(DeferredNumber):
         self._reader.ask(Question(form_of(asked)[0]), answer)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Functions of NumPy are functions of numbers."""
+        """Apply NumPy's ufuncs like functions of numbers."""
         if method == "__call__" and not kwargs and ufunc.nout == 1:
-            # NumPy makes arrays of its numbers to compare them.
+            # For a comparison, NumPy wraps its scalars in zero-dimensional arrays.
             are_numpys = [hasattr(type(each), "__array_interface__") and not each.ndim for each in inputs]
             numbers = [each[()] if is_numpys else each for each, is_numpys in zip(inputs, are_numpys, strict=True)]
-            # Its scalars' ``**`` rounds otherwise than the function that it calls for other operands.
+            # ``**`` of NumPy scalars rounds differently from the ufunc ``power``.
             is_power = ufunc.__name__ == "power" and any(are_numpys) and _is_operator(sys._getframe(1))
             return self.apply(operator.pow if is_power else ufunc, numbers)
         return getattr(ufunc, method)(*map(value_of, inputs), **kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Others (``clip``), too."""
+        """Apply NumPy's other functions (``clip``) likewise."""
         if not kwargs:
             return self.apply(function, args)
         return function(*map(value_of, args), **{name: value_of(value) for name, value in kwargs.items()})
@@ -152,8 +152,8 @@ class SymbolicNumber(DeferredNumber):
         return self.apply(round, (self,) if digits is None else (self, digits))
 
     def as_tensor(self, dtype: torch.dtype, device: torch.device, *, is_operand: bool = False) -> Tensor:
-        """A scalar tensor that is filled with the value before each replay, or has it elsewhere. ``is_operand``: for an
-        operator that gets a tensor in an eager step, too.
+        """Return a scalar tensor that is filled with the value before each replay, or that has the traced value if no
+        such tensor can be made. ``is_operand``: an eager step runs the same operator.
         """
         tensor: Tensor | None = self._reader.tensor_of(self, dtype, device, is_operand=is_operand)
         return torch.tensor(self._value(), dtype=dtype, device=device) if tensor is None else tensor
@@ -175,7 +175,7 @@ class SymbolicNumber(DeferredNumber):
 
 
 def _gives_few(number: DeferredNumber) -> bool:
-    """Whether it comes to one value for many numbers, as ``step // 1000`` and ``batch_idx % 2`` do: each is a way."""
+    """Return True if it has few values for many numbers, like ``step // 1000``: each value can have its own program."""
     few: set[int] = set()
     for node in in_order(number):
         narrows = node._function in _NARROWING or node._source in node._reader.few
@@ -186,28 +186,28 @@ def _gives_few(number: DeferredNumber) -> bool:
 
 
 def _is_operator(frame: FrameType) -> bool:
-    """Whether what runs in ``frame`` is an operator, not a call."""
+    """Return True if the current instruction of ``frame`` is a binary operator, not a call."""
     return opname[frame.f_code.co_code[frame.f_lasti]].startswith(("BINARY", "INPLACE"))
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number itself: what stands for one says of its class what that is."""
+    """Return True for a real number. Uses ``type``, since a stand-in reports the number's class as ``__class__``."""
     return issubclass(type(value), NUMBERS)
 
 
 def _is_numpys(value: Any) -> bool:
-    """Whether it is a truth value of NumPy's."""
+    """Return True if ``value`` is a NumPy bool."""
     return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
 
 
 def _comparing(function: Any) -> Callable[[SymbolicNumber, Any], Any]:
     def method(self: SymbolicNumber, other: Any) -> Any:
         if isinstance(other, Tensor) or (is_deferred(other) and not other.is_symbolic):
-            # Its own comparison takes this number, where that of the device is.
+            # The other's own comparison takes this number and compares on the device.
             return NotImplemented
         if type(other) not in (SymbolicNumber, bool) and not has_stand_ins(type(other)):
             return function(value_of(self), other)
-        # NumPy's numbers give truth values of NumPy's.
+        # Comparisons of NumPy's numbers return NumPy bools, which `apply` turns into questions.
         return self.apply(function, (self, other))
 
     return method
@@ -223,5 +223,5 @@ for _function in _BITWISE:
     setattr(SymbolicNumber, f"__r{_name}__", _applying(_function, reflected=True))
 for _function in COMPARISONS:
     setattr(SymbolicNumber, f"__{_function.__name__}__", _comparing(_function))
-# Which containers ask, before they compare.
+# Containers call __hash__ before they compare.
 SymbolicNumber.__hash__ = lambda self: hash(value_of(self))  # type: ignore[method-assign]

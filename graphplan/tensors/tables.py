@@ -1,7 +1,7 @@
-"""Lists, tuples and arrays of numbers in which a step looks one up at a followed place: ``self.schedule[step]``.
+"""Lists, tuples and arrays of numbers that a step indexes with a symbolic number: ``self.schedule[step]``.
 
-Code in C asks a stand-in for its value there. So while such a step is traced or captured, a :class:`Table` lies in the
-place of a container with which the step's code does nothing else.
+Indexing is C code, which would read the value of a stand-in. So while such a step is traced or captured, a
+:class:`Table` replaces a container that the step's code only indexes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from graphplan.tensors.symbolic import SymbolicNumber, has_stand_ins
 
 
 class LookUp:
-    """Gives the number at a place of ``container``, which lies there when it is called."""
+    """A function that returns the number at an index of ``container``, at the time of the call."""
 
     __name__ = "getitem"
 
@@ -20,7 +20,7 @@ class LookUp:
         self._container = container
 
     def __call__(self, place: Any) -> Any:
-        """The number there now."""
+        """Return the number there now."""
         return self._container[place]
 
     def __eq__(self, other: object) -> bool:
@@ -31,7 +31,7 @@ class LookUp:
 
 
 class Table:
-    """Stands for ``container``: a number that is looked up in it at a followed place is followed, too."""
+    """Replaces ``container``: indexing it with a symbolic number returns a symbolic number."""
 
     __slots__ = ("__weakref__", "_container")
 
@@ -48,7 +48,7 @@ class Table:
 
 
 def is_table(value: Any) -> bool:
-    """Whether numbers that are looked up in ``value`` have stand-ins."""
+    """Return True if numbers that are looked up in ``value`` have stand-ins."""
     kind = type(value)
     if kind is list or kind is tuple:
         return bool(value) and all(has_stand_ins(type(each)) for each in value)

@@ -1,6 +1,6 @@
-"""Flattening what a step is called with and what it returns, and putting it together again.
+"""Flatten a step's arguments and results to leaves and a structure, and rebuild them.
 
-Tuples, lists and dicts take a path of their own, since pytree takes longer than a replay of a small step.
+Tuples, lists and dicts are handled here, since pytree takes longer than a replay of a small step.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from graphplan.tensors.records import (
 )
 
 Structure = Any
-"""None for a leaf; for a node its class, its label (a dict's keys, a sequence's length, ...), and what is in it."""
+"""None for a leaf; for a node its class, its label (a dict's keys, a sequence's length, ...), and its parts."""
 
 
 class Literals(tuple[Any, ...]):
-    """Literals that are fed as one leaf, told apart by equality: True is 1, and 0.0 is -0.0."""
+    """Literals that are fed as one leaf and compared by equality: True equals 1, and 0.0 equals -0.0."""
 
     __slots__ = ()
 
 
 class GivenNumber(Literals):
-    """Stands for a number among the arguments of a step: what holds it, its name there, and its class."""
+    """Stands for a number among the arguments of a step: its holder, its name in the holder, and its class."""
 
     __slots__ = ()
 
     @property
     def value(self) -> Any:
-        """The number, or what stands for it in a trace."""
+        """The number, or its stand-in in a trace."""
         return getattr(self[0], self[1])
 
 
 PLAIN_LEAVES = frozenset({Tensor, bool, int, float, complex, str, bytes, type(None), Literals, GivenNumber})
 """Types of tensors and of immutable literals."""
 _CONTAINERS = (dict, tuple, list)
-_MOST_RECORDS = 1000  # Objects in which a module is looked for.
+_MOST_RECORDS = 1000  # Maximum number of objects to search for a module.
 
 
 class _Reference:
-    """A reference from a record to one around it. Label: how many records further out, and whether it is weak."""
+    """A record's reference to an enclosing record. Label: how many records further out, and whether it is weak."""
 
 
 class _Context:
-    """The label of one of pytree's nodes: what pytree knows of it beside its items, whose ``keys`` are for messages."""
+    """The label of a pytree node: ``value`` is pytree's context; ``keys`` name the items in messages."""
 
     __slots__ = ("keys", "value")
 
@@ -72,26 +72,26 @@ class _Context:
         return isinstance(other, _Context) and bool(self.value == other.value)
 
     def __hash__(self) -> int:
-        # The context of a user's node might not be hashable.
+        # The context of a user-registered node may be unhashable.
         return 0
 
 
 def _node_of(kind: type) -> Any:
-    """What pytree does with objects of a class; None if they are leaves for it."""
+    """Return pytree's node definition of a class; None if its objects are leaves."""
     is_named = issubclass(kind, tuple) and hasattr(kind, "_fields")
     named: Any = namedtuple
     return pytree.SUPPORTED_NODES.get(named if is_named else kind)
 
 
 class _Flattening:
-    """Flattens a tree to ``leaves``. ``opens`` says which records are nodes, and ``keeps`` which nodes are leaves."""
+    """Flattens a tree to ``leaves``. Records for which ``opens`` is True are nodes; nodes that ``keeps`` are leaves."""
 
     def __init__(self, opens: Callable[[Any], bool], keeps: Callable[[Any], bool]) -> None:
         self.leaves: list[Any] = []
         self._opens, self._keeps = opens, keeps
 
     def add(self, value: Any, outer: tuple[Any, ...] = ()) -> Structure:
-        """The structure of ``value``, which is a part of the records ``outer``, the innermost of them last."""
+        """Return the structure of ``value``, which is inside the records ``outer``, innermost last."""
         kind = type(value)
         if kind in PLAIN_LEAVES or kind is type:
             self.leaves.append(value)
@@ -124,7 +124,7 @@ class _Flattening:
 
 
 def _inside(value: Any, kind: type) -> tuple[Any, Collection[Any]]:
-    """The label of a node, and what is in it."""
+    """Return the label and the items of a node."""
     if kind is dict:
         return tuple(value), value.values()
     if kind is tuple or kind is list:
@@ -146,12 +146,12 @@ def _flatten(
 
 
 def flatten_arguments(arguments: Any) -> tuple[list[Any], Structure]:
-    """Flatten what a step is called with: leaves, and the structure. What :func:`has_attributes` is a leaf."""
+    """Flatten a step's arguments; return leaves and structure. A container that :func:`has_attributes` is a leaf."""
     return _flatten(arguments, is_record)
 
 
 def path_of_module(thing: Any) -> str | None:
-    """What leads from ``thing`` to the first module in it; None if nothing does, or it cannot be taken apart."""
+    """Return the path from ``thing`` to the first module in it; None if there is none, or flattening fails."""
     left = iter(range(_MOST_RECORDS))
     with suppress(Exception):
         leaves, structure = _flatten(
@@ -164,24 +164,24 @@ def path_of_module(thing: Any) -> str | None:
 
 
 def flatten_result(result: Any) -> tuple[list[Any], Structure]:
-    """Flatten what a step returns, as :func:`flatten_arguments`, but for records without tensors, which are leaves."""
+    """Flatten a step's result like :func:`flatten_arguments`, except that records without tensors are leaves."""
     return _flatten(result, holds_tensors)
 
 
 def named_leaves(result: Any) -> list[tuple[str, Any]]:
-    """The leaves of what a step returns, with their paths."""
+    """Return the leaves of a step's result with their paths."""
     leaves, structure = flatten_result(result)
     return list(zip(names_of(structure, "result"), leaves, strict=True))
 
 
 def map_result(function: Callable[[Tensor], Any], result: Any) -> Any:
-    """What a step returned, with ``function`` of each tensor in its place."""
+    """Return a step's result with each tensor replaced by ``function`` of it."""
     leaves, structure = _flatten(result, holds_tensors, lambda node: False)
     return rebuild(structure, [function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 def _keys_of(structure: Structure) -> Sequence[str]:
-    """What leads from a node to each of its items, as code writes it."""
+    """Return the key or attribute of each item of a node, as code writes it."""
     kind, label, parts = structure
     if isinstance(label, _Context):
         return label.keys
@@ -193,7 +193,7 @@ def _keys_of(structure: Structure) -> Sequence[str]:
 
 
 def names_of(structure: Structure, name: str) -> list[str]:
-    """The paths of a structure's leaves, of which ``name`` is the beginning."""
+    """Return the paths of a structure's leaves, each beginning with ``name``."""
     if structure is None:
         return [name]
     pairs = zip(_keys_of(structure), structure[2], strict=True)
@@ -201,7 +201,7 @@ def names_of(structure: Structure, name: str) -> list[str]:
 
 
 def text_of(structure: Structure) -> str:
-    """A structure for a message, with a star for each leaf: ``({'x': *}, *)``."""
+    """Return a structure as text for a message, with a star for each leaf: ``({'x': *}, *)``."""
     if structure is None:
         return "*"
     kind, label, parts = structure
@@ -215,7 +215,7 @@ def text_of(structure: Structure) -> str:
 
 
 def rebuild(structure: Structure, leaves: Sequence[Any]) -> Any:
-    """The tree of that structure with these leaves."""
+    """Return the tree with this structure and these leaves."""
     return _rebuild(structure, iter(leaves), ())
 
 
@@ -233,7 +233,7 @@ def _rebuild(structure: Structure, leaves: Iterator[Any], outer: tuple[Any, ...]
         return {key: _rebuild(part, leaves, outer) for key, part in zip(label, parts, strict=True)}
     if isinstance(label, _Context):
         node = _node_of(kind).unflatten_fn([_rebuild(part, leaves, outer) for part in parts], label.value)
-        # Of a torch.Size, pytree makes a plain tuple.
+        # pytree rebuilds a torch.Size as a plain tuple.
         return kind(node) if type(node) is tuple and issubclass(kind, tuple) else node
     record = (base_of(kind) or object).__new__(kind)
     values = {name: _rebuild(part, leaves, (*outer, record)) for name, part in zip(label, parts, strict=True)}
@@ -242,20 +242,20 @@ def _rebuild(structure: Structure, leaves: Iterator[Any], outer: tuple[Any, ...]
 
 
 def rebuilder(structure: Structure) -> Callable[[Sequence[Any]], Any]:
-    """:func:`rebuild` for many trees of one structure, without a call for each node where the containers are plain."""
+    """Return a fast :func:`rebuild` for one structure: plain containers are built without a call for each node."""
     keys: list[Any] = []
     try:
-        # One display of the whole tree, as named tuples make their methods.
+        # Generate one expression for the whole tree, as namedtuple generates its methods.
         source = f"lambda leaves: {_source(structure, keys, count())}"
         built: Callable[[Sequence[Any]], Any] = eval(source, {"keys": keys})
     except (TypeError, SyntaxError):
-        # Other containers, or more of them in each other than Python reads.
+        # Other containers, or nesting too deep for Python's parser.
         return partial(rebuild, structure)
     return built
 
 
 def _source(structure: Structure, keys: list[Any], numbers: Iterator[int]) -> str:
-    """An expression for a tree of plain containers; ``keys`` gets the keys of dicts. TypeError for other trees."""
+    """Return an expression for a tree of plain containers; append dict keys to ``keys``. Raise TypeError for others."""
     if structure is None:
         return f"leaves[{next(numbers)}]"
     kind, label, parts = structure
@@ -270,8 +270,8 @@ def _source(structure: Structure, keys: list[Any], numbers: Iterator[int]) -> st
 
 
 def take_leaves(value: Any, structure: Structure, leaves: list[Any], outer: tuple[Any, ...] = ()) -> bool:
-    """Add the leaves of ``value`` to ``leaves``, and return True if its nodes are those of ``structure``. The caller
-    compares the classes of leaves. This takes a small part of the time of flattening.
+    """Append the leaves of ``value`` to ``leaves``; return True if its nodes match ``structure``. The caller compares
+    the classes of leaves. This takes a small part of the time of flattening.
     """
     if structure is None:
         leaves.append(value)

@@ -2,13 +2,13 @@
 
     python -m recipes.zoo [--set core] [--json PATH]
 
-Each entry is measured in a process of its own: in a Trainer without and with ``GraphPlanCallback(on_failure="eager")``,
-in a plain loop without and with ``graph_step``, in inference without and with ``graphed`` where the entry predicts, and
-on CUDA, for the core entries, as a graph captured by hand (the floor). Times are from end to end of a step, all host
-work included: CPU time on the CPU, wall time on CUDA, where timed steps have the device to themselves. What is replayed
-is held to eager runs of the same steps, bit by bit, else to the spread of eager runs among themselves.
+Each entry is measured in its own process: in a Trainer without and with ``GraphPlanCallback(on_failure="eager")``, in a
+plain loop without and with ``graph_step``, in inference without and with ``graphed`` if the entry predicts, and, for
+core entries on CUDA, as a graph captured by hand (the floor). A time is that of a whole step with all host work: CPU
+time on the CPU, wall time on CUDA, where timed steps have the device exclusively. Replayed runs are compared with eager
+runs of the same steps: bit by bit, else within the spread of eager runs.
 
-An entry that fails, crashes or takes too long is a row with its error; one whose library is missing names it.
+An entry that fails, crashes or times out gives a row with its error; an entry with a missing library names the library.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from recipes.zoo.table import Row, markdown, summary
 ROOT = Path(__file__).parents[2]
 WARM = {False: 25, True: 45}
 TIMED = {False: 40, True: 30}
-"""Steps on the CPU and on CUDA, where graphplan times some itself first. There, the timed ones are replays 34 to 63,
-between two checks.
+"""Steps on the CPU (False) and on CUDA (True). On CUDA graphplan times some steps first. The steps timed here are
+replays 34 to 63, between two checks.
 """
 STAGES = ("fit", "loop", "service", "floor")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m recipes.zoo", description=__doc__, formatter_class=form)
     parser.add_argument(
@@ -89,7 +89,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(args: argparse.Namespace) -> list[Entry]:
-    """The entries that the command line names."""
+    """Return the entries that the command line selects."""
     entries = [entry for entry in load_entries().values() if entry.core or args.set != "core"]
     return [entry for entry in entries if any(fnmatch(entry.name, pattern) for pattern in args.only)]
 
@@ -106,7 +106,7 @@ def child(args: argparse.Namespace) -> None:
 
 
 def run_child(entry: Entry, args: argparse.Namespace, folder: Path, timeout: float) -> Row:
-    """Measure one entry in a process of its own, whatever becomes of that."""
+    """Measure one entry in its own process; a failure of the process becomes an error in the row."""
     base: Row = {"name": entry.name, "core": entry.core, "justified": entry.refused}
     if entry.missing:
         return {**base, "missing": entry.missing}
@@ -124,7 +124,7 @@ def run_child(entry: Entry, args: argparse.Namespace, folder: Path, timeout: flo
 
 
 def run_process(command: Sequence[str], environment: Mapping[str, str], turns: Turns, timeout: float) -> str:
-    """Run a child; what is to be said of its end, if that was not a success."""
+    """Run a child process; return an error message, or an empty string if it succeeded."""
     with turns.taken(alone=False):
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""Generated batches, shaped like those of real data: padded sentences, labels, file names beside tensors."""
+"""Generated batches in the form of real data: padded sentences, labels, file names beside tensors."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor
 from recipes.zoo.registry import Scale
 
 COUNT = 8
-"""Different batches of an entry."""
+"""Number of different batches of an entry."""
 VOCABULARY = 512
 IGNORED = -100
-"""The label of what no loss is taken of."""
+"""The label of positions that the loss ignores."""
 
 
 def many(make: Callable[[], Any], count: int = COUNT) -> list[Any]:
-    """``count`` batches."""
+    """Return ``count`` batches."""
     return [make() for _ in range(count)]
 
 
 def padding(size: int, length: int) -> Tensor:
-    """A mask ``[size, length]`` of ones with true padding at the end of most rows; one is as long as the batch."""
+    """Return a mask ``[size, length]``: ones, then zeros for padding in all rows but the first."""
     lengths = torch.randint(length // 2, length, (size,))
     lengths[0] = length
     return (torch.arange(length) < lengths[:, None]).long()
 
 
 def sentences(scale: Scale, labels: str = "class", classes: int = 4) -> dict[str, Tensor]:
-    """What a tokenizer and a collator give: padded tokens and their mask, with labels by sentence or by token."""
+    """Return a batch like a tokenizer and a collator: padded tokens, their mask, and labels by sentence or by token."""
     size, length = scale.pick((4, 24), (16, 128))
     mask = padding(size, length)
     tokens = torch.randint(5, VOCABULARY, (size, length)) * mask
@@ -52,7 +52,7 @@ def sentences(scale: Scale, labels: str = "class", classes: int = 4) -> dict[str
 
 
 def pairs(scale: Scale) -> dict[str, Tensor]:
-    """A source and a target sentence."""
+    """Return source sentences, and target sentences as labels."""
     batch = sentences(scale, labels="none")
     target = sentences(scale, labels="next")
     half = target["labels"].shape[1] // 2
@@ -60,7 +60,7 @@ def pairs(scale: Scale) -> dict[str, Tensor]:
 
 
 def images(scale: Scale, classes: int = 10, side: int | None = None, size: int | None = None) -> tuple[Tensor, Tensor]:
-    """Normalised images and their classes."""
+    """Return normalised images and their classes."""
     side = side or scale.pick(32, 64)
     size = size or scale.pick(4, 32)
     return torch.randn(size, 3, side, side), torch.randint(classes, (size,))

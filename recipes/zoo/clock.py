@@ -1,4 +1,4 @@
-"""The zoo's clock: a loader that times the consumer of its batches, alone on the machine while it does so."""
+"""The zoo's clock: a loader that times the consumer of its batches while no other process uses the device."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 BLOCK = 5
-"""Steps between two looks at the clock in the timed half, on the CPU. On CUDA a look waits for the device, which no
-training loop does after every few steps: there it is three times as many.
+"""Steps between two readings of the clock in the timed part, on the CPU. On CUDA there are three times as many, because
+a reading synchronizes the device, which training loops do not do every few steps.
 """
 CHUNK = 10
-"""Steps before that for which the device is shared without a break: nothing waits for it in between."""
+"""Untimed steps for which the shared device is held at a time, without a synchronization in between."""
 
 
 class Turns:
-    """Timed work excludes all other work on the device, in every process that was given the same folder.
+    """Locks that give timed work exclusive use of the device, among all processes that were given the same folder.
 
-    Work that is not timed shares the device. A process that waits for it alone is not overtaken, since all pass the
-    gate. Enrolled processes are stopped (SIGSTOP) while another has the device alone: what they do without asking for
-    the device, such as imports and building models, would take its time as well (13 % of a BERT step, eight at a time).
+    Untimed work shares the device. All processes pass the gate, so none overtakes a process that waits for exclusive
+    use. Enrolled processes are stopped (SIGSTOP) during exclusive use: their work without the device, such as imports
+    and building models, would slow timed steps as well (by 13 % of a BERT step with eight processes).
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -38,7 +38,7 @@ class Turns:
         self._held: set[IO[str]] = set()
 
     def drop(self) -> None:
-        """Let go of what a loop holds that an error has ended: its feed may live on."""
+        """Release all locks after an error has ended a loop: its feed, which holds them, may still be alive."""
         while self._held:
             self._held.pop().close()
         if self._folder is not None:
@@ -46,7 +46,7 @@ class Turns:
 
     @contextmanager
     def taken(self, *, alone: bool) -> Iterator[None]:
-        """Hold the device, ``alone`` or beside others."""
+        """Hold the device, ``alone`` or shared."""
         with ExitStack() as held:
             if self._folder is not None:
                 with self._locked("gate", fcntl.LOCK_EX):
@@ -57,12 +57,12 @@ class Turns:
             yield
 
     def enroll(self, pid: int) -> None:
-        """Have a process stopped while another has the device alone."""
+        """Enroll a process, which is then stopped while another one holds the device alone."""
         if self._folder is not None:
             (self._folder / f"{pid}.pid").touch()
 
     def signal_others(self, number: int) -> None:
-        """Send a signal to all enrolled processes but this one."""
+        """Send a signal to all other enrolled processes."""
         assert self._folder is not None
         for path in self._folder.glob("*.pid"):
             if path.stem != str(os.getpid()):
@@ -70,7 +70,7 @@ class Turns:
                     os.kill(int(path.stem), number)
 
     def dismiss(self, pid: int) -> None:
-        """Take an ended process off the list, and let those go on that it may have stopped."""
+        """Remove an ended process from the list, and continue the processes that it may have stopped."""
         if self._folder is not None:
             (self._folder / f"{pid}.pid").unlink()
             self.signal_others(signal.SIGCONT)
@@ -86,7 +86,7 @@ class Turns:
 
 
 def now(*, gpu: bool) -> float:
-    """Seconds of the wall once the device is idle; on the CPU, of this process's own CPU time."""
+    """Synchronize the device and return the wall time in seconds; on the CPU return this process's CPU time."""
     if not gpu:
         return process_time()
     torch.cuda.synchronize()
@@ -95,10 +95,10 @@ def now(*, gpu: bool) -> float:
 
 @dataclass
 class Feed:
-    """Batches for ``warm`` steps that do not count and ``steps`` that are timed, and one that nothing is asked after.
+    """A loader of batches for ``warm`` untimed steps, ``steps`` timed ones, and a last step that is not measured.
 
-    ``replays`` says how many replays there have been, for the first one's time and the share of the timed steps. With
-    ``alone``, steps that do not count have the device to themselves as well: graphplan times some of them.
+    ``replays`` returns the number of replays so far, for the time of the first one and the share of replayed steps.
+    With ``alone``, untimed steps also have the device exclusively: graphplan times some of them.
     """
 
     batches: Sequence[Any]
@@ -115,7 +115,7 @@ class Feed:
 
     @property
     def block(self) -> int:
-        """Steps between two looks at the clock."""
+        """Steps between two readings of the clock."""
         return 3 * BLOCK if self.gpu else BLOCK
 
     def __len__(self) -> int:
@@ -153,14 +153,14 @@ class Feed:
         self.seen.append(self.replays())
 
     def _batch(self, index: int) -> Any:
-        """As a loader gives it: new containers, and where there are names of files, other ones each time."""
+        """Return a batch as a loader does: in new containers, and with different file names each time."""
         batch = self.batches[index % len(self.batches)]
         if any(isinstance(leaf, str) for leaf in tree_leaves(batch)):
             return tree_map_only(str, lambda text: f"{index}/{text}", batch)
         return batch if isinstance(batch, torch.Tensor) else copy.copy(batch)
 
     def facts(self) -> dict[str, Any]:
-        """Microseconds from end to end of a step (the median over blocks), the share of replays, the first replay."""
+        """Return the microseconds of a step (median over blocks, and mean), the share of replays, the first replay."""
         pairs = list(zip(self.marks, self.marks[1:], strict=False))
         if not pairs:
             return {}

@@ -1,4 +1,4 @@
-"""One entry's measurement, in a process of its own: what is compared with what, and written down after each stage."""
+"""Measure one entry in its own process: run its stages, compare them with eager runs, and write the results."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Row = dict[str, Any]
 Oracle = tuple[str, Callable[[], State]]
 Stage = Callable[[Run, Row], None]
 _FRAMES = 16
-"""Calls of a traceback that are kept."""
+"""Maximum number of frames of a traceback to keep."""
 _WARM_EAGER = 10
 _TURNS = 4
 _COUNTED = 15
-"""Steps of which the calls are counted."""
+"""Number of steps whose function calls are counted."""
 _SPREAD = 3
-"""How many times as far from eager as eager is from itself a run may be."""
+"""Maximum distance of a run from eager runs, as a multiple of the distance among eager runs."""
 
 
 def distance(left: State, right: State) -> tuple[float, str]:
-    """Largest difference of a tensor, relative to its largest element, and that tensor's name; 0 if bitwise equal."""
+    """Return the largest difference of a tensor, relative to its largest element, and its name; 0 if bitwise equal."""
     if left.keys() != right.keys():
         return float("inf"), f"only one run has {sorted(left.keys() ^ right.keys())[:3]}"
     farthest = 0.0, ""
@@ -52,7 +52,7 @@ def distance(left: State, right: State) -> tuple[float, str]:
 
 
 def compare(found: State, oracles: Sequence[Oracle]) -> Row:
-    """Hold a run to the eager ones, made one after the other until one is equal bit by bit; else to their spread."""
+    """Compare a run with eager runs, made one by one until one is bitwise equal; if none is, with their spread."""
     states: list[State] = []
     for name, make in oracles:
         states.append(make())
@@ -68,8 +68,8 @@ def compare(found: State, oracles: Sequence[Oracle]) -> Row:
 def oracles_of(
     run: Run, eager: State, train: Callable[[Run, bool], State], *, with_optimizer: bool = True
 ) -> list[Oracle]:
-    """Eager runs: with prepared optimizers and captured paths, with either alone, and once more for eager's spread.
-    ``with_optimizer``: whether the optimizer's step is captured, too; what cannot be does not run where it hears so.
+    """Return eager runs: prepared and under :func:`answering_captured`, as it is, prepared only, and on CUDA the first
+    again, for the spread. Without ``with_optimizer``, skip the first: its optimizer may refuse to run in a capture.
     """
     untimed = replace(run, warm=run.warm + run.steps, steps=0)
 
@@ -86,12 +86,12 @@ def oracles_of(
 
 
 def brief(run: Run) -> Run:
-    """How eager steps are timed that nothing is compared with: after a few that do not count."""
+    """Return the run for eager steps: with a shorter warm-up if nothing is compared with them."""
     return run if run.equality else replace(run, warm=min(run.warm, _WARM_EAGER))
 
 
 def in_trainer(run: Run, row: Row) -> None:
-    """A Trainer without and with the callback."""
+    """Measure a Trainer without and with the callback."""
     eager, state = fit(brief(run))
     row |= {"eager_us": eager["us"], "eager_us_mean": eager["us_mean"]}
     facts, found = fit(run, GraphPlanCallback(on_failure="eager"))
@@ -102,7 +102,7 @@ def in_trainer(run: Run, row: Row) -> None:
 
 
 class Calls(pl.Callback):
-    """Counts the functions, in Python and C, that the last steps of a fit call, as a profiler hears of them."""
+    """Counts the calls of Python and C functions in the last steps of a fit, with a profile function."""
 
     def __init__(self, last: int) -> None:
         self._last = last
@@ -114,7 +114,7 @@ class Calls(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Count from the first of them to the beginning of the last."""
+        """Start counting ``_COUNTED`` steps before the last one, and stop at its beginning."""
         if batch_idx == self._last - _COUNTED:
             sys.setprofile(self._note)
         elif batch_idx == self._last:
@@ -122,16 +122,16 @@ class Calls(pl.Callback):
 
 
 def calls_in(run: Run, callback: pl.Callback) -> float:
-    """Calls per step of a late part of a fit."""
+    """Return the function calls per step in the last part of a fit."""
     counts = Calls(run.warm + run.steps)
     fit(run, callback, counts)
     return counts.count / _COUNTED
 
 
 def in_turns(run: Run, row: Row) -> None:
-    """A Trainer without and with the callback, several times each, in turns: a host's speed drifts within minutes, by
-    more than what a step that is not replayed may lose, so that the order is turned round each time. The calls of a
-    step do not depend on it: they are counted with the callback, and with one that does nothing in its place.
+    """Measure a Trainer without and with the callback several times in turns. A host's speed drifts within minutes, by
+    more than a step that is not replayed may lose, so the order alternates. Function calls do not depend on the speed:
+    they are counted with the callback, and with a callback that does nothing.
     """
     eager, managed = list[float](), list[float]()
 
@@ -155,7 +155,7 @@ def in_turns(run: Run, row: Row) -> None:
 
 
 def in_loop(run: Run, row: Row) -> None:
-    """A plain loop without and with ``graph_step``."""
+    """Measure a plain loop without and with ``graph_step``."""
     eager, state = loop(brief(run), manage=False)
     row["eager_us"] = eager["us"]
     facts, found = loop(run, manage=True)
@@ -166,7 +166,7 @@ def in_loop(run: Run, row: Row) -> None:
 
 
 def in_service(run: Run, row: Row) -> None:
-    """Predictions without and with ``graphed``."""
+    """Measure predictions without and with ``graphed``."""
     eager, state = infer(run, manage=False)
     row["eager_us"] = eager["us"]
     facts, found = infer(run, manage=True)
@@ -175,12 +175,12 @@ def in_service(run: Run, row: Row) -> None:
 
 
 def by_hand(run: Run, row: Row) -> None:
-    """The floor."""
+    """Measure the floor."""
     row |= floor(run)
 
 
 def stages_of(run: Run) -> Iterator[tuple[str, Stage]]:
-    """What is measured of an entry: a library's own LightningModule has no plain loop."""
+    """Yield the stages of an entry. A library's own LightningModule has no plain loop."""
     case = run.make()
     yield "fit", in_trainer
     yield "turns", in_turns
@@ -193,7 +193,7 @@ def stages_of(run: Run) -> Iterator[tuple[str, Stage]]:
 
 
 def measure(run: Run, path: Path) -> None:
-    """Write the row to ``path``, and write it anew after each stage: a crash loses what comes after it, no more."""
+    """Measure the stages, and write the row to ``path`` after each one, so that a crash keeps the earlier stages."""
     row: Row = {"device": torch.cuda.get_device_name() if run.gpu else "cpu", "torch": torch.__version__}
 
     def keep() -> None:
@@ -229,6 +229,6 @@ def _caught(stage: Stage, run: Run) -> Row:
 
 def _described(error: BaseException) -> Row:
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
-    # A table goes into the repository: no folders of this machine.
+    # Tables go into the repository: leave out folders of this machine.
     lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in frames]
     return {"error": f"{type(error).__name__}: {error}"[:1500], "traceback": lines}

@@ -1,4 +1,4 @@
-"""What an entry of the zoo is, and how the modules of entries declare theirs."""
+"""The entries of the zoo, and the decorator that declares them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from torch import Tensor, nn
 
 Update = Callable[[nn.Module, list[Any], Any, Callable[[Tensor], Any]], Tensor]
-"""Several optimizers' turn, as in manual optimization: ``(model, optimizers, batch, backward) -> loss``."""
+"""A step with several optimizers, as in manual optimization: ``(model, optimizers, batch, backward) -> loss``."""
 
 Parts = Callable[[Any], Sequence[nn.Module]]
-"""The modules that a model's optimizers train, one each."""
+"""A function that returns the modules that a model's optimizers train, one each."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one entry trains.
+    """The model, batches and step of one entry.
 
     Args:
         model: An ``nn.Module``, which the zoo wraps, or a library's own ``LightningModule``, which it trains as it is.
@@ -28,7 +28,7 @@ class Case:
         loss: ``(model, batch) -> loss``, for an ``nn.Module``.
         update: Instead of ``loss``, the step of manual optimization.
         parts: The modules that ``update``'s optimizers train, one each.
-        predict: ``(model, batch) -> tensor``, measured as inference where it is given.
+        predict: ``(model, batch) -> tensor``, measured as inference if it is given.
         options: Further arguments of the Trainer.
     """
 
@@ -44,25 +44,25 @@ class Case:
 
 @dataclass(frozen=True)
 class Scale:
-    """Whether sizes are those for a GPU, where a step is launch-bound at a real depth, or those for a CPU."""
+    """The scale of sizes: for a GPU, where a step of realistic depth is launch-bound, or for a CPU."""
 
     gpu: bool
 
     def pick(self, cpu: Any, gpu: Any) -> Any:
-        """``gpu`` on a GPU, ``cpu`` elsewhere."""
+        """Return ``gpu`` for a GPU, else ``cpu``."""
         return gpu if self.gpu else cpu
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A named case, with what it needs.
+    """A named case and its requirements.
 
     Args:
         name: ``field/model``.
         make: Builds the case anew.
-        needs: Distributions by pip's names, each with what it is imported as if that differs: ``"opencv-python:cv2"``.
+        needs: Names of distributions, each with its module if the names differ: ``"opencv-python:cv2"``.
         core: Whether it is in ``--set core``.
-        refused: Why a step that is not replayed is right, or an empty string if it should be replayed.
+        refused: Why it is right not to replay the step, or an empty string if it should be replayed.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Entry:
 
     @property
     def missing(self) -> list[str]:
-        """Pip's names of what is not installed."""
+        """The names of distributions that are not installed."""
         pairs = [need.partition(":") for need in self.needs]
         return [pip for pip, _, module in pairs if importlib.util.find_spec(module or pip.replace("-", "_")) is None]
 
@@ -87,7 +87,7 @@ def entry(
     """Declare the decorated function as the entry ``name``.
 
     Raises:
-        ValueError: if there is one of that name already.
+        ValueError: if there is already an entry of that name.
     """
 
     def declare(make: Callable[[Scale], Case]) -> Callable[[Scale], Case]:
@@ -100,7 +100,7 @@ def entry(
 
 
 def load_entries() -> dict[str, Entry]:
-    """Import every module of entries, none of which imports its libraries before a case is made."""
+    """Import every module of entries and return the entries. Their libraries are imported when a case is made."""
     package = importlib.import_module("recipes.zoo.entries")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")

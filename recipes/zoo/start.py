@@ -1,9 +1,9 @@
-"""What the way to the first replay takes: traces, the capture and the first checks, in eager steps.
+"""Measure the cost of starting graphplan: traces, captures and the first checks, in units of eager steps.
 
     python -m recipes.zoo.start [--entry language/bert] [--steps 60] [--json PATH]
 
-The device is waited for between steps, so that each has its own time. One entry to a process: what a process has loaded
-is loaded for all fits in it.
+The device is synchronized between steps, so that each has its own time. Measure one entry per process: kernels that one
+fit has loaded would be loaded for the next.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLEAN = SKIPPED + STEPS
 
 
 class Clock(pl.Callback):
-    """Notes of each step how long it took, and what graphplan did in it."""
+    """Notes the duration of each step, and what graphplan did in it."""
 
     def __init__(self, ours: GraphPlanCallback, run: Run) -> None:
         self._ours, self._run = ours, run
@@ -41,7 +41,7 @@ class Clock(pl.Callback):
         self.steps: list[tuple[str, float]] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
-        """The step before is over once the device is idle."""
+        """Note the step before, which has ended when the device is idle."""
         if self._run.gpu:
             torch.cuda.synchronize()
         now = perf_counter()
@@ -54,7 +54,7 @@ class Clock(pl.Callback):
 
 
 def main() -> None:
-    """Train, and print what the start took."""
+    """Train, and print the cost of the start."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--entry", default="language/bert", help="its name, as python -m recipes.zoo --list prints it")
     parser.add_argument("--steps", type=int, default=60)
@@ -68,7 +68,7 @@ def main() -> None:
     trainer = trainer_of(run, case, module, [ours, clock], logger=False)
     batches = [case.batches[index % len(case.batches)] for index in range(args.steps)]
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    # Where eager steps are timed, nothing of graphplan's is installed before.
+    # On CUDA the first steps are timed before graphplan is installed.
     clean, rest = clock.steps[1 : _CLEAN if gpu else None], clock.steps[_CLEAN if gpu else 1 :]
     eager = median(seconds for kind, seconds in clean if kind == "eager")
     spent = {kind: sum(seconds - eager for name, seconds in rest if name == kind) / eager for kind in (*KINDS, "eager")}

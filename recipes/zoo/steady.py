@@ -1,8 +1,8 @@
-"""A long fit of one entry of the zoo with the callback: walks over the owners once it is steady, and memory.
+"""Count walks over the owners, and note memory, in a long fit of one entry with the callback.
 
     python -m recipes.zoo.steady [--entry language/bert] [--steps 2000] [--json PATH]
 
-Walks are counted from the first replay on, those of checks apart: a check compares all that the owners hold.
+Walks are counted after the first replay, separately for checks: a check compares everything that the owners hold.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from recipes.zoo.registry import load_entries
 from recipes.zoo.training import Run, Wrapped
 
 MARKS = 10
-"""Times at which memory is noted."""
+"""Number of times to note memory."""
 
 
 class Watch(pl.Callback):
-    """Notes how many walks each step took, and at times the process's memory."""
+    """Counts the walks of each step, and notes the process's memory from time to time."""
 
     def __init__(self, ours: GraphPlanCallback, steps: int) -> None:
         self._ours, self._every = ours, max(1, steps // MARKS)
@@ -47,7 +47,7 @@ class Watch(pl.Callback):
         walking._Walker.__init__ = counted  # type: ignore[method-assign, assignment]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Of the step that is over."""
+        """Note the walks and memory of the step."""
         stats = self._ours.stats
         if stats.replayed > 1:
             self.walks["checks" if stats.verified > self._verified else "replays"] += self.count
@@ -57,7 +57,7 @@ class Watch(pl.Callback):
 
 
 def main() -> None:
-    """Train, and print what was counted."""
+    """Train, and print the counts."""
     parser = argparse.ArgumentParser(prog="python -m recipes.zoo.steady", description=__doc__)
     parser.add_argument("--entry", default="language/bert")
     parser.add_argument("--steps", type=int, default=2000)

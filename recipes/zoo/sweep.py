@@ -1,10 +1,10 @@
-"""Every architecture of transformers, tiny, in a Trainer: replayed and equal to eager, or refused for which reason.
+"""Train every architecture of transformers, tiny, in a Trainer: is it replayed and equal to eager, or why not?
 
     python -m recipes.zoo.sweep [--only 'causal/*'] [--part 0/14] [--json PATH]
 
-Nothing is tuned for an architecture: its configuration's own defaults but for sizes. One that cannot be made so, or
-whose eager step fails, is skipped with the error. Times are not taken; ``python -m recipes.zoo`` takes them. An eager
-run whose optimizer is prepared as graphplan prepares it is the oracle: bit by bit, else to the spread of eager runs.
+Architectures are not tuned: except for sizes, each uses its configuration's defaults. One that cannot be built so, or
+whose eager step fails, is skipped with the error. Nothing is timed; ``python -m recipes.zoo`` does that. The oracle is
+an eager run with prepared optimizers: the run must be bitwise equal, else within the spread of eager runs.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from recipes.zoo.training import Prepared, Run, fit
 
 STEPS, ROWS, LENGTH, CLASSES = 30, 4, 16, 3
 LONGEST = 90
-"""Seconds for one architecture: the defaults of some make a model that is too large."""
+"""Maximum seconds for one architecture: some defaults make a model that is too large."""
 LARGEST = 30_000_000
-"""Parameters."""
+"""Maximum number of parameters."""
 TASKS = {
     "causal": "CAUSAL_LM", "masked": "MASKED_LM", "s2s": "SEQ_TO_SEQ_CAUSAL_LM", "sequence": "SEQUENCE_CLASSIFICATION",
     "token": "TOKEN_CLASSIFICATION", "qa": "QUESTION_ANSWERING", "image": "IMAGE_CLASSIFICATION",
@@ -57,11 +57,11 @@ SIZES: dict[str, Any] = {
     "moe_intermediate_size": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _LEFT_OUT = ((), ("layer_types",), ("rotary_dim", "head_dim"), ("head_dim", "layer_types"), ("num_key_value_heads",))
-"""Sizes that some configurations do not take together with others."""
+"""Sizes that some configurations do not accept together with others."""
 
 
 def names() -> list[str]:
-    """``task/architecture``, of all that the installed transformers has."""
+    """Return ``task/architecture`` for all architectures of the installed transformers."""
     from transformers.models.auto import modeling_auto
 
     mappings = {task: getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES") for task, name in TASKS.items()}
@@ -69,7 +69,7 @@ def names() -> list[str]:
 
 
 def configuration(kind: str) -> Any:
-    """The architecture's configuration with small sizes."""
+    """Return the architecture's configuration with small sizes."""
     import transformers
 
     make = transformers.CONFIG_MAPPING[kind]
@@ -84,7 +84,7 @@ def configuration(kind: str) -> Any:
 
 
 def model_of(task: str, kind: str) -> tuple[Any, Any]:
-    """A model in training mode, and its configuration."""
+    """Return a model in training mode, and its configuration."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -94,7 +94,7 @@ def model_of(task: str, kind: str) -> tuple[Any, Any]:
     found = getattr(modeling_auto, f"MODEL_FOR_{TASKS[task]}_MAPPING_NAMES")[kind]
     make = getattr(transformers, found if isinstance(found, str) else found[0])
     count = 0
-    # Some are too large for the host.
+    # Count on the meta device first: some models are too large for the host.
     with torch.device("meta"), suppress(Exception):
         count = sum(param.numel() for param in make(config).parameters())
     if count > LARGEST:
@@ -103,7 +103,7 @@ def model_of(task: str, kind: str) -> tuple[Any, Any]:
 
 
 def batches(task: str, config: Any) -> list[dict[str, Tensor]]:
-    """Random batches, those of texts with padding of another length in each row."""
+    """Return random batches. In batches of text, the padding has a random length in each row."""
     draw = torch.Generator().manual_seed(3)
     integers = lambda low, high, *shape: torch.randint(low, high, shape, generator=draw)  # noqa: E731
     found = []
@@ -128,7 +128,7 @@ def batches(task: str, config: Any) -> list[dict[str, Tensor]]:
 
 
 def run_of(name: str) -> Run:
-    """How ``name`` is trained: as an entry of the zoo, in single precision."""
+    """Return the run for ``name``, which is trained like an entry of the zoo, in single precision."""
     task, kind = name.split("/")
     on_gpu = torch.cuda.is_available()
     options = (("precision", "32-true"), ("deterministic", "warn" if on_gpu else None))
@@ -141,7 +141,7 @@ def run_of(name: str) -> Run:
 
 
 def outcome(name: str) -> dict[str, Any]:
-    """What becomes of ``name``: skipped, failed, refused, or replayed and how equal."""
+    """Train ``name`` and return its row: skipped, failed, refused, or replayed with the result of the comparison."""
     run = run_of(name)
     try:
         _, eager = fit(run)
@@ -173,7 +173,7 @@ def _end(*_: Any) -> None:
 
 
 def _has_lost_device() -> bool:
-    """Whether an assertion on the device has ended what this process can do with it."""
+    """Return True if a device-side assertion has made the device unusable for this process."""
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -183,14 +183,14 @@ def _has_lost_device() -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train what is asked for, and print what is not replayed bit by bit, and how many are what."""
+    """Train the chosen architectures; print all that are not bitwise equal, and the count of each outcome."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m recipes.zoo.sweep", description=__doc__, formatter_class=form)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="such as 'causal/*'")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="each Nth, from the Ith on: for several processes")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows, after those that it has")
     args = parser.parse_args(argv)
-    # cuBLAS reads it when its first handle is made.
+    # cuBLAS reads it when its first handle is created.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     warnings.filterwarnings("ignore")
     first, every = map(int, args.part.split("/"))

@@ -1,4 +1,4 @@
-"""The zoo's table as markdown, and a line for each entry."""
+"""The zoo's table in markdown, and the line of an entry."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ COLUMNS = (
 
 
 def speedup(stage: Row) -> float | None:
-    """How often a step with graphplan fits into one without."""
+    """Return the time of a step without graphplan divided by the time with it; None if one is missing."""
     return stage["eager_us"] / stage["us"] if "us" in stage and "eager_us" in stage else None
 
 
 def reason(stage: Row) -> str:
-    """Why steps were not replayed: the warning, or the most frequent wording in the report."""
+    """Return why steps were not replayed: the error, the first warning, or the most frequent reason in the report."""
     if "error" in stage:
         return str(stage["error"])
     if stage.get("share", 0) >= 0.99 and stage.get("form") == "whole":
@@ -28,14 +28,14 @@ def reason(stage: Row) -> str:
 
 
 def first_replay(stage: Row) -> str:
-    """At which step the first replay came, and how many steps without graphplan would have fit before it."""
+    """Return the step of the first replay, and the time until then in steps without graphplan."""
     if "first_replay_step" not in stage:
         return ""
     return f"{stage['first_replay_step']}, {stage['first_replay_s'] / stage['eager_us'] * 1e6:.0f} eager"
 
 
 def cells(row: Row) -> list[list[str]]:
-    """One entry's lines of the table."""
+    """Return the lines of one entry in the table."""
     if row.get("missing"):
         return [[row["name"], "", *[""] * 7, "not installed: pip install " + " ".join(row["missing"])]]
     lines = []
@@ -57,7 +57,7 @@ def cells(row: Row) -> list[list[str]]:
 
 
 def floor_of(row: Row) -> str:
-    """The time of the graph captured by hand, or why there is none."""
+    """Return the time of the graph captured by hand, or "not captured" after an error."""
     floor = row.get("floor", {})
     return f"{floor['us']:.0f}" if "us" in floor else "not captured" if "error" in floor else ""
 
@@ -68,7 +68,7 @@ def _short(text: str, width: int = 220) -> str:
 
 
 def headline(rows: list[Row]) -> str:
-    """How many entries there are of each kind, by where they ran."""
+    """Return counts of entries by outcome, one line for each stage."""
     lines = []
     for name in STAGES:
         stages = [row[name] for row in rows if name in row]
@@ -88,7 +88,7 @@ def headline(rows: list[Row]) -> str:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The counts and the table."""
+    """Return the counts and the table in markdown."""
     lines = [cell for row in rows for cell in cells(row)]
     rule = ["---", "---", *["---:"] * 4, "---", "---", "---:", "---"]
     table = "\n".join("| " + " | ".join(line) + " |" for line in [list(COLUMNS), rule, *lines])
@@ -96,7 +96,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def summary(row: Row) -> str:
-    """One entry's line while the zoo runs."""
+    """Return one entry's line to print while the zoo runs."""
     said = []
     for line in cells(row):
         _, where, without, took, gain, share, equal, first, _, why = line

@@ -1,4 +1,4 @@
-"""The zoo's training loops: a Trainer, a plain loop, a graph captured by hand; and what each leaves behind."""
+"""The zoo's training loops: a Trainer, a plain loop, a graph captured by hand; and the state after each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Run:
-    """How an entry is measured in this process."""
+    """The measurement of an entry in this process."""
 
     entry: Entry
     gpu: bool
@@ -48,47 +48,47 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where it is trained."""
+        """The device of the training."""
         return torch.device("cuda:0" if self.gpu else "cpu")
 
     def make(self) -> Case:
-        """The case, from the same seed each time."""
+        """Return the case, made from the same seed each time."""
         pl.seed_everything(0, verbose=False)
         case = self.entry.make(Scale(self.gpu))
         pl.seed_everything(1, verbose=False)
         return case
 
     def feed(self, case: Case, replays: Callable[[], int] | None = None) -> Feed:
-        """The case's batches, and the clock; ``replays`` counts those of a run that graphplan manages."""
+        """Return a loader that times the case's batches. ``replays`` returns the replays of a run with graphplan."""
         batches = [pin_memory(batch) for batch in case.batches] if self.gpu else case.batches
         alone = replays is not None
         return Feed(batches, self.warm, self.steps, self.gpu, self.turns, replays or (lambda: 0), alone)
 
     @property
     def autocast(self) -> Callable[[], Any]:
-        """Mixed precision on CUDA."""
+        """The context of a step: mixed precision on CUDA."""
         return partial(torch.autocast, "cuda", torch.bfloat16) if self.gpu else nullcontext
 
 
 @contextmanager
 def answering_captured() -> Iterator[None]:
-    """Have Python code that asks whether it is being captured hear yes, as it does in a managed step."""
+    """Let ``torch.cuda.is_current_stream_capturing`` return True, as it does in a managed step."""
     with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
         yield
 
 
 class Wrapped(pl.LightningModule):
-    """What somebody writes around an ``nn.Module``: a loss, three logged values, AdamW, a schedule for each step."""
+    """A typical LightningModule around an ``nn.Module``: a loss, three logged values, AdamW, a schedule by step."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.model = case.model
         self.automatic_optimization = case.update is None
-        # Not the case itself, which has the batches.
+        # Do not keep the case: it holds the batches.
         self._loss, self._update, self._make = case.loss, case.update, partial(make_optimizers, case.parts)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss of one batch."""
+        """Return the loss of one batch."""
         if self._update is None:
             assert self._loss is not None
             loss = self._loss(self.model, batch)
@@ -105,18 +105,18 @@ class Wrapped(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Stock AdamW, and a cosine."""
+        """Return AdamW with its defaults, and a cosine schedule."""
         optimizers = self._make(self.model)
         return optimizers, [{"scheduler": LambdaLR(each, cosine), "interval": "step"} for each in optimizers]
 
 
 def make_optimizers(parts: Parts, model: nn.Module, lr: Any = LR, **options: Any) -> list[Optimizer]:
-    """One for each part that is trained."""
+    """Return one AdamW for each part that is trained."""
     return [AdamW([p for p in part.parameters() if p.requires_grad], lr=lr, **options) for part in parts(model)]
 
 
 def prepare(optimizer: Optimizer) -> None:
-    """Have an optimizer step as it does under graphplan: flags set, the learning rate in device memory meanwhile."""
+    """Make an optimizer step as under graphplan: with its flags, and with the learning rate in device memory."""
     prepare_optimizer(optimizer)
     numbers: list[float] = []
 
@@ -136,29 +136,29 @@ def prepare(optimizer: Optimizer) -> None:
 
 
 class Prepared(pl.Callback):
-    """Trains with the optimizers as graphplan prepares them: what an eager run is compared with."""
+    """Trains with optimizers prepared as by graphplan, for eager runs to compare with."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Prepare them for good."""
+        """Prepare the optimizers permanently."""
         for optimizer in trainer.optimizers:
             prepare(optimizer)
 
 
 def state_of(model: nn.Module, metrics: Mapping[str, Any]) -> State:
-    """Parameters, buffers and metrics after a run."""
+    """Return the parameters, buffers and metrics after a run."""
     tensors = {**model.state_dict(), **{f"metric {name}": value for name, value in metrics.items()}}
     return {name: value.detach().cpu().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
 def module_of(case: Case) -> pl.LightningModule:
-    """A library's own, or one around its ``nn.Module``."""
+    """Return a library's own LightningModule, or one around its ``nn.Module``."""
     return case.model if isinstance(case.model, pl.LightningModule) else Wrapped(case)
 
 
 def trainer_of(
     run: Run, case: Case, module: pl.LightningModule, callbacks: Sequence[pl.Callback], *, logger: Any
 ) -> pl.Trainer:
-    """A Trainer for one epoch, with nothing but its logger and ``callbacks``."""
+    """Return a Trainer for one epoch, with only ``logger`` and ``callbacks``."""
     return pl.Trainer(
         **{
             "accelerator": "gpu" if run.gpu else "cpu", "devices": 1, "max_epochs": 1,
@@ -171,7 +171,7 @@ def trainer_of(
 
 
 def fit(run: Run, *callbacks: pl.Callback) -> tuple[dict[str, Any], State]:
-    """Train in a ``Trainer``; what it took and what it left."""
+    """Train in a ``Trainer``; return the times and the final state."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     case = run.make()
     module = module_of(case)
@@ -187,7 +187,7 @@ def fit(run: Run, *callbacks: pl.Callback) -> tuple[dict[str, Any], State]:
 
 
 def outcome(stats: Any, report: str) -> dict[str, Any]:
-    """What a graphed step's counters say, its reasons with the most frequent first."""
+    """Return a graphed step's counters, and its reasons with the most frequent first."""
     kinds = ("eager", "traced", "captured", "replayed", "recaptured", "verified")
     form = "forward eager" if "forward and backward run eagerly" in report else "whole"
     form = "optimizer eager" if "optimizer runs eagerly" in report else form
@@ -202,7 +202,7 @@ def outcome(stats: Any, report: str) -> dict[str, Any]:
 
 
 def plain_step(autocast: Callable[[], Any], case: Case, optimizers: list[Optimizer]) -> Callable[[Any], Tensor]:
-    """The step of a plain loop, on a batch on the device."""
+    """Return the step of a plain loop, which takes a batch on the device."""
     model, loss_of, update, clip = case.model, case.loss, case.update, case.clip
 
     def step(batch: Any) -> Tensor:
@@ -225,7 +225,7 @@ def plain_step(autocast: Callable[[], Any], case: Case, optimizers: list[Optimiz
 
 
 def loop(run: Run, *, manage: bool, prepared: bool = False) -> tuple[dict[str, Any], State]:
-    """Train in a plain loop, with ``graph_step`` if ``manage``."""
+    """Train in a plain loop, with ``graph_step`` if ``manage``; return the times and the final state."""
     case = run.make()
     model = case.model.to(run.device).train()
     optimizers = make_optimizers(case.parts, model)
@@ -250,12 +250,12 @@ def loop(run: Run, *, manage: bool, prepared: bool = False) -> tuple[dict[str, A
 
 
 def floor(run: Run) -> dict[str, Any]:
-    """The same step as one CUDA graph captured by hand: static inputs, a capturable optimizer, warmed up aside."""
+    """Time the same step as one CUDA graph captured by hand, with static inputs and a capturable optimizer."""
     case = run.make()
     model = case.model.to(run.device).train()
     lr = torch.tensor(LR, dtype=torch.float64, device=run.device)
     step = plain_step(run.autocast, case, make_optimizers(case.parts, model, lr, capturable=True))
-    # Alone from its first step on, like the run beside it: a device that others have just used is faster.
+    # Hold the device alone from the first step on, like a run with graphplan: a recently used device is faster.
     feed = run.feed(case, lambda: 0)
     static = move_data_to_device(case.batches[0], run.device)
     targets = [leaf for leaf in tree_flatten(static)[0] if isinstance(leaf, Tensor)]
@@ -278,7 +278,7 @@ def floor(run: Run) -> dict[str, Any]:
 
 
 def infer(run: Run, *, manage: bool) -> tuple[dict[str, Any], State]:
-    """Predict, with ``graphed`` if ``manage``."""
+    """Predict, with ``graphed`` if ``manage``; return the times and the last results."""
     case = run.make()
     assert case.predict is not None
     model = case.model.to(run.device).eval()
@@ -300,7 +300,7 @@ def infer(run: Run, *, manage: bool) -> tuple[dict[str, Any], State]:
 
 @contextmanager
 def recording_warnings() -> Iterator[list[str]]:
-    """Warnings of the block, each text once."""
+    """Record the warnings of the block, each text once."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
