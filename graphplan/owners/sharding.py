@@ -18,7 +18,7 @@ _PLAIN = (bool, int, float, str, type(None), Enum)
 
 
 class Sharding:
-    """FSDP2's memory for gathered parameters of modules, its settings and its state. At rest nothing is gathered."""
+    """FSDP2's memory for gathered parameters of ``modules``, its settings and its state."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         kind = loaded("torch.distributed.fsdp", "FSDPModule")
@@ -46,7 +46,7 @@ class Sharding:
             module.reshard()
 
     def gathered(self) -> Iterator[Tensor]:
-        """Yield the tensors that parameters are gathered into. At rest they hold nothing."""
+        """Yield the tensors that parameters are gathered into. After :meth:`settle` they hold nothing."""
         for param in self._params:
             yield from param.all_gather_outputs
             yield from getattr(param, "_unsharded_inner_tensors", ())
@@ -87,7 +87,7 @@ def _groups_of(state: Any) -> Sequence[Any]:
 
 
 def come_to_rest(owners: Mapping[str, Any]) -> tuple[Sharding, Walk]:
-    """Reshard the modules among ``owners`` that FSDP2 shards. Return them and a walk over the owners afterwards."""
+    """Reshard the FSDP2 modules among ``owners``. Return their sharding and a walk over the owners afterwards."""
     walk = walk_owners(owners)
     sharding = Sharding(walk.modules)
     sharding.settle()

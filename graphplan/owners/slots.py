@@ -121,8 +121,8 @@ class Presence(Scalar):
 
 
 def lasting(place: Scalar) -> Scalar:
-    """Return the :class:`Item` for a place in a list or dictionary that attributes hold; any other place unchanged. If
-    code has a variable for the container or many attributes hold it, comparing these is faster than reading them.
+    """Return the :class:`Item` for a place in a list or dictionary that attributes hold. Return ``place`` itself for
+    all others, if code has a variable for the container, or if reading all attributes that hold it would be slow.
     """
     is_apart = place.name is not None or len(place.others) > _FEW
     items, inner = place.container, None if is_apart else attributes_of(place.owner)

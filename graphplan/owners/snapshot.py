@@ -25,7 +25,7 @@ from graphplan.tensors.copying import copy_all, unequal, write_all
 from graphplan.tensors.storages import storage_id
 
 _as_memory = torch._C.DisableTorchFunctionSubclass
-"""Copy without ``__torch_function__`` of tensor subclasses, which may refuse any use, such as of an outdated result."""
+"""Ignore ``__torch_function__`` of tensor subclasses while copying: it may raise, such as for an outdated result."""
 
 
 class Snapshot:

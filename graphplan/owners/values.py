@@ -196,7 +196,7 @@ class ValueWalker:
     def _items(self, items: MutableMapping[Any, Any] | Items, path: str, depth: int, source: Source) -> None:
         if not self._first_visit(items):
             self._lead(items, source)
-            # Record that other place: a later container here may belong to yet another place.
+            # Record where it was found first: a later container at this path may be known from another place.
             self.walk.objects[path] = Scalar({path: self._homes.get(id(items), "what an optimizer has")}, path, *source)
             return
         self._homes[id(items)] = f"what lies at {path}"

@@ -151,7 +151,7 @@ def contents(items: Any) -> Any:
 
 
 def rest(start: int, items: Collection[Any]) -> Any:
-    """Return the items of a long list or dictionary from ``start`` on."""
+    """Return the items of a long list or dictionary from ``start`` on; an :class:`Unseen` if there are too many."""
     if len(items) > _MOST_ITEMS:
         what = f"of {len(items)} items; what has more than {_MOST_ITEMS}"
         return Unseen(what, "Hold them in a tensor or a tuple")
