@@ -61,7 +61,7 @@ class TorchTensors:
         self._grad = torch.is_grad_enabled()
         self._wants_grad = list(map(_wants_grad, tensors))
         self._guard: Any = None
-        # torch's guard reads the strides of all tensors, and an exception from that bypasses the interpreter.
+        # torch's guard reads the strides of all tensors, and does not turn an error from that into a Python exception.
         strided = all(tensor.layout is torch.strided and has_memory(tensor) for tensor in tensors)
         if tensors and strided:
             with suppress(RuntimeError, TypeError):

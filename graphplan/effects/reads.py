@@ -27,7 +27,7 @@ from graphplan.trace.symbolic_numbers import lies_of
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What the step's code may have read from its owners and does not change. A replay is valid only while it is equal.
+    """Everything that the step's code may have read of its owners and does not change. Replays need it unchanged.
 
     Attributes:
         values: Python values by path, as they were before each traced step.

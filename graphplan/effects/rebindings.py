@@ -18,9 +18,9 @@ from graphplan.trace.records import Trace
 @dataclass(frozen=True, slots=True)
 class Rebindings:
     """The slots that every step rebinds to other tensors, by path. The step reads the old values of ``carries``, so
-    replays copy the new value into the old storage; it does not read those of ``fresh`` slots. ``replaced`` are carries
-    whose old tensors the step does not write to, so that other holders find these unchanged; ``moved`` are carries that
-    keep their tensors and get other memory. ``partners`` maps a carry to another one that always holds the same tensor,
+    replays copy the new value into the old storage; the other slots are ``fresh``. ``replaced`` are carries whose old
+    tensors the step does not write to, so that other holders find these unchanged; ``moved`` are carries that keep
+    their tensors and get other memory. ``partners`` maps a carry to another one that always holds the same tensor,
     ``followers`` maps a slot that gets a new tensor to the slot whose tensor is given that tensor's memory.
     """
 

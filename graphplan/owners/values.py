@@ -274,7 +274,7 @@ class ValueWalker:
             self.walk.passed.add(name)
 
     def _class_values(self, thing: Any, path: str, depth: int = 0) -> None:
-        """Walk the attributes that ``thing`` inherits from the user's classes and does not override."""
+        """Walk what ``thing`` inherits from the user's classes; record which attributes that code may look up exist."""
         inner = attributes_of(thing)
         for name in self._asked_of(type(thing)) if inner is not None and holds_values(thing) else ():
             self.walk.objects[Path.presence(path, name)] = Presence(inner, name, thing, name)
@@ -391,7 +391,7 @@ class ValueWalker:
         if bound is None or type(bound) is ModuleType:
             return
         if isinstance(bound, nn.Module | dict | list | deque) or is_user_object(bound):
-            # The object of the step's method is called what the step's code calls it.
+            # The step's own object gets the name that the step's code uses for it.
             place = "self" if path == STEP else f"{path}.__self__"
             self._value(bound, place, Numbers(method), "__self__", depth + 1, source)
         if isinstance(method, MethodType):
