@@ -1,4 +1,4 @@
-"""Comparisons of many things at once, and moving tensors: in C++ where that was built, else in Python.
+"""Compare many values at once, and copy tensors: in C++ if the extension was built, else in Python.
 
-The first capture begins to build; ``python -m graphplan.compare`` builds at once.
+The first capture starts the build; ``python -m graphplan.compare`` builds at once.
 """

@@ -1,4 +1,4 @@
-"""Build the guards in C++: needs a C++ compiler and Python's headers, and takes about half a minute."""
+"""Build the guards in C++. This needs a C++ compiler and Python's headers, and takes about half a minute."""
 
 import sys
 

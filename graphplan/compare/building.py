@@ -1,7 +1,7 @@
-"""Building and loading the compiled guards, for one torch, one Python and one version of their source.
+"""Build and load the compiled guards, for one torch, one Python and one version of their source.
 
-Importing graphplan loads what is there, in a wheel or in torch's folder of extensions. The first capture of a process
-that found nothing has another process build them, in half a minute, for later processes.
+Importing graphplan loads the library from a wheel or from torch's folder of extensions. If there is none, the first
+capture of the process starts another process that builds it, in half a minute, for later processes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _SOURCES = tuple(Path(__file__).with_name(name) for name in ("guards.cpp", "tens
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 _COMPILERS = ("c++", "g++", "clang++")
 _FAILED = "failed"
-"""File that says why a build failed. While one is under way it says that."""
+"""Name of the file that says why a build failed, or that a build is in progress."""
 _WANTED = "GRAPHPLAN_NATIVE"
-"""Environment variable: 0 leaves the compiled guards out, ``found`` uses them but does not have them built."""
+"""Environment variable: 0 disables the compiled guards, ``found`` uses existing ones but does not build them."""
 
 
 @cache
 def _key() -> str:
-    """What they are built for, as a name."""
+    """Return a name that identifies the versions of torch, Python and the sources, and the type of machine."""
     facts = f"{torch.__version__} {torch.version.git_version} {sys.implementation.cache_tag} {platform.machine()}"
     sources = [source.read_bytes() for source in _SOURCES]
     digest = hashlib.sha256(b"".join([facts.encode(), *sources])).hexdigest()[:16]
@@ -49,14 +49,14 @@ def _key() -> str:
 
 
 def _folder() -> Path:
-    """Where they are built."""
+    """Return the folder in which the guards are built."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
     return Path(root) / _key()
 
 
 def find() -> Path | None:
-    """The built library for this torch and this Python, if there is one: a wheel's, or one that was built later."""
-    # There may be no home, or none that may be read.
+    """Return the built library for this torch and this Python, of a wheel or built later; None if there is none."""
+    # There may be no home directory, or one that cannot be read.
     with suppress(OSError, RuntimeError):
         installed = Path(__file__).with_name(f"{_key()}.so")
         return next((path for path in (installed, _folder() / f"{_NAME}.so") if path.is_file()), None)
@@ -64,17 +64,17 @@ def find() -> Path | None:
 
 
 def can_build() -> bool:
-    """Whether there is a compiler for them."""
+    """Return True if there is a compiler for the guards."""
     return os.name == "posix" and bool(_compiler())
 
 
 def build_into(package: Path) -> None:
-    """Put them, built before or now, among the modules of a wheel, which then is for this torch and this Python."""
+    """Copy the guards, built before or now, to a wheel's modules. The wheel is then for this torch and this Python."""
     shutil.copyfile(find() or build(), package / f"{_key()}.so")
 
 
 def _compiler() -> list[str]:
-    """The C++ compiler's command; empty if there is none."""
+    """Return the command of the C++ compiler; empty if there is none."""
     asked = os.environ.get("CXX")
     if asked:
         return shlex.split(asked)
@@ -87,7 +87,7 @@ def _command(target: Path) -> list[str]:
         raise OSError(f"no C++ compiler was found ({', '.join(_COMPILERS)}, or what CXX names)")
     home = Path(torch.__file__).parent
     headers = [home / "include", home / "include/torch/csrc/api/include", sysconfig.get_path("include")]
-    # Without a flag nothing is optimised, which takes twenty times as long in every step.
+    # Compilers do not optimise by default, and every step would take twenty times as long for its guards.
     flags = ["-O3", "-std=c++20", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={_NAME}"]
     flags += ["-DTORCH_API_INCLUDE_EXTENSION_H", *(part for header in headers for part in ("-isystem", str(header)))]
     flags += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
@@ -96,7 +96,7 @@ def _command(target: Path) -> list[str]:
 
 
 def build() -> Path:
-    """Build them. Several processes may do so at once."""
+    """Build the guards and return the library. Several processes may build at once."""
     folder = _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def build() -> Path:
             done = subprocess.run(_command(made), capture_output=True, text=True, check=False)
             if done.returncode:
                 raise OSError(done.stderr.strip() or f"the compiler ended with status {done.returncode}")
-            # At one stroke: others may be looking for it.
+            # Atomically, because other processes may be looking for the file.
             os.replace(made, folder / made.name)
     except OSError as error:
         with suppress(OSError):
@@ -119,7 +119,7 @@ def build() -> Path:
 
 
 def build_later() -> None:
-    """Have another process build them for later ones, unless they are there or not wanted, or one failed or began."""
+    """Start a process that builds the guards, unless they exist or are not wanted, or a build failed or has begun."""
     if os.environ.get(_WANTED, "1") != "1" or find() is not None or not (sys.executable and _compiler()):
         return
     with suppress(OSError, RuntimeError):
@@ -129,7 +129,7 @@ def build_later() -> None:
             file.write("a build was begun, and has not ended")
         code = f"import sys; sys.path[:] = {sys.path!r}; from graphplan.compare.building import build; build()"
         command = [*filter(None, [shutil.which("nice")]), sys.executable, "-c", code]
-        # Waits for the process, which is not ended with this one.
+        # The thread only waits for the process, which continues if this process ends.
         Thread(target=_run, args=(command,), name="graphplan builds its guards", daemon=True).start()
 
 
@@ -143,7 +143,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def state() -> str:
-    """In what the guards run, in words, and why not in C++."""
+    """Describe in which language the guards run, and why not in C++."""
     wanted = os.environ.get(_WANTED, "1")
     if wanted == "0":
         return "in Python, since GRAPHPLAN_NATIVE is 0"
@@ -158,7 +158,7 @@ def state() -> str:
 
 
 def load() -> ModuleType | None:
-    """The compiled guards, or None if they were not built."""
+    """Load the compiled guards. Return None if they were not built, are disabled or cannot be loaded."""
     found = find() if os.environ.get(_WANTED, "1") != "0" else None
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Comparisons of many things at once, by identity: in C++ where that was built, else by Python's own C loops."""
+"""Compare many values at once, by identity: in C++ if the extension was built, else by loops in Python's built-ins."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from graphplan.compare.building import load
 from graphplan.compare.tensors import TorchTensors
 
 Row = tuple[Any, ...]
-"""The name of a comparison, and what it compares: lists of one length."""
+"""The name of a comparison, and its arguments: mostly lists of one length."""
 _PLAIN = frozenset({dict, defaultdict})
-"""Dictionaries of which the garbage collector visits what they hold, in order, and nothing that comes and goes."""
+"""Dictionary classes for which the garbage collector visits the held objects, in order, and no temporary ones."""
 _keys = dict.__iter__
 _identity_of = attrgetter("_cdata")
 
 
 def _are_same(look_up: Callable[..., Any], *columns: list[Any]) -> bool:
-    """Whether what is looked up is still the value, everywhere; the last column has the values."""
+    """Return True if each lookup still gives the same object. The last column has the values."""
     *places, values = columns
     return not any(map(is_not, map(look_up, *places), values))
 
 
 def _are_equal(look_up: Callable[..., Any], *columns: Any) -> bool:
-    """Whether what is looked up is still as good as the value, everywhere; the values are then what was found."""
+    """Return True if each lookup gives the same object or one that ``equal`` accepts, which then replaces the value."""
     *places, values, equal = columns
     now = list(map(look_up, *places))
     if any(map(is_not, now, values)):
@@ -42,10 +42,10 @@ def _are_equal(look_up: Callable[..., Any], *columns: Any) -> bool:
 
 
 def contents_of(containers: Sequence[Any]) -> list[Row]:
-    """Comparisons of all that dictionaries and lists hold now."""
+    """Return comparisons of everything that dictionaries and lists hold now."""
     dicts = [container for container in containers if isinstance(container, dict)]
     lists = [container for container in containers if isinstance(container, list)]
-    # Python compares dictionaries of some classes faster.
+    # In separate rows, because Python compares dictionaries of some classes faster.
     groups = [[one for one in dicts if (type(one) in _PLAIN) is plain] for plain in (True, False)]
     return [
         *(("same_dicts", group, *_keys_and_values(group)) for group in groups),
@@ -61,7 +61,7 @@ def _keys_and_values(dicts: Sequence[dict[Any, Any]]) -> tuple[list[int], list[A
 def _same_dicts(
     dicts: Sequence[dict[Any, Any]], lengths: Sequence[int], keys: Sequence[Any], values: Sequence[Any]
 ) -> bool:
-    """Whether dictionaries hold what they held: so many items each, all keys in order, all values in order."""
+    """Return True if each dictionary has as many items as before, and the same keys and values in the same order."""
     return (
         list(map(len, dicts)) == lengths
         and not any(map(is_not, chain.from_iterable(map(dict.values, dicts)), values))
@@ -72,7 +72,7 @@ def _same_dicts(
 def _ask_dicts(
     dicts: Sequence[dict[Any, Any]], lengths: Sequence[int], keys: Sequence[Any], values: Sequence[Any]
 ) -> Callable[[], bool]:
-    """:func:`_same_dicts`, prepared: gc lists what many dictionaries hold in one call, except string keys."""
+    """Return a faster :func:`_same_dicts`: one call of gc lists what all dictionaries hold, except string keys."""
     slow = partial(_same_dicts, dicts, lengths, keys, values)
     visit, names = partial(get_referents, *dicts), partial(chain.from_iterable, [d for d in dicts if _is_named(d)])
     visited, named = visit(), list(names())
@@ -98,10 +98,10 @@ def _is_named(items: dict[Any, Any]) -> bool:
 
 
 _LOOK_UPS: dict[str, Callable[..., Any]] = {
-    # Of dictionaries themselves, None if there is nothing.
+    # ``dict.get`` itself, not that of a subclass: it returns None for a missing key.
     "same_values": dict.get, "same_attributes": getattr, "same_types": type, "same_lengths": len,
 }  # fmt: skip
-"""What is looked up in columns."""
+"""The lookup functions of columns."""
 _KINDS: dict[str, Callable[..., bool]] = {
     **{name: partial(_are_same, look_up) for name, look_up in _LOOK_UPS.items()},
     "same_items": partial(_are_same, getitem),
@@ -117,11 +117,11 @@ _KINDS: dict[str, Callable[..., bool]] = {
         function() == result for function, result in zip(functions, results, strict=True)
     ),
 }
-"""Comparisons by their names, of lists as long as the first one."""
+"""The comparisons, by name."""
 
 
 def rows_of(comparisons: Iterable[tuple[Any, ...]]) -> list[Row]:
-    """One row for all single comparisons of each kind: a kind, and what is the one item of each of a row's lists."""
+    """Return one row for each kind of single comparisons: a kind, and one item for each list of the row."""
     found: dict[str, list[Any]] = {}
     for kind, *parts in comparisons:
         found.setdefault(kind, []).append(parts)
@@ -129,8 +129,8 @@ def rows_of(comparisons: Iterable[tuple[Any, ...]]) -> list[Row]:
 
 
 class Column:
-    """Places of Python values that are read in one way, and compared in one row of a ``kind``. Each of ``places`` is
-    what messages call it, and what it is looked up by: a container and a key, or a thing alone.
+    """Places of Python values that are read in one way, and compared in one row of a ``kind``. Each of ``places`` is a
+    name for messages, followed by the arguments of the lookup: a container and a key, or an object alone.
     """
 
     def __init__(self, kind: str, places: Iterable[tuple[Any, ...]]) -> None:
@@ -140,18 +140,18 @@ class Column:
         self._where = [[place[number] for place in kept] for number in range(1, width)]
 
     def read(self) -> Iterator[Any]:
-        """The values now."""
+        """Return the current values."""
         return map(_LOOK_UPS[self.kind], *self._where)
 
     def row(self) -> Row:
-        """A comparison that holds while the values are what they are now."""
+        """Return a comparison that holds while the values are what they are now."""
         return (self.kind, *self._where, list(self.read()))
 
 
 class _Checks:
     """Many comparisons in one call: each row names one of :data:`_KINDS`, and has its arguments. Callers may write to
-    the lists, but for those of ``same_dicts``, ``same_values``, ``same_lengths`` and ``none_there``: in C++ what these
-    say of a dictionary is noted until that changes.
+    the lists, except those of ``same_dicts``, ``same_values``, ``same_lengths`` and ``none_there``: C++ caches the
+    results of these until the dictionary changes.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -165,7 +165,7 @@ class _Checks:
 
 
 def _lie(tensors: list[Tensor], units: list[int], rests: list[int], written: set[Any]) -> bool:
-    """Whether the addresses of dense ``tensors`` have these alignments, and no storage is among those ``written``."""
+    """Return True if addresses of dense ``tensors`` modulo ``units`` are ``rests`` and no storage is in ``written``."""
     if list(map(mod, map(Tensor.data_ptr, tensors), units)) != rests:
         return False
     return written.isdisjoint(map(_identity_of, map(Tensor.untyped_storage, tensors)))
@@ -175,22 +175,22 @@ _built: Any = load()
 lie: Callable[[list[Tensor], list[int], list[int], set[Any]], bool] = getattr(_built, "lie", _lie)
 Checks: type[_Checks] = getattr(_built, "Checks", _Checks)
 Tensors: Any = getattr(_built, "Tensors", None)
-"""``Tensors(list, placed).fit(list)`` is that of :class:`TorchTensors`, for dense tensors. None if it was not built."""
+"""``Tensors(list, placed).fit(list)`` does the same as :class:`TorchTensors`, for dense tensors. None if not built."""
 
 
 def facts_of(tensors: Sequence[Tensor], *, placed: bool, alone: bool = False) -> Any:
-    """What these tensors are like, and where they lie if ``placed``: ``facts.fit(others)`` is True if others are the
-    same, and False if they may differ. ``alone``: that they are ``placed`` is enough.
+    """Return the properties of ``tensors``, with their addresses if ``placed``. ``facts.fit(others)`` is True if other
+    tensors have the same, and False if they may differ. ``alone``: comparing only the addresses is enough.
     """
     if Tensors is not None:
-        # Not sparse and nested tensors, and wrappers such as DTensor.
+        # Raised for sparse and nested tensors, and for wrappers such as DTensor.
         with suppress(TypeError, RuntimeError):
             return Tensors(list(tensors), placed, alone)
     return TorchTensors(tensors, placed)
 
 
 def row_of(tensors: list[Tensor], *, placed: bool, alone: bool = False) -> Row:
-    """A comparison that holds while ``tensors`` have the facts that :func:`facts_of` finds now."""
+    """Return a comparison that holds while ``tensors`` have the facts that :func:`facts_of` finds now."""
     facts = facts_of(tensors, placed=placed, alone=alone)
     if isinstance(facts, TorchTensors):
         return ("same_results", [partial(facts.fit, tensors)], [True])

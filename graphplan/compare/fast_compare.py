@@ -1,4 +1,4 @@
-"""Fast answers to "is it as it was?", from the guards of torch's own compiler."""
+"""Fast comparisons of hooks and of torch's global switches, with the guards of torch's own compiler."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _own_hooks = 0
 
 
 def hooks_registered() -> int:
-    """How many hooks were registered through torch so far: without a new one, no hook was added."""
+    """Return how many hooks were registered through torch so far. While this is unchanged, no hook was added."""
     return RemovableHandle.next_id - _own_hooks
 
 
 def register_own(register: Callable[[Any], Any], hook: Any) -> Any:
-    """Register a hook of graphplan's own, gone before the next step, which :func:`hooks_registered` leaves out."""
+    """Register a hook of graphplan that is removed before the next step. :func:`hooks_registered` does not count it."""
     global _own_hooks
     before = RemovableHandle.next_id
     handle = register(hook)
@@ -33,7 +33,7 @@ def register_own(register: Callable[[Any], Any], hook: Any) -> Any:
 
 
 class Modes:
-    """torch's global switches: they are read again only when a comparison says that one may have changed."""
+    """torch's global switches. They are read again only if a comparison finds that one may have changed."""
 
     def __init__(self) -> None:
         self._getters = COMPARED
@@ -42,7 +42,7 @@ class Modes:
         self._known: tuple[Any, ...] = ()
 
     def watch(self, uses: Collection[str]) -> bool:
-        """Compare the switches that functions in C of these names read or set, too; whether there are new ones."""
+        """Also compare the switches that the functions in C called ``uses`` read or set. Return True if any is new."""
         used = dict.fromkeys(switch.get for name in uses for switch in USED.get(name, ()))
         new = [get for get in used if get not in self._getters]
         if new:
@@ -50,11 +50,11 @@ class Modes:
         return bool(new)
 
     def rows(self) -> list[Row] | None:
-        """Comparisons that hold while all are what :meth:`now` said last; None before that."""
+        """Return comparisons that hold while the switches are what :meth:`now` last returned; None before that."""
         return self._rows
 
     def now(self) -> tuple[Any, ...]:
-        """The values of the switches, which are part of a program's key."""
+        """Return the values of the switches, which are part of a program's key."""
         if self._rows is None or not self._checks.hold():
             known = tuple([tuple(value) if type(value) is list else value for value in read_all()])
             self._known = known if known != self._known else self._known
@@ -64,9 +64,9 @@ class Modes:
 
 
 def _current_rows(getters: list[Callable[[], Any]]) -> list[Row]:
-    """Comparisons that hold while torch's state guard, the default device, modes and ``getters`` say the same."""
+    """Return comparisons that hold while torch's state guard, default device, modes and ``getters`` are unchanged."""
     device = default_device()
-    # Modes that change nothing may be active.
+    # Otherwise modes that change no results may be active, which only the slower ``surroundings`` can tell.
     is_bare = device is None and all(function() == none for function, none in COUNTS)
     asked: list[tuple[Callable[[], Any], Any]] = [(_guards.GlobalStateGuard().check, True)]
     asked.append((default_device, device) if device is not None else (count_of_modes, 0))

@@ -1,7 +1,7 @@
-// What graphplan compares before every replay, in one call.
+// The comparisons that graphplan makes before every replay, in one call.
 //
-// `Checks(rows).hold()` is exactly the class of that name in graphplan/compare/comparing.py, and each kind of row the
-// function of that name there.
+// `Checks(rows).hold()` does exactly what `_Checks` does in graphplan/compare/comparing.py, and each kind of row does
+// what the function of that name in `_KINDS` does there.
 
 #include "moves.h"
 #include "tensors.h"
@@ -10,8 +10,8 @@
 
 namespace {
 
-// What a row is made of, as many as its kind has: lists of one length, and for some a function. Rows of containers are
-// asked about one container after the other, the others as a whole.
+// The arguments of a row, as many as its kind has: mostly lists of one length, for some kinds a function. Rows with
+// `ask_one` are compared container by container, those with `ask` as a whole.
 struct Row {
   using Ask = int (*)(const Row&);
   using AskOne = int (*)(const Row&, Py_ssize_t i, Py_ssize_t start);
@@ -24,14 +24,14 @@ struct Row {
   Py_ssize_t size() const { return PyList_GET_SIZE(parts[0]); }
 };
 
-// What is asked about a container: which row, the place in its lists, and where what the container holds begins in them.
+// One comparison of a container: the row, the index in the row's lists, and where the container's items begin in them.
 struct Question {
   PyObject* container;
   size_t row;
   Py_ssize_t i, start;
 };
 
-// A container, where the questions about it begin, and the state in which it was when all of them were answered by yes.
+// A container, the index of the first question about it, and its state when all of them were last answered with yes.
 struct Watched {
   PyObject* container;
   size_t first;
@@ -50,9 +50,9 @@ struct Checks {
   Asked* asked;
 };
 
-// Each kind says 1 for yes, 0 for no and -1 for an error.
+// Each comparison returns 1 for yes, 0 for no and -1 for an error.
 
-// Whether what was found is what lies in the list. Whoever was asked may have run Python, which may have changed lists.
+// Returns whether `found` is item `i` of the list. Checks the length, because a lookup may run Python that shortens it.
 int is_same(PyObject* found, PyObject* list, Py_ssize_t i) {
   if (found == nullptr) {
     return -1;
@@ -80,7 +80,7 @@ PyObject* item_of(const Row& row, Py_ssize_t i) {
 
 PyObject* attribute_of(const Row& row, Py_ssize_t i) { return PyObject_GetAttr(row.at(0, i), row.at(1, i)); }
 
-// The functions that look up what is compared are parts of the types, so that they are compiled into the loops.
+// The lookup function is a template parameter, so that the compiler inlines it into the loop.
 template <PyObject* (*look_up)(const Row&, Py_ssize_t)>
 int are_same(const Row& row) {
   int yes = 1;
@@ -108,7 +108,7 @@ int are_equal(const Row& row) {
       Py_DECREF(found);
       return yes;
     }
-    // From now on it is this object.
+    // Keep the equal object, so that the next comparison finds it by identity.
     if (PyList_SetItem(row.list(2), i, found) < 0) {
       return -1;
     }
@@ -146,7 +146,7 @@ int same_types(const Row& row) {
   return 1;
 }
 
-// Whether the things that come one after another in `known` are those that are asked about in turn.
+// Compares objects one after another with the items of the list `known`, from index `first` on.
 class Sequence {
  public:
   explicit Sequence(PyObject* known, Py_ssize_t first = 0) : known_(known), next_(first) {}
@@ -205,7 +205,7 @@ int fit(const Row& row) {
   return graphplan::fit(*reinterpret_cast<graphplan::Tensors*>(row.parts[1])->facts, row.list(0));
 }
 
-// What a row of some kind has: lists as long as the first one, other lists, and one thing more that is no list.
+// The arguments of a kind of row: `equal` lists of one length, `lists` lists in all, and `parts` arguments in all.
 struct Named {
   const char* name;
   Row::Ask ask;
@@ -230,7 +230,7 @@ const Named kKinds[] = {
     {"fit", fit, nullptr, 1, 1, 2},
 };
 
-// Takes a row apart; false, with an error set, if it is none.
+// Adds a row to `asked`. Returns false, with a Python error set, if the row is invalid.
 bool take(PyObject* row, Asked& asked, PyTypeObject* tensors) {
   if (!PyTuple_CheckExact(row) || PyTuple_GET_SIZE(row) == 0 || !PyUnicode_Check(PyTuple_GET_ITEM(row, 0))) {
     PyErr_SetString(PyExc_TypeError, "expected tuples that begin with a name");
@@ -268,7 +268,7 @@ bool take(PyObject* row, Asked& asked, PyTypeObject* tensors) {
   return false;
 }
 
-// Gathers the questions about each container.
+// Groups the questions by container.
 void gather(Asked& asked) {
   std::vector<Question>& questions = asked.questions;
   std::stable_sort(questions.begin(), questions.end(),
@@ -281,7 +281,7 @@ void gather(Asked& asked) {
   asked.watched.shrink_to_fit();
 }
 
-// A number that no dictionary in any other state has (PEP 509); 0 in newer Pythons, and of other containers.
+// Returns the version tag of a dictionary, unique to its state (PEP 509); 0 from Python 3.13, and for other containers.
 uint64_t state_of(PyObject* container) {
 #if PY_VERSION_HEX < 0x030D0000
   return PyDict_Check(container) ? reinterpret_cast<PyDictObject*>(container)->ma_version_tag : 0;
@@ -290,7 +290,7 @@ uint64_t state_of(PyObject* container) {
 #endif
 }
 
-// Containers that come later are fetched meanwhile, and what lies behind dictionaries whose state does not tell.
+// Prefetches containers that come later, and the keys of dictionaries in Pythons without version tags.
 void fetch_ahead(const std::vector<Watched>& watched, size_t n) {
   if (n + graphplan::kAhead < watched.size()) {
     graphplan::prefetch(watched[n + graphplan::kAhead].container);
@@ -307,7 +307,7 @@ void fetch_ahead(const std::vector<Watched>& watched, size_t n) {
 #endif
 }
 
-// Asks about those containers that are in another state than when they were asked about last.
+// Compares the containers, except dictionaries whose version tag is the one of their last successful comparison.
 int ask_containers(Asked& asked) {
   const size_t count = asked.watched.size();
   for (size_t n = 0; n < count; n++) {
@@ -396,7 +396,7 @@ PyObject* checks_hold(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// `lie` of graphplan/compare/comparing.py.
+// Does what `_lie` does in graphplan/compare/comparing.py.
 PyObject* lie(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *tensors, *units, *rests, *written;

@@ -1,6 +1,6 @@
-// What a replay moves in and out, without Python's way to each operator.
+// Copies tensors into and out of a replay, without calling each operator from Python.
 //
-// The functions are those of graphplan/compare/moving.py. None of them is anything that autograd or a view notes.
+// The functions do what those of graphplan/compare/moving.py do. Autograd records neither them nor views among results.
 
 #pragma once
 

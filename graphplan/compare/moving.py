@@ -1,4 +1,4 @@
-"""What a replay moves in and out: in C++ where that was built, else by torch's operators, which come to the same."""
+"""Copy tensors into and out of a replay: in C++ if the extension was built, else by equivalent torch operators."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor
 from graphplan.compare.building import load
 
 _BELOW_VIEWS: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
-"""Where operators do not note of what their results are views."""
+"""A context in which operators do not record of which tensor their results are views."""
 
 
 def apart(vector: Tensor) -> Sequence[Tensor]:
-    """The elements of a new vector as tensors of their own: views refuse some writes that ask for gradients."""
+    """Return the elements of a new vector as tensors that are no views: views refuse some writes with gradients."""
     if _BELOW_VIEWS is None:
         return list(map(Tensor.detach, vector.unbind()))
-    # Half the time that detaching takes.
+    # This takes half as long as to detach each element.
     with _BELOW_VIEWS():
         return vector.unbind()
 
 
 def _copy_in(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target, which autograd does not note, and wait for nothing."""
+    """Copy each source into its target, unseen by autograd and without host synchronization."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source.detach() if source.requires_grad else source, non_blocking=True)
 
 
 def _hand_out(vector: Tensor) -> Sequence[Tensor]:
-    """The elements of a copy of ``vector``, each a tensor of its own."""
+    """Return the elements of a copy of ``vector`` as tensors that are no views."""
     return apart(vector.clone())
 
 
@@ -38,4 +38,4 @@ _built: Any = load()
 copy_in: Callable[[list[Tensor], list[Tensor]], None] = getattr(_built, "copy_in", _copy_in)
 hand_out: Callable[[Tensor], Sequence[Tensor]] = getattr(_built, "hand_out", _hand_out)
 fill: Callable[[Tensor, float], Any] = getattr(_built, "fill", Tensor.fill_)
-"""Write a number to all of a tensor that asks for no gradients."""
+"""Write a number to all elements of a tensor that does not require gradients."""

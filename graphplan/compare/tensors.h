@@ -1,4 +1,4 @@
-// What tensors are like, and where they lie.
+// Properties and addresses of tensors.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace graphplan {
 
-// So many things ahead are asked of memory before they are compared: of thousands, most are in no cache near by.
+// How many items ahead of a comparison memory is prefetched: of thousands of items, most are in no near cache.
 constexpr size_t kAhead = 8;
 
 inline void prefetch(const void* place) {
@@ -22,7 +22,7 @@ inline void prefetch(const void* place) {
 #endif
 }
 
-// All that tensors can have in common but for where they lie. Few kinds serve thousands of tensors, and stay in the cache.
+// All properties of a tensor except its address. Thousands of tensors share a few kinds, which stay in the cache.
 struct Kind {
   PyTypeObject* type;
   uint64_t keys;
@@ -39,18 +39,18 @@ struct Fact {
   const void* memory;
   int64_t offset;
   size_t kind;
-  // Where that was found. Only hints, unless the tensor is held: nothing is read but what it leads to itself.
+  // Where the facts were found. Unless the tensor is held, these are only prefetch hints and are never dereferenced.
   const PyObject* item;
   const c10::TensorImpl* impl;
   const c10::StorageImpl* storage;
 };
 
-// What some tensors were like.
+// The recorded properties of some tensors.
 struct Facts {
   std::vector<Kind> kinds;
   std::vector<Fact> of;
   bool placed = false;
-  // Only where they lie is compared. These are held, so that no other tensor can take the place of one.
+  // Only addresses are compared. The tensors are held, so that no other tensor can reuse the address of one.
   bool alone = false;
   std::vector<at::Tensor> held;
 
@@ -66,7 +66,7 @@ struct Tensors {
   Facts* facts;
 };
 
-// Whether memory, sizes and strides are the tensor's own: a wrapper (DTensor) asks Python for them, or has none.
+// Returns whether a tensor has its own memory, sizes and strides: a wrapper (DTensor) asks Python for them or has none.
 inline bool is_dense(const at::Tensor& tensor) {
   return !tensor.key_set().has(c10::DispatchKey::Python) && tensor.layout() == c10::kStrided && tensor.has_storage() &&
       !tensor.is_nested();
@@ -76,7 +76,7 @@ inline const void* memory_of(const c10::TensorImpl* impl) {
   return impl->unsafe_storage().unsafeGetStorageImpl()->data();
 }
 
-// Whether code has hung an attribute on the tensor.
+// Returns whether code has set no attribute on the tensor.
 inline bool is_bare(PyObject* item) {
   PyObject** attributes = _PyObject_GetDictPtr(item);
   return attributes == nullptr || *attributes == nullptr || PyDict_GET_SIZE(*attributes) == 0;
@@ -90,11 +90,11 @@ inline void add(Facts& facts, PyObject* item, const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   Kind kind{Py_TYPE(item), tensor.key_set().raw_repr(), tensor.sizes().vec(), tensor.strides().vec(),
             tensor.scalar_type(), tensor.device(), requires_grad(impl), is_bare(item)};
-  // From the end: neighbours are alike.
+  // Search from the end, because neighbours are alike.
   const auto found = std::find(facts.kinds.rbegin(), facts.kinds.rend(), kind);
   size_t place = static_cast<size_t>(facts.kinds.rend() - found);
   if (place == 0) {
-    // Kept, so that no other class can come to lie where it does.
+    // The class is kept alive, so that no other class can reuse its address.
     Py_INCREF(kind.type);
     facts.kinds.push_back(std::move(kind));
     place = facts.kinds.size();
@@ -127,14 +127,13 @@ inline void prefetch(const Fact& fact, const PyObject* item, bool alone) {
   prefetch(fact.storage);
 }
 
-// Whether `item` is the tensor that is held, with the memory that was found: two places in memory where `fits` looks at
-// seven.
+// Returns whether `item` is the held tensor with the recorded memory. This reads two places in memory, `fits` seven.
 inline bool lies(const Fact& fact, const PyObject* item) {
   const c10::StorageImpl* storage = fact.impl->unsafe_storage().unsafeGetStorageImpl();
   return item == fact.item && storage == fact.storage && storage->data() == fact.memory;
 }
 
-// Whether `item` is as was found. The same dispatch keys mean the same layout, and memory of its own.
+// Returns whether `item` has the recorded properties. Equal dispatch keys imply one layout, and memory of its own.
 inline bool fits(const Fact& fact, const Kind& kind, PyObject* item, bool placed) {
   if (Py_TYPE(item) != kind.type) {
     return false;
@@ -146,7 +145,7 @@ inline bool fits(const Fact& fact, const Kind& kind, PyObject* item, bool placed
   if (placed && (memory_of(impl) != fact.memory || impl->storage_offset() != fact.offset)) {
     return false;
   }
-  // Attributes of what is owned are compared one by one.
+  // The attributes of tensors with known addresses, which owners hold, are compared one by one.
   if (!placed && kind.bare && !is_bare(item)) {
     return false;
   }

@@ -1,1 +1,1 @@
-"""Python effects of a step: found in two traces, recorded in a plan, and repeated by a program."""
+"""Python effects of a step. They are found in two traces, recorded in a plan, and repeated by a program."""

@@ -1,4 +1,4 @@
-"""Lists that a step appends to. A replay appends, but runs no code: so code must not look at them."""
+"""Lists that a step appends to. A replay appends too, but runs no Python, so code must not read these lists."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from graphplan.trace.changes import same_value, told_apart
 
 
 def find_appends(pair: TracePair) -> dict[str, int]:
-    """How many items every step appends to lists and deques, by path. Others that changed their length are refused."""
+    """Return how many items every step appends to lists and deques, by path. Refuse other changes of their length."""
     appends: dict[str, int] = {}
     for path, one, two in pair.changed("moved"):
         old, new = two or one
@@ -56,21 +56,21 @@ def _alike(before: list[Any], after: list[Any]) -> bool:
 
 
 _BY_TEXT = frozenset({"globals", "locals", "eval", "exec", "__globals__", "__closure__", "__defaults__"})
-"""What leads code to variables that it does not name, beside what makes it dynamic."""
+"""Names by which code reaches variables that it does not name, in addition to those that make it dynamic."""
 _LOOKED_THROUGH = 10_000
-"""Maximum number of objects that are looked through for lists in them."""
+"""Maximum number of objects that are searched for references to lists."""
 _ENDS = frozenset({ModuleType, FunctionType, CodeType, *PLAIN})
-"""What leads to whole modules, or nowhere."""
+"""Types at which the search ends: they lead to whole modules, or nowhere."""
 _BY_KEY = frozenset({dict, OrderedDict, defaultdict})
-"""Mappings in which a text leads to what lies at that text; others may look up another one."""
+"""Mappings in which a string key leads to the item of that key; other classes may look up another key."""
 _ANY_DEPTH = 99
-"""More items within items than code can have looked at."""
+"""A depth of nested items that is greater than any that code can read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """What code calls a list, or what it lies in ``depth`` items deep; ``owner``: id of the attribute's owner, or 0.
-    ``keys`` lead to it; None for one that may be spelt otherwise.
+    """A name that code has for a list, or for a container that holds it ``depth`` items deep. ``owner`` is the id of
+    the attribute's owner, or 0. ``keys`` lead from there to the list; None for a key that code may write differently.
     """
 
     name: str
@@ -79,7 +79,7 @@ class _Name:
     keys: tuple[str | None, ...] = ()
 
     def fits(self, look: Look, owner: int) -> bool:
-        """Whether ``look``, of a method of ``owner``, shows the list or an item of it."""
+        """Return True if ``look``, in a method of ``owner``, reads the list or an item of it."""
         if look.name != self.name or (look.own and self.owner not in (0, owner)):
             return False
         if any(None not in keys and keys[0] != keys[1] for keys in zip(self.keys, look.keys, strict=False)):
@@ -87,19 +87,19 @@ class _Name:
         return look.whole or look.depth >= self.depth or self.depth == _ANY_DEPTH
 
     def is_seen(self, look: Look) -> bool:
-        """Whether a ``look`` that fits shows the list, and not only an item."""
+        """Return True if a ``look`` that fits reads the list itself, not only an item."""
         return look.depth <= self.depth
 
 
 def _only_to_append(pair: TracePair) -> Iterator[str]:
-    """The paths of lists that code has names for, but as far as names tell only to append to them."""
+    """Yield the paths of lists that code has names for and, as far as these tell, only appends to."""
     variables = cache(lambda: _variables(pair))
     reads = [trace.reads for trace in pair.both if not trace.reads.dynamic]
     for path, items in pair.walk.lists.items():
         length = pair.walk.objects.get(Path.length(path))
         if length is not None and any(read.covers(length) for read in reads):
             more = replace(length, attribute=f"{length.attribute}[:]")
-            # Of variables it is only known that code loads them.
+            # Names only tell that code loads a variable, not what it does with the list.
             if length.name is not None or isinstance(length.owner, Namespace):
                 is_only_appended = variables().get(id(items), False)
             else:
@@ -109,8 +109,8 @@ def _only_to_append(pair: TracePair) -> Iterator[str]:
 
 
 def _variables(pair: TracePair) -> dict[int, bool]:
-    """Lists and dictionaries by identity, and whether there is one way to them alone, by a variable: code may have what
-    lies in defaults, tuples, partials or caches by any name.
+    """Return for lists and dictionaries, by identity, whether a single variable is the only reference that leads to
+    them: code may use any name for a list that is in defaults, tuples, partials or caches.
     """
     codes = (code for trace in pair.both for code, _ in trace.reads.codes)
     if any(trace.reads.dynamic for trace in pair.both) or not all(_BY_TEXT.isdisjoint(code.co_names) for code in codes):
@@ -127,8 +127,8 @@ def _variables(pair: TracePair) -> dict[int, bool]:
 
 
 def _reached(walk: Walk, wanted: set[int]) -> set[int]:
-    """Those of the identities ``wanted`` that values lead to which the walk does not enter: objects of libraries and
-    C, such as what a cached function remembers. All of them if that is too much to look through.
+    """Return those of the identities ``wanted`` to which values lead that the walk does not enter: objects of libraries
+    and C, such as the results that a cached function stores. Return all if there are too many objects to search.
     """
     left = [scalar.get() for scalar in (*walk.scalars.values(), *walk.objects.values())]
     met: set[int] = set()
@@ -137,19 +137,19 @@ def _reached(walk: Walk, wanted: set[int]) -> set[int]:
         is_space = type(thing) is dict and is_of_module(thing)
         if id(thing) not in met and type(thing) not in _ENDS and not issubclass(type(thing), type) and not is_space:
             met.add(id(thing))
-            # The lists themselves lie in what tells of their length.
+            # The search does not go on within the wanted lists.
             left += gc.get_referents(thing) if id(thing) not in wanted else ()
     return wanted if left else wanted & met
 
 
 class AppendedLists:
-    """The lists and deques that two traces made longer, or that their code would have, had it taken another path."""
+    """The lists and deques that two traces appended to, or that their code appends to in branches not taken."""
 
     def __init__(self, pair: TracePair) -> None:
         appended = {path: None for trace in pair.both for path in trace.changes.appended}
         self._walk = walk = pair.walk
         self.lengths: dict[str, str] = {Path.length(path): path for path in appended}
-        """By the path of its length, the path of each that was made longer."""
+        """The path of each list that was appended to, by the path of its length."""
         paths = dict.fromkeys([*appended, *_only_to_append(pair)])
         self._lists = {path: walk.lists[path] for path in paths if path in walk.lists}
         self._codes = dict.fromkeys(code for trace in pair.both for code in trace.reads.codes) if paths else {}
@@ -167,13 +167,13 @@ class AppendedLists:
         self._rests |= {Path.length(path) for path in left if path not in appended}
 
     def look(self, path: str) -> str | None:
-        """Where code may see more of a list than that it is one to append to."""
-        # Of a deque that forgets, code asks whether it is full, which is guarded.
+        """Return the line at which code may do more with a list than append to it; None if there is none."""
+        # A deque with a maximum length drops items: guards compare whether it is full.
         forgets = getattr(self._lists.get(path), "maxlen", None) is not None
         return None if forgets else self._seen.get(path)
 
     def hides(self, path: str, scalar: Scalar) -> bool:
-        """Whether ``scalar`` is seen in lists that the step's code only appends to, and nowhere else."""
+        """Return True if ``scalar`` can only be reached through lists that the step's code only appends to."""
         if not self._hidden:
             return False
         return path in self._rests or self._is_hidden(home(scalar.container), set())
@@ -190,7 +190,7 @@ class AppendedLists:
         return bool(holders) and all(self._is_hidden(home(container), met) for container, _ in holders)
 
     def _is_looked_at(self, path: str, items: Items) -> bool:
-        """Whether code looks at a list or at what is in it. Where it does at the list is noted."""
+        """Return True if code reads a list or its items. Record the line that reads the list itself."""
         names = set(self._names(items, self._walk.objects.get(Path.length(path))))
         words = {name.name.removeprefix(".") for name in names}
         found = False
@@ -209,7 +209,7 @@ class AppendedLists:
     def _names(self, items: Items, length: Scalar | None) -> Iterator[_Name]:
         found = list(self._names_of(items, 0, set()))
         if not found and length is not None:
-            # It lies in a tuple, a partial, or where an owner was named: the depth is unknown.
+            # The list is in a tuple or a partial, or was named as an owner: the depth is unknown.
             for name in {length.attribute, length.name or length.attribute}:
                 yield _Name(f".{name.removeprefix('.')}", _ANY_DEPTH)
                 yield _Name(name.removeprefix("."), _ANY_DEPTH)
@@ -229,7 +229,7 @@ class AppendedLists:
             if isinstance(key, str) and outermost:
                 yield _Name(key, depth, keys=keys)
             if isinstance(key, str) and type(container) is not Cell and (outermost or type(container) is not dict):
-                # A class's, a module's, or that of a dictionary which shows its keys as attributes.
+                # An attribute of a class, a module, or a dictionary that exposes its keys as attributes.
                 yield _Name(f".{key}", depth, keys=keys)
             spelt = key if type(key) is str and type(container) in _BY_KEY else None
             yield from self._names_of(container, depth + 1, met | {id(thing)}, (spelt, *keys))

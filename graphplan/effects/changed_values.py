@@ -1,4 +1,4 @@
-"""Python values that a step changes: counted up, assigned alike, computed of numbers, or left otherwise than found."""
+"""Python values that a step changes: counters, repeated assignments, computed numbers, and settings left changed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace
 
 _STORES = ("STORE_SUBSCR", "COPY", "DUP_TOP_TWO")
-"""What follows the key in ``x[key] = 0`` and ``x[key] += 1``."""
+"""Instructions that follow the key in ``x[key] = 0`` and ``x[key] += 1``."""
 
 
 def find_counters(pair: TracePair) -> dict[str, int | float]:
-    """Numbers that every step raises by the same amount, and that no code reads, by path. Other changes are refused."""
+    """Return the amounts by which every step raises numbers that no code reads, by path. Refuse other changes."""
     counters: dict[str, int | float] = {}
     for path, old, new in pair.changed("scalars"):
         if is_read_number(old) or is_read_number(new) or pair.remakes(path):
@@ -52,7 +52,7 @@ def find_counters(pair: TracePair) -> dict[str, int | float]:
                 component=component,
                 path=path,
             )
-        # Of an item, no name tells whether it is raised or set; two traces do.
+        # Names in code do not tell whether an item is raised or set, but two traces do.
         is_item_set = pair.first is not pair.second and same_value(old, new)
         is_set = is_item_set if is_item else scalar is not None and scalar.key in pair.second.reads.assigned
         is_set &= not all(path in trace.symbolic.counted for trace in pair.both)
@@ -81,7 +81,7 @@ def _constant_delta(old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) ->
 
 
 def _is_item_of_optimizer(scalar: Scalar) -> bool:
-    """Whether ``scalar`` is an item of an optimizer's state or of a parameter group, which code has by its key."""
+    """Return True if ``scalar`` is an item of an optimizer's state or parameter group, which code reads by its key."""
     if isinstance(scalar.owner, GroupCounts):
         return True
     if not isinstance(scalar.owner, Optimizer) or scalar.container is vars(scalar.owner):
@@ -96,7 +96,7 @@ def _is_read(scalar: Scalar, trace: Trace) -> bool:
 
 
 def _uses_item(code: CodeType, key: str) -> bool:
-    """Whether ``code`` has the literal ``key`` for more than ``x[key] += 1``, ``x[key] = 0`` and ``key in x``."""
+    """Return True if ``code`` uses ``key``, spelt out, for more than ``x[key] += 1``, ``x[key] = 0``, ``key in x``."""
     steps = plain_steps(code) if key in code.co_consts else []
     loads = [index for index, step in enumerate(steps) if step.opname == "LOAD_CONST" and step.argval == key]
     following = [[after.opname for after in steps[index + 1 : index + 3]] for index in loads]
@@ -104,8 +104,8 @@ def _uses_item(code: CodeType, key: str) -> bool:
 
 
 def find_assignments(pair: TracePair, changed: Collection[str]) -> dict[str, Any]:
-    """Values that methods of an object may have assigned without a change, by path (a metric's ``_computed = None``),
-    or that lie in what each step makes anew.
+    """Return unchanged values, by path, that methods of an object may have assigned (a metric's ``_computed = None``)
+    or that are in objects that each step makes anew.
 
     The next eager step resets such a value if it was changed between two steps, so a replay resets it too.
     """
@@ -120,9 +120,9 @@ def find_assignments(pair: TracePair, changed: Collection[str]) -> dict[str, Any
 
 
 def find_left_flags(pair: TracePair) -> dict[str, Any]:
-    """Modes, flags, values in parameter groups and switches of torch's that both traces leave changed, and alike.
+    """Return modes, flags, parameter-group values and torch's switches that both traces change alike. Refuse others.
 
-    The calls that a program serves begin with the same ones, so that they end with the same ones: replays set them.
+    The calls that a program serves begin with the same settings, so they end with the same ones: replays set these.
     """
     left: dict[str, Any] = {}
     for path, one, two in pair.changed("flags"):
@@ -145,7 +145,7 @@ def find_left_flags(pair: TracePair) -> dict[str, Any]:
 
 
 def find_numbers(pair: TracePair) -> dict[str, NumberForm]:
-    """Numbers that every step computes alike and no code reads, which replays compute, by path. Others are refused."""
+    """Return numbers, by path, that all steps compute alike and no code reads: replays compute them. Refuse others."""
     found: dict[str, NumberForm] = {}
     for path, old, new in pair.changed("scalars"):
         if not (is_read_number(old) or is_read_number(new)):
@@ -173,5 +173,5 @@ def find_numbers(pair: TracePair) -> dict[str, NumberForm]:
 
 
 def is_read_number(change: tuple[Any, Any] | None) -> bool:
-    """Return True if a change of a Python value ends with a number that was read from the device."""
+    """Return True if a Python value was changed to a number that was read from the device."""
     return change is not None and isinstance(change[1], NumberForm)

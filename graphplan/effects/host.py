@@ -1,4 +1,4 @@
-"""What a step does that no replay does or could repeat: random draws, work for other threads, state made anew."""
+"""Refuse or warn of actions that no replay repeats: host random draws, work in other threads, new gradients, output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphplan.trace.records import Trace
 
 
 def check_draws(pair: TracePair) -> None:
-    """Refuse a step that draws (used or not) otherwise on the host than the one before, or what replays cannot draw."""
+    """Refuse host random draws, used or not, that differ from those of the step before or that no replay can repeat."""
     both = zip_longest(*(trace.symbolic.draws for trace in pair.both))
     other = next((new or old for old, new in both if old != new), None)
     if other is not None:
@@ -27,7 +27,7 @@ def check_draws(pair: TracePair) -> None:
 
 
 def check_generators(pair: TracePair) -> None:
-    """Refuse a step that draws from a generator of Python or NumPy what replays cannot draw again."""
+    """Refuse a step with draws from Python's or NumPy's generator that replays cannot repeat."""
     for name in (name for trace in pair.both for name in trace.draws):
         if not pair.allows(name):
             source = find_load((code for code, _ in pair.second.reads.codes), "random")
@@ -42,7 +42,7 @@ def check_generators(pair: TracePair) -> None:
 
 
 def check_threads(trace: Trace, allow: Iterable[str]) -> None:
-    """Refuse a step that has something run in another thread or process."""
+    """Refuse a step that runs work in another thread or process."""
     for name, source in trace.executed.threads.items():
         if not is_allowed(name, allow):
             raise HostEffectError(
@@ -55,8 +55,8 @@ def check_threads(trace: Trace, allow: Iterable[str]) -> None:
 
 
 def taken_item(walk: Walk, iterated: Collection[str], allow: Iterable[str]) -> HostEffectError | None:
-    """The error for a step that takes items from an iterator that lasts, where ``iterated`` are the names of what its
-    code gives to ``next``: no replay would take one, and no step that is undone and run again puts it back.
+    """Return the error for a step that takes items from an iterator that outlives it: no replay takes one, and undoing
+    a step does not put it back. ``iterated`` are the names of objects that the step's code passes to ``next``.
     """
     for path, scalar in walk.scalars.items() if iterated else ():
         kind = type(scalar.get()) if scalar.attribute in iterated else type
@@ -71,7 +71,7 @@ def taken_item(walk: Walk, iterated: Collection[str], allow: Iterable[str]) -> H
 
 
 def check_gradients(pair: TracePair) -> None:
-    """Refuse a step that leaves a tensor with a new ``.grad``, where that is no parameter and was not fed."""
+    """Refuse a step that leaves a new ``.grad`` on a tensor that is not a parameter and was not fed."""
     made = (f"{path}.grad, of a tensor that it makes anew in each call" for t in pair.both for path in t.gradients)
     unowned = (f"{name}, which is neither a parameter nor an owner" for t in pair.both for name in t.unowned_gradients)
     for what in (*made, *unowned):
@@ -85,11 +85,11 @@ def check_gradients(pair: TracePair) -> None:
 
 
 LEAVES_OUT = "graphplan leaves something out of replays: "
-"""What warnings of :func:`omissions` begin with."""
+"""The beginning of each warning from :func:`omissions`."""
 
 
 def omissions(trace: Trace, allow: Iterable[str]) -> Iterator[str]:
-    """Warnings of what replays leave out although no number changes: prints, writes, calls of extension modules."""
+    """Yield warnings of what replays leave out although no number changes: prints, writes, calls of extensions."""
     if trace.prints and not is_allowed("print", allow):
         yield (
             f"the step prints at {trace.prints[0]}, and a replay runs no Python: only eager calls will "

@@ -1,4 +1,4 @@
-"""Python values that code reads, and what it tells of tensors: compared before replays, or refused if they change."""
+"""Python values and tensor properties that code reads: compared before each replay, or refused if they change."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from graphplan.trace.symbolic_numbers import lies_of
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What the step's code may have read of its owners and does not itself change: a replay is good for that only.
+    """Everything that the step's code may have read of its owners and does not change. Replays need it unchanged.
 
     Attributes:
         values: Python values by path, as they were before each traced step.
-        questions: what the code has branched on that is computed of owners' numbers, with the answers: of these numbers
-            a replay needs no more.
-        metadata: what tensors are like with which no operator works, but of which the code may tell that, by path.
-        lies: where numbers lie that are followed, see :class:`graphplan.trace.symbolic_numbers.SymbolicNumbers`.
+        questions: conditions computed from owners' numbers that the code has branched on, with their results. For these
+            numbers, a replay compares only the results.
+        metadata: properties, by path, of tensors that no operator uses but whose properties the code may read.
+        lies: places of numbers that have stand-ins, see :class:`graphplan.trace.symbolic_numbers.SymbolicNumbers`.
     """
 
     values: Mapping[str, Any]
@@ -44,8 +44,8 @@ class Reads:
 
     @classmethod
     def find(cls, pair: TracePair, changed: Collection[str], *, loose: bool) -> Reads:
-        """What both traces read and the step has not ``changed``, by path; what differs, or cannot be compared, is
-        refused. ``loose``: see :func:`_find_inspected`.
+        """Find what both traces read at paths that the step has not ``changed``. Refuse what differs or cannot be
+        compared. ``loose``: see :func:`_find_inspected`.
         """
         values: dict[str, Any] = {}
         stale: dict[str, Scalar] = {}
@@ -61,15 +61,15 @@ class Reads:
             if pair.tracks(path) or pair.remakes(path):
                 continue
             sure = pair.reads(scalar) or pair.uses(path, scalar)
-            # What is assigned to what it was is as good as read: after other calls, it may be something else.
+            # Assigning an unchanged value counts as reading it: after other calls, the value may be another one.
             if not (sure or pair.may_read(scalar) or any(trace.reads.may_assign(scalar) for trace in pair.both)):
                 continue
             old, new = (trace.entry_scalars[path] for trace in pair.both)
             if sure:
                 _check_comparable(path, new)
             if (path in pair.walk.objects or not sure) and not same_value(old, new):
-                # An object that is another one each time, or a container that grows, says nothing by itself; nor does a
-                # value that perhaps was neither read nor assigned.
+                # Do not compare an object that is another one each time, a container that grows, or a changed value
+                # that perhaps was neither read nor assigned.
                 continue
             if same_value(old, new):
                 values[path] = new
@@ -83,7 +83,7 @@ class Reads:
         return cls(MappingProxyType(values), MappingProxyType(questions), MappingProxyType(metadata), lies)
 
     def changed(self, walk: Walk, values: Mapping[str, Any], when: str = "") -> str | None:
-        """Describe the first of ``values`` with which the step is not the same now, or tensor that changed."""
+        """Describe the first of ``values``, or the first tensor, that is not as in the traces; None if all are."""
         for path, old in values.items():
             value = walk.value(path)
             if value is None or not same_value(old, value.get()):
@@ -101,7 +101,7 @@ class Reads:
 
 
 def _told(path: str, old: Any, value: Scalar | None, walk: Walk, when: str) -> str:
-    """In words: what lies at ``path`` was ``old``, and is ``value`` now, or no Python value that could be read."""
+    """Describe that ``path`` was ``old`` and is ``value`` now, which is None if no Python value can be read there."""
     if not (isinstance(path, Path) and path.of is Of.LENGTH):
         return told(path, old, _found(path, walk) if value is None else value.get(), when)
     now = f"has {_extent(value.get())}" if value is not None else is_now(_found(path.place, walk))
@@ -114,7 +114,7 @@ def _extent(items: Any) -> str:
 
 
 def _found(place: str, walk: Walk) -> Any:
-    """What lies at ``place`` now: a tensor's metadata, or a Python value."""
+    """Return what is at ``place`` now: a tensor's metadata, or a Python value."""
     found = walk.metadata(place)
     within = (f"{place}.", f"{place}[", f"len({place})")
     if found is ABSENT and any(path.startswith(within) for path in (*walk.slots, *walk.scalars, *walk.objects)):
@@ -123,7 +123,7 @@ def _found(place: str, walk: Walk) -> Any:
 
 
 def _check_length(path: str, appended: AppendedLists, pair: TracePair) -> None:
-    """Refuse the length of a list that the step makes longer, where the step's code asks for it."""
+    """Refuse a step whose code reads the length of a list that the step itself appends to."""
     look = appended.look(appended.lengths[path])
     if look is not None and not pair.allows(appended.lengths[path]):
         raise HostScalarError(
@@ -135,7 +135,7 @@ def _check_length(path: str, appended: AppendedLists, pair: TracePair) -> None:
 
 
 def _check_comparable(path: str, value: Any) -> None:
-    """Refuse what the step reads and no comparison before a replay would show changes of."""
+    """Refuse a value that the step reads and whose changes no comparison before a replay would detect."""
     if isinstance(value, Iterator) and not isinstance(value, IOBase) and not is_proxy(value):
         raise HostEffectError(
             f"the step's code reads {path}, a {type(value).__name__}: each eager step may take its next item, and a "
@@ -153,7 +153,7 @@ def _check_comparable(path: str, value: Any) -> None:
 
 
 def check_used(pair: TracePair) -> None:
-    """Refuse numbers whose values code needs, as operators may, if they were others before each of the traces."""
+    """Refuse numbers whose values code needs, such as for an operator, if they differ between the traces."""
     before, now = (trace.entry_scalars for trace in pair.both)
     used = {path for trace in pair.both for path in trace.symbolic.used} & before.keys() & now.keys()
     changed = {path for path in used if not (same_value(before[path], now[path]) or pair.allows(path))}
@@ -163,7 +163,7 @@ def check_used(pair: TracePair) -> None:
 
 
 def _refuse_stale(stale: Mapping[str, Scalar], pair: TracePair) -> NoReturn:
-    """Refuse values that change between two steps, of which one may lead to another: ``allow`` takes all at once."""
+    """Refuse values that change between two steps. One may cause another, so the message names all for ``allow=``."""
     path, scalar = next(iter(stale.items()))
     before, after = told_apart(*(trace.entry_scalars[path] for trace in pair.both))
     name = (scalar.via or scalar.attribute).removeprefix(".").removesuffix("[:]")
@@ -189,13 +189,13 @@ def _refuse_stale(stale: Mapping[str, Scalar], pair: TracePair) -> NoReturn:
 
 
 def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedLists, *, loose: bool) -> dict[str, Any]:
-    """What tensors are like of which the step's code may have read no more than that, by path. ``reads`` are the paths
-    of Python values that are compared anyway. ``loose``: of a tensor that was another kind of one before each of the
-    steps, it only matters that it is there. Code also names what a branch uses that no step takes; if results depend on
-    it, the first check says so.
+    """Return the properties, by path, of tensors of which the step's code may have read nothing else. ``reads`` are the
+    paths of Python values that are compared anyway. With ``loose``, if the properties of a tensor differed before the
+    two steps, only its existence is compared: code also names tensors that it only uses in branches not taken. If
+    results depend on the properties, the first check reports it.
     """
     lengths = (path for path in pair.walk.objects if path not in reads and names(path, Of.LENGTH))
-    # Their items come and go: their lengths are not compared.
+    # Lists whose lengths are not compared: their items come and go.
     lists = {id(pair.walk.objects[path].container.items) for path in lengths}
     found = {}
     for path, scalar in _untouched(pair):
@@ -217,7 +217,7 @@ def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedL
 
 
 def changed_metadata(pair: TracePair) -> str | None:
-    """The first tensor that became another kind of thing between two traces, if code may tell; described, or None."""
+    """Describe the first tensor whose properties changed between two traces, if code may read these; else None."""
     for path, scalar in _untouched(pair):
         old, new = pair.at_entry(path)
         if _has_changed(scalar, old, new) and pair.reads(scalar):
@@ -226,14 +226,14 @@ def changed_metadata(pair: TracePair) -> str | None:
 
 
 def _has_changed(scalar: Scalar, old: Any, new: Any) -> bool:
-    """Whether a place holds another kind of thing than before, as far as that matters."""
+    """Return True if a place holds a tensor with other properties, or another kind of value, and that matters."""
     if same_value(old, new) or old is ABSENT or new is ABSENT:
         return False
     return not (_passes_through(scalar) and is_there(old) and is_there(new))
 
 
 def _untouched(pair: TracePair) -> Iterator[tuple[str, Scalar]]:
-    """Places that hold tensors, or held some when the first trace began, with which neither step does anything."""
+    """Yield places that hold tensors, or did when the first trace began, and that neither step uses."""
     touched, walk = set[str](), pair.walk
     for trace in pair.both:
         touched.update(trace.changes.rebindings)
@@ -246,5 +246,5 @@ def _untouched(pair: TracePair) -> Iterator[tuple[str, Scalar]]:
 
 
 def _passes_through(scalar: Scalar) -> bool:
-    """Whether it does not matter what a tensor is like: what lies in deques is of another size one day."""
+    """Return True if a tensor's properties do not matter: tensors in a deque may change in size at any time."""
     return isinstance(scalar.container, deque)

@@ -1,4 +1,4 @@
-"""Slots that a step binds to other tensors: carried from step to step, or made anew in each."""
+"""Slots that a step rebinds to other tensors: carries, whose values the next step reads, and others."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from graphplan.trace.records import Trace
 
 @dataclass(frozen=True, slots=True)
 class Rebindings:
-    """The slots that every step binds to other tensors, by path: ``carries``, whose old value the step reads, so that
-    replays copy the new value into the old storage, and ``fresh`` ones. Of the former, ``replaced`` are those whose old
-    tensors the step only reads, so that other holders find them unchanged, and ``moved`` those whose tensors stay, and
-    get other memory. ``partners`` leads from a carried slot to another one that always holds the same tensor,
-    ``followers`` from a slot that gets a new tensor to one whose tensor is given the memory of that one.
+    """The slots that every step rebinds to other tensors, by path. The step reads the old values of ``carries``, so
+    replays copy the new value into the old storage; the other slots are ``fresh``. ``replaced`` are carries whose old
+    tensors the step does not write to, so that other holders find these unchanged; ``moved`` are carries that keep
+    their tensors and get other memory. ``partners`` maps a carry to another one that always holds the same tensor,
+    ``followers`` maps a slot that gets a new tensor to the slot whose tensor is given that tensor's memory.
     """
 
     carries: tuple[str, ...]
@@ -33,12 +33,12 @@ class Rebindings:
 
     @classmethod
     def find(cls, pair: TracePair) -> Rebindings:
-        """Slots that both traces rebind alike. What replays could not repeat is refused."""
+        """Find the slots that both traces rebind alike. Refuse rebindings that replays cannot repeat."""
         carries, fresh, followers = [], [], {}
         second = pair.second
         used = _used(second)
         for path, one, two in pair.changed("rebindings"):
-            # A number in the place of a tensor, as of a device learning rate, is a flag that the step leaves.
+            # A number in the place of a tensor, such as a device learning rate, is handled as a flag.
             if path in second.changes.flags:
                 continue
             follows = [each.follows for each in (one, two) if each is not None]
@@ -84,7 +84,7 @@ class Rebindings:
         )
 
     def parted(self, walk: Walk) -> str | None:
-        """Describe two slots that always held one tensor, and do not now."""
+        """Describe two slots that held one tensor in the traces and do not now; None if there are none."""
         for path, partner in self.partners.items():
             one, other = (walk.slots.get(each) for each in (path, partner))
             if one is not None and other is not None and one.get() is not other.get():
@@ -93,12 +93,12 @@ class Rebindings:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """All of them."""
+        """The paths of all rebound slots."""
         return (*self.carries, *self.fresh, *self.followers)
 
 
 def _check_made(path: str, walk: Walk) -> None:
-    """Refuse optimizer state that both steps make: it begins with a recording's constants, anew in each replay."""
+    """Refuse optimizer state that both steps make: each replay would begin again with the recording's constants."""
     name = next((name for name in walk.optimizers if path.startswith(f"{name}.state[")), None)
     if name is not None:
         raise HostEffectError(
@@ -111,13 +111,13 @@ def _check_made(path: str, walk: Walk) -> None:
 
 
 def _is_replaced(rebinding: Rebinding, written: set[int]) -> bool:
-    """Whether the step leaves the old tensors as they are, where ``written`` are the storages that it writes to."""
+    """Return True if the step replaces plain tensors and never writes to them; ``written`` are all written storages."""
     kept = written.isdisjoint(place[0] for place in rebinding.before or ())
     return rebinding.plain and not rebinding.moved and kept
 
 
 def _used(trace: Trace) -> set[int | None]:
-    """Storages of what is used: by an operator, as what a slot is bound to, or as a result."""
+    """Return the storages that an operator uses, that a slot is rebound to, or that the step returns."""
     bound = {place[0] for rebinding in trace.changes.rebindings.values() for place in rebinding.after or ()}
     return bound | trace.externals.keys() | trace.output_storages
 
@@ -140,9 +140,9 @@ def _shapes(specs: list[tuple[Any, Any]]) -> str:
 def _partners(
     rebindings: Mapping[str, Rebinding], carries: Collection[str], fresh: Collection[str]
 ) -> Mapping[str, str]:
-    """Carried slots that hold one tensor before the step, and one after it. Refuse one that overlaps otherwise with
-    another rebound slot after the step: replays give each memory of its own, so that what is written to the other in
-    place would not be in what the next step reads.
+    """Map carries to other carries that hold the same tensor before the step and the same one after it. Refuse any
+    other overlap with a rebound slot after the step: replays give each slot its own memory, so the next step would not
+    read values that are written to the other slot in place.
     """
     partners: dict[str, str] = {}
     places = [(path, place) for path in (*carries, *fresh) for place in rebindings[path].after or ()]

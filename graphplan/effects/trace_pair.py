@@ -1,4 +1,4 @@
-"""Two traces of consecutive steps: what they changed and may have read, other than what replays may leave alone."""
+"""Two traces of consecutive steps: what they changed and may have read, except at paths that replays may ignore."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TracePair:
     walk: Walk
     allow: Iterable[str]
     either: Reads = field(init=False)
-    """What code may have read in either of them."""
+    """What code may have read in either trace."""
 
     def __post_init__(self) -> None:
         first, second = self.both
@@ -32,45 +32,45 @@ class TracePair:
 
     @property
     def both(self) -> tuple[Trace, Trace]:
-        """The traces."""
+        """Both traces."""
         return self.first, self.second
 
     def allows(self, path: str) -> bool:
-        """Whether replays may leave what is at ``path`` out of account."""
+        """Return True if replays may ignore the value at ``path``."""
         return is_allowed(path, self.allow)
 
     def changed(self, kind: str) -> Iterator[tuple[str, Any, Any]]:
-        """The paths of what either trace changed, of one ``kind`` of changes, and how each did; None if it did not."""
+        """Yield each path with a ``kind`` of change in either trace, and both traces' changes; None for no change."""
         first, second = (getattr(trace.changes, kind) for trace in self.both)
         for path in {**first, **second}:
             if not self.allows(path):
                 yield path, first.get(path), second.get(path)
 
     def reads(self, scalar: Scalar) -> bool:
-        """Whether the step's code may have read ``scalar`` by its name."""
+        """Return True if the step's code may have read ``scalar`` by its name."""
         return self.either.covers(scalar)
 
     def may_read(self, scalar: Scalar) -> bool:
-        """Whether it may have read ``scalar`` by a name that it computes."""
+        """Return True if the step's code may have read ``scalar`` by a computed name."""
         return self.either.may_cover(scalar)
 
     def uses(self, path: str, scalar: Scalar) -> bool:
-        """Whether code needed the value of a number with a stand-in, or of an argument without one."""
+        """Return True if code needed the value of a number with a stand-in, or of an argument without one."""
         is_given = type(scalar.container) is Given
         return any(path in t.symbolic.used or (is_given and path not in t.symbolic.places) for t in self.both)
 
     def tracks(self, path: str) -> bool:
-        """Whether all is known of what both traces have done with the number at ``path``."""
+        """Return True if all uses of the number at ``path`` are known in both traces."""
         return all(trace.symbolic.tracks(path) for trace in self.both)
 
     def remakes(self, path: str) -> bool:
-        """Whether both steps make anew, and alike, what has the value at ``path``, and do not read the one before."""
+        """Return True if both steps make the container of ``path`` anew, with one value, and never read the old one."""
         if not all(path in trace.changes.renewed and path not in trace.read_before for trace in self.both):
             return False
         left = (trace.changes.scalars.get(path, (None, trace.entry_scalars.get(path)))[1] for trace in self.both)
         return same_value(*left)
 
     def at_entry(self, path: str) -> tuple[Any, Any]:
-        """What lay at ``path`` when each trace began: a tensor's metadata, or a Python value."""
+        """Return what was at ``path`` when each trace began: a tensor's metadata, or a Python value."""
         old, new = (trace.entry_metadata.get(path, trace.entry_scalars.get(path, ABSENT)) for trace in self.both)
         return old, new

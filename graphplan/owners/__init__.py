@@ -1,1 +1,1 @@
-"""Owners: walking them, naming them, finding them, and putting them back as they were."""
+"""Owners: find them, walk and name the tensors and Python values that they hold, and restore these."""

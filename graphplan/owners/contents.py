@@ -1,4 +1,4 @@
-"""What buffers and random generators hold, to be compared; and what is not compared, with the reason."""
+"""Contents of buffers and random generators, to compare them; and why other values are not compared."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from weakref import ProxyTypes, WeakKeyDictionary, WeakSet, WeakValueDictionary
 from zlib import crc32
 
 _STANDING = (ContextVar, KeysView, ValuesView, ItemsView)
-"""What is never what code looks at, but leads there."""
+"""Types whose objects only lead to the values that code reads."""
 WIDEST = 65536
-"""Bytes of the largest buffer whose contents are compared before each replay."""
+"""Maximum size, in bytes, of a buffer whose contents are compared before each replay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unseen:
-    """Stands for what is not compared before each replay, and says why."""
+    """Stands for a value that is not compared before each replay, and says why."""
 
     what: str
     instead: str = field(compare=False)
 
 
 def is_proxy(value: Any) -> bool:
-    """Whether ``value`` is a weak proxy, which has all that Python can ask a class for, whatever it stands for."""
+    """Return True for a weak proxy. Its type defines all special methods, whatever its referent is."""
     return type(value) in ProxyTypes
 
 
 def unseen(value: Any) -> Unseen | None:
-    """What ``value``, which a step's code reads, is, if a change of it would go unseen."""
+    """Return an :class:`Unseen` if a change of ``value``, which a step's code reads, would not be detected."""
     if isinstance(value, Unseen):
         return value
     if is_proxy(value) or isinstance(value, _STANDING):
@@ -48,7 +48,7 @@ def unseen(value: Any) -> Unseen | None:
 
 
 class _Bytes(bytes):
-    """What a buffer holds."""
+    """The contents of a buffer."""
 
     __slots__ = ()
 
@@ -57,18 +57,18 @@ class _Bytes(bytes):
 
 
 def has_contents(value: Any) -> bool:
-    """Whether ``value`` is a buffer or a random generator of the host's, whose state can be compared."""
+    """Return True for a writable buffer or a random generator of the host whose state can be compared."""
     is_generator = isinstance(value, random.Random) or _bits_of(value) is not None
     return is_generator or (0 <= size_of(value) <= WIDEST and not _holds_objects(value))
 
 
 def _holds_objects(value: Any) -> bool:
-    """Whether ``value`` is an array of NumPy's whose elements are Python objects, or have some in their fields."""
+    """Return True for a NumPy array whose elements, or their fields, are Python objects."""
     return _is_array(value) and bool(value.dtype.hasobject)
 
 
 def size_of(buffer: Any) -> int:
-    """How many bytes there are in a buffer that can be written to; -1 for anything else."""
+    """Return the number of bytes in a writable buffer; -1 for anything else."""
     if _is_array(buffer):
         return buffer.nbytes if buffer.flags.writeable else -1
     try:
@@ -83,7 +83,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _bits_of(value: Any) -> Any:
-    """The bit generator of one of NumPy's generators."""
+    """Return the bit generator of a NumPy random generator; None for anything else."""
     if type(value).__module__.partition(".")[0] != "numpy":
         return None
     bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
@@ -91,7 +91,7 @@ def _bits_of(value: Any) -> Any:
 
 
 def state_of(value: Any) -> Any:
-    """What a buffer or random generator holds, as one value."""
+    """Return what a buffer or random generator holds, as one value."""
     if isinstance(value, random.Random):
         return repr(value.getstate())
     bits = _bits_of(value)
@@ -104,7 +104,7 @@ def state_of(value: Any) -> Any:
 
 
 def kept(value: Any) -> tuple[Callable[[Any], object], Any]:
-    """How to set what a buffer or random generator holds, and a copy of that."""
+    """Return a function that restores a buffer or random generator, and a copy of its contents to call it with."""
     if isinstance(value, random.Random):
         return value.setstate, value.getstate()
     bits = _bits_of(value)

@@ -1,4 +1,4 @@
-"""Finding the modules and optimizers that a step uses without being told."""
+"""Discover the modules and optimizers that a step uses and that were not named as owners."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ INITIALIZERS = Codes(
     *(nn.Module.__init__, nn.Module.__setstate__),
     *(unwrap(torch.optim.Optimizer.__init__), unwrap(torch.optim.Optimizer.__setstate__)),
 )
-"""What runs wherever a module or an optimizer is made: ``__setstate__`` in copies, and where one is unpickled."""
+"""Code that runs whenever a module or optimizer is made; ``__setstate__`` for copied and unpickled ones."""
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda: None)
 CALLS = Codes(nn.Module.__call__, _STEP)
-"""What runs wherever a module is called, or an optimizer steps."""
+"""Code that runs whenever a module is called or an optimizer steps."""
 _ENTERED: ContextVar[Discovery | None] = ContextVar("entered", default=None)
 
 
 class Discovery:
-    """Finds the modules and optimizers that a step uses in this thread: the interpreter's watcher tells of them, by
-    :func:`note_called` and :func:`note_made`. Compilers would build torch's global hooks into what they make, and
-    another thread may be going through these. ``on_optimizer`` is called with each optimizer before it steps;
-    ``on_first_sight`` once with each module and optimizer before it runs; for an optimizer that the step itself has
-    made ``on_made`` instead.
+    """Finds the modules and optimizers that a step uses in this thread. :class:`graphplan.observe.profile.Profile`
+    reports them by :func:`note_called` and :func:`note_made`. It does not use torch's global hooks: compilers would
+    build these into compiled code, and another thread may be iterating over them. ``on_optimizer`` is called with each
+    optimizer before it steps, ``on_first_sight`` once with each module and optimizer before it runs. For an optimizer
+    that the step itself made, ``on_made`` is called instead of both.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Discovery:
         self._on_optimizer = on_optimizer
         self._on_first_sight = on_first_sight
         self._on_made = on_made
-        # Weakly: what the step makes and drops again is no owner.
+        # Weak references: modules and optimizers that the step makes and drops again are not owners.
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         """By identity."""
         self._optimizers, self._made = WeakIdKeyDictionary(), WeakIdKeyDictionary()
@@ -83,23 +83,23 @@ class Discovery:
                 self._on_first_sight(optimizer)
 
     def kept(self, walk: Walk, result: Any) -> dict[str, str]:
-        """What the step has made and returned, or left in its owners: class and line, by path."""
+        """Return the class and line, by path, of what the step has made and returned or left in its owners."""
         left = [*walk.parts.items(), *named_leaves(result)]
         made = {path: thing for path, thing in left if thing in self._made}
         return {path: f"{type(thing).__name__}, at {self._made[thing]}" for path, thing in made.items()}
 
     @property
     def has_made(self) -> bool:
-        """Whether what ran has made a module or an optimizer that is still there."""
+        """Whether a module or an optimizer that the step made still exists."""
         return bool(self._made)
 
     def seen(self) -> list[nn.Module]:
-        """The modules that ran, but for those that the step has made."""
+        """Return the modules that ran, except those that the step made."""
         seen = [reference() for reference in self._modules.values()]
         return [module for module in seen if module is not None and module not in self._made]
 
     def unknown(self, fn: Callable[..., Any], *walks: Walk) -> dict[str, Any]:
-        """What was seen and is in none of the ``walks``, top modules only, by the names that ``fn`` has."""
+        """Return the outermost modules and the optimizers that ran and are in no walk, by their names in ``fn``."""
         known = {id(module) for walk in walks for module in walk.modules}
         known |= {id(optimizer) for walk in walks for optimizer in walk.optimizers.values()}
         fresh = [module for module in self.seen() if id(module) not in known]
@@ -114,15 +114,15 @@ class Discovery:
 
 
 def note_made(thing: Any, source: Callable[[], object]) -> None:
-    """Note in the innermost discovery that what it runs makes ``thing`` at ``source()``."""
+    """Record in the innermost discovery that its step makes ``thing`` at ``source()``."""
     discovery = _ENTERED.get()
     if discovery is not None and thing not in discovery._made:
         discovery._made[thing] = str(source())
 
 
 def note_called(frame: FrameType, code: CodeType) -> nn.Module | None:
-    """Tell the innermost discovery of the module or optimizer that the ``code``, one of :data:`CALLS`, is about to run
-    in ``frame``. Return the module.
+    """Record in the innermost discovery the module or optimizer for which ``code``, one of :data:`CALLS`, is about to
+    run in ``frame``. Return the module.
     """
     discovery, found = _ENTERED.get(), frame.f_locals
     if code is _STEP.__code__:
@@ -136,7 +136,7 @@ def note_called(frame: FrameType, code: CodeType) -> nn.Module | None:
 
 
 def names_in(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """What ``fn`` reaches by a name: globals it uses, its closure, its ``self``'s attributes."""
+    """Yield the names and values that ``fn`` can use: globals, closure variables, and attributes of its ``self``."""
     inner = getattr(fn, "__func__", fn)
     code = getattr(inner, "__code__", None)
     if code is not None:

@@ -1,5 +1,5 @@
 """Settings that a step may leave changed: modes of modules, ``requires_grad``, values in parameter groups, torch's
-global switches. They are part of a program's key: its replays begin with the same ones, so they end with the same.
+global switches. They are part of a program's key: all its replays begin, and so end, with the same settings.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from graphplan.owners.views import Setting
 
 _CONTAINERS = (list, dict, set)
 COMPUTED = StandIn("a result's")
-"""For whether a tensor asks for gradients that an operator made, whose flag cannot be set."""
+"""The ``requires_grad`` of a non-leaf tensor, which cannot be set."""
 
 
 class _Asking(Setting):
-    """Whether a tensor asks for gradients."""
+    """The ``requires_grad`` flag of a tensor."""
 
     def __getitem__(self, name: str) -> Any:
         return self.thing.requires_grad if self.thing.is_leaf else COMPUTED
@@ -33,13 +33,13 @@ class _Asking(Setting):
 
 
 class Flags:
-    """The places of all of them. ``walk`` is over the owners; ``fed`` are further tensors, by name."""
+    """The places of all settings. ``walk`` is over the owners; ``fed`` are further tensors, by name."""
 
     def __init__(self, walk: Walk, fed: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         self._places: dict[str, tuple[Any, str]] = {}
         for path, module in walk.parts.items():
             if isinstance(module, nn.Module) and hasattr(module, "training"):
-                # A scripted module keeps it in C++.
+                # A scripted module keeps its mode in C++.
                 space = vars(module) if "training" in vars(module) else Setting(module)
                 self._places[f"{path}.training"] = space, "training"
         for path, tensor in (*_tensors(walk), *fed.items()):
@@ -51,7 +51,7 @@ class Flags:
         }
 
     def read(self) -> dict[str, Any]:
-        """The values now, by path."""
+        """Return the current values by path."""
         with torch._C.DisableTorchFunctionSubclass():
             found = {path: container[key] for path, (container, key) in self._places.items()}
         for path, group in self._groups.items():
@@ -59,7 +59,7 @@ class Flags:
         return {**found, **dict(zip(NAMES, read_all(), strict=True))}
 
     def assign(self, values: Mapping[str, Any]) -> None:
-        """Give places the values that :meth:`read` has found there, but for containers and what cannot be set."""
+        """Set the places to ``values`` that :meth:`read` returned, except containers and places that cannot be set."""
         with torch._C.DisableTorchFunctionSubclass():
             for path in values.keys() & self._places.keys():
                 (container, key), value = self._places[path], values[path]
@@ -75,7 +75,7 @@ class Flags:
 
 
 def is_assignable(path: str, value: Any) -> bool:
-    """Return True if :meth:`Flags.assign` can leave ``value`` at ``path`` after each step."""
+    """Return True if :meth:`Flags.assign` can set ``path`` to ``value`` after each step."""
     if path in NAMES:
         return SWITCHES[NAMES.index(path)].set is not None
     return type(value) not in _CONTAINERS and not isinstance(value, Tensor)
@@ -90,5 +90,5 @@ def _tensors(walk: Walk) -> Iterator[tuple[str, Tensor]]:
 
 
 def _kept(value: Any) -> Any:
-    """``value``, or a copy of a container, which code may change where it is."""
+    """Return ``value``, or a copy of a container, which code may change in place."""
     return type(value)(value) if type(value) in _CONTAINERS else value

@@ -1,4 +1,4 @@
-"""Generators of random numbers that only Python draws from: its own, and NumPy's where that is loaded."""
+"""Random generators that only Python code draws from: Python's own, and NumPy's if NumPy is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PYTHONS, NUMPYS = "Python's random generator", "NumPy's random generator"
 
 
 class HostGenerators:
-    """Their ``states`` when this was made, or those of ``names`` alone: how to set each, and what it was."""
+    """The current states of the generators called ``names``: for each, ``states`` has a setter and the state."""
 
     def __init__(self, names: Collection[str] = (PYTHONS, NUMPYS)) -> None:
         self.states: list[tuple[Callable[[Any], object], Any]] = []
@@ -25,7 +25,7 @@ class HostGenerators:
             self._names.append(NUMPYS)
 
     def moved(self, by: Sequence[Callable[[], Any]] = ()) -> list[str]:
-        """The names of those that are in other states now; other than ``by`` these functions, which draw."""
+        """Return the names of generators whose states now differ from the saved states after the draws ``by``."""
         now = HostGenerators()
         states = self
         if by:
@@ -37,12 +37,12 @@ class HostGenerators:
         return now.other_than(states)
 
     def other_than(self, others: HostGenerators) -> list[str]:
-        """The names of those that are in other states here than in ``others``."""
+        """Return the names of generators whose states here differ from those in ``others``."""
         pairs = zip(self._names, self.states, others.states, strict=False)
         return [name for name, (_, own), (_, other) in pairs if not _is_same(own, other)]
 
     def restore(self) -> None:
-        """Set the states."""
+        """Restore the saved states."""
         for put, state in self.states:
             put(state)
 
@@ -54,6 +54,6 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _numpy_random() -> Any:
-    """NumPy's module of random generators; None where it is not loaded, or another thread is loading it."""
+    """Return NumPy's module of random generators; None if it is not loaded or another thread is loading it."""
     module = sys.modules.get("numpy.random")
     return module if hasattr(module, "set_state") and hasattr(module, "get_state") else None

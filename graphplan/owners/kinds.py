@@ -1,4 +1,4 @@
-"""What kinds of values there are: plain ones, libraries' objects, and objects whose attributes are walked."""
+"""Kinds of values: plain values, objects of libraries, and objects whose attributes are walked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from graphplan.tensors.records import slots_of
 SCALARS = (bool, int, float, complex, str, bytes, type(None), DeferredNumber)
 PLAIN = frozenset((*SCALARS, DeferredArray))
 CODE = frozenset({FunctionType, BuiltinFunctionType})
-"""What most of the names that code uses lead to."""
+"""Types of the values that most names in code refer to."""
 MAX_DEPTH = 24
 MAX_ITEMS = 4096
 TOO_DEEP = Unseen(
@@ -34,40 +34,40 @@ TOO_DEEP = Unseen(
 TOO_MANY = Unseen(f"of which there are more than {MAX_ITEMS}; what they hold", "Hold numbers in a tensor")
 _FLAT = (Tensor, torch.dtype, torch.device, type, range)
 MAPPINGS = (dict, MutableMapping)
-"""Dictionaries first: asking an abstract class takes long."""
+"""Dictionaries come first: ``isinstance`` is slow for an abstract class."""
 _LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy", "antlr4")
 _NAMESPACES = {"argparse", "types", "configparser", "__main__"}
 _HOLDERS = {*_NAMESPACES, "collections", "os", "queue", "threading", "_thread"}
 FOREIGN = (sys.stdlib_module_names | {*_LIBRARIES}) - _HOLDERS
-"""Packages whose objects are not walked; those of the standard library that hold values are the user's own."""
+"""Packages whose objects are not walked. Modules of the standard library whose objects hold values are excluded."""
 _PARSERS = "omegaconf.grammar"
-"""Modules that read strings such as ``${rate}``, whose objects are scratch: the values lie in the configuration."""
+"""Modules that parse strings such as ``${rate}``. Their objects are temporary: the configuration holds the values."""
 _OPEN = ("torch.distributions.", "torch.utils.data.dataset", "multiprocessing.sharedctypes")
-"""Modules of those packages whose objects hold values of the user's, and are walked."""
+"""Modules of those packages whose objects hold the user's values, and are walked."""
 _ATOMS = (type, ModuleType, Enum, partial)
 _USERS_BASES: WeakKeyDictionary[type, tuple[type, ...]] = WeakKeyDictionary()
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a class's or module's member is a value rather than code."""
+    """Return True if a member of a class or module is a value rather than code."""
     code = isinstance(value, FunctionType | ModuleType | staticmethod | classmethod | property)
     return not code and not hasattr(type(value), "__get__")
 
 
 def is_known(module: str) -> bool:
-    """Whether the module is Python's own or one of the libraries that are known here."""
+    """Return True if the module belongs to Python or to one of the packages listed here."""
     root = module.split(".")[0]
     return root in FOREIGN or root in _HOLDERS
 
 
 def holds_values(thing: Any) -> bool:
-    """Whether an object or class has attributes of the user's: one of the user's, or one of Python's for that."""
+    """Return True if an object or class holds the user's attributes: its class is the user's or a Python namespace."""
     kind = thing if issubclass(type(thing), type) else type(thing)
     return is_users(kind) or str(kind.__module__).split(".")[0] in _NAMESPACES
 
 
 def users_bases(kind: type) -> tuple[type, ...]:
-    """``kind`` and its bases, as far as they are the user's own classes."""
+    """Return the user's own classes among ``kind`` and its bases."""
     found = _USERS_BASES.get(kind)
     if found is None:
         found = _USERS_BASES[kind] = tuple(base for base in kind.__mro__ if is_users(base))
@@ -75,7 +75,7 @@ def users_bases(kind: type) -> tuple[type, ...]:
 
 
 def is_gone(value: Any) -> bool:
-    """Whether ``value`` stands for something that is no longer there."""
+    """Return True if ``value`` is a weak proxy whose referent no longer exists."""
     try:
         return type(value) in ProxyTypes and value.__class__ is None
     except ReferenceError:
@@ -83,37 +83,37 @@ def is_gone(value: Any) -> bool:
 
 
 def key_name(key: Any, number: int) -> str:
-    """A name that no other key of the same dictionary has: an object is told by its place."""
+    """Return a name that no other key of the dictionary has; an object is named by its type and position."""
     parts = key if isinstance(key, tuple) else (key,)
     return repr(key) if all(isinstance(part, SCALARS) for part in parts) else f"{type(key).__name__} {number}"
 
 
 def is_user_object(value: Any) -> bool:
-    """Whether ``value``'s attributes are walked: it is of the user's class, or of a package's other than torch's."""
+    """Return True if the attributes of ``value`` are walked: its class is of no package in :data:`FOREIGN`."""
     kind = type(value)
     if issubclass(kind, LRScheduler):
         return True
-    # An optimizer is walked as one where it is an owner, a library's too.
+    # Optimizers, also those of other packages, are walked as optimizers where they are owners.
     if issubclass(kind, (*_ATOMS, *SCALARS)) or has_groups(value) or is_of_library(kind):
         return False
-    # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
+    # An alias such as tuple[int, str] has the ``__dict__`` of its class, which is no dictionary.
     return attributes_of(value) is not None or bool(slots_of(kind))
 
 
 def is_of_library(kind: type) -> bool:
-    """Whether objects of the class are not walked: Python's own, torch's and Lightning's, with exceptions."""
+    """Return True if objects of the class are not walked: those of the packages in :data:`FOREIGN`, with exceptions."""
     module = kind.__module__ if isinstance(kind.__module__, str) else ""
     is_known_here = module.split(".")[0] in FOREIGN or module.startswith(_PARSERS)
     return is_known_here and not module.startswith(_OPEN)
 
 
 def has_groups(value: Any) -> bool:
-    """Whether ``value`` is an optimizer with groups of its own: one that computes them is an object like others."""
+    """Return True for an optimizer that stores its groups. One that computes them is walked like any other object."""
     return issubclass(type(value), torch.optim.Optimizer) and "param_groups" in vars(value)
 
 
 def unwrapped(owner: Any) -> Any:
-    """The optimizer that a wrapper without groups of its own keeps (Fabric's, Accelerate's); anything else as it is."""
+    """Return the optimizer in a wrapper without groups of its own (Fabric, Accelerate); any other owner unchanged."""
     while isinstance(owner, torch.optim.Optimizer) and not has_groups(owner):
         kept = [value for value in vars(owner).values() if isinstance(value, torch.optim.Optimizer)]
         if len(kept) != 1:
@@ -123,7 +123,7 @@ def unwrapped(owner: Any) -> Any:
 
 
 def name_owners(owners: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Any]:
-    """Owners by name: a mapping as it is, a sequence under its types' names, nothing as nothing."""
+    """Return owners by name: the keys of a mapping, or the type names of a sequence. None gives an empty dictionary."""
     if owners is None:
         return {}
     if isinstance(owners, Mapping):
@@ -137,6 +137,6 @@ def name_owners(owners: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, A
 
 
 def holds_nothing_else(item: Any) -> bool:
-    """Whether comparing ``item`` itself compares all that there is to it."""
+    """Return True if comparing ``item`` itself compares everything that it holds."""
     flat = type(item) in PLAIN or isinstance(item, _FLAT)
     return flat or (type(item) is tuple and all(map(holds_nothing_else, item)))

@@ -1,4 +1,4 @@
-"""Modules that FSDP2 (``fully_shard``) shards: they gather parameters when they need them, and keep notes in Python."""
+"""Modules that FSDP2 (``fully_shard``) shards: they gather parameters on demand, and keep their state in Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = (bool, int, float, str, type(None), Enum)
 
 
 class Sharding:
-    """The memory that FSDP2 gathers parameters of modules into, its settings and notes. At rest nothing is gathered."""
+    """FSDP2's memory for gathered parameters of ``modules``, its settings and its state."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         kind = loaded("torch.distributed.fsdp", "FSDPModule")
@@ -30,7 +30,7 @@ class Sharding:
 
     @cached_property
     def _settings(self) -> Column:
-        """The plain values among the attributes of its notes, of which there are many."""
+        """The plain values among the attributes of FSDP2's state objects. There are many attributes."""
         spaces = [(type(thing).__name__, vars(thing)) for thing in (*self._states, *self._groups)]
         settings = ((kind, space, name) for kind, space in spaces for name in space if isinstance(space[name], _PLAIN))
         return Column("same_values", [(f"{kind}.{name}", space, name) for kind, space, name in settings])
@@ -41,36 +41,36 @@ class Sharding:
         return bool(self._modules)
 
     def settle(self) -> None:
-        """Come to rest: drop what was gathered outside a training step, by a validation for instance."""
+        """Reshard the modules: free parameters that were gathered outside a training step, such as by a validation."""
         for module in self._modules:
             module.reshard()
 
     def gathered(self) -> Iterator[Tensor]:
-        """Memory that it gathers parameters into. At rest there is nothing in it."""
+        """Yield the tensors that parameters are gathered into. After :meth:`settle` they hold nothing."""
         for param in self._params:
             yield from param.all_gather_outputs
             yield from getattr(param, "_unsharded_inner_tensors", ())
 
     def holds_gradients(self) -> bool:
-        """Whether it keeps gradients that it did not reduce yet, where no owner shows them."""
+        """Return True if FSDP2 holds gradients that it has not reduced yet, which no walk over owners finds."""
         partial = (getattr(group, "_partial_reduce_output", None) for group in self._groups)
         accumulated = (param.unsharded_accumulated_grad for param in self._params)
         own = (getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in self._params)
         return any(held is not None for kept in (partial, accumulated, own) for held in kept)
 
     def labels(self) -> list[str]:
-        """Names for :meth:`values`."""
+        """Return the names of :meth:`values`."""
         return [*self._settings.paths, "gradients held by fully_shard"] if self._modules else []
 
     def values(self) -> tuple[Any, ...]:
-        """What its code branches on, and whether it holds gradients."""
+        """Return the values that FSDP2's code branches on, and whether it holds gradients."""
         if not self._modules:
             return ()
         plain = (value if isinstance(value, _PLAIN) else id(value) for value in self._settings.read())
         return (*plain, self.holds_gradients())
 
     def containers(self) -> Iterator[Any]:
-        """Dictionaries, lists and sets that its notes lie in."""
+        """Yield the dictionaries, lists and sets that hold FSDP2's state."""
         shared = (getattr(state, name, None) for state in self._states for name in ("_state_ctx", "_comm_ctx"))
         things = {id(t): t for t in (*self._states, *self._groups, *self._params, *shared) if t is not None}
         for thing in things.values():
@@ -79,7 +79,7 @@ class Sharding:
 
 
 def _groups_of(state: Any) -> Sequence[Any]:
-    """The groups of parameters that are gathered together; older versions have at most one for each module."""
+    """Return the groups of parameters that are gathered together. Older versions have at most one per module."""
     groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -87,9 +87,9 @@ def _groups_of(state: Any) -> Sequence[Any]:
 
 
 def come_to_rest(owners: Mapping[str, Any]) -> tuple[Sharding, Walk]:
-    """Have the modules among ``owners`` that FSDP2 shards come to rest; what a walk finds there."""
+    """Reshard the FSDP2 modules among ``owners``. Return their sharding and a walk over the owners afterwards."""
     walk = walk_owners(owners)
     sharding = Sharding(walk.modules)
     sharding.settle()
-    # What was gathered lay in other places.
+    # Walk again: gathered parameters were in other places.
     return sharding, walk_owners(owners) if sharding.is_there else walk

@@ -1,4 +1,4 @@
-"""What a walk over owners finds: slots, scalars, and everything else that leads to them."""
+"""Results of a walk over owners: slots, scalars, and the containers and links that lead to them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from graphplan.tensors.storages import storage_id
 from graphplan.tensors.tables import is_table
 
 Items = list[Any] | deque[Any]
-_FEW = 3  # Further ways to a list or dictionary that are asked where it is, whichever one it is.
+_FEW = 3  # Maximum number of further references by which an Item looks up its list or dictionary.
 Container = MutableMapping[Any, Any] | Items | set[Any]
 
 
 @dataclass(slots=True, eq=False)
 class Scalar:
-    """A place that holds a Python value; ``owner.attribute`` is the attribute that leads to it.
+    """A container and a key in it that hold a Python value; ``owner.attribute`` is the attribute that leads to it.
 
-    With ``via``, only code that also loads an attribute of that name can have come here. ``name`` is the name by which
-    the step's code has the container, or one around it, beside what the owner calls it; ``others`` are further objects
-    and attributes that lead to it.
+    If ``via`` is set, only code that also loads an attribute of that name can reach the value. ``name`` is a further
+    name that the step's code has for the container or one around it. ``others`` are further objects, each with the
+    attribute of it that leads to the container.
     """
 
     container: Any
@@ -46,32 +46,32 @@ class Scalar:
     others: tuple[tuple[Any, str], ...] = ()
 
     def ways(self) -> Iterator[tuple[Any, str]]:
-        """The objects and attributes that lead here, its owner first; ``[:]`` stays behind an attribute."""
+        """Yield the objects and attributes that lead here, the owner first; a ``[:]`` suffix is kept on each."""
         yield self.owner, self.attribute
         rest = "[:]" if self.others and self.attribute.endswith("[:]") else ""
         for owner, attribute in self.others:
             yield owner, attribute + rest
 
     def is_called(self, names: Collection[str]) -> bool:
-        """Whether an attribute that leads here is among ``names``."""
+        """Return True if an attribute that leads here is among ``names``."""
         return self.attribute in names or any(attribute in names for _, attribute in self.others)
 
     def get(self) -> Any:
-        """The value now."""
+        """Return the current value."""
         return present(self.container)[self.key]
 
     @property
     def lies_here(self) -> bool:
-        """Return False for what an object only shows of what lies elsewhere, such as a property."""
+        """Whether the container itself stores the value; False for properties and inherited class attributes."""
         return not isinstance(self.container, (Numbers, Inherited))
 
     @property
     def component(self) -> str:
-        """The part of the step whose number it is, as in :class:`graphplan.errors.RefusalError`."""
+        """The part of the step that the value belongs to, as in :class:`graphplan.errors.RefusalError`."""
         return "optimizer" if isinstance(self.owner, (Optimizer, GroupCounts)) else "step"
 
     def rows(self, value: Any) -> Iterator[tuple[Any, ...]]:
-        """What guards compare to see ``value`` here, fastest: for :func:`graphplan.compare.comparing.rows_of`."""
+        """Yield the fastest guards for ``value`` in this place, for :func:`graphplan.compare.comparing.rows_of`."""
         container = self.container
         if isinstance(container, Inherited):
             yield from (("none_there", space, self.key) for space in container.before)
@@ -84,45 +84,45 @@ class Scalar:
 
 @dataclass(slots=True, eq=False)
 class Item(Scalar):
-    """A place in a list or dictionary that an attribute holds, whichever one that is: schedulers make a new list of
-    rates in each step. ``container`` has the attributes, ``key`` is the item's.
+    """An item of the list or dictionary that an attribute holds now. The attribute is read on each access, because
+    schedulers make a new list of rates in each step. ``container`` holds the attributes; ``key`` is the item's key.
     """
 
     @property
     def items(self) -> Any:
-        """The list or dictionary now. Raises KeyError if not all ways lead to one any more."""
+        """The current list or dictionary. Raises KeyError if the attributes no longer all hold the same one."""
         items = self.container[self.attribute]
         if not self.others or _lead_to(self.others, items):
             return items
         raise KeyError(self.attribute)
 
     def get(self) -> Any:
-        """The value now."""
+        """Return the current value."""
         return self.items[self.key]
 
 
 @dataclass(slots=True, eq=False)
 class Presence(Scalar):
-    """Whether an object, whose attributes ``container`` has, has one that ``getattr`` or ``hasattr`` wants."""
+    """Whether an object itself has an attribute that code may look up. ``container`` holds the object's attributes."""
 
     @property
     def _spaces(self) -> list[Any]:
-        """Where the attribute would lie: a module keeps parameters, buffers and modules apart."""
+        """The dictionaries that may hold the attribute: a module has others for parameters, buffers and submodules."""
         apart = ("_parameters", "_buffers", "_modules") if issubclass(type(self.owner), nn.Module) else ()
         return [self.container, *(self.container[kind] for kind in apart)]
 
     def get(self) -> bool:
-        """Whether it is there now."""
+        """Return True if the attribute exists now."""
         return any(self.key in space for space in self._spaces)
 
     def rows(self, value: Any) -> Iterator[tuple[Any, ...]]:
-        """What guards compare where it was absent: the value of one that is there is compared itself."""
+        """Yield the guards for an absent attribute. If it exists, its value is compared instead."""
         yield from (("none_there", space, self.key) for space in self._spaces if not value)
 
 
 def lasting(place: Scalar) -> Scalar:
-    """``place``, or the :class:`Item` that it is now, unless code has a variable for the list or dictionary, or many
-    attributes lead to it, which are compared faster than they are asked.
+    """Return the :class:`Item` for a place in a list or dictionary that attributes hold. Return ``place`` itself for
+    all others, if code has a variable for the container, or if reading all attributes that hold it would be slow.
     """
     is_apart = place.name is not None or len(place.others) > _FEW
     items, inner = place.container, None if is_apart else attributes_of(place.owner)
@@ -139,14 +139,14 @@ def _lead_to(ways: Iterable[tuple[Any, str]], items: Any) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Slot(Scalar):
-    """A place that holds a tensor, or a tuple with tensors in it. ``param`` is set for ``.grad`` slots."""
+    """A container and a key that hold a tensor or a tuple with tensors. For ``.grad``, ``param`` is the parameter."""
 
     path: str = ""
     is_parameter: bool = False
     param: Tensor | None = None
 
     def get(self) -> Any:
-        """What the slot holds now; None if it is gone."""
+        """Return the value that the slot holds now; None if it no longer exists."""
         if type(self.container) is dict:
             return self.container.get(self.key)
         try:
@@ -155,27 +155,27 @@ class Slot(Scalar):
             return None
 
     def set(self, value: Any) -> None:
-        """Bind ``value`` here."""
+        """Store ``value`` in the slot."""
         self.container[self.key] = value
 
     def tensors(self) -> list[Tensor]:
-        """The tensor leaves of what the slot holds now: those that have the memory."""
+        """Return the tensors with memory that the slot holds now."""
         return tensor_leaves(self.get())
 
 
 def tensor_leaves(value: Any) -> list[Tensor]:
-    """Tensors with values in ``value``: itself, or the leaves of a (nested) tuple; of a DTensor its shard."""
+    """Return the tensors with memory in ``value``: itself or the leaves of a (nested) tuple; of a DTensor its shard."""
     kind = type(value)
     if kind in PLAIN_KINDS:
         return [value] if has_memory(value) else []
-    # ``isinstance`` would ask the value too, whose answer is the user's code.
+    # ``isinstance`` would also read ``value.__class__``, which may run the user's code.
     if issubclass(kind, Tensor):
         return [local(value)] if has_memory(value) else []
     return [leaf for item in value for leaf in tensor_leaves(item)] if issubclass(kind, tuple) else []
 
 
 def holds_plain(value: Any) -> bool:
-    """Whether other tensors with the same values are as good as those in ``value``: no attributes, no shards."""
+    """Return True if new tensors with the same values can replace those in ``value``: no attributes, no shards."""
     if isinstance(value, tuple):
         parts = [item for item in value if isinstance(item, (tuple, Tensor))]
         return bool(parts) and all(map(holds_plain, parts))
@@ -186,7 +186,7 @@ def holds_plain(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Via:
-    """An owner that code reaches through an attribute called ``name`` and not otherwise."""
+    """An owner that code can only reach through an attribute called ``name``."""
 
     thing: Any
     name: str
@@ -194,7 +194,7 @@ class Via:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reached:
-    """What a library's object leads to, walked ``without`` some attributes once code loads one of ``names``."""
+    """A library's object, walked only if code loads one of ``names``, and ``without`` some of its attributes."""
 
     thing: Any
     names: Collection[str]
@@ -202,12 +202,12 @@ class Reached:
 
 
 class Namespace:
-    """Names that a step's code uses: globals, closure variables, functions of modules and classes. ``entries`` has the
-    space and the key for each label, ``attributes`` the names that the code loads of any object. ``mentioned`` are
-    names and strings in all code that ran, ``computes`` says whether the user's code computes further ones; ``asked``
-    are those that it gives to ``getattr`` and ``hasattr``. ``leaves``
-    are paths of tensors that are no parameters and get gradients as these do, ``iterated`` the names of what the user's
-    code gives to ``next``.
+    """Names that a step's code uses: globals, closure variables, functions of modules and classes.
+
+    ``entries`` maps each label to a namespace and a key in it. ``attributes`` are the attributes that code loads from
+    any object, ``mentioned`` the names and strings in all code that ran. ``computes``: the user's code also computes
+    names. ``asked`` are the names that it passes to ``getattr`` and ``hasattr``, ``iterated`` those that it passes to
+    ``next``. ``leaves`` are the paths of tensors that get gradients like parameters but are not parameters.
     """
 
     def __init__(self) -> None:
@@ -219,11 +219,11 @@ class Namespace:
         self.leaves: set[str] = set()
         self.iterated: set[str] = set()
         self.functions: dict[CodeType, list[weakref.ref[FunctionType]]] = {}
-        """Functions with closures that no name leads to and that were found, by their code."""
+        """Functions with closures that were found although no name leads to them, by code object."""
         self._known: set[tuple[int, Any]] = set()
 
     def add(self, label: str, space: Any, key: Any) -> bool:
-        """Take in one name; False if it is known."""
+        """Add one name. Return False if it is already known."""
         if self.has(space, key):
             return False
         self._known.add(_place(space, key))
@@ -231,11 +231,11 @@ class Namespace:
         return True
 
     def has(self, space: Any, key: Any) -> bool:
-        """Whether a label leads there."""
+        """Return True if a label leads to this place."""
         return _place(space, key) in self._known
 
     def plain(self) -> Namespace:
-        """The names that lead to nothing but a number, a string or nothing: holding on to them keeps nothing alive."""
+        """Return the names that hold a number, a string or None: keeping these keeps no object alive."""
         plain = Namespace()
         plain.attributes, plain.mentioned, plain.computes = self.attributes, self.mentioned, self.computes
         plain.leaves, plain.asked = self.leaves, self.asked
@@ -245,7 +245,7 @@ class Namespace:
         return plain
 
     def there(self) -> Iterator[tuple[str, Any, Any, Any]]:
-        """The names that lead to something: label, space, the key in it, and what is there."""
+        """Yield the names that exist now: label, namespace, key, and value."""
         for label, (space, key) in self.entries.items():
             with suppress(KeyError):
                 yield label, space, key, space[key]
@@ -258,14 +258,14 @@ def _place(space: Any, key: Any) -> tuple[int, Any]:
 
 @dataclass(slots=True)
 class Walk:
-    """All that a walk over owners found, in walking order.
+    """Everything that a walk over owners found, in walking order.
 
-    ``objects`` are objects by identity and sizes of containers: a step can depend on them, but their changes are seen
-    elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are tensors that are
-    only known by a name in the step's code, ``reached`` the paths of those that a library's object leads to.
-    ``attributes`` are modules and objects, with their dictionaries. ``empty`` are the containers and keys of parameters
-    and buffers that are None, ``parts`` modules and optimizers that lie in other owners, both by path. ``passed`` are
-    names of attributes with data that were passed over.
+    ``objects`` are identities of objects and lengths of containers: a step can depend on them, but their changes are
+    detected elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are the ids
+    of tensors that only a name in the step's code leads to, ``reached`` the paths that a library's object leads to.
+    ``attributes`` are modules and objects with their attribute dictionaries. ``empty`` maps the paths of parameters and
+    buffers that are None to container and key. ``parts`` are modules, and optimizers that values refer to, by path.
+    ``passed`` are the names of attributes that hold data and were not walked.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -287,32 +287,32 @@ class Walk:
 
     @property
     def counted(self) -> set[str]:
-        """Paths of what optimizers count with in their parameter groups."""
+        """Paths of the counters that optimizers keep in their parameter groups."""
         return {path for path, scalar in self.scalars.items() if isinstance(scalar.container, GroupCounts)}
 
     def place(self, path: str) -> Slot | None:
-        """The slot of that path, also where it holds a Python value (None, say) at the moment."""
+        """Return the slot at ``path``, also if it holds a Python value such as None at the moment."""
         slot, scalar = self.slots.get(path), self.scalars.get(path)
         if slot is None and scalar is not None:
             return Slot(scalar.container, scalar.key, path=path)
         return slot
 
     def value(self, path: str) -> Scalar | None:
-        """The Python value, object or size of that path."""
+        """Return the place of the Python value, object or length at ``path``."""
         return self.scalars.get(path) or self.objects.get(path)
 
     def metadata(self, path: str) -> Any:
-        """What the tensors of that path are like, or the Python value that lies there now; or ``ABSENT``."""
+        """Return the metadata of the tensors at ``path``, or its current Python value; ``ABSENT`` if there is none."""
         place = self.slots.get(path) or self.scalars.get(path)
         if place is not None:
             return metadata_of(place.get())
         return None if path in self.empty else ABSENT
 
     def tables(self, names: Collection[str]) -> list[tuple[Any, str, str]]:
-        """Where containers lie under ``names`` in which numbers can be looked up: what holds each, its key there, and
-        the name. Those of attributes begin with a dot.
+        """Return the containers called one of ``names`` that code can look up numbers in: the holder of each, its key
+        there, and the name. Names of attributes begin with a dot.
         """
-        # Of an object, other code may look at all attributes at once; torch's layers hand theirs to code in C.
+        # Not plain objects, whose attributes other code may read all at once; nor torch's layers, which pass them to C.
         modules = (thing for thing, _ in self.attributes if names and isinstance(thing, nn.Module))
         spaces: list[Any] = [vars(module) for module in modules if not type(module).__module__.startswith("torch.")]
         spaces += [space for space, _ in self.places if isinstance(space, Members)]
@@ -321,7 +321,7 @@ class Walk:
         return [place for place in places if is_table(_value_at(*place[:2]))]
 
     def by_storage(self) -> dict[int, list[Slot]]:
-        """Slots grouped by the identity of the storage behind them."""
+        """Group the slots by the identity of their storages."""
         groups: dict[int, list[Slot]] = {}
         for slot in self.slots.values():
             for tensor in slot.tensors():
@@ -338,5 +338,5 @@ def _value_at(space: Any, key: str) -> Any:
 
 
 def is_optimizer_state(path: str) -> bool:
-    """Whether ``path`` is a slot of an optimizer's ``state``."""
+    """Return True if ``path`` is a slot of an optimizer's ``state``."""
     return ".state[" in path

@@ -1,4 +1,4 @@
-"""Copies of all that owners hold, to put back after a rehearsal or a refusal."""
+"""Copies of everything that owners hold, to restore it after a rehearsal or a refusal."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from graphplan.tensors.copying import copy_all, unequal, write_all
 from graphplan.tensors.storages import storage_id
 
 _as_memory = torch._C.DisableTorchFunctionSubclass
-"""What lies in a tensor is copied, whatever its class makes of being used: one may say that it is out of date."""
+"""Ignore ``__torch_function__`` of tensor subclasses while copying: it may raise, such as for an outdated result."""
 
 
 class Snapshot:
-    """Owners' containers, gradients, modes, flags, torch's switches unless in the middle of a step (``within``), what
-    their tensors and ``extra`` hold (or ``tensors`` instead), and the states of the default random generators, Python's
-    and NumPy's too, and of ``generators``. Copies lie beside the tensors, or on ``device`` but for ``beside`` bytes.
-    ``without`` names attributes that are there now and shall be gone after ``restore``.
+    """Copies of owners' containers, gradients, modes, ``requires_grad`` flags, the values of their tensors and of
+    ``extra`` (or of ``tensors`` instead), torch's switches unless ``within`` a step, and the states of torch's default
+    generators, Python's, NumPy's and ``generators``. Copies are on the tensors' devices, or on ``device`` except for
+    ``beside`` bytes. ``without`` names attributes that exist now and that ``restore`` removes.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Snapshot:
         self._copies: list[tuple[Container, Any]] = [(c, _shallow(c, without)) for c in containers]
         self._places = [(space, key, space[key]) for space, key in walk.places]
         if tensors is None:
-            # What a step's code only knows by name may be a whole dataset: callers name what they need in ``extra``.
+            # Tensors that only a name in code leads to may be a dataset: callers pass those they need as ``extra``.
             found = walk.found
             slots = [t for slot in walk.slots.values() for t in slot.tensors() if not (found and id(t) in found)]
             tensors = [*slots, *extra]
@@ -60,10 +60,10 @@ class Snapshot:
         self._modes = [(m, m.training) for m in walk.modules if "training" not in vars(m) and hasattr(m, "training")]
         self._switches = None if within else read_all()
         with _as_memory():
-            # The step may have one ask for gradients that does not yet.
+            # Including tensors that do not require gradients: the step may change that.
             leaves = [*(param for _, param in walk.parameters.values()), *(tensor for tensor in each if tensor.is_leaf)]
             self._grads = [(leaf, leaf.requires_grad, leaf.grad) for leaf in leaves]
-            # An expanded tensor cannot be written to, by the step no more than by us.
+            # Expanded tensors are left out: neither the step nor a restore can write to them.
             live = list(filter(_is_copied, each))
             _check_copies(walk, live)
             copies = copy_all(live, device, beside)
@@ -79,12 +79,12 @@ class Snapshot:
         return {storage_id(tensor) for tensor, _ in self._tensors.values()}
 
     def value(self, tensor: Tensor) -> Tensor | None:
-        """What ``tensor`` held when the snapshot was made."""
+        """Return the value that ``tensor`` had when the snapshot was made; None if it was not copied."""
         found = self._tensors.get(id(tensor))
         return None if found is None else found[1]
 
     def restore(self, changed: Collection[int | None] = ()) -> None:
-        """Put all back. Tensors keep identity and storage. ``changed`` are storages that surely have other values."""
+        """Restore everything. Tensors keep identity and storage. ``changed`` are storages whose values differ."""
         try:
             self._restore(changed)
         except Exception as error:
@@ -115,11 +115,11 @@ class Snapshot:
             set_state(state)
 
     def _write_values(self, changed: Collection[int | None]) -> None:
-        # Memory that was not changed may be read-only (a mapped file); some may be gone (FSDP2's).
+        # Unchanged memory is not written, as it may be read-only (a mapped file); FSDP2 may have freed some.
         pairs = [pair for pair in self._tensors.values() if not is_freed(pair[0])]
         for live, copy in pairs:
             if (live.shape, live.dtype) != (copy.shape, copy.dtype):
-                # It was given memory of another kind (``tensor.data = ...``).
+                # The step gave it memory of another shape or dtype (``tensor.data = ...``).
                 live.data = torch.empty_like(copy, device=live.device)
         open_: list[tuple[Tensor, Tensor]] = []
         written: list[tuple[Tensor, Tensor]] = []
@@ -130,12 +130,12 @@ class Snapshot:
 
 
 def _is_copied(tensor: Tensor) -> bool:
-    # One without values says more of itself only where it has some.
+    # ``has_memory`` comes first: without values, a tensor may not have a layout or strides to read.
     return has_memory(tensor) and tensor.layout is torch.strided and 0 not in tensor.stride() and not is_freed(tensor)
 
 
 def _check_copies(walk: Walk, tensors: Iterable[Tensor]) -> None:
-    """Refuse tensors whose class does not let them be copied."""
+    """Refuse tensors whose class does not support copies."""
     for tensor in tensors:
         if type(tensor) in PLAIN_KINDS or not has_own_operators(tensor):
             continue
@@ -155,7 +155,7 @@ _BUILT_IN: tuple[Any, ...] = (OrderedDict, dict, set, list, deque)
 
 
 def _kind(container: Container) -> Any:
-    """The built-in class whose methods read and write ``container`` without code of the user's, which may raise."""
+    """Return the built-in class whose methods access ``container`` without the user's code, which may raise."""
     if type(container) is dict:
         return dict
     return next((kind for kind in _BUILT_IN if issubclass(type(container), kind)), type(container))
@@ -166,7 +166,7 @@ def _shallow(container: Container, without: Sequence[str]) -> Any:
     if kind in (set, list, deque):
         return (set if kind is set else list)(kind.__iter__(container))
     if type(container) in (dict, defaultdict) and not without:
-        # Without hashes of the keys: those of tensors are computed in Python.
+        # A copy does not hash the keys: the hash of a tensor is computed in Python.
         return dict.copy(container)  # type: ignore[arg-type]
     return {key: value for key, value in kind.items(container) if key not in without}
 
@@ -181,7 +181,7 @@ def _put_back(container: Any, copy: Any) -> None:
             kind.clear(container)
             kind.extend(container, copy)
     elif not (type(container) is dict and _holds_the_same(container, copy)):
-        # With most it is the same.
+        # Most dictionaries are unchanged, and do not get here.
         for key in [key for key in kind.__iter__(container) if key not in copy]:
             kind.__delitem__(container, key)
         for key, value in copy.items():

@@ -1,4 +1,4 @@
-"""What code can tell of a tensor without an operator: that it is there, its class, its geometry."""
+"""Properties of a tensor that code can read without an operator: its existence, class and geometry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphplan.owners.kinds import PLAIN
 
 
 class StandIn:
-    """Stands for what is no value; ``text`` is what messages have of it."""
+    """A marker in the place of a value; messages show its ``text``."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -22,13 +22,13 @@ class StandIn:
 
 
 ABSENT = StandIn("nothing")
-"""For what a place holds in which there is nothing, or nothing that could be compared."""
+"""The value of a place that holds nothing, or nothing that can be compared."""
 THERE = StandIn("a tensor")
-"""For the metadata of a tensor, or a tuple with tensors, of which it only matters that it is there."""
+"""The metadata of a tensor, or of a tuple with tensors, if only its existence matters."""
 
 
 class TensorMetadata(NamedTuple):
-    """What one tensor is like, apart from its values and from where it lies."""
+    """Properties of one tensor, except its values and its address."""
 
     kind: type
     shape: tuple[int, ...] | None
@@ -43,7 +43,7 @@ class TensorMetadata(NamedTuple):
 
 
 def metadata_of(value: Any) -> Any:
-    """The metadata of a tensor, of the tensors and plain values in a tuple, or of anything else, which is itself."""
+    """Return the metadata of a tensor, or a tuple with the metadata of each item; any other value unchanged."""
     if isinstance(value, tuple):
         return tuple(map(_metadata_of_item, value))
     if not isinstance(value, Tensor):
@@ -62,17 +62,17 @@ def metadata_of(value: Any) -> Any:
 
 
 def _metadata_of_item(item: Any) -> Any:
-    # What else lies in a tuple is looked at where it lies: here it may not be kept alive.
+    # Of other items only the type: they are compared elsewhere, and must not be kept alive here.
     return metadata_of(item) if isinstance(item, (tuple, Tensor)) or type(item) in PLAIN else type(item)
 
 
 def is_there(metadata: Any) -> bool:
-    """Whether these are metadata of a tensor, or of what is in a tuple."""
+    """Return True if these are the metadata of a tensor or of a tuple."""
     return isinstance(metadata, tuple)
 
 
 def difference(path: str, old: Any, new: Any) -> tuple[str, str, str]:
-    """What differs between two unequal metadata of what lies at ``path``: its name, what it was, and what it is."""
+    """Return the first difference between two unequal metadata at ``path``: its name, the old and the new value."""
     if isinstance(old, TensorMetadata) and isinstance(new, TensorMetadata):
         if old.kind is not new.kind:
             return f"the type of {path}", old.kind.__name__, new.kind.__name__

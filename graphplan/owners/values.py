@@ -1,4 +1,4 @@
-"""Walking values: what lies in a place that a walk over owners has come to, and all that it leads to."""
+"""Walk values: record the value in a place of an owner, and everything that it leads to."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _METHODS = (FunctionType, staticmethod, classmethod)
 _ATOMS = frozenset(SCALARS)
 _CONTAINERS = (list, dict, deque, tuple, set)
-_FEW = 64  # Items of a container that is walked in any case.
-_LEVELS = 4  # Containers within each other that data may lie in.
+_FEW = 64  # Maximum number of items of a container that is always walked.
+_LEVELS = 4  # Maximum nesting of containers that count as data.
 
 Source = tuple[Any, str]
-"""The object and attribute that lead to a place."""
+"""The object, and its attribute, that lead to a place."""
 
 
 class ValueWalker:
-    """Fills ``walk`` with what values hold. ``names`` are those of the step's code, ``mentioned`` all that occur in
-    code that ran, None if that is not known.
+    """Fills ``walk`` with the places in values. ``names`` are the names that the step's code uses; ``mentioned`` are
+    all names and strings in code that ran, None if they are not known.
     """
 
     def __init__(self, names: Namespace, mentioned: set[str] | None) -> None:
@@ -80,14 +80,14 @@ class ValueWalker:
         self._asked_of_kinds: dict[type, set[str]] = {}
         self._seen: set[int] = set()
         self._named: list[tuple[str, torch.optim.Optimizer]] = []
-        """Optimizers that something else than an owner's name leads to, by path."""
+        """Optimizers that a value refers to, by path."""
         self._homes: dict[int, str] = {}
-        """Where containers were found first, in words, by identity."""
+        """Descriptions of where containers were found first, by identity."""
         self._leads: dict[int, dict[tuple[int, str], Source]] = {}
-        """What else leads to containers, by identities: the step's code may have other names for them."""
+        """Further references to containers, by identity: the step's code may have other names for them."""
 
     def _first_visit(self, thing: Any) -> bool:
-        # Audit hooks of other packages hear of each ``id``, so it is asked for once.
+        # Each call of ``id`` runs the audit hooks of other packages, so call it once.
         number = id(thing)
         if number in self._seen:
             return False
@@ -97,7 +97,7 @@ class ValueWalker:
     def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
         kind = type(value)
         if kind in PLAIN:
-            # Most values are; nothing that is asked below is true of them.
+            # Most values are plain, and no condition below holds for them.
             if depth <= MAX_DEPTH:
                 self.walk.scalars[path] = Scalar(container, key, *source)
         elif kind is Tensor:
@@ -107,7 +107,7 @@ class ValueWalker:
                 self._slot(path, container, key, source)
                 self._marks(value, path)
         elif kind is tuple and _ATOMS.issuperset(map(type, value)):
-            # Sizes, strides and paddings, as layers have: one value.
+            # Sizes, strides and paddings of layers are compared as one value.
             self.walk.scalars[path] = Scalar(container, key, *source)
         elif kind in CODE and depth <= MAX_DEPTH:
             self.walk.scalars[path] = Scalar(container, key, *source)
@@ -116,7 +116,7 @@ class ValueWalker:
             self._other_value(value, path, container, key, depth, source)
 
     def _other_value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
-        """Walk rarer values. ``isinstance`` would ask the value's ``__class__`` too, which may be the user's code."""
+        """Walk a less common value, without ``isinstance``: it reads ``__class__``, which may run the user's code."""
         kind = value.__class__ if is_proxy(value) else type(value)
         if issubclass(kind, Tensor) and isinstance(value, nn.Parameter):
             self._parameter(value, path, container, key, source)
@@ -139,7 +139,7 @@ class ValueWalker:
                 self.walk.objects[path] = Scalar(container, key, *source)
                 self._object(value, path, depth)
         else:
-            # Numbers and strings, but also functions, types, dtypes: whatever a step's code can tell apart.
+            # Numbers and strings, but also functions, types and dtypes: all that a step's code can distinguish.
             self.walk.scalars[path] = Scalar(container, key, *source)
             if not issubclass(kind, SCALARS):
                 self._behind(value, path, depth, source)
@@ -158,7 +158,7 @@ class ValueWalker:
                 self.walk.slots[place] = Slot(Setting(param), "grad", param, "grad", path=place, param=param)
 
     def _marks(self, tensor: Tensor, path: str) -> None:
-        """What code hung on a tensor: on most there is nothing."""
+        """Walk the attributes that code has set on a tensor. Most tensors have none."""
         inner = attributes_on(tensor)
         if not inner and type(tensor) in PLAIN_KINDS:
             return
@@ -171,10 +171,10 @@ class ValueWalker:
                 self._value(value, f"{path}.{name}", inner, name, 1, (tensor, name))
 
     def _tuple(self, value: tuple[Any, ...], path: str, container: Any, key: Any, depth: int, source: Source) -> None:
-        """A tuple with tensors is a slot of theirs, one without a value, but for one of objects and containers alone:
-        a step may make all of it anew. In any there may be objects.
+        """Walk a tuple: with tensors it is a slot, without them one value. One that holds only objects and containers
+        is instead recorded by identity and length, because a step may make it anew. Then walk the objects in it.
         """
-        # Its class may have other ideas of its length and of what it holds.
+        # A subclass may override ``__iter__`` and ``__len__``.
         items = tuple(tuple.__iter__(value))
         if items and all(map(_is_entered, items)):
             self.walk.links.append((container, key, value))
@@ -196,7 +196,7 @@ class ValueWalker:
     def _items(self, items: MutableMapping[Any, Any] | Items, path: str, depth: int, source: Source) -> None:
         if not self._first_visit(items):
             self._lead(items, source)
-            # Another one may lie here later, and what is in that may have been found elsewhere, too.
+            # Record where it was found first: a later container at this path may be known from another place.
             self.walk.objects[path] = Scalar({path: self._homes.get(id(items), "what an optimizer has")}, path, *source)
             return
         self._homes[id(items)] = f"what lies at {path}"
@@ -207,12 +207,12 @@ class ValueWalker:
         if isinstance(items, list | deque):
             self.walk.lists[path] = items
         if isinstance(items, deque):
-            # Code that only appends does not look how long it is.
+            # With ``[:]``, code that only appends does not count as reading these.
             via = f"{source[1]}[:]"
             self.walk.scalars[f"{path}.maxlen"] = Scalar(Numbers(items), "maxlen", *source, via)
             is_full = Told(items, lambda deque: len(deque) == deque.maxlen)
             self.walk.objects[f"full({path})"] = Scalar(is_full, "full", *source, via)
-        # The methods of the user's dictionaries may be code of the user's.
+        # Call the built-in methods: a subclass of dict may override them.
         kind: Any = dict if isinstance(items, dict) else type(items)
         pairs: Iterable[tuple[Any, Any]] = kind.items(items) if isinstance(items, MAPPINGS) else enumerate(items)
         for count, (key, value) in enumerate(list(pairs)):
@@ -225,7 +225,7 @@ class ValueWalker:
             self._object(items, path, depth, visited=True)
 
     def _lead(self, items: Any, source: Source) -> None:
-        """Note what else leads to a container that was found elsewhere, and so to the containers in it."""
+        """Record a further reference to a container that was found elsewhere, and so to the containers in it."""
         known, way = self._leads.setdefault(id(items), {}), (id(source[0]), source[1])
         if way in known:
             return
@@ -235,7 +235,7 @@ class ValueWalker:
                 self._lead(item, source)
 
     def _rest(self, items: MutableMapping[Any, Any] | Items, start: int, path: str, source: Source) -> None:
-        """The items of a long container from ``start`` on, which are compared as they are, without what is in them."""
+        """Record the items of a long container from ``start`` on. They are compared, but not walked."""
         values = items.values() if isinstance(items, MAPPINGS) else items
         hold = not all(map(holds_nothing_else, values))
         left: Any = {"rest": TOO_MANY} if hold else Told(items, partial(rest, start))
@@ -258,7 +258,7 @@ class ValueWalker:
 
     def _attributes(self, thing: Any, path: str, depth: int, without: Collection[str] = ()) -> None:
         inner = attributes_of(thing)
-        # An attribute dictionary may be its own ``__dict__``.
+        # A dictionary of attributes may be its own ``__dict__``.
         if inner is not None and inner is not thing:
             self.walk.containers.append(inner)
             self.walk.attributes.append((thing, inner))
@@ -267,14 +267,14 @@ class ValueWalker:
                     self._attribute(value, f"{path}.{name}", inner, name, depth, thing)
 
     def _attribute(self, value: Any, path: str, inner: Any, name: str, depth: int, thing: Any) -> None:
-        """Walk an attribute; not data that no code that ran mentions."""
+        """Walk an attribute, unless it holds data and no code that ran mentions its name."""
         if self._mentioned is None or name in self._mentioned or not _is_data(value):
             self._value(value, path, inner, name, depth + 1, (thing, name))
         else:
             self.walk.passed.add(name)
 
     def _class_values(self, thing: Any, path: str, depth: int = 0) -> None:
-        """What the user's classes hold for ``thing``, unless it has its own."""
+        """Walk what ``thing`` inherits from the user's classes; record which attributes that code may look up exist."""
         inner = attributes_of(thing)
         for name in self._asked_of(type(thing)) if inner is not None and holds_values(thing) else ():
             self.walk.objects[Path.presence(path, name)] = Presence(inner, name, thing, name)
@@ -286,8 +286,8 @@ class ValueWalker:
                 self._value(value, place, members, name, depth + 1, (thing, name))
 
     def _asked_of(self, kind: type) -> set[str]:
-        """Names under which code would find an attribute that an object of ``kind`` may come to have: those that code
-        asks for, those of methods, and if the user's code makes what is not there, all that the class lacks.
+        """Return the names of attributes that code would find if they were set on an object of ``kind``: those that
+        code passes to ``getattr``, those of methods, and, with a ``__getattr__``, all that the class lacks.
         """
         found = self._asked_of_kinds.get(kind)
         if found is None:
@@ -296,9 +296,9 @@ class ValueWalker:
             names = {name for name in methods if said is None or name in said}
             own = {name for base in bases for name in vars(base)}
             if "__getattr__" in own and "__setattr__" not in own:
-                # What is set by code of its own hardly lies among an object's attributes.
+                # A class with its own ``__setattr__`` hardly stores values in the object's ``__dict__``.
                 names |= self._used.difference(*map(vars, kind.__mro__))
-            # Others stand for what is looked at beyond an attribute, or are looked up in classes alone.
+            # Skip names with a ``[:]`` suffix, and special methods, which Python only looks up in classes.
             found = self._asked | {name for name in names if name.isidentifier() and not name.startswith("__")}
             self._asked_of_kinds[kind] = found
         return found
@@ -309,7 +309,7 @@ class ValueWalker:
         self.walk.modules.append(module)
         self.walk.parts[path] = module
         inner = vars(module)
-        # A scripted module keeps its own in C++ and shows views of that.
+        # A scripted module keeps these in C++ and exposes views of them that are no dictionaries.
         kinds = (inner[kind] for kind in ("_parameters", "_buffers", "_modules"))
         self.walk.containers += [items for items in kinds if isinstance(items, MAPPINGS)]
         self.walk.containers.append(inner)
@@ -327,7 +327,7 @@ class ValueWalker:
         for kind in filter(inner.get, _HOOKS):
             hooks = inner[kind]
             for number, hook in hooks.items() if isinstance(hooks, (dict, Mapping)) else ():
-                # What a hook has that is no plain function: a partial's arguments, an object's attributes.
+                # Walk the values of a hook that is no plain function: a partial's arguments, an object's attributes.
                 if isinstance(hook, partial) or is_user_object(hook):
                     self._value(hook, f"{path}.{kind}[{number}]", hooks, number, depth + 1, (hooks, "hook"))
         for name, value in list(inner.items()):
@@ -340,7 +340,7 @@ class ValueWalker:
                 self._module(child, f"{path}.{name}")
 
     def _take_found(self, known: int) -> list[str]:
-        """Tensors in slots after the first ``known`` may be a whole dataset: they are not copied. Their paths."""
+        """Exclude tensors in slots after the first ``known`` (perhaps a dataset) from snapshots. Return their paths."""
         fresh = dict(islice(self.walk.slots.items(), known, None))
         held = [slot for slot in fresh.values() if not slot.is_parameter and slot.param is None]
         self.walk.found.update(id(tensor) for slot in held for tensor in slot.tensors())
@@ -349,9 +349,9 @@ class ValueWalker:
         return list(fresh)
 
     def _behind(self, value: Any, path: str, depth: int, source: Source) -> None:
-        """What a function, method, class, module, variable or buffer leads to."""
+        """Walk what a function, method, class, module, weak reference or buffer leads to."""
         if isinstance(value, FunctionType):
-            # functools.wraps() has the user's function say that it is of the module of what it wraps.
+            # functools.wraps() copies ``__module__`` of the wrapped function to the user's function.
             is_own = is_users(value) or is_users_file(file_of(value.__code__, value.__globals__))
             if is_own and self._first_visit(value):
                 self._function(value, path, depth, source)
@@ -371,7 +371,7 @@ class ValueWalker:
             if is_users(value) and not issubclass(value, Enum) and self._first_visit(value):
                 self._class(value, path, depth)
         elif isinstance(value, ModuleType):
-            # One that code names is looked at by the names that the code takes from it.
+            # A module that code names is walked by the names that the code loads from it.
             is_named = isinstance(source[0], Namespace)
             if not is_named and is_users_module(value, value.__name__) and self._first_visit(value):
                 for name, item in list(vars(value).items()):
@@ -386,19 +386,19 @@ class ValueWalker:
             self.walk.scalars[f"{path}[:]"] = Scalar(Told(value, contents), "contents", *source)
 
     def _bound(self, method: MethodType | BuiltinMethodType, path: str, depth: int, source: Source) -> None:
-        """What a method is bound to, and its function; a built-in function is bound to its module, or to nothing."""
+        """Walk the object that a method is bound to, and its function. Built-in functions are bound to a module."""
         bound = method.__self__
         if bound is None or type(bound) is ModuleType:
             return
         if isinstance(bound, nn.Module | dict | list | deque) or is_user_object(bound):
-            # The step's own object is what its code calls it.
+            # The step's own object gets the name that the step's code uses for it.
             place = "self" if path == STEP else f"{path}.__self__"
             self._value(bound, place, Numbers(method), "__self__", depth + 1, source)
         if isinstance(method, MethodType):
             self._behind(method.__func__, f"{path}.__func__", depth, source)
 
     def _function(self, function: FunctionType, path: str, depth: int, source: Source) -> None:
-        """Its code, defaults and attributes: what its closure and its globals hold are names."""
+        """Walk a function's code, defaults and attributes. Its closure and globals are walked by name."""
         space = Numbers(function)
         self.walk.scalars[f"{path}.__code__"] = Scalar(space, "__code__", *source)
         self._value(function.__defaults__, f"{path}.__defaults__", space, "__defaults__", depth + 1, source)
@@ -410,19 +410,19 @@ class ValueWalker:
             self._value(value, f"{path}.{name}", vars(function), name, depth + 1, (function, name))
 
     def _class(self, kind: type, path: str, depth: int) -> None:
-        """Values in a class that lies in a place of its own."""
+        """Walk the values in a class that a place holds."""
         for members, name, value in _members(kind, kind, []):
             if type(members) is Inherited:
                 self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
             elif not self._has_name(members, name):
-                # What code has a name for is found by that alone: a number has one place.
+                # A value that code has a name for is walked by that name only, so that it has one place.
                 self.walk.places.append((members, name))
                 self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
 
 
 def _is_data(value: Any) -> bool:
-    """Whether ``value`` is a data set, or a container of many items, perhaps in another one, with nothing in it that a
-    step could write to: numbers, texts and objects that are not walked. The first and the last items say what all are.
+    """Return True for a dataset, and for a container with many items (perhaps nested) that a step cannot write to:
+    numbers, strings and objects that are not walked. Only the first and last items are checked.
     """
     kind = type(value)
     if not issubclass(kind, _CONTAINERS):
@@ -441,13 +441,13 @@ def _holds_data(value: Any, levels: int) -> bool:
 
 
 def _length(value: Any) -> int:
-    """How many items a container has; none if it is anything else."""
+    """Return the number of items of a container; 0 for anything else."""
     base: Any = next((base for base in _CONTAINERS if issubclass(type(value), base)), None)
     return 0 if base is None else base.__len__(value)
 
 
 def _ends(value: Any) -> list[Any]:
-    """The first and the last few items of a container, or of a dictionary the values; of a set the first few."""
+    """Return the first and last few items of a container, or values of a dictionary; for a set the first few."""
     base: Any = next(base for base in _CONTAINERS if issubclass(type(value), base))
     items: Any = dict.values(value) if base is dict else value
     first = list(islice(iter(items) if base is dict else base.__iter__(items), _FEW))
@@ -459,8 +459,8 @@ def _ends(value: Any) -> list[Any]:
 
 
 def _members(thing: Any, kind: type, before: list[Any]) -> Iterator[tuple[Members, str, Any]]:
-    """Values of ``kind`` and its bases, as far as they are the user's, that code finds through ``thing``: not what the
-    dictionaries ``before`` hide, nor what a class before it in the order of the bases does.
+    """Yield the values of ``kind`` and its user-defined bases that code finds through ``thing``: none that the
+    dictionaries ``before`` or an earlier class in the method resolution order hide.
     """
     for base in users_bases(kind):
         members = Members(base) if base is thing else Inherited(base, tuple(before))
@@ -471,11 +471,11 @@ def _members(thing: Any, kind: type, before: list[Any]) -> Iterator[tuple[Member
 
 
 def _is_entered(value: Any) -> bool:
-    """Whether a walk enters what lies in a tuple, so that which one it is says nothing."""
+    """Return True if a walk enters this item of a tuple, so that its identity need not be compared."""
     return not is_proxy(value) and (issubclass(type(value), dict | list | deque) or is_user_object(value))
 
 
 def has_own_gradient(tensor: Tensor) -> bool:
-    """Return True for a tensor that is no parameter and has a gradient as parameters have, or asks for one."""
-    # One may ask for it within the step alone, and keep it.
+    """Return True for a leaf tensor that has a gradient or requires one, as parameters do."""
+    # A tensor may require a gradient only within the step, and keep its ``grad``.
     return tensor.is_leaf and (tensor.requires_grad or tensor.grad is not None)

@@ -1,4 +1,4 @@
-"""Views of what cannot be used like a dictionary: one item of each is one thing that a step may read."""
+"""Dictionary-like views of objects that are not dictionaries: each item is one value that a step may read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from graphplan.owners.contents import Unseen, state_of
 from graphplan.tensors.records import slots_of
 
 _MOST_ITEMS = 65536
-"""Items of a list or dictionary that are compared before each replay."""
+"""Maximum number of items of a list or dictionary that are compared before each replay."""
 
 
 class Numbers:
-    """Attributes of an object of torch's, Lightning's or Python's own, properties too: read, guarded, never written."""
+    """Attributes and properties of an object of torch, Lightning or Python: read and guarded, but never written."""
 
     def __init__(self, thing: Any, names: Sequence[str] = ()) -> None:
         self.thing = thing
@@ -31,18 +31,18 @@ class Numbers:
 
 
 class Given(Numbers):
-    """Numbers that a step is handed as arguments: its code has them without a name of theirs."""
+    """Numbers that a step gets as arguments: its code need not load an attribute of this name to read them."""
 
 
 class Setting(Numbers):
-    """Attributes that a class computes or checks, and that can be set."""
+    """Settable attributes that a class computes or validates, such as properties."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self.thing, name, value)
 
 
 class Present:
-    """A dictionary of a class that makes what it lacks, or what it is asked for: read as a plain one."""
+    """A dictionary whose class defines ``__missing__`` or ``__getitem__``, read without calling these."""
 
     def __init__(self, items: dict[Any, Any]) -> None:
         self.items = items
@@ -54,7 +54,7 @@ class Present:
 
 
 def present(container: Any) -> Any:
-    """``container``, or what reads it without running code of its class."""
+    """Return ``container``, or a view that reads it without running code of its class."""
     kind = type(container)
     is_own = kind is not dict and issubclass(kind, dict)
     reads_itself = is_own and isinstance(kind.__getitem__, FunctionType)
@@ -62,7 +62,7 @@ def present(container: Any) -> Any:
 
 
 class Attributes(MutableMapping[str, Any]):
-    """Attributes of an object that keeps them in ``__slots__``, read without running code of its class."""
+    """Attributes of an object with ``__slots__``, read without running code of its class."""
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing
@@ -75,7 +75,7 @@ class Attributes(MutableMapping[str, Any]):
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
-        # A frozen dataclass refuses to be assigned to.
+        # Through the slot's descriptor, because ``setattr`` raises for a frozen dataclass.
         self._slots[name].__set__(self.thing, value)
 
     def __delitem__(self, name: str) -> None:
@@ -89,8 +89,8 @@ class Attributes(MutableMapping[str, Any]):
 
 
 class GroupCounts:
-    """The integers in one parameter group that the optimizer's own step changes: its state, not hyper-parameters.
-    Whichever dictionary the group is now: loading a checkpoint makes new ones.
+    """Integers in one parameter group that the optimizer's own step changes: state, not hyper-parameters. The group is
+    looked up on each access, because loading a checkpoint makes new dictionaries.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, index: int) -> None:
@@ -100,7 +100,7 @@ class GroupCounts:
 
     @property
     def group(self) -> dict[str, Any]:
-        """The parameter group; empty if it is gone."""
+        """The parameter group; empty if it no longer exists."""
         groups = self._optimizer.param_groups
         return groups[self._index] if self._index < len(groups) else {}
 
@@ -112,7 +112,7 @@ class GroupCounts:
 
 
 def attributes_of(thing: Any) -> dict[str, Any] | None:
-    """The dictionary of ``thing``'s attributes, without running code of its class; None if it has none."""
+    """Return the attribute dictionary of ``thing`` without running code of its class; None if it has none."""
     getter: Any = type(thing).__getattribute__
     try:
         inner = (object.__getattribute__ if isinstance(getter, FunctionType) else getter)(thing, "__dict__")
@@ -122,7 +122,7 @@ def attributes_of(thing: Any) -> dict[str, Any] | None:
 
 
 class Told:
-    """A read-only item that shows ``read(items)`` to guards, and gives the same object until the value changes."""
+    """A read-only item that gives ``read(items)`` to guards: the same object until its value changes."""
 
     def __init__(self, items: Any, read: Callable[[Any], Any]) -> None:
         self.items = items
@@ -141,17 +141,17 @@ class Told:
 
 
 def extent(items: Any) -> Any:
-    """How many items a list or deque has, or a dictionary's keys in order."""
+    """Return the length of a list or deque, or the keys of a dictionary in order."""
     return tuple(items) if isinstance(items, dict) else len(items)
 
 
 def contents(items: Any) -> Any:
-    """What a set, buffer or random generator holds, as one value to compare."""
+    """Return what a set, buffer or random generator holds, as one value to compare."""
     return frozenset(items) if isinstance(items, AbstractSet) else state_of(items)
 
 
 def rest(start: int, items: Collection[Any]) -> Any:
-    """The items of a long list or dictionary from ``start`` on."""
+    """Return the items of a long list or dictionary from ``start`` on; an :class:`Unseen` if there are too many."""
     if len(items) > _MOST_ITEMS:
         what = f"of {len(items)} items; what has more than {_MOST_ITEMS}"
         return Unseen(what, "Hold them in a tensor or a tuple")
@@ -160,7 +160,7 @@ def rest(start: int, items: Collection[Any]) -> Any:
 
 
 class Cell:
-    """A closure's variable, used like a dictionary of one item."""
+    """A closure cell, used like a dictionary of one item."""
 
     def __init__(self, cell: CellType) -> None:
         self.cell = cell
@@ -176,8 +176,8 @@ class Cell:
 
 
 class Members:
-    """What a class itself holds, used like a dictionary that can be written to. ``space`` is the dictionary behind the
-    class's ``__dict__``, or the view of it where Python keeps that to itself.
+    """A class's own attributes, used like a writable dictionary. ``space`` is the dictionary behind the read-only
+    ``__dict__`` of the class, or that ``__dict__`` where Python does not give access to the dictionary.
     """
 
     def __init__(self, kind: type) -> None:
@@ -193,8 +193,8 @@ class Members:
 
 
 class Inherited(Members):
-    """What a class holds, seen through one of its objects or subclasses: not there while one of the dictionaries
-    ``before`` it has that name, which Python asks first.
+    """A class's attributes, read through an instance or a subclass. A name is absent while one of the dictionaries
+    ``before``, which Python searches first, has it.
     """
 
     def __init__(self, kind: type, before: Sequence[Any] = ()) -> None:
@@ -208,7 +208,7 @@ class Inherited(Members):
 
 
 def home(container: Any) -> Any:
-    """The object that has to stay the same one for places in ``container`` to remain valid."""
+    """Return the object whose identity must not change if places in ``container`` are to stay valid."""
     if isinstance(container, Told):
         return container.items
     if isinstance(container, Members):

@@ -1,8 +1,8 @@
-"""Walking owners: every place in them that holds a tensor or a Python value, with its path.
+"""Walk owners: find every place in them that holds a tensor or a Python value, with its path.
 
 A *slot* is a container and a key that hold a tensor, at a path such as ``optimizer.state[model.fc.weight].exp_avg``.
-*Links* are the containers that lead there: a guard on both sees a replaced layer or a reloaded optimizer. Objects of
-torch or Lightning that were not given by name are not entered, but for distributions and datasets.
+*Links* are references between containers on the way there: guards on both detect a replaced layer or a reloaded
+optimizer. Objects of torch or Lightning are entered only if they are named as owners, or are distributions or datasets.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Walker(ValueWalker):
         }
 
     def enter(self, owner: Any, path: str) -> None:
-        """Walk a named owner, whatever its type."""
+        """Walk a named owner of any type."""
         if isinstance(owner, Numbers):
             for name in owner.names:
                 self.walk.scalars[f"{path}.{name}"] = Scalar(owner, name, owner.thing, name)
@@ -90,12 +90,12 @@ class _Walker(ValueWalker):
             if not isinstance(space, MappingProxyType):
                 self.walk.places.append((space, key))
             path = self._path_of(label, value, names, held)
-            # What a module or a class holds is used as an attribute, which the dot says.
+            # The leading dot says that code uses the value as an attribute of a module or class.
             self._value(value, path, space, key, 0, (names, f".{key}" if "." in label else key))
         self._take_found(known)
 
     def _path_of(self, label: str, value: Any, names: Namespace, held: Mapping[str, Any]) -> str:
-        """``label``, but what the owner of that name holds, or the variable of that name, is at paths of its own."""
+        """Return ``label`` as a path, renamed if the paths of another owner or variable begin with the same name."""
         root, dot, rest = label.partition(".")
         if root not in self._roots and not (dot and root in names.entries):
             return label
@@ -109,7 +109,7 @@ class _Walker(ValueWalker):
             return
         self.walk.optimizers[path] = optimizer
         inner = vars(optimizer)
-        # A wrapper shows those of the optimizer that it keeps.
+        # A wrapper has none of its own, but exposes those of the wrapped optimizer.
         state, groups = (inner.get(name, empty) for name, empty in (("state", {}), ("param_groups", [])))
         self.walk.links += [(inner, name, inner[name]) for name in ("state", "param_groups") if name in inner]
         self.walk.containers += [inner, state, groups]
@@ -129,7 +129,7 @@ class _Walker(ValueWalker):
                 self._value(value, f"{path}.{name}", inner, name, 1, (optimizer, name))
 
     def leave_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave the optimizer's groups to it, whatever other names lead to them: a step has other flags in them."""
+        """Mark the optimizer's groups as visited, so that no other name walks them: their values are flags."""
         groups = vars(optimizer).get("param_groups", [])
         self._seen.update(map(id, (groups, *groups)))
 
@@ -143,17 +143,17 @@ class _Walker(ValueWalker):
                 self._parameter(param, f"{path}.params[{number}]", params, number, (group, "params"))
         for key, value in group.items():
             if key != "params" and isinstance(value, Tensor):
-                # It stands for a number, such as a learning rate.
+                # The tensor holds a number, such as a learning rate.
                 self.walk.slots[f"{path}.{key}"] = Slot(group, key, group, key, path=f"{path}.{key}")
             elif key != "params" and is_user_object(value):
                 self._value(value, f"{path}.{key}", group, key, 1, (value, key))
 
     def _scaler(self, scaler: GradScaler, path: str) -> None:
-        """A scaler's tensors and constants, and its stage with each optimizer: ``update`` makes new notes each time."""
+        """Walk a scaler's tensors and constants, and its stage for each optimizer, which ``update`` records anew."""
         inner = vars(scaler)
         notes = inner.get("_per_optimizer_states", {})
         self.walk.containers += [inner, notes]
-        # Callables are no state of a scaler: its own decision may be replaced while a step runs.
+        # Callables are not state: graphplan replaces ``_maybe_opt_step`` on the instance while a step runs.
         for name, value in list(inner.items()):
             if value is not notes and not callable(value):
                 self._value(value, f"{path}.{name}", inner, name, 1, (scaler, name))
@@ -164,7 +164,7 @@ class _Walker(ValueWalker):
             self.walk.scalars[stage] = Scalar(note, "stage", scaler, "stage")
 
     def take_names(self) -> None:
-        """What else leads to containers of owners: names that code has, and other attributes."""
+        """Add to each place the other names and attributes that lead to its container."""
         tables: tuple[dict[str, Any], ...] = (self.walk.scalars, self.walk.objects, self.walk.slots)
         found: dict[int, tuple[str | None, tuple[Source, ...]]] = {}
         for number, leads in self._leads.items():
@@ -172,14 +172,14 @@ class _Walker(ValueWalker):
             found[number] = name, tuple(lead for lead in leads.values() if not isinstance(lead[0], Namespace))
         for table in tables if found else ():
             for path, place in table.items():
-                # What is seen of a container as a whole, its length for one, has a space of its own.
+                # A property of a container as a whole, such as its length, is in a Told of its own.
                 whole = isinstance(place.container, Told)
                 leads_here = found.get(id(place.container.items if whole else place.container))
                 if leads_here is not None:
                     table[path] = replace(place, name=leads_here[0], others=leads_here[1])
 
     def take_rest(self) -> None:
-        """Hyper-parameters of optimizers that are no owners. Those around another one share its groups."""
+        """Walk the hyper-parameters of optimizers that are no owners, except groups that they share with owners."""
         owned = {id(group) for optimizer in self.walk.optimizers.values() for group in optimizer.param_groups}
         for path, optimizer in self._named:
             for index, group in enumerate(vars(optimizer).get("param_groups", [])):
@@ -189,7 +189,7 @@ class _Walker(ValueWalker):
 
 
 def walk_owners(owners: Mapping[str, Any]) -> Walk:
-    """Walk ``owners``: modules first, so that optimizers can name their state after the modules' parameters."""
+    """Walk ``owners``: modules first, so that optimizer state is named after the modules' parameters."""
     walker = _Walker(owners)
     for owner in owners.values():
         if isinstance(owner, torch.optim.Optimizer):
