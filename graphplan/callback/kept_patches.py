@@ -44,9 +44,9 @@ def _clip(plugin: Any, optimizer: Any, clip_val: int | float = 0.0, *args: Any, 
 
 
 class LaggingSigterm:
-    """Replaces the epoch loop's broadcast, before every step, of whether rank 0 got a SIGTERM. Several ranks all-reduce
-    it instead, and read the result ``EVERY`` steps later, without waiting. Lightning's signal handler broadcasts at
-    once, which may meet a collective of the step. During training, the handler here only sets a flag.
+    """Replaces the broadcast of rank 0's SIGTERM flag before each step of Lightning's epoch loop. Several ranks
+    all-reduce their flags instead, and read the result ``EVERY`` steps later, without waiting. Lightning's signal
+    handler broadcasts at once, which may meet a collective of the step. In training, this one only sets a flag.
     """
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:

@@ -61,7 +61,7 @@ KNOWN: dict[str, dict[str, str]] = {
 
 
 def _inner(function: Any) -> Any:
-    """Unwrap a library's decorators, as ``torch.compiler.disable``. Wrappers of other packages are unknown code."""
+    """Unwrap library decorators such as ``torch.compiler.disable``. Wrappers of other packages are unknown code."""
     while hasattr(function, "__wrapped__") and is_library(function.__code__.co_filename):
         function = function.__wrapped__
     return function

@@ -61,7 +61,7 @@ def trainer_numbers(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
 
 
 def reached_objects(trainer: Trainer) -> dict[str, Any]:
-    """Return owners that a step's code may reach through the Trainer. Each counts only if the code uses its name."""
+    """Return owners that a step's code may reach through the Trainer. Each is walked only if the code uses its name."""
     anything: Any = trainer
     owners: dict[str, Any] = {
         "trainer (its attributes)": Reached(trainer, ["trainer"], without=["callbacks"]),

@@ -43,7 +43,7 @@ _COPIES = ("cpu", "to")  # Tensor methods that copy to the host. Reads of values
 
 @contextmanager
 def cuda_rules() -> Iterator[None]:
-    """Refuse traced steps in the block for copies to the host and reads there, although all tensors are on the CPU."""
+    """Refuse host copies and host reads in steps traced in the block, although all tensors are on the CPU."""
     rules = Replacements(lambda: [(Tensor, name, _copier(name)) for name in _COPIES])
     token = AS_ON_DEVICE.set(True)
     rules.enter(token)

@@ -31,7 +31,7 @@ from graphplan.step.runner import Backends
 from graphplan.tensors.trees import map_result
 
 _MIB = 2**20
-_CALLS = 64  # Maximum calls of one size until its capture. A capture that has not come by then does not come.
+_CALLS = 64  # Maximum number of calls of one size. If no capture has come by then, none will come.
 _LOOKS = 4  # Maximum lookups of a program: it is captured, checked, captured again if the check fails, and replayed.
 
 

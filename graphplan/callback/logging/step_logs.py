@@ -104,7 +104,7 @@ Part = tuple[int, Sequence[int] | None, Sequence[int]]
 
 @dataclass(frozen=True)
 class Grouped:
-    """The grouped calls of a step by group, and whether all calls are grouped. It is a literal; replays count by it."""
+    """The grouped calls of a step by group, and whether all calls are grouped. Each replay returns it as a literal."""
 
     parts: tuple[Part, ...] = field(default=(), compare=False)
     are_all: bool = field(default=False, compare=False)

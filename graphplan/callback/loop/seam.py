@@ -265,7 +265,7 @@ class Seam(ABC):
         self._arguments.batch_idx = batch_idx
         batch = kwargs["batch"]
         if self._asks_eager is not None:
-            # Pass the batch as the loop passes it, not as it is fed.
+            # ``eager_if`` gets the batch as the loop passes it, not as it is fed to the step.
             self._wants_eager = self._asks_eager(batch_idx + 1, (batch, batch_idx), {})
         if not self._start_logs():
             return self._stock(self._on_device(kwargs))

@@ -1,6 +1,6 @@
 """Lightning's loop over training batches, without the parts that a run does not use. The *loop seam* replaces
-``advance``. It returns to Lightning's loop when a task is due that only this does (validation, the end of the epoch, a
-stop), or when a value that decides about such tasks has changed.
+``advance``. It returns to Lightning's loop when a task is due that only that loop does (validation, the end of the
+epoch, a stop), or when a value that decides about such tasks has changed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _nothing() -> None:
 
 
 class Batches(Iterator[Any]):
-    """Lightning's fetcher for one ``advance``. ``batch`` is fetched, not begun; ``has_ended``: the latest is done."""
+    """A fetcher for one ``advance``. ``batch`` is fetched, but not trained on yet. ``has_ended``: the latest one is."""
 
     def __init__(self, fetcher: Any) -> None:
         self.fetcher = fetcher
