@@ -1,4 +1,4 @@
-"""graphplan: a whole PyTorch training step as one CUDA-graph replay, and never a wrong one."""
+"""Replay a whole PyTorch training step as one CUDA graph, and refuse steps whose replays would give other numbers."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import Lightning or transformers only when what is for them is asked for: the core needs torch alone."""
+    """Import Lightning or transformers only when a name that needs them is used. The core needs only torch."""
     if name == "GraphPlanCallback":
         from graphplan.environment.lightnings import installed_callback_class
 

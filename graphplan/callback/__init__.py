@@ -1,1 +1,1 @@
-"""Graphed steps inside the Trainers of Lightning and of transformers. The only folder that imports either."""
+"""Graphed steps inside the Trainers of Lightning and transformers. Only this folder imports either library."""

@@ -1,4 +1,4 @@
-"""``Trainer(callbacks=[GraphPlanCallback()])``: every steady training step becomes one replay."""
+"""The Lightning callback: ``Trainer(callbacks=[GraphPlanCallback()])`` replays training steps."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from graphplan.step.runner import Backends
 
 _TRAINING, _EVALUATION = "training", "evaluation"
 _STEP_ENDS = "on_train_batch_end"
-_RUNS = 16  # Earlier runs that a report tells of.
-_LIGHTNINGS_OWN = ("log", "log_dict")  # Methods of the module that Lightning sets on every callback.
+_RUNS = 16  # Maximum number of earlier runs in a report.
+_LIGHTNINGS_OWN = ("log", "log_dict")  # Lightning sets these methods of the module on every callback.
 
 
 class GraphPlanCallback(Callback):
-    """Replays a Trainer's training steps, optimizer included, with the numbers of the same run without it.
+    """A callback that replays a Trainer's training steps, optimizer included, with the numbers of a run without it.
 
     Examples:
         >>> import torch
@@ -71,13 +71,13 @@ class GraphPlanCallback(Callback):
         (3, 1, 1, 5)
 
     Raises:
-        OptionError: if an option has a value that makes no sense, or if a Trainer has two of these callbacks.
+        OptionError: if an option has an invalid value, or if a Trainer has two of these callbacks.
         PolicyError: if a mode, role or policy does not exist.
         BackendError: if a backend does not exist.
     """
 
     is_graphplan = True
-    """For both of Lightning's packages."""
+    """Identifies this class. Each of the two Lightning packages has its own ``GraphPlanCallback`` class."""
 
     @takes(CallbackOptions)
     def __init__(self, given: CallbackOptions) -> None:
@@ -87,12 +87,12 @@ class GraphPlanCallback(Callback):
         self._figures: dict[str, Figures] = {}
         self._earlier: deque[tuple[str, Figures]] = deque(maxlen=_RUNS)
         self._backends = Backends()
-        self._kept = Patches()  # What is undone at the end of a fit, however its seam ends.
+        self._kept = Patches()  # Undone at the end of a fit, even if its seam is removed earlier.
         self._stock = StockBatches()
         self._gate: Gate | None = None
 
     def _of(self, part: str, *, describes: bool = False) -> Figures:
-        """Figures of training or evaluation in the current run or the last one, with programs if it ``describes``."""
+        """Return the figures of training or evaluation in the current or last run, with programs if ``describes``."""
         seam = self._seams.get(part)
         figures = seam.figures if seam is not None else self._figures.get(part, Figures())
         if seam is not None and describes:
@@ -126,7 +126,7 @@ class GraphPlanCallback(Callback):
             format: ``"text"``, ``"json"``, or ``"html"`` for a page that needs no other file.
 
         Raises:
-            OptionError: for another format, or where what draws a page is not installed (``graphplan[plot]``).
+            OptionError: for another format, or if a library that draws pages is not installed (``graphplan[plot]``).
         """
         check_format(format)
         training, evaluation = (self._of(part, describes=format != "text") for part in (_TRAINING, _EVALUATION))
@@ -134,7 +134,7 @@ class GraphPlanCallback(Callback):
         return report_of_runs([*runs, (_EVALUATION, evaluation)] if evaluation.stats.calls else runs, format)
 
     def _begin_figures(self, part: str) -> None:
-        """Keep the figures of the run before for the report, and begin with none."""
+        """Keep the figures of the previous run for the report, and start new ones."""
         figures = self._of(part)
         if figures.stats.calls:
             self._earlier.append((part, replace(figures, plan=None)))
@@ -142,14 +142,14 @@ class GraphPlanCallback(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a second callback: both would stand in for the same loop.
+        """Refuse a second GraphPlanCallback: both would replace the same loop.
 
         Raises:
-            OptionError: if the Trainer has another one.
+            OptionError: if the Trainer has another GraphPlanCallback.
         """
         name = name_of(trainer)
         if type(self) is GraphPlanCallback and GraphPlanCallback is not callback_class(name):
-            # The Trainer is of the other package, so the callback becomes one of that package's.
+            # The Trainer belongs to the other Lightning package, so this object takes that package's class.
             self.__class__ = callback_class(name)
             self.__init__(**vars(self._given))  # type: ignore[misc]
             self.setup(trainer, pl_module, stage)
@@ -165,7 +165,7 @@ class GraphPlanCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install the seam: the first hook at which restored optimizer state is in place."""
+        """Install the seam. This is the first hook after Lightning has restored optimizer state."""
         self._begin_figures(_TRAINING)
         with self._refusing(_TRAINING):
             self._start_training(trainer, pl_module)
@@ -190,7 +190,7 @@ class GraphPlanCallback(Callback):
             self._install_training(trainer, pl_module)
 
     def _time_eager_steps(self, gate: Gate) -> None:
-        """Time steps of Lightning's own loop, with nothing but a hook of this callback in it."""
+        """Time steps of Lightning's own loop. Only one hook of this callback runs in it."""
         self._gate = gate
         self._stock.begin(None)
         vars(self)[_STEP_ENDS] = self._end_eager_step
@@ -214,7 +214,7 @@ class GraphPlanCallback(Callback):
         """Install the seam and all patches that belong to it."""
         given = self._given
         reason = closed_loop(trainer, pl_module) if given.loop == "auto" else "loop='stock'"
-        # Steps copy batches to the device themselves if no hook or transfer needs them there before.
+        # The step copies batches to the device itself, unless a hook, eager_if or variant needs them there earlier.
         asks = given.eager_if is not None or given.variant is not None
         may = reason is None and not asks and given.transfer == "auto"
         direct = may and keeps_stock_transfer(trainer, pl_module) is None
@@ -233,9 +233,9 @@ class GraphPlanCallback(Callback):
             LoopSeam(trainer, pl_module, seam.recover, seam.patches, direct=direct)
 
     def _recover(self, part: str, error: Exception) -> None:
-        """Remove graphplan from the running fit after an error of its own: the caller then runs Lightning's code.
+        """Remove graphplan from the running fit after an internal error; the caller then runs Lightning's code.
 
-        An error that is not graphplan's, and any under ``on_failure="raise"``, is raised.
+        Raise the error if it is not graphplan's, and under ``on_failure="raise"``.
         """
         refusal = refusal_of(error)
         if refusal is None:
@@ -247,7 +247,7 @@ class GraphPlanCallback(Callback):
         warnings.warn(f"graphplan runs this fit eagerly: {refusal}", UserWarning, stacklevel=2)
 
     def _stand_down(self, part: str, reason: SkipReason, detail: str) -> None:
-        """Remove everything from the running fit, which goes on in Lightning's own loop, and keep the figures."""
+        """Remove graphplan from the running fit and keep the figures. The fit continues in Lightning's own loop."""
         if part in self._seams:
             self._take_off(part)
             if part == _TRAINING:
@@ -256,7 +256,7 @@ class GraphPlanCallback(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install the seam of evaluation, if it is not there."""
+        """Install the evaluation seam, unless it is installed."""
         if not self._given.eval or _EVALUATION in self._seams or self.options.backend == "eager":
             return
         self._begin_figures(_EVALUATION)
@@ -275,7 +275,7 @@ class GraphPlanCallback(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the seam at the end of a run that only evaluates: a fit may validate again."""
+        """Remove the seam at the end of a run that only evaluates. A fit keeps it for the next validation."""
         if trainer.state.fn != TrainerFn.FITTING and _EVALUATION in self._seams:
             self._remove()
             rank_zero_info(self._of(_EVALUATION).headline())
@@ -284,7 +284,7 @@ class GraphPlanCallback(Callback):
 
     @contextmanager
     def _refusing(self, part: str) -> Iterator[None]:
-        """Refuse the run if the block fails, and leave nothing of graphplan's in it."""
+        """If the block fails, remove graphplan from the run and refuse it."""
         try:
             with refusing():
                 yield
@@ -314,7 +314,7 @@ class GraphPlanCallback(Callback):
         self._backends = Backends()
 
     def _take_off(self, part: str) -> None:
-        """Remove a seam with all that belongs to it, and keep its figures."""
+        """Remove one seam and its patches, and keep its figures."""
         seam = self._seams.pop(part, None)
         if seam is not None:
             programs = seam.describe_programs()
@@ -324,7 +324,7 @@ class GraphPlanCallback(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what the fit's steps were, if that is asked for."""
+        """Log the share of replayed steps, the recaptures and the time of a replayed step, if ``log`` is set."""
         if self._given.log:
             stats = self.stats
             values = {"replayed_share": stats.replayed / max(1, stats.calls), "recaptures": float(stats.recaptured)}
@@ -337,7 +337,7 @@ class GraphPlanCallback(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the seams and say in one line what they did."""
+        """Remove the seams and print a one-line summary."""
         trained = _TRAINING in self._seams or self._stock.count
         self._remove()
         if trained:
@@ -345,23 +345,23 @@ class GraphPlanCallback(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove the seam: Lightning calls nothing else after a failure. The user's errors show the user's frames."""
+        """Remove the seams: Lightning calls no other hook after a failure. Remove graphplan's frames from the error."""
         self._remove()
         leave_out_own_frames(exception.__traceback__, is_refusal=isinstance(exception, GraphPlanError))
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove the seam if nothing else did."""
+        """Remove the seams if no other hook has."""
         self._remove()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is not GraphPlanCallback:
             return super().__reduce_ex__(protocol)
-        # In another process, the second package's class can be imported only through a function.
+        # Another process can import the class for ``pytorch_lightning`` only through this function.
         return blank_callback, (name_of(self),), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The figures of a running fit, without the seam and all else that leads to the Trainer or the module."""
+        """Return the attributes and figures, without the seams and other references to the Trainer or the module."""
         state = {name: value for name, value in vars(self).items() if name not in (*_LIGHTNINGS_OWN, _STEP_ENDS)}
         figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
         fresh = {"_seams": {}, "_backends": Backends(), "_kept": Patches(), "_gate": None}

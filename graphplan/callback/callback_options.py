@@ -1,4 +1,4 @@
-"""Arguments of the callback that are its own, checked once."""
+"""The callback's own options, validated once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIDES = ("forward_backward", "optimizer")
 
 
 def _sides_of(components: Any) -> tuple[Any, ...]:
-    """The parts of a step that are captured, if they can be."""
+    """Return the parts of a step to capture, if possible."""
     if isinstance(components, str):
         return _SIDES if components == "auto" else (components,)
     return tuple(components) if isinstance(components, Sequence) else (components,)
@@ -40,28 +40,28 @@ _CHECKS: Checks = (
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackOptions(TrainingOptions):
-    """What :class:`graphplan.GraphPlanCallback` takes.
+    """Options of :class:`graphplan.GraphPlanCallback`.
 
     Args:
-        mode: ``"auto"`` or ``"train"``: which policy training uses.
-        policies: policy by mode name, or its two role lists:
+        mode: the policy of training: ``"auto"`` or ``"train"``, which mean the same.
+        policies: a policy for each mode name, or its two role lists:
             ``{"train": {"static_roles": [...], "copy_roles": [...]}}``.
         variant: for a step whose control flow alternates (a critic's batch, a generator's batch): a function of
-            ``(batch, batch_idx)``, or the name of such a method of the module, whose answer, a literal or a tuple of
-            literals, says which way the step goes. Each answer has a program of its own.
-        eval: whether validation, test and prediction steps are replayed too, in a fit and in ``Trainer.validate``,
-            ``test`` and ``predict``. They follow the inference policy, by default with state static as well, since
+            ``(batch, batch_idx)``, or the name of such a method of the module. It returns a literal or a tuple of
+            literals that names the path of the step. Each returned value has its own program.
+        eval: whether to replay validation, test and prediction steps too, in a fit and in ``Trainer.validate``,
+            ``test`` and ``predict``. They use the inference policy. By default state is static as well, because
             metrics that a step updates are state.
-        transfer: ``"auto"``: replays copy batches in from host memory where nothing else has them; ``"stock"``: never.
-        loop: ``"auto"``: what Lightning does around each step is left out where it is not used; ``"stock"``: never.
-        components: ``"auto"``: the whole step; forward and backward alone where the optimizer cannot be captured. Or
-            what to capture, whatever could be: ``("forward_backward",)`` or ``("forward_backward", "optimizer")``.
-        log: whether the share of steps that were replayed, the microseconds of a replayed step and the number of
-            recaptures go to the Trainer's loggers at the end of each epoch, as ``graphplan/replayed_share``,
-            ``graphplan/step_us`` and ``graphplan/recaptures``.
+        transfer: ``"auto"``: replays copy batches from host memory if only the step reads them; ``"stock"``: never.
+        loop: ``"auto"``: skip the work around each step that the run does not use; ``"stock"``: run Lightning's loop.
+        components: ``"auto"``: capture the whole step, or forward and backward alone if the optimizer cannot be
+            captured. Or exactly these parts: ``("forward_backward",)`` or ``("forward_backward", "optimizer")``.
+        log: whether the Trainer's loggers get the share of replayed steps, the microseconds of a replayed step and the
+            number of recaptures at the end of each epoch, as ``graphplan/replayed_share``, ``graphplan/step_us`` and
+            ``graphplan/recaptures``.
 
     Raises:
-        OptionError, PolicyError, BackendError: for values that make no sense.
+        OptionError, PolicyError, BackendError: for invalid values.
     """
 
     mode: str = "auto"
@@ -80,20 +80,20 @@ class CallbackOptions(TrainingOptions):
 
     @property
     def captures_optimizer(self) -> bool:
-        """Whether the optimizer is captured with the rest of the step, if it can be."""
+        """Whether to capture the optimizer with the rest of the step, if possible."""
         return _SIDES[1] in _sides_of(self.components)
 
     def of_step(self) -> Options:
-        """The options of a training step."""
+        """Return the options of a training step."""
         return Options(**{**self.shared(), "mode": "train", "policy": self.policy_of("train")})
 
     def of_evaluation(self) -> Options:
-        """The options of validation, test and prediction steps."""
-        # State is static as well: metrics that a step updates are state.
+        """Return the options of validation, test and prediction steps."""
+        # Metrics that a step updates are state, so state is static as well.
         policy = self.policy_of("inference") or Policy("inference", static_roles=tuple(Role))
         given = {**self.shared(), "mode": "inference", "policy": policy, "eager_if": None, "shapes": "exact"}
         return Options(**{**given, "buckets": None})
 
     def policy_of(self, mode: str) -> Policy | None:
-        """The policy that was given for a mode."""
+        """Return the policy that the user gave for a mode, or None."""
         return parse_policies(self.policies or {}).get(mode)

@@ -1,4 +1,4 @@
-"""Validation, test and prediction steps, each a graphed step of its own under the inference policy."""
+"""Validation, test and prediction steps as graphed steps, one for each hook, under the inference policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
 
 
 class EvaluationSeam(Seam):
-    """The seam of the strategy's evaluation steps. It stays for the whole of a run, from one validation to the next."""
+    """The seam that replaces the strategy's evaluation steps. It stays for a whole run, also between validations."""
 
     called = ("validation_step", "test_step", "predict_step")
 
@@ -34,9 +34,9 @@ class EvaluationSeam(Seam):
             self._by_hook[hook] = self.patches.method(self._strategy, hook, partial(self._run, hook)), gate
 
     def _run(self, hook: str, *args: Any) -> Any:
-        """In place of the strategy's method of that name."""
+        """Run in place of the strategy's method ``hook``."""
         self._hook, kwargs = hook, OrderedDict(zip(_ARGUMENTS, args, strict=False))
-        # A step that gets an iterator takes batches from the loader itself.
+        # A step that gets an iterator fetches its batches itself.
         if not args or isinstance(args[0], Iterator) or self._has_left():
             return self._stock(kwargs)
         _, gate = self._by_hook[hook]
@@ -57,7 +57,7 @@ class EvaluationSeam(Seam):
 
     @override
     def _look_at(self, step: GraphedStep) -> None:
-        """Have Lightning's own method back where its step stands down."""
+        """Restore Lightning's own method if its graphed step has stood down."""
         if step.is_down:
             self._by_hook[self._hook][0].remove()
 

@@ -1,4 +1,4 @@
-"""Reasons for which a run's steps are not captured, or its loop is not replaced."""
+"""Reasons not to capture a run's steps, or not to replace Lightning's loop."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _BLIND = (
     "ModelCheckpoint", "TQDMProgressBar", "RichProgressBar", "LearningRateMonitor", "Timer", "DeviceStatsMonitor",
     "EarlyStopping", "OnExceptionCheckpoint",
 )  # fmt: skip
-"""Lightning's callbacks whose hooks do not look at the batch that they are given."""
-_PARALLEL: Any = getattr(strategies, "ModelParallelStrategy", ())  # Lightning has it since 2.4.
+"""Lightning's callbacks whose batch hooks do not read the batch."""
+_PARALLEL: Any = getattr(strategies, "ModelParallelStrategy", ())  # Exists since Lightning 2.4.
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 STOCK_HOOKS = frozenset((START, *_TRANSFERS))
-"""Hooks of the module that Lightning's own loop calls for each batch, and the loop seam never."""
+"""Hooks of the module that Lightning's own loop calls for each batch, but the loop seam never calls."""
 
 
 def has_hook(thing: Any, name: str, base: type) -> bool:
-    """Return True if ``thing`` overrides the hook of ``base``: by a function, an object, a mock."""
+    """Return True if ``thing`` overrides the hook of ``base`` by a function, an object or a mock."""
     return getattr(getattr(thing, name), "__func__", None) is not getattr(base, name)
 
 
 def closed_to_all(trainer: Any) -> str | None:
-    """Return why nothing of this run can be captured, or None if it can."""
+    """Return why no step of this run, training or evaluation, can be captured, or None if steps can be."""
     if not isinstance(trainer, Trainer):
         return (
             f"the Trainer is {type(trainer).__module__}'s, and this class of callback works with "
@@ -66,7 +66,7 @@ def closed_to_all(trainer: Any) -> str | None:
 
 
 def needed_warmup(strategy: Any) -> int:
-    """Eager steps before a trace: DDP forms its buckets in the second, and on CUDA times some of the first ten."""
+    """Return the eager steps before a trace. DDP forms buckets in the second; on CUDA it times some of the first 10."""
     if not isinstance(strategy, DDPStrategy):
         return 1
     return 11 if strategy.root_device.type == "cuda" else 3
@@ -110,14 +110,14 @@ def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:
 
 
 def hands_out_batch(callback: Any) -> bool:
-    """Return True if a callback's hooks may look at the batch."""
+    """Return True if a callback's hooks may read the batch."""
     kind = next((k for k in type(callback).__mro__ if START in vars(k) or END in vars(k)), None)
     known = kind is not None and kind.__module__.partition(".")[0] in _LIGHTNINGS and kind.__name__ in _BLIND
     return not known or START in vars(callback) or END in vars(callback)
 
 
 def closed_loop(trainer: Any, module: LightningModule) -> str | None:
-    """Return why a run needs Lightning's own loop over batches, or None if the loop seam fits."""
+    """Return why a run needs Lightning's own loop over batches, or None if the loop seam can replace it."""
     loop: Any = trainer.fit_loop.epoch_loop
     if not is_known("loop"):
         version = sys.modules[Trainer.__module__.partition(".")[0]].__version__

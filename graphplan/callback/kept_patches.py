@@ -1,4 +1,4 @@
-"""Patches that stay for a whole fit, replayed or not: SIGTERM among ranks, and clipping beside fused optimizers."""
+"""Patches for a whole fit, replayed or not: SIGTERM on several ranks, and gradient clipping with fused optimizers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from graphplan.callback.patches import Patches
 from graphplan.environment.devices import is_accelerator
 
 _METHOD, _NOTIFIER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
-EVERY = 8  # Steps between two messages; each is read when the next one is sent.
+EVERY = 8  # Steps between two all-reduces. The result of one is read when the next one starts.
 _log = logging.getLogger("graphplan")
 
 
 def allow_fused_clipping(trainer: Trainer, patches: Patches) -> None:
-    """Allow gradient clipping beside a fused optimizer, which Lightning's mixed precision refuses: a fused kernel takes
-    scaled gradients. In bfloat16 there is no scale; in float16 the scaler unscales them first, which it notes.
+    """Allow gradient clipping with a fused optimizer. Lightning's mixed precision refuses it, because a fused kernel
+    takes scaled gradients. bfloat16 has no scale; in float16 the scaler unscales the gradients first and records that.
     """
     plugin: Any = trainer.precision_plugin
     if isinstance(plugin, MixedPrecision) and type(plugin).clip_gradients is MixedPrecision.clip_gradients:
@@ -35,7 +35,7 @@ def allow_fused_clipping(trainer: Trainer, patches: Patches) -> None:
 
 
 def _clip(plugin: Any, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
-    """In place of ``MixedPrecision.clip_gradients``."""
+    """Run in place of ``MixedPrecision.clip_gradients``."""
     if plugin.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False) and clip_val > 0:
         unwrapped = getattr(optimizer, "optimizer", optimizer)
         if plugin.scaler._per_optimizer_states[id(unwrapped)]["stage"] is OptState.READY:
@@ -44,9 +44,9 @@ def _clip(plugin: Any, optimizer: Any, clip_val: int | float = 0.0, *args: Any, 
 
 
 class LaggingSigterm:
-    """Replaces the epoch loop's broadcast, before every step, of whether rank 0 got a SIGTERM, among several ranks: the
-    answer is read ``EVERY`` steps later, without waiting. Lightning's signal handler broadcasts at once, which may meet
-    a collective of the step; while batches are trained, this one only takes a note.
+    """Replaces the broadcast of rank 0's SIGTERM flag before each step of Lightning's epoch loop. Several ranks
+    all-reduce their flags instead, and read the result ``EVERY`` steps later, without waiting. Lightning's signal
+    handler broadcasts at once, which may meet a collective of the step. In training, this one only sets a flag.
     """
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
@@ -63,15 +63,15 @@ class LaggingSigterm:
             patches.callback(self._end)
 
     def _end(self) -> None:
-        """Lightning learns of a signal that was noted."""
+        """Restore Lightning's handler, and pass a noted signal on to Lightning."""
         _replace_handler(self._take_note, self._stock)
         if self._is_told:
             self._connector.received_sigterm = True
 
     def _take_note(self, number: int, frame: Any) -> None:
-        """In place of Lightning's own handler."""
+        """Run in place of Lightning's own handler."""
         if not self._trainer.training:
-            # No step is under way.
+            # No step is running, so Lightning's handler may broadcast.
             self._stock(number, frame)
             return
         if not self._is_told and (launcher := self._trainer.strategy.launcher) is not None:
@@ -79,7 +79,7 @@ class LaggingSigterm:
         self._is_told = True
 
     def _ask(self) -> None:
-        """In place of the loop's own method."""
+        """Run in place of the loop's ``_broadcast_sigterm_tensor``."""
         self._calls += 1
         if self._calls % EVERY:
             return
@@ -93,7 +93,7 @@ class LaggingSigterm:
             raise SIGTERMException
 
     def _send(self) -> Callable[[], int]:
-        """Ask for the highest rank that got a SIGTERM; returns what reads the answer, that rank plus one or 0."""
+        """Start an all-reduce. Return a function to read the result: the highest rank with a SIGTERM plus one, or 0."""
         device = self._trainer.strategy.root_device
         told = self._is_told or bool(getattr(self._trainer, "received_sigterm", False))
         highest = torch.full((1,), told * (self._trainer.global_rank + 1), device=device)
@@ -107,6 +107,6 @@ class LaggingSigterm:
 
 
 def _replace_handler(old: Any, new: Any) -> None:
-    """Put ``new`` in the place of ``old`` among what Lightning calls at a SIGTERM, if it is there."""
+    """Replace ``old`` by ``new`` in Lightning's list of SIGTERM handlers, if it is there."""
     handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
     handlers[:] = [new if handler == old else handler for handler in handlers]

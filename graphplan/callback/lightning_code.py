@@ -1,6 +1,6 @@
-"""The code of Lightning's that this package has copies of, by the digest of its text. Code with another digest is not
-replaced. For a new release, read what has changed in the functions of the parts whose digests
-``tests/lightning/test_lightning_code.py`` names, and add these to :data:`KNOWN`.
+"""Digests of the Lightning source code that this package has copies of. Code with an unknown digest is not replaced.
+For a new release, ``tests/lightning/test_lightning_code.py`` names the parts with new digests. Read what has changed in
+their functions, and add the digests to :data:`KNOWN`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOP_METHODS = (
     "_accumulated_batches_reached", "on_iteration_done", "reset_restart_stage", "on_run_start", "_on_before_fetch",
     "_on_after_fetch", "_save_loggers_on_train_batch_end",
 )  # fmt: skip
-"""Methods of the loop over training batches; none may be overridden."""
+"""Methods of the loop over training batches. The loop seam is not used if one is overridden."""
 PARTS: dict[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
     "loop": (
         (_TrainingEpochLoop, LOOP_METHODS),
@@ -48,7 +48,7 @@ PARTS: dict[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
     ),
     "bar": ((TQDMProgressBar, ("on_train_batch_end", "_should_update")),),
 }
-"""Functions that are replaced or passed over, by part and by their class or module."""
+"""Functions that this package replaces or bypasses, by part, with their class or module."""
 KNOWN: dict[str, dict[str, str]] = {
     "loop": {"a3eff944d7ac9f68": "2.6.0 to 2.6.6"},
     "logs": {
@@ -57,18 +57,18 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "bar": {"5e84b70001174190": "2.6.0 to 2.6.6"},
 }
-"""The digests of each part, and the versions of Lightning that they were taken from."""
+"""The known digests of each part, and the versions of Lightning that have them."""
 
 
 def _inner(function: Any) -> Any:
-    """What torch, as ``torch.compiler.disable``, has wrapped; a wrapper of another package's is unknown code."""
+    """Unwrap library decorators such as ``torch.compiler.disable``. Wrappers of other packages are unknown code."""
     while hasattr(function, "__wrapped__") and is_library(function.__code__.co_filename):
         function = function.__wrapped__
     return function
 
 
 def _source_of(code: CodeType) -> str:
-    """What ``inspect.getsource`` gives, which asks each imported module for its file before."""
+    """Return the same text as ``inspect.getsource``, which would first ask each imported module for its file."""
     return dedent("".join(getblock(getlines(code.co_filename)[code.co_firstlineno - 1 :])))
 
 
@@ -84,11 +84,11 @@ def _digest_of(functions: tuple[Any, ...]) -> str:
 
 
 def digest_of(part: str) -> str:
-    """The digest of what is installed of a part; an empty text if some of it has no source."""
+    """Return the digest of the installed code of a part, or an empty string if a function has no source."""
     found: list[Any] = [getattr(holder, name, None) for holder, names in PARTS[part] for name in names]
     return _digest_of(tuple(_inner(getattr(one, "fget", None) or one) for one in found))
 
 
 def is_known(part: str) -> bool:
-    """Return True if the installed code of a part is what the copies of it were written from."""
+    """Return True if the copies of a part were written from the installed code."""
     return digest_of(part) in KNOWN[part]

@@ -1,4 +1,4 @@
-"""Patches of Lightning's objects, and the way out of them after graphplan's own errors."""
+"""Patches of Lightning's objects, and the fallback to Lightning's code after graphplan's internal errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial, wraps
 from typing import Any
 
 Recover = Callable[[Exception], None]
-"""Takes graphplan out of the running fit after an error of its own, or raises the error."""
+"""Removes graphplan from the running fit after an internal error, or raises the error."""
 
 
 class InstancePatch(partial[Any]):
@@ -18,31 +18,31 @@ class InstancePatch(partial[Any]):
     _name: str
 
     def __new__(cls, owner: Any, name: str, run: Callable[..., Any]) -> InstancePatch:
-        """``run`` for the method ``name`` of ``owner``."""
+        """Create a patch that runs ``run`` in place of the method ``name`` of ``owner``."""
         self = super().__new__(cls, run)
         self._owner, self._name = owner, name
         return self
 
     def remove(self) -> None:
-        """Have the method back, unless something else was put there since."""
+        """Restore the method, unless other code has replaced this patch."""
         if vars(self._owner).get(self._name) is self:
             del vars(self._owner)[self._name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._owner, self._name)  # Of a copy that is still being made, and has no attributes yet.
+        return getattr, (self._owner, self._name)  # A copied owner has no attributes yet: this finds the method.
 
 
 class Patches(ExitStack):
-    """Changes of instances, never of classes. Closing it undoes them, the latest first."""
+    """A stack of changes to instances, never to classes. Closing it undoes them, the latest first."""
 
     def method(self, owner: Any, name: str, run: Callable[..., Any]) -> InstancePatch:
-        """Call ``run`` in the place of a method."""
+        """Replace the method ``name`` of ``owner`` by ``run``."""
         patch = vars(owner)[name] = InstancePatch(owner, name, run)
         self.callback(patch.remove)
         return patch
 
     def kind(self, thing: Any, kind: type, **attributes: Any) -> None:
-        """Give ``thing`` a subclass of its class, and attributes that this needs."""
+        """Change the class of ``thing`` to its subclass ``kind``, and set the attributes that ``kind`` needs."""
         self.callback(_put_back, thing, type(thing), attributes)
         vars(thing).update(attributes)
         object.__setattr__(thing, "__class__", kind)
@@ -55,7 +55,7 @@ def _put_back(thing: Any, kind: type, names: Iterable[str]) -> None:
 
 
 def telling(tell: str, plain: Any) -> Callable[..., Any]:
-    """Make a method that calls the method ``tell`` of its object, then ``plain``."""
+    """Return a method that calls its object's method named ``tell``, then ``plain``."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         getattr(self, tell)()
@@ -65,7 +65,7 @@ def telling(tell: str, plain: Any) -> Callable[..., Any]:
 
 
 def settled(name: str) -> Any:
-    """Make a property for an attribute that ``settle`` of its object brings up to date, before it is read or set."""
+    """Return a property for an attribute. It calls its object's ``settle()`` before the attribute is read or set."""
 
     def read(self: Any) -> Any:
         self.settle()
@@ -79,8 +79,8 @@ def settled(name: str) -> Any:
 
 
 def recovering(stock: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a method in the place of Lightning's code: after an error of graphplan's own it calls ``recover`` of its
-    object, then ``stock``, Lightning's code, with the same arguments.
+    """Decorate a method that replaces Lightning's code. After an internal error of graphplan, it calls its object's
+    ``recover``, then ``stock``, Lightning's code, with the same arguments.
     """
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:

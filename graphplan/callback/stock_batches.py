@@ -1,4 +1,4 @@
-"""Batches of a fit that Lightning trains on without graphplan."""
+"""Counts of the batches that Lightning trains on without graphplan."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from graphplan.report.stats import Stats
 
 
 class StockBatches:
-    """Counts the batches before the seam is installed and after it was removed, from Lightning's own progress.
-    ``reason`` tells why the current ones run without graphplan; None for those that are timed.
+    """Counts, from Lightning's progress, the batches before the seam is installed and after it is removed. ``reason``
+    is why the current batches run without graphplan, or None while they are timed.
     """
 
     def __init__(self, trainer: Any = None) -> None:
-        # Not the Trainer, which a callback must not keep.
+        # A callback must not hold the Trainer, so keep only its progress.
         self._progress: Any = None if trainer is None else trainer.fit_loop.epoch_loop.batch_progress.total
         self._since: int | None = None
         self._past = Stats()
@@ -22,22 +22,22 @@ class StockBatches:
         self.reason: SkipReason | None = None
 
     def begin(self, reason: SkipReason | None, detail: str = "") -> None:
-        """Count from the next batch on."""
+        """Start to count with the next batch."""
         self.end()
         self._since, self.reason, self._detail = self._progress.ready, reason, detail
 
     def end(self) -> None:
-        """Count no batch after the current one."""
+        """Stop counting after the current batch."""
         self._past, self._since = self.added_to(Stats()), None
 
     @property
     def count(self) -> int:
-        """Batches since :meth:`begin`; 0 after :meth:`end`."""
+        """Number of batches since :meth:`begin`; 0 after :meth:`end`."""
         count: int = 0 if self._since is None else self._progress.ready - self._since
         return count
 
     def added_to(self, stats: Stats) -> Stats:
-        """``stats`` with these batches among the eager ones."""
+        """Return ``stats`` with these batches counted as eager."""
         total = Stats()
         total.merge(self._past)
         total.merge(stats)

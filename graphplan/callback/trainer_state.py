@@ -1,4 +1,4 @@
-"""What a step may read of the Trainer: owners that stand for its numbers and objects, and the batch's index."""
+"""Owners for the parts of the Trainer that a step may read: its numbers, its objects and the batch index."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _CALLBACKS = (
     "callbacks", "early_stopping_callback", "early_stopping_callbacks", "checkpoint_callback", "checkpoint_callbacks",
     "progress_bar_callback",
 )  # fmt: skip
-ARGUMENTS = "arguments"  # The owner that stands for them.
+ARGUMENTS = "arguments"  # The name of the owner :class:`Arguments`.
 WRAPPER, WRAPPERS_NOTE = "strategy.model", "require_forward_param_sync"
-"""The module that DDP wraps around the LightningModule, and its note whether it broadcasts buffers before the next
-forward pass: not after one without gradients, or one whose gradients stayed on the rank. A step branches on the note
+"""The module that DDP wraps around the LightningModule, and its flag to broadcast buffers before the next forward pass.
+The flag is off after a pass without gradients, or one whose gradients stayed on the rank. A step branches on the flag
 and changes it."""
 
 
 def optimizers_of(trainer: Trainer) -> dict[str, Any]:
-    """The optimizers by name."""
+    """Return the optimizers by name."""
     if len(trainer.optimizers) == 1:
         return {"optimizer": trainer.optimizers[0]}
     return {f"optimizers[{index}]": optimizer for index, optimizer in enumerate(trainer.optimizers)}
 
 
 def trainer_numbers(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
-    """Owners that stand for the numbers of the Trainer, its loops and schedulers: a replay does not freeze them."""
+    """Return owners for the numbers of the Trainer, its loops and schedulers, so that a replay does not freeze them."""
     loop: Any = trainer.fit_loop
     owners: dict[str, Any] = {
-        # Only evaluation is done to see whether it works.
+        # Only evaluation has a sanity check.
         "trainer": Numbers(trainer, _TRAINER if trains else (*_TRAINER, "sanity_checking")),
         "trainer.fit_loop.epoch_loop": Numbers(loop.epoch_loop, _LOOP),
         "trainer.optim_progress": Numbers(loop.epoch_loop.automatic_optimization.optim_progress, ("optimizer_steps",)),
@@ -61,7 +61,7 @@ def trainer_numbers(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
 
 
 def reached_objects(trainer: Trainer) -> dict[str, Any]:
-    """Owners that a step's code comes to through the Trainer, if it names them."""
+    """Return owners that a step's code may reach through the Trainer. Each is walked only if the code uses its name."""
     anything: Any = trainer
     owners: dict[str, Any] = {
         "trainer (its attributes)": Reached(trainer, ["trainer"], without=["callbacks"]),
@@ -84,7 +84,7 @@ def reached_objects(trainer: Trainer) -> dict[str, Any]:
 
 
 def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
-    """Callbacks with hooks inside the step, by name. They are owners, as the module is."""
+    """Return the callbacks with hooks inside the step, by name. Like the module, they are owners."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     hooked: dict[str, Any] = {}
     for callback in callbacks:
@@ -94,7 +94,7 @@ def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
 
 
 class _Group:
-    """One of an optimizer's parameter groups, whose items are its attributes: a trace has stand-ins for its numbers."""
+    """A parameter group of an optimizer, with its items as attributes. A trace replaces its numbers by stand-ins."""
 
     __slots__ = ("_index", "_optimizer")
 
@@ -103,7 +103,7 @@ class _Group:
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        # A checkpoint brings groups of its own.
+        # Loading a checkpoint replaces the groups, and may change their number.
         groups = self._optimizer.param_groups
         return groups[self._index] if self._index < len(groups) else {}
 
@@ -115,7 +115,7 @@ class _Group:
 
 
 class _Added:
-    """The numbers of the groups that an optimizer gets beyond the first ``count``, under what leads to them."""
+    """The numbers of the parameter groups after the first ``count``, under the name ``param_groups`` that code uses."""
 
     def __init__(self, optimizer: Optimizer, count: int) -> None:
         self._optimizer, self._count = optimizer, count
@@ -131,7 +131,7 @@ def _numbers_in(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def group_numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """Owners that stand for an optimizer that steps on the host: code in the step may read its learning rate."""
+    """Return owners for an optimizer that steps outside the replay. Code in the step may read its learning rate."""
     groups = optimizer.param_groups
     found = {
         f"optimizer.param_groups[{index}]": Numbers(_Group(optimizer, index), _numbers_in(group))
@@ -141,7 +141,7 @@ def group_numbers(optimizer: Optimizer) -> dict[str, Any]:
 
 
 class Arguments:
-    """Numbers that Lightning hands to hooks in a step: a trace has stand-ins in their place."""
+    """Numbers that Lightning passes to hooks in a step. A trace replaces them by stand-ins."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -149,5 +149,5 @@ class Arguments:
 
     @property
     def epoch(self) -> int:
-        """The Trainer's."""
+        """The Trainer's current epoch."""
         return self._trainer.current_epoch

@@ -1,4 +1,4 @@
-"""Graphed steps in the ``Trainer`` of transformers: its loop stays, one step of it becomes a replay."""
+"""Graphed steps in the ``Trainer`` of transformers. Its loop stays as it is, and each step becomes a replay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from graphplan.step.graphed_step import GraphedStep, graph_step
 
 _ALLOWED = ("*_dataloader_references_ref*", "*accelerator._dataloaders*")
-"""What accelerate asks its loaders for. The loop decides by it whether the optimizer steps, not the step."""
+"""References of accelerate to its data loaders. The loop, not the step, decides by them whether the optimizer steps."""
 
 
 @dataclass
@@ -28,29 +28,29 @@ class _Hidden:
 
 
 _HIDDEN: WeakKeyDictionary[GraphPlanTrainer, _Hidden] = WeakKeyDictionary()
-"""What the loop changes around each step, out of sight of the walk over the trainer."""
+"""Values that the loop changes around each step. The walk over the trainer does not find them here."""
 
 
 class GraphPlanTrainer(Trainer):
-    """A ``Trainer`` whose steps are replays: forward, backward, clipping and the optimizer's step.
+    """A ``Trainer`` that replays its steps: forward, backward, gradient clipping and the optimizer's step.
 
-    ``class Mine(GraphPlanTrainer, SFTTrainer)`` replays those of another trainer. What cannot be replayed runs as in
-    ``Trainer``, and a warning or the report says why.
+    ``class Mine(GraphPlanTrainer, SFTTrainer)`` replays the steps of another trainer. Steps, or parts of steps, that
+    cannot be replayed run as in ``Trainer``. A warning or the report says why.
 
     Attributes:
-        graph_options: options of :func:`graphplan.graph_step`; ``on_failure`` is ``"eager"`` unless they say otherwise.
-        graph_optimizer: whether clipping and the optimizer's step are to be part of a replay.
+        graph_options: options of :func:`graphplan.graph_step`. ``on_failure`` is ``"eager"`` by default.
+        graph_optimizer: whether a replay includes gradient clipping and the optimizer's step.
         graphed: the step of the latest ``train()``, with ``stats`` and ``report()``; None before its first step.
     """
 
     graph_options: Mapping[str, Any] = {}
     graph_optimizer: bool = True
     graphed: GraphedStep | None = None
-    _grad_norm: tuple[Any] | None = None  # In a tuple, if the training step has taken the optimizer's step, too.
+    _grad_norm: tuple[Any] | None = None  # A tuple if the training step has also made the optimizer's step.
 
     @property
     def state(self) -> Any:
-        """The ``TrainerState``. It changes with each step, so that a step that reads it is not replayed."""
+        """The ``TrainerState``. It changes with each step, so a step that reads it is not replayed."""
         hidden = _HIDDEN.setdefault(self, _Hidden())
         hidden.was_read |= hidden.in_step
         return hidden.state
@@ -60,7 +60,7 @@ class GraphPlanTrainer(Trainer):
         _HIDDEN.setdefault(self, _Hidden()).state = state
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train by replays. Optimizers are stock again at the end."""
+        """Train with replayed steps. Restore the optimizers at the end."""
         self.graphed, _HIDDEN[self].stood_down = None, False
         try:
             return super().train(*args, **kwargs)
@@ -76,7 +76,7 @@ class GraphPlanTrainer(Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
         inputs = self._prepare_inputs(inputs)
         updates = self._with_optimizer and self.accelerator.sync_gradients
-        # An evaluation leaves the model in its own mode, for which there would be another program.
+        # Evaluation leaves the model in eval mode, which would need another program.
         model.train()
         hidden.in_step, hidden.was_read = True, False
         try:
@@ -87,7 +87,7 @@ class GraphPlanTrainer(Trainer):
             self._stand_down("the step reads trainer.state, which changes with each step; expected one that does not")
         if updates:
             self._grad_norm = tuple(norm)
-            # The loop's own optimizer.step() does nothing unless gradients are to be synchronized.
+            # The replay has stepped. The loop's own optimizer.step() does nothing unless gradients are synchronized.
             self.accelerator.gradient_state._set_sync_gradients(False)
         return loss
 

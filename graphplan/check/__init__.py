@@ -1,1 +1,1 @@
-"""A look before the run: what keeps a step from being replayed, found on any machine, all at once."""
+"""Checks before a run, on any machine. They list everything that keeps a step from being replayed."""

@@ -1,4 +1,4 @@
-"""``python -m graphplan``: check a step before it is run, and say what a report of a fault needs."""
+"""``python -m graphplan``: check a step before a run, and print the facts that a bug report needs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PACKAGES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with ``arguments``, by default those of the process; the exit status."""
+    """Run the command with ``arguments``, by default those of the process. Return the exit status."""
     parser = argparse.ArgumentParser(prog="graphplan", description="Whole training steps as CUDA-graph replays.")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser(
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def script() -> None:
-    """The ``graphplan`` command."""
+    """Run the ``graphplan`` command."""
     sys.exit(main())
 
 
@@ -89,8 +89,8 @@ def _result(options: argparse.Namespace) -> Result:
 
 def load(target: str, *, what: str) -> Callable[[], Any]:
     """Return a function that makes the object that ``target`` names, ``pkg.module:expression`` or
-    ``path/to/file.py:expression``; a class is called without arguments. ``what`` is the target for the OptionError if
-    it cannot be found.
+    ``path/to/file.py:expression``. A class is called without arguments. ``what`` names the target in the OptionError
+    that is raised if it cannot be found.
     """
     place, colon, expression = target.partition(":")
     if not colon or not expression:
@@ -111,7 +111,7 @@ def load(target: str, *, what: str) -> Callable[[], Any]:
 
 
 def _imported(place: str, what: str) -> ModuleType:
-    # As a script that is run there finds its neighbours.
+    # The module can then import its neighbors, as a script can.
     for folder in map(os.path.abspath, (os.path.dirname(place), os.curdir)):
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -129,7 +129,7 @@ def _imported(place: str, what: str) -> ModuleType:
 
 
 def _batches(expression: str) -> list[Any]:
-    """One batch, as often as a fit is long."""
+    """Return one batch, repeated more often than a check has steps."""
     try:
         batch = eval(expression, {"torch": torch})
     except Exception as error:
@@ -138,7 +138,7 @@ def _batches(expression: str) -> list[Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Collect what a report of a fault needs: versions of Python and of packages, devices and settings."""
+    """Return the facts that a bug report needs: versions of Python and of packages, devices and settings."""
     facts: dict[str, Any] = {"python": sys.version.split()[0], "platform": platform.platform()}
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Checks of a LightningModule: a few steps of a fit in a Trainer of its own."""
+"""Checks of a LightningModule, by a few steps of a fit in a separate Trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphplan.errors import OptionError
 
 
 def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "fit") -> Result:
-    """Train a module for a few steps on the CPU, and list everything that would keep its steps from being replays.
+    """Train a module for a few steps on the CPU, and list everything that keeps its steps from being replayed.
 
     Examples:
         >>> from graphplan.check.fit import check_fit
@@ -27,8 +27,8 @@ def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "
     Args:
         make: returns the LightningModule, of either of Lightning's packages; called twice.
         data: returns a DataModule, a DataLoader, a Dataset of batches, or a list of batches; None if the module has
-            loaders of its own.
-        name: what the result is headed with.
+            its own loaders.
+        name: the heading of the result.
 
     Returns:
         The result. ``print(result.text())`` lists the blockers.
@@ -49,7 +49,7 @@ def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "
             )  # fmt: skip
             loader = getattr(module.train_dataloader, "__func__", None)
             is_own = fed is None and loader is not pl.LightningModule.train_dataloader
-            # A fit takes a data module in the place of a loader.
+            # ``fit`` takes a data module in place of a loader.
             trainer.fit(module, fed if is_own or isinstance(fed, pl.LightningDataModule) else _loader_of(fed))
         return callback.stats, callback.plan, callback.notes
 
@@ -58,7 +58,7 @@ def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "
 
 @contextmanager
 def _quiet(package: str) -> Iterator[None]:
-    """Without what Lightning says of each fit."""
+    """Suppress Lightning's messages about a fit."""
     logger = logging.getLogger(package)
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Checks of a step and of a fit: a few real steps on the CPU, under CUDA's rules, and what they found."""
+"""Checks of a step or a fit. Run a few real steps on the CPU under CUDA's rules, and list what they found."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from graphplan.trace.records import collecting
 
 _WIDTH = 100
 Facts = dict[str, Any]
-STEPS = 16  # Steps of each run: enough for a warm-up, traces that are made again, a capture and a few replays.
+STEPS = 16  # Steps of each run: enough for a warm-up, repeated traces, a capture and a few replays.
 _NO_REFUSALS = {SkipReason.SHAPE, SkipReason.EAGER_IF, SkipReason.UNBORN, SkipReason.MAX_GRAPHS}
-"""Reasons for eager calls that the way to a program has, too."""
+"""Reasons for eager calls that are no refusals: calls before a capture have them, too."""
 Ran = tuple[Stats, Plan | None, list[str]]
-"""Counts of a run's training steps, their latest plan, and notes on what is replayed."""
+"""Counts of a run's training steps, their latest plan, and notes on the replayed parts."""
 
 
-_COPIES = ("cpu", "to")  # Methods of tensors that copy to the host. What reads values is refused on the CPU, too.
+_COPIES = ("cpu", "to")  # Tensor methods that copy to the host. Reads of values are refused on the CPU, too.
 
 
 @contextmanager
 def cuda_rules() -> Iterator[None]:
-    """Refuse steps traced in the block for copies to the host and reads there, though all tensors are on the host."""
+    """Refuse host copies and host reads in steps traced in the block, although all tensors are on the CPU."""
     rules = Replacements(lambda: [(Tensor, name, _copier(name)) for name in _COPIES])
     token = AS_ON_DEVICE.set(True)
     rules.enter(token)
@@ -60,9 +60,9 @@ def _copier(name: str) -> Callable[..., Any]:
     @wraps(original)
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         targets = (*args, *kwargs.values())
-        # To the host wherever the step runs, by name; ``self.device`` is not.
+        # The name ``cpu`` copies to the host on any device; a target such as ``self.device`` does not.
         if name == "cpu" or any(isinstance(target, str) and target == "cpu" for target in targets):
-            # What only keeps the copy can wait for it.
+            # Code that only keeps the copy can get it after the step.
             copy = Conversions.copy_of(self, args, kwargs)
             if copy is not None:
                 return copy
@@ -80,15 +80,15 @@ def _copier(name: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-        name: what was checked.
-        blockers: why the step cannot be replayed as a whole, one text each with file, line and what to do; empty if
-            it can.
-        warnings: what replays would leave out, and the like.
-        replayed: what would be replayed as things are.
-        plan: facts of the plan, :func:`facts_of`; None if none could be made.
+        name: the name of the checked step or fit.
+        blockers: the reasons why the step cannot be replayed as a whole, each a text with file, line and what to do;
+            empty if it can.
+        warnings: Python effects that replays would leave out.
+        replayed: a text that says which part of the step would be replayed now.
+        plan: facts of the plan, :func:`facts_of`; None if no plan could be made.
     """
 
     name: str
@@ -98,11 +98,11 @@ class Result:
     plan: Facts | None
 
     def data(self) -> dict[str, Any]:
-        """The result as plain data."""
+        """Return the result as plain data."""
         return asdict(self)
 
     def text(self) -> str:
-        """The result as text for people."""
+        """Return the result as text for people."""
         lines = [f"{self.name}: {self.replayed}"]
         if self.plan is not None:
             mib = {name: nbytes / 2**20 for name, nbytes in self.plan["bytes"].items()}
@@ -129,9 +129,9 @@ def check_step(
     owners: Mapping[str, Any] | Sequence[Any] | None = None,
     name: str = "step",
 ) -> Result:
-    """Run a step a few times on the CPU, and list everything that would keep it from being one replay.
+    """Run a step a few times on the CPU, and list everything that keeps it from being one replay.
 
-    The steps are real: models are trained by them.
+    The steps are real: they train the models.
 
     Examples:
         >>> import torch
@@ -147,9 +147,9 @@ def check_step(
 
     Args:
         fn: the step.
-        calls: the positional arguments of one call each; they repeat.
+        calls: the positional arguments of each call. They are used again from the start if there are too few.
         owners: objects whose tensors the step uses, as for :func:`graph_step`.
-        name: what the result is headed with.
+        name: the heading of the result.
 
     Returns:
         The result. ``print(result.text())`` lists the blockers.
@@ -173,7 +173,7 @@ def check_step(
 
 
 def check(run: Callable[[], Ran], name: str) -> Result:
-    """The result of two short trainings, on the tape without raising: one collects refusals, one is as it would be."""
+    """Return the result of two short runs on the tape that do not raise. One collects refusals, one is normal."""
     token = TWICE.set(True)
     try:
         return _check(run, name)
@@ -182,7 +182,7 @@ def check(run: Callable[[], Ran], name: str) -> Result:
 
 
 def _check(run: Callable[[], Ran], name: str) -> Result:
-    # A step that is refused is let go on, for a plan of it.
+    # A refused step continues here, so that it gets a plan.
     with warnings.catch_warnings(), collecting() as found, cuda_rules():
         warnings.simplefilter("ignore")
         _, collected_plan, _ = run()
@@ -214,7 +214,7 @@ def _replayed(stats: Stats, notes: Sequence[str], *, is_blocked: bool) -> str:
 
 
 def blockers_of(collected: Iterable[RefusalError], stats: Stats) -> tuple[str, ...]:
-    """The texts of refusals that were collected, and of those that a run without collecting counted, each once."""
+    """Return the texts of collected refusals, and of those that a run without collecting counted, each once."""
     texts = [*map(str, collected), *stats.reasons]
     found: dict[str, str] = {}
     for text in texts:
@@ -223,11 +223,11 @@ def blockers_of(collected: Iterable[RefusalError], stats: Stats) -> tuple[str, .
 
 
 _WITHOUT_NUMBERS = re.compile(r"(?<![\w:])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
-"""Numbers that differ from run to run, and not those of lines."""
+"""Matches numbers that may differ from run to run, but not line numbers."""
 
 
 def facts_of(plan: Plan) -> Facts:
-    """Roles, operators, launches, guards and memory of a plan, ready to be written as JSON."""
+    """Return the roles, operators, launches, guards and memory of a plan, ready to be written as JSON."""
     return {
         "roles": {external.name: f"{external.role} {external.spec}" for external in plan.externals},
         "operators": dict(sorted(plan.operators.items())),

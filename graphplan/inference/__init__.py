@@ -1,1 +1,1 @@
-"""Predictions as replays: any function, method or module, for changing shapes, with bounds on programs and memory."""
+"""Replayed predictions of any function, method or module, for changing shapes, with limits on programs and memory."""

@@ -1,4 +1,4 @@
-"""A function, method or module whose calls are replays."""
+"""Functions, methods and modules whose calls are replayed."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from graphplan.step.runner import Backends
 from graphplan.tensors.trees import map_result
 
 _MIB = 2**20
-_CALLS = 64  # A size is called at most this often; a capture that has not come by then does not come.
-_LOOKS = 4  # For a program: captured, checked, if that fails captured anew, replayed.
+_CALLS = 64  # Maximum number of calls of one size. If no capture has come by then, none will come.
+_LOOKS = 4  # Maximum lookups of a program: it is captured, checked, captured again if the check fails, and replayed.
 
 
 class Pool:
-    """Memory for the programs of several graphed functions.
+    """A memory pool for the programs of several graphed functions.
 
-    Programs of one pool use the same memory for their intermediates, so they take turns: calls from several threads
-    wait for each other, and a stream waits for the work that another stream got before.
+    Programs of one pool use the same memory for their intermediates, so they take turns. Calls from several threads
+    wait for each other, and a stream waits for the earlier work of another stream.
 
     Examples:
         >>> import torch
@@ -59,7 +59,7 @@ class Pool:
         self._last: torch.Stream | None = None
 
     def take(self, device: torch.device | None) -> None:
-        """Have the pool until :meth:`give_back`, to compute on ``device``. Raises BusyError if this thread has it."""
+        """Hold the pool until :meth:`give_back`, to compute on ``device``. Raises BusyError if this thread holds it."""
         if self._thread == get_ident():
             raise BusyError(
                 "a graphed function was called, closed or invalidated from within a call of the same pool; expected "
@@ -69,7 +69,7 @@ class Pool:
         self._lock.acquire()
         self._thread = get_ident()
         try:
-            # This thread's stream waits for the work of the last call, if that was on another stream.
+            # This thread's stream waits for the work of the last call, if it was on another stream.
             if device is not None and is_accelerator(device):
                 current = current_stream(device)
                 if self._last is not None and self._last != current:
@@ -80,7 +80,7 @@ class Pool:
             raise
 
     def give_back(self) -> None:
-        """Let other threads have the pool."""
+        """Release the pool to other threads."""
         self._thread = None
         self._lock.release()
 
@@ -93,18 +93,18 @@ _CHECKS: Checks = (
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(PlainOptions):
-    """What :func:`graphplan.graphed` takes beside the function.
+    """Options of :func:`graphplan.graphed`.
 
     Args:
-        static_roles: roles that keep fixed addresses; with ``"state"`` the function may change what it owns.
-        copy_roles: roles that are copied in; with ``"param"``, :meth:`Graphed.replay` takes other weights.
+        static_roles: roles with fixed addresses. With ``"state"``, the function may change state that it owns.
+        copy_roles: roles that are copied in. With ``"param"``, :meth:`Graphed.replay` takes other weights.
         outputs: ``"clone"``, or ``"static"``: results are the program's own memory, and raise when they are used
-            after its next replay. Fed to another graphed function they are not copied, if it was captured on them.
-        capture_after: number of calls of a shape before it is traced, which takes a call or two more, and captured.
-        pool: what shares stream and memory with others; by default each use of ``graphed`` has its own.
+            after its next replay. Another graphed function does not copy them, if it was captured on them.
+        capture_after: number of calls of a shape before it is traced and captured. Traces take one or two more calls.
+        pool: the pool that shares a stream and memory with others; by default each use of ``graphed`` has its own.
 
     Raises:
-        OptionError, PolicyError, BackendError: for values that make no sense.
+        OptionError, PolicyError, BackendError: for invalid values.
     """
 
     static_roles: Iterable[Role | str] = ("input", "param")
@@ -114,7 +114,7 @@ class ServeOptions(PlainOptions):
     max_graphs: int = 64
     pool: Pool | None = None
     step: Options = field(init=False)
-    """The options of the step underneath."""
+    """The options of the underlying graphed step."""
 
     def __post_init__(self) -> None:
         check_values(self, _CHECKS)
@@ -125,7 +125,7 @@ class ServeOptions(PlainOptions):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes: ``input`` buffers, ``param`` used or copied, carried ``state``, lent ``output``, programs' ``pool``."""
+    """Bytes of ``input`` buffers, parameters used or copied, ``state``, lent ``output``, and the programs' ``pool``."""
 
     input: int
     param: int
@@ -135,10 +135,10 @@ class Memory:
 
 
 class Graphed(GraphedStep):
-    """A :class:`graphplan.GraphedStep` whose calls are a function's, replayed. Made by :func:`graphplan.graphed`.
+    """A :class:`graphplan.GraphedStep` that replays the calls of a function. Made by :func:`graphplan.graphed`.
 
-    On a class, it is a method: each instance gets buffers and programs of its own, over one pool, and under
-    ``@classmethod`` each class.
+    On a class, it is a method. Each instance, or each class under ``@classmethod``, gets its own buffers and programs
+    over one pool.
 
     Examples:
         >>> import torch
@@ -152,7 +152,7 @@ class Graphed(GraphedStep):
         1
 
     Raises:
-        OptionError: if ``fn`` cannot be called, or only begins something when it is.
+        OptionError: if ``fn`` is not callable, or is a coroutine or generator function.
     """
 
     def __init__(self, fn: Callable[..., Any], options: ServeOptions, pool: Pool | None = None) -> None:
@@ -178,8 +178,8 @@ class Graphed(GraphedStep):
 
     @override
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call. Raises StaleError for an argument that a later replay has overwritten (``outputs="static"``)."""
-        # Part of another step, which has it in its own recording.
+        """Make a call. Raises StaleError if a later replay has overwritten an argument (``outputs="static"``)."""
+        # Within another step, run the function: it becomes part of that step's recording.
         return self._fn(*args, **kwargs) if runs_within_step() else super()._call(args, kwargs)
 
     @override
@@ -188,26 +188,26 @@ class Graphed(GraphedStep):
         self.pool.take(self.machine.runner.device)
 
     def replay(self, args: tuple[Any, ...], *, params: Mapping[str, Tensor] | None = None) -> Any:
-        """Call with other weights, under ``copy_roles=("input", "param")``: one program for any number of sets.
+        """Call with other weights, under ``copy_roles=("input", "param")``. One program serves any number of sets.
 
-        The first time for such arguments, the function is called with copies of them until there is a program.
+        If there is no program for such arguments, first call the function with copies of them until there is one.
 
         Args:
             args: positional arguments.
-            params: values for all parameters by name, such as a module's ``state_dict``; the owners' own without it.
+            params: values for all parameters by name, such as a module's ``state_dict``; by default the owners' own.
 
         Raises:
-            OptionError: with ``shapes="bucket"``, which pads what is fed.
-            NotCapturedError: if no program came of it, with the reason.
+            OptionError: with ``shapes="bucket"``, which pads the arguments.
+            NotCapturedError: if the call was not captured, with the reason.
             FeedError: if a value is missing, unknown, or of another shape, dtype or device.
-            OutcomeError: if the function branches on a value that is another one than in the program.
+            OutcomeError: if the function branches on a value that differs from the one in the program.
         """
         if self._padded is not None:
             raise OptionError("replay is for shapes='exact'; expected calls, which are padded first")
         for _ in range(_LOOKS):
             with self._alone():
                 found = self.machine.find_program(tuple(map(plain, args)))
-                # A call checks one that was traced once.
+                # A program made of one trace has to be checked by a call first.
                 if found is not None and not found[0].is_unproven:
                     program, feed = found
                     result = program.run(feed.leaves, {Role.PARAM: params or {}})
@@ -226,18 +226,18 @@ class Graphed(GraphedStep):
         example: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
     ) -> int:
-        """Capture before the first request, the largest size first: smaller ones then fit into its memory.
+        """Capture before the first request, the largest size first, so that smaller ones fit into its memory.
 
         Args:
-            sizes: sizes of dimension 0, or sizes by dimension; by default all that ``buckets`` has.
+            sizes: sizes of dimension 0, or sizes by dimension; by default all sizes of ``buckets``.
             example: positional arguments of one call, of any size.
             kwargs: keyword arguments of that call.
 
         Returns:
-            How many programs were captured.
+            The number of captured programs.
 
         Raises:
-            OptionError: for sizes that make no sense, or where gradients are wanted.
+            OptionError: for invalid sizes, or if a size is not captured, such as when gradients are wanted.
         """
         given, before = flatten(tuple(example), kwargs or {}), self.stats.captured
         for dims in _parse_sizes(sizes, None if self._padded is None else self._padded.padding.ladders):
@@ -249,12 +249,12 @@ class Graphed(GraphedStep):
 
     @property
     def num_graphs(self) -> int:
-        """How many programs are ready."""
+        """The number of programs that are ready."""
         return len(self.programs)
 
     @property
     def memory(self) -> Memory:
-        """Bytes by what they are for."""
+        """Bytes by purpose."""
         programs = self.programs
 
         def bytes_of(role: Role) -> int:
@@ -290,10 +290,10 @@ class Graphed(GraphedStep):
 
 @takes_optionally(ServeOptions)
 def graphed(fn: Callable[..., Any] | None, options: ServeOptions) -> Any:  # noqa: D417
-    """Have calls of a function, method or module replayed.
+    """Replay the calls of a function, method or module.
 
-    A call is eager while gradients are wanted: use ``torch.no_grad()`` or ``torch.inference_mode()``, which are part of
-    a program's key, as are training flags and everything else that a graphed step looks at.
+    A call is eager while gradients are wanted: use ``torch.no_grad()`` or ``torch.inference_mode()``. These are part of
+    a program's key, as are training flags and everything else that a graphed step reads.
 
     Examples:
         >>> import torch
@@ -313,7 +313,7 @@ def graphed(fn: Callable[..., Any] | None, options: ServeOptions) -> Any:  # noq
         torch.Size([5, 2])
 
     Args:
-        fn: what to call. Without it, the arguments are those of a decorator.
+        fn: the function, method or module. Without it, ``graphed`` returns a decorator.
 
     Returns:
         A callable with ``stats``, ``shapes``, ``memory``, ``report()``, ``prewarm(example=)``,
@@ -321,7 +321,7 @@ def graphed(fn: Callable[..., Any] | None, options: ServeOptions) -> Any:  # noq
         instance.
 
     Raises:
-        OptionError: if an option has a value or a type that makes no sense.
+        OptionError: if an option has an invalid value or type.
         PolicyError: if a role does not exist, or is copied and not static.
         BackendError: if a backend does not exist.
         OwnersError: if ``owners`` is neither a mapping nor a sequence.
@@ -330,7 +330,7 @@ def graphed(fn: Callable[..., Any] | None, options: ServeOptions) -> Any:  # noq
 
 
 def _zeros(example: Feed, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call of zeros, with other sizes in the dynamic dimensions that ``dims`` has."""
+    """Return the arguments of a call with zeros for tensors, with the sizes ``dims`` in the dynamic dimensions."""
     places = dynamic.of(example)
     leaves = list(example.leaves)
     for index, leaf in example.tensors():
@@ -341,7 +341,7 @@ def _zeros(example: Feed, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tu
 
 
 def _parse_sizes(sizes: Sequence[int | Mapping[int, int]] | None, ladders: Ladders | None) -> list[dict[int, int]]:
-    """Sizes by dimension, the largest first; by default all that there are ladders for. Raises OptionError."""
+    """Return sizes by dimension, the largest first; by default all sizes of the ladders. Raises OptionError."""
     if sizes is None and ladders is not None:
         choices = product(*(ladders.sizes(dim) for dim in ladders.dims))
         parsed = [dict(zip(ladders.dims, choice, strict=True)) for choice in choices]
@@ -357,7 +357,7 @@ def _parse_sizes(sizes: Sequence[int | Mapping[int, int]] | None, ladders: Ladde
 
 
 def _capture(step: GraphedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Make a call again and again until it is captured or replayed. Returns why it is not, if so."""
+    """Repeat a call until it is captured or replayed. Return None, or the reason if it is not."""
     done = step.stats.captured + step.stats.replayed
     before, timing = step.stats.skipped.copy(), step.machine.timing
     opens, timing.opens = timing.opens, False

@@ -1,4 +1,4 @@
-"""Functions called one after the other, of which some are captured and others run eagerly."""
+"""Chains of functions, of which some are captured and others run eagerly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Chain:
         self.__name__ = self.__qualname__ = " + ".join(map(name_of, segments))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call them. A tuple is handed on as arguments, anything else as one argument."""
+        """Call the segments. Pass a tuple on as the next arguments, and any other result as one argument."""
         first, *others = self.segments
         result = first(*args, **kwargs)
         for segment in others:
@@ -38,18 +38,18 @@ class Chain:
 
 
 def name_of(segment: Segment) -> str:
-    """The name of a function, or of a module's class."""
+    """Return the name of a function, or of a module's class."""
     return getattr(segment, "__name__", type(segment).__name__)
 
 
 class Pieces(Reports):
-    """Common to both forms of :func:`graphplan.piecewise`.
+    """The base class of both forms of :func:`graphplan.piecewise`.
 
-    ``scope`` is what is done now, ``reasons`` say why segments, or the whole, are not captured, by name.
+    ``scope`` is the current scope. ``reasons`` say, by name, why segments, or the whole, are not captured.
     """
 
     def __init__(self, whole: Segment, scope: str, options: ServeOptions, eager: Sequence[str] = ()) -> None:
-        """``eager`` are names of what no piece has."""
+        """``eager`` are the names of modules that are in no piece."""
         if scope not in SCOPES:
             raise OptionError(f"scope is {scope!r}; expected one of: {', '.join(SCOPES)}")
         if options.shapes == "bucket":
@@ -60,7 +60,7 @@ class Pieces(Reports):
         self._eager = dict.fromkeys(eager, "named in at")
         if scope == "piecewise":
             self.reasons |= self._eager
-        # From the first piece to the last: a second thread would overwrite what is handed on.
+        # Held from the first piece to the last: a second thread would overwrite the results in between.
         self._lock = RLock()
         self._downgrades = scope == "auto"
         self._whole = whole
@@ -70,12 +70,12 @@ class Pieces(Reports):
         self._full = self._graph(whole, inner) if self.scope == "full" else None
 
     def _graph(self, segment: Segment, options: ServeOptions) -> Graphed:
-        """A graphed piece, which :meth:`close` closes."""
+        """Return a graphed piece, which :meth:`close` closes."""
         self._pieces.append(Graphed(segment, options, self.pool))
         return self._pieces[-1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call all of it. What is handed from piece to piece is not copied where both are programs."""
+        """Call all segments. Results are not copied between two pieces that are both programs."""
         if self.scope == "none" or runs_within_step():
             return self._whole(*args, **kwargs)
         with self._lock:
@@ -83,7 +83,7 @@ class Pieces(Reports):
                 try:
                     return self._full(*args, **kwargs)
                 except RefusalError as error:
-                    # The call that was refused has not happened.
+                    # The refused call has had no effect.
                     self._downgrade(error, "piecewise")
             result = self._call_pieces(args, kwargs)
             if self._options.outputs == "static":
@@ -91,7 +91,7 @@ class Pieces(Reports):
             return map_result(lambda leaf: leaf.plain().clone() if isinstance(leaf, StaticOutput) else leaf, result)
 
     def _downgrade(self, error: RefusalError, scope: str) -> None:
-        """Go on with less captured, or raise ``error`` if that was not asked for."""
+        """Capture less from now on, or raise ``error`` if the user's scope is not ``"auto"``."""
         if not self._downgrades:
             raise error
         self.reasons |= {name_of(self._whole): str(error), **self._eager}
@@ -105,22 +105,22 @@ class Pieces(Reports):
 
     @property
     def programs(self) -> list[Graphed]:
-        """Pieces that are captured: one for each run of consecutive segments."""
+        """The captured pieces, one for each run of consecutive segments."""
         return [piece for piece in self._pieces if piece.num_graphs]
 
     @property
     def num_graphs(self) -> int:
-        """How many recordings there are."""
+        """The number of recordings."""
         return sum(graphed.num_graphs for graphed in self.programs)
 
     def text(self) -> str:
-        """The report as text."""
+        """Return the report as text."""
         lines = [f"graphplan: scope {self.scope}, {self.num_graphs} graphs"]
         lines += [f"  eager: {name}: {reason}" for name, reason in self.reasons.items()]
         return "\n".join([*lines, *(graphed.text() for graphed in self.programs)])
 
     def data(self) -> dict[str, Any]:
-        """The report as data."""
+        """Return the report as data."""
         pieces = [graphed.data() for graphed in self.programs]
         return {"scope": self.scope, "graphs": self.num_graphs, "reasons": dict(self.reasons), "pieces": pieces}
 
@@ -132,14 +132,14 @@ class Pieces(Reports):
 
 
 class Segments(Pieces):
-    """See :func:`graphplan.piecewise`: each segment is first captured alone, to find out whether it can be."""
+    """A chain for :func:`graphplan.piecewise`. Each segment is first captured alone, to find out whether it can be."""
 
     def __init__(self, segments: Sequence[Segment], scope: str, options: ServeOptions) -> None:
         if not segments or not all(map(callable, segments)):
             raise OptionError(f"piecewise was given {segments!r}; expected functions or modules, at least one")
         super().__init__(Chain(segments), scope, options)
         self._segments = tuple(segments)
-        self._trials: list[Graphed | None] = []  # Each segment alone; None for one that cannot be captured.
+        self._trials: list[Graphed | None] = []  # Each segment graphed alone; None for one that cannot be captured.
         self._each = Chain([partial(self._try, at) for at in range(len(segments))])
         self._runs: Chain | None = None
 
@@ -152,7 +152,7 @@ class Segments(Pieces):
         return (self._runs or self._each)(*args, **kwargs)
 
     def _try(self, at: int, *args: Any, **kwargs: Any) -> Any:
-        """Call a segment. A refusal decides that it is called eagerly."""
+        """Call a segment. After a refusal, it is called eagerly from now on."""
         trial, segment = self._trials[at], self._segments[at]
         if trial is not None:
             try:
@@ -164,7 +164,7 @@ class Segments(Pieces):
         return segment(*args, **kwargs)
 
     def _join(self) -> Chain:
-        """Runs of consecutive segments that can be captured, and the others."""
+        """Return a chain of all segments, in which consecutive ones that can be captured are one graphed piece."""
         runs = list[Segment]()
         self.close()
         for can_be, pairs in groupby(zip(self._trials, self._segments, strict=True), lambda pair: pair[0] is not None):

@@ -1,4 +1,4 @@
-"""A model cut at some of its modules: those run eagerly, and what it computes between them is captured."""
+"""A model cut at some of its modules. These run eagerly, and the computation between them is captured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LITERALS = (bool, int, float, str, type(None))
 def piecewise(
     segments: nn.Module | Sequence[Segment], *, at: Sequence[str] | None = None, scope: str = "auto", **options: Any
 ) -> Segments | SplitModel:
-    """Capture what can be captured of a chain of functions, or of a model, and run the rest eagerly in between.
+    """Capture the parts of a chain of functions, or of a model, that can be captured. Run the rest eagerly.
 
     Examples:
         >>> import torch
@@ -40,19 +40,19 @@ def piecewise(
         ('full', 1)
 
     Args:
-        segments: functions or modules, each called with the results of the one before; or one model, with ``at``. Which
-            can be captured is found out: each is traced and captured alone in the first calls. Consecutive ones then
-            become one program.
+        segments: functions or modules, each called with the results of the one before; or one model, with ``at``. In
+            the first calls each segment is traced and captured alone, to find out whether it can be captured.
+            Consecutive segments that can be captured then become one program.
         at: names, or patterns of names (``"blocks.*.attention"``), of modules of the model that run eagerly.
-        scope: ``"full"`` (one program), ``"piecewise"``, ``"none"`` (eager), or ``"auto"``: one program if that can be,
+        scope: ``"full"`` (one program), ``"piecewise"``, ``"none"`` (eager), or ``"auto"``: one program if possible,
             else pieces, else eager, with the reasons.
-        **options: as for :func:`graphplan.graphed`, but for buckets.
+        **options: as for :func:`graphplan.graphed`, except buckets.
 
     Returns:
         A callable with ``scope``, ``reasons``, ``num_graphs``, ``report()`` and ``close()``.
 
     Raises:
-        OptionError: if an argument has a value or a type that makes no sense.
+        OptionError: if an argument has an invalid value or type.
     """
     serve = ServeOptions(**options)
     if isinstance(segments, nn.Module):
@@ -67,7 +67,7 @@ def piecewise(
 
 
 class SplitModel(Pieces):
-    """See :func:`graphplan.piecewise`: a model whose modules named in ``at`` run eagerly."""
+    """A model for :func:`graphplan.piecewise` whose modules named in ``at`` run eagerly."""
 
     def __init__(self, model: nn.Module, at: Sequence[str], scope: str, options: ServeOptions) -> None:
         self._names = _match_modules(model, at)
@@ -81,7 +81,7 @@ class SplitModel(Pieces):
     def _call_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = _facts_of(self._model)
         if facts != self._facts:
-            # Layers, numbers or flags that the pieces were made from are others now.
+            # Modules, tensors, numbers or flags that the pieces were made from have changed.
             self.close()
             self._splits.clear()
             self._facts = facts
@@ -94,7 +94,7 @@ class SplitModel(Pieces):
             self._downgrade(error, "none")
             return self._model(*args, **kwargs)
         self._calls += 1
-        # torch.fx renames arguments whose values are settled, and keeps their order.
+        # torch.fx renames arguments with concrete values, but keeps their order.
         names = inspect.signature(pieces.forward).parameters
         result = pieces(**dict(zip(names, bound.values(), strict=True)))
         if self._calls == self._next_check and not any(map(asks_for_gradients, flatten_result(result)[0])):
@@ -108,14 +108,14 @@ class SplitModel(Pieces):
             pieces, between = _split(self._model, self._names, literals)
             options = replace(self._options, outputs="static", owners=None)
             for name, part in between.items():
-                # No module any more, which could not be put in the place of one.
+                # A graphed piece is no module, and nn.Module does not let it replace one.
                 delattr(pieces, name)
                 setattr(pieces, name, self._graph(part, options))
             self._splits[key] = pieces
         return self._splits[key]
 
     def _check(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare with the model itself: its code may do what torch.fx does not see."""
+        """Compare the result with the model's own: its code may do something that torch.fx does not see."""
         self._next_check = next_check(self._options.step.check_every, self._calls)
         found = flatten_result(result)[0]
         for (name, wanted), leaf in zip(named_leaves(self._model(*args, **kwargs)), found, strict=True):
@@ -137,7 +137,7 @@ def _is_alike(wanted: Any, found: Any) -> bool:
 
 
 def _match_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The names of the modules that match the patterns. Raises OptionError if one matches none."""
+    """Return the names of the modules that match the patterns. Raises OptionError if a pattern matches none."""
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise OptionError(f"at is {patterns!r}; expected a list of names of modules, such as ['blocks.*.attention']")
     names = [name for name, _ in model.named_modules() if name]
@@ -148,7 +148,7 @@ def _match_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
                 f"{', '.join(names[:12])}"
             )
     matched = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    # A module within another that is matched too is a part of that one.
+    # A matched module within another matched module is a part of that one.
     return [name for name in matched if not any(name.startswith(f"{other}.") for other in matched)]
 
 
@@ -164,7 +164,7 @@ class _Tracer(fx.Tracer):
 def _split(
     model: nn.Module, names: Sequence[str], literals: Mapping[str, Any]
 ) -> tuple[fx.GraphModule, dict[str, nn.Module]]:
-    """The model as a module of pieces, and by name those that are not cut out. Raises SplitError."""
+    """Return the model as a module of pieces, and by name the pieces that run between the cuts. Raises SplitError."""
     tracer = _Tracer(names)
     try:
         graph = tracer.trace(model, concrete_args=dict(literals))
@@ -192,7 +192,7 @@ def _split(
 
 
 def _facts_of(model: nn.Module) -> list[Any]:
-    """List the facts that a model is cut by: its modules, what lies in them, their numbers and flags."""
+    """List the facts that the pieces depend on: modules, their tensors, numbers and flags, and hook counts."""
     facts: list[Any] = []
     for module in model.modules():
         facts.append(id(module))

@@ -1,1 +1,1 @@
-"""Reading statistics and programs aloud: as text for people, as JSON, as a drawing for graphviz."""
+"""Reports on statistics and programs as text, as JSON, or as an HTML page with drawings."""

@@ -1,4 +1,4 @@
-"""What a report says of the calls of a step, or of the steps of a fit: as text for people, and as plain data."""
+"""The content of a report on the calls of a step, or on the steps of a fit, as text and as plain data."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from graphplan.report.stats import COUNTS, KINDS, Stats
 from graphplan.specs.roles import Role
 
 _LONGEST = 100
-"""Characters that the headline has of why most eager steps were eager."""
+"""Maximum number of characters in the headline for the detail of the most frequent reason for eager steps."""
 CLOSED = "no step of this fit can be captured"
-"""How the note on a fit begins that is refused as a whole, before its first step."""
+"""The beginning of the note on a fit that is refused as a whole, before its first step."""
 
 
 @dataclass
 class Figures:
-    """Counts of calls, and facts beside them: further ``notes``, the latest ``plan``, the ``part`` of a step that is
-    replayed if that is not all of it, and descriptions of ``programs`` for the data.
+    """Counts of calls, further ``notes``, the latest ``plan``, the replayed ``part`` of a step (empty for the whole
+    step), and descriptions of ``programs`` for the data.
     """
 
     stats: Stats = field(default_factory=Stats)
@@ -36,7 +36,7 @@ class Figures:
         return self.stats.captured - self.stats.recaptured
 
     def headline(self) -> str:
-        """One line: plans, steps replayed of all, why others were not, recaptures, time per step, extra memory."""
+        """Return one line: plans, replayed steps, reasons for others, recaptures, time per step, gain, extra memory."""
         stats = self.stats
         reasons = [f"{count}: {reason.value}" for reason, count in stats.skipped.most_common(2)]
         for reason, _ in stats.skipped.most_common(1):
@@ -67,7 +67,7 @@ class Figures:
         return "graphplan: " + "; ".join(parts)
 
     def text(self) -> str:
-        """The headline, why steps were eager, what was invalidated, and phases, one fact per line."""
+        """Return the headline, reasons for eager steps, events, notes, memory, checks and phases, one fact per line."""
         stats = self.stats
         lines = [self.headline()]
         lines += [f"  eager {count}x: {text}" for text, count in stats.reasons.items()]
@@ -89,7 +89,7 @@ class Figures:
         return "\n".join(lines)
 
     def data(self) -> dict[str, Any]:
-        """The same as data, ready to be written as JSON, with the timeline and the programs."""
+        """Return the same as data for JSON, with the timeline and the programs."""
         stats, gain = self.stats, self.stats.gain()
         phases = {
             name: {"seconds": stats.phases[name], "calls": calls} for name, calls in stats.phase_counts.items() if calls
@@ -111,7 +111,7 @@ class Figures:
 
 
 def describe_program(program: Program) -> dict[str, Any]:
-    """A program with its plan, as plain data."""
+    """Return a program and its plan as plain data."""
     plan = program.plan
     roles = {
         str(role): {"tensors": len(externals), "bytes": sum(external.spec.nbytes for external in externals)}

@@ -1,6 +1,6 @@
-"""Reports in the form that was asked for: text, JSON, or one HTML page that needs no other file.
+"""Reports as text, JSON, or one HTML page that needs no other file.
 
-The page's drawings are SVG within it, and a few lines of script search.
+The page contains its drawings as SVG, and a few lines of script for its search.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from graphplan.report.figures import Figures
 COLORS = {
     "eager": "#9aa0a6", "traced": "#f29900", "captured": "#d93025", "replayed": "#188038", "verified": "#1a73e8",
 }  # fmt: skip
-"""Of the kinds of calls; any other kind is drawn black."""
+"""Colors by kind of call. Any other kind is drawn black."""
 _FORMATS = ("text", "json", "html")
 
 
 class Reports(ABC):
-    """Something whose calls and programs can be reported in several forms."""
+    """The base class of objects that report on their calls and programs in several formats."""
 
     @abstractmethod
     def text(self) -> str:
-        """The report as text."""
+        """Return the report as text."""
 
     @abstractmethod
     def data(self) -> dict[str, Any]:
-        """The report as plain data."""
+        """Return the report as plain data."""
 
     def report(self, format: str = "text") -> str:
-        """What the calls so far were, why some were eager, and what there is to replay.
+        """Report on the calls so far, the reasons for eager calls, and the programs.
 
         Args:
-            format: ``"text"``, ``"json"`` (the same as data, with each program) or ``"html"`` (that as a page of its
-                own, with drawings).
+            format: ``"text"``, ``"json"`` (the same as data, with each program) or ``"html"`` (this data as a page with
+                drawings).
 
         Raises:
             OptionError: for an unknown format, or if the libraries that draw a page are not installed.
@@ -51,13 +51,13 @@ class Reports(ABC):
 
 
 def check_format(format: str) -> None:
-    """Raise OptionError for an unknown format, naming those that there are."""
+    """Raise OptionError for an unknown format. The error names the known ones."""
     if format not in _FORMATS:
         raise OptionError(f"format is {format!r}; expected one of: {', '.join(_FORMATS)}")
 
 
 def report_of_runs(runs: Sequence[tuple[str, Figures]], format: str) -> str:
-    """The figures of a callback's runs, each with what ran (training, evaluation), as one report."""
+    """Return one report on the figures of a callback's runs. Each run is training or evaluation."""
     if format == "text" and len(runs) == 1:
         return runs[0][1].text()
     of_each, numbers = Counter(part for part, _ in runs), Counter[str]()
@@ -72,7 +72,7 @@ def report_of_runs(runs: Sequence[tuple[str, Figures]], format: str) -> str:
 
 
 def page(sections: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """The titled data of steps as an HTML document. Raises OptionError if jinja2 or matplotlib is not installed."""
+    """Return the titled data of steps as an HTML page. Raises OptionError if jinja2 or matplotlib is not installed."""
     try:
         from jinja2 import Environment
         from matplotlib.figure import Figure
@@ -95,13 +95,13 @@ def _svg(figure: Any, draw: Callable[[Any, Mapping[str, Any]], None], data: Mapp
     draw(figure.subplots(), data)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    # The lines before it are for files of their own.
+    # The lines before this tag are only for separate SVG files.
     _, tag, rest = text.getvalue().partition("<svg")
     return tag + rest
 
 
 def _draw_calls(axes: Any, data: Mapping[str, Any]) -> None:
-    """One bar of calls, in the colours of their kinds."""
+    """Draw one bar of calls, in the colors of their kinds."""
     timeline = data["timeline"]
     for kind in dict.fromkeys(stretch["kind"] for stretch in timeline):
         spans = [(stretch["first"], stretch["count"]) for stretch in timeline if stretch["kind"] == kind]
@@ -112,7 +112,7 @@ def _draw_calls(axes: Any, data: Mapping[str, Any]) -> None:
 
 
 def _draw_times(axes: Any, data: Mapping[str, Any]) -> None:
-    """Milliseconds per call of each stretch, and of a step without graphplan and with replays."""
+    """Draw the milliseconds per call of each stretch, and of a step without graphplan and with replays."""
     for stretch in data["timeline"]:
         if stretch["seconds"]:
             ms = stretch["seconds"] / stretch["count"] * 1e3

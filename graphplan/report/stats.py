@@ -1,4 +1,4 @@
-"""Counters of one graphed step: what ran eagerly and why, what was replayed, and where the time went."""
+"""Counters of one graphed step: eager calls and their reasons, replays, and the time of each phase."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ COUNTS = (
     "eager", "traced", "captured", "replayed", "recaptured", "verified", "bytes_verified", "bytes_copied",
     "bytes_static",
 )  # fmt: skip
-"""Counts of a step; those of several steps are their sums."""
+"""Counts of a step. The counts of several steps are added."""
 TEXTS = 64
 OTHERS = "others"
-"""A table has so many texts; what comes after them, each perhaps with another number in it, is counted as others."""
+"""A table has at most ``TEXTS`` texts. Later ones, which may differ in a number only, are counted as ``OTHERS``."""
 PHASES = ("warmup", "trace", "capture", "first_replay", "steady", "verify")
 STARTING = ("warmup", "trace", "capture", "verify")
-"""Phases that a fit without graphplan does not have. Each of their calls is a step, too."""
+"""Phases that a fit without graphplan does not have. Each call in them is also a step."""
 LAPS = 255
-"""Latest replays in a row whose times from end to end are kept: no validation between two steps moves the median."""
-STRETCHES = 1000  # Stretches of a timeline; what comes after them is one more.
+"""Number of kept times from one replay's end to the next. A validation between two steps does not move their median."""
+STRETCHES = 1000  # Maximum stretches of a timeline. The last one includes all later calls.
 
 
 class Gain(NamedTuple):
-    """Seconds of the host's clock: ``saved`` by replays, ``spent`` on warm-up, traces, captures and checks beyond what
-    their steps take without graphplan, and what is left: negative where a fit was too short.
+    """Seconds of the host's clock: ``saved`` by replays, ``spent`` on warm-up, traces, captures and checks beyond the
+    time of their steps without graphplan, and ``net``, the difference. It is negative if a fit was too short.
     """
 
     saved: float
@@ -43,16 +43,16 @@ class Gain(NamedTuple):
 
 @dataclass(slots=True)
 class Stats:
-    """What a step did. ``eager + traced + captured + replayed`` is the number of calls that returned.
+    """Counts and times of a step. ``eager + traced + captured + replayed`` is the number of calls that returned.
 
-    ``verified`` of the replayed calls were also run eagerly, and compared; there eager's outcome stands.
-    ``bytes_verified`` is the size of one copy of what such a check copies.
-    ``bytes_copied`` went into static inputs before replays. ``bytes_static`` is what inputs and programs take,
-    ``bytes_estimated`` what the largest program was estimated to. ``phases`` holds seconds of host time,
-    ``phase_counts`` the calls they cover; ``"steady"`` is every replay of a program but its first. ``laps`` are seconds
-    from one replay's end to the next one's: what a training step takes all in all, on a busy device too, where the host
-    runs ahead of it. ``measured`` are seconds of a step, ``"eager"`` without graphplan and ``"replayed"``, where it was
-    measured whether replays pay. ``shortest`` are the host's seconds of the shortest eager step of warm-ups and checks.
+    ``verified`` replayed calls were also run eagerly and compared; their eager outcome stands. ``bytes_verified`` is
+    the size of one copy of the state that such a check copies. ``bytes_copied`` were copied into static inputs before
+    replays. ``bytes_static`` is the size of static inputs and programs, ``bytes_estimated`` the estimated size of the
+    largest program. ``phases`` holds seconds of host time, ``phase_counts`` the calls in them. ``"steady"`` is every
+    replay of a program except its first. ``laps`` are seconds from one replay's end to the next: the full time of a
+    training step, even if the device is busy and the host runs ahead of it. ``measured`` are seconds of a step,
+    ``"eager"`` (without graphplan) and ``"replayed"``, if the speed gate measured them. ``shortest`` is the host time
+    of the shortest eager step in warm-ups and checks, in seconds.
 
     Examples:
         >>> import torch
@@ -74,7 +74,7 @@ class Stats:
     skipped: Counter[SkipReason] = field(default_factory=Counter)
     reasons: dict[str, int] = field(default_factory=dict)
     details: dict[str, SkipReason] = field(default_factory=dict)
-    """What each of ``reasons`` is a wording of."""
+    """The skip reason of each text in ``reasons``."""
     events: dict[str, int] = field(default_factory=dict)
     bytes_copied: int = 0
     bytes_static: int = 0
@@ -83,33 +83,33 @@ class Stats:
     measured: dict[str, float] = field(default_factory=dict)
     shortest: float = math.inf
     follow: bool = True
-    """True for the steps of a loop, which follow each other; False for requests, with idle time between them."""
+    """True for the steps of a loop, which follow each other. False for requests, with idle time between them."""
     last_end: float = 0.0
     last_kind: str = ""
     changes: list[tuple[str, int, float]] = field(default_factory=list)
-    """The kind of a call that follows one of another kind, its number, and the end of that one."""
+    """For each call that follows one of another kind: its kind, its number, and the end time of the previous call."""
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     phase_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
 
     @property
     def calls(self) -> int:
-        """Calls that returned, whatever phase they fell in."""
+        """The number of calls that returned, in any phase."""
         return self.eager + self.traced + self.captured + self.replayed
 
     def skip(self, reason: SkipReason, detail: str = "", count: int = 1) -> None:
-        """Count eager calls under ``reason``, and ``detail`` as its wording in reports."""
+        """Count eager calls under ``reason``, with ``detail`` as its text in reports."""
         self.skipped[reason] += count
         self.details[_tally(self.reasons, detail or reason.value, count)] = reason
         logging.getLogger("graphplan.eager").debug("%s", detail or reason.value)
 
     def detail_of(self, reason: SkipReason) -> str:
-        """The wording under which most calls of ``reason`` were counted; empty if it says no more than that."""
+        """Return the most frequent text of ``reason``, or an empty string if it says no more than ``reason``."""
         texts = [text for text, kind in self.details.items() if kind is reason and text in self.reasons]
         most = max(texts, key=lambda text: self.reasons[text], default=OTHERS)
         return "" if most in (OTHERS, reason.value) else most
 
     def note(self, text: str, kind: str = "captures") -> None:
-        """Count an event that is worth a line in reports; ``kind`` is the logger that hears of it."""
+        """Count an event for a line in reports, and log it to ``graphplan.<kind>``."""
         _tally(self.events, text)
         logging.getLogger(f"graphplan.{kind}").info("%s", text)
 
@@ -130,7 +130,7 @@ class Stats:
             self.shortest = min(self.shortest, seconds)
 
     def count_replay(self, start: float, now: float, nbytes: int, *, first: bool) -> None:
-        """Count a replay that took from ``start`` to ``now`` on the host, and copied ``nbytes`` in."""
+        """Count a replay that ran from ``start`` to ``now`` on the host, and copied ``nbytes`` into static inputs."""
         phase = "first_replay" if first else "steady"
         self.phases[phase] += now - start
         self.phase_counts[phase] += 1
@@ -143,13 +143,13 @@ class Stats:
         self.last_end = now
 
     def end_call(self, kind: str) -> None:
-        """Note that a call of ``kind`` has ended now."""
+        """Note that a call of ``kind`` ends now."""
         if kind != self.last_kind:
             self._change(kind)
         self.last_end = perf_counter()
 
     def count_stock(self, count: int, reason: SkipReason | None = None, detail: str = "") -> None:
-        """Count eager calls that were made without graphplan, and are told of afterwards."""
+        """Count eager calls that were made without graphplan, and are reported afterwards."""
         if not count:
             return
         self.eager += count
@@ -159,14 +159,14 @@ class Stats:
             self.skip(reason, detail, count)
 
     def _change(self, kind: str, count: int = 1) -> None:
-        """Note that the ``count`` calls that were counted last are of another kind than the ones before."""
+        """Note that the last ``count`` calls are of another kind than the calls before."""
         if len(self.changes) < STRETCHES:
             self.changes.append((kind, self.calls - count, self.last_end))
         self.last_kind = kind
 
     def timeline(self) -> list[dict[str, Any]]:
-        """The calls so far, those of one kind in a row as one stretch: its ``kind``, the number of the ``first`` call,
-        the ``count``, and the ``seconds`` from the end of the stretch before to its own; None for the first.
+        """Return the calls so far as stretches of consecutive calls of one kind: the ``kind``, the number of the
+        ``first`` call, the ``count``, and the ``seconds`` from the previous stretch's end to its own (first: None).
         """
         if not self.changes:
             return []
@@ -183,9 +183,9 @@ class Stats:
         ]
 
     def step_us(self, kind: str) -> float | None:
-        """Microseconds of a step, ``"eager"`` without graphplan or ``"replayed"``, from end to end; None if that is not
-        known. Eager steps are those that the speed gate timed, before anything was prepared: those on the way to a
-        program take longer. Where calls do not ``follow`` each other, a replay's time is that of the call on the host.
+        """Return the microseconds of a step from end to end, ``"eager"`` (without graphplan) or ``"replayed"``, or None
+        if unknown. Eager steps are those that the speed gate timed before any preparation, as those before a capture
+        take longer. If calls do not ``follow`` each other, a replay's time is the host time of the call.
         """
         if kind in self.measured:
             return self.measured[kind] * 1e6
@@ -194,7 +194,7 @@ class Stats:
         return median(self.laps) * 1e6 if kind == "replayed" and self.laps else None
 
     def gain(self) -> Gain | None:
-        """What replays have saved so far; None while it is not known what a step takes without them."""
+        """Return what replays have saved so far, or None while the time of an eager or a replayed step is unknown."""
         eager, replayed = self.step_us("eager"), self.step_us("replayed")
         if eager is None or replayed is None:
             return None
@@ -202,8 +202,8 @@ class Stats:
         return Gain(saved, spent, saved - spent)
 
     def balance(self) -> Gain:
-        """What replays have saved so far, in eager steps. Where these are not timed from end to end, the shortest one
-        of warm-ups and checks counts, which take longer than others for cold caches and all that is looked at.
+        """Return what replays have saved so far, in units of eager steps. If these are not timed from end to end, use
+        the shortest one of warm-ups and checks, which is longer than others: caches are cold, and graphplan observes.
         """
         eager, gain = self.step_us("eager"), self.gain()
         if eager is not None:
@@ -211,16 +211,16 @@ class Stats:
         else:
             eager = self.shortest * 1e6 if math.isfinite(self.shortest) else 0.0
             saved = self.phase_counts["steady"] * eager / 1e6 - self.phases["steady"]
-            # What is loaded in the first steps takes as long without graphplan.
+            # Omit the warm-up: loading in the first steps takes as long without graphplan.
             spent = self.spent(eager, STARTING[1:])
         return Gain(*(seconds / eager * 1e6 if eager else 0.0 for seconds in (saved, spent, saved - spent)))
 
     def spent(self, eager: float, phases: Sequence[str] = STARTING) -> float:
-        """Seconds of warm-up, traces, captures and checks beyond their steps, of ``eager`` microseconds each."""
+        """Return the seconds of ``phases`` beyond the time of their steps, which take ``eager`` microseconds each."""
         return sum(max(0.0, self.phases[phase] - self.phase_counts[phase] * eager / 1e6) for phase in phases)
 
     def replay_us(self) -> float | None:
-        """Mean host time of a replay after the first one in microseconds, or None if there was none."""
+        """Return the mean host time of replays after a program's first in microseconds, or None if there were none."""
         count = self.phase_counts["steady"]
         return self.phases["steady"] / count * 1e6 if count else None
 

@@ -1,1 +1,1 @@
-"""What a step logs, and how loggers and progress bars get it without waiting for the device."""
+"""Logging from a step. Loggers and progress bars get the values without host synchronization."""

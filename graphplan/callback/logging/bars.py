@@ -1,4 +1,4 @@
-"""Progress bars: drawn, and numbers read from the device, ten times a second. Numbers are exact at an epoch's end."""
+"""Progress bars that draw, and read device values, ten times a second at most. Values at an epoch's end are exact."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from graphplan.callback.lightning_code import is_known
 from graphplan.callback.patches import Patches
 from graphplan.environment.devices import is_accelerator
 
-_INTERVAL = 0.1  # Seconds between two drawn updates, as tqdm's own ``mininterval``.
+_INTERVAL = 0.1  # Seconds between two drawn updates, equal to tqdm's ``mininterval``.
 
 
 class ThrottledBar:
-    """Replaces the bar's ``_should_update``, unless it is the bar's own, and on a device ``get_metrics``."""
+    """Replaces the bar's ``_should_update`` if it is Lightning's, and ``get_metrics`` on an accelerator."""
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._trainer = trainer
@@ -31,7 +31,7 @@ class ThrottledBar:
             patches.method(self._bar, "get_metrics", self._get_metrics)
 
     def _get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """In place of the bar's own: within an epoch, metrics of the last tenth of a second."""
+        """Run in place of the bar's own method. Within an epoch, metrics may be up to a tenth of a second old."""
         connector: Any = self._trainer._logger_connector
         now = perf_counter()
         if connector._first_loop_iter is None or now - self._read >= _INTERVAL:
@@ -43,7 +43,7 @@ class ThrottledBar:
             return False
         now = perf_counter()
         if current != total and now - self._drawn < _INTERVAL:
-            # What draws the bar next shows where it is.
+            # The next redraw shows this position.
             bar = self._bar.train_progress_bar if self._trainer.training else self._bar.val_progress_bar
             bar.n = current
             return False

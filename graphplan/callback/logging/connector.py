@@ -1,5 +1,5 @@
-"""Lightning's logger connector, without waiting for the device after every batch: values for the progress bar stay
-tensors until they are read, and the dictionaries of metrics are filled when one of them is read.
+"""Lightning's logger connector, without host synchronization after every batch. Values for the progress bar stay
+tensors until they are read. The dictionaries of metrics are filled when one of them is read.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from graphplan.callback.lightning_code import is_known
 from graphplan.callback.logging.late_numbers import LateRows
 from graphplan.callback.patches import Patches, Recover, recovering, settled
 
-_OWN_REFERENCES = 2  # Reference count of a dictionary that only the connector holds, during ``getrefcount``.
+_OWN_REFERENCES = 2  # Reference count of a dictionary that only the connector holds, as ``getrefcount`` returns it.
 
 
 class LazyConnector(_LoggerConnector):
-    """The class of a Trainer's logger connector while a seam is installed. ``rows`` are those that loggers get late."""
+    """The class of a Trainer's logger connector while a seam is installed. ``rows`` are rows that loggers get late."""
 
     recover: Recover
     rows: LateRows
 
     def postpone(self, results: Any) -> None:
-        """Fill the dictionaries when one of them is read, or at once if something else holds one."""
+        """Fill the dictionaries when one of them is read, or now if other code holds one."""
         inner = vars(self)
         inner["_owed"] = results
         if (
@@ -43,7 +43,7 @@ class LazyConnector(_LoggerConnector):
 
     @recovering(_LoggerConnector.on_batch_end)
     def settle(self) -> None:
-        """Fill the dictionaries, if :meth:`postpone` has left that."""
+        """Fill the dictionaries, if :meth:`postpone` has postponed that."""
         owed = vars(self).pop("_owed", None)
         if owed is not None:
             found, inner = self._found(owed, on_step=True), vars(self)
@@ -52,7 +52,7 @@ class LazyConnector(_LoggerConnector):
             inner["_logged_metrics"].update(found["log"])
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Do as Lightning does, but perhaps write a step's row later."""
+        """Log metrics as Lightning does, but write a step's row later if possible."""
         if self._take_row(metrics, step):
             self.look()
             self._logged_metrics.update(metrics)
@@ -61,7 +61,7 @@ class LazyConnector(_LoggerConnector):
 
     @recovering(lambda self, metrics, step: False)
     def _take_row(self, metrics: Any, step: int | None) -> bool:
-        """Return True if the row is written later; if not, write the pending ones."""
+        """Return True if the row is written later; otherwise write the pending rows first."""
         if self._first_loop_iter is not None and step is None and self.rows.take(metrics):
             return True
         self.rows.settle()
@@ -69,7 +69,7 @@ class LazyConnector(_LoggerConnector):
 
     @recovering(lambda self: None)
     def look(self) -> None:
-        """Write the rows that have arrived."""
+        """Write the rows whose numbers have arrived."""
         self.rows.look()
 
     def epoch_end_reached(self) -> None:
@@ -85,11 +85,11 @@ class LazyConnector(_LoggerConnector):
 
     @property
     def metrics(self) -> _METRICS:
-        """As Lightning's, but values for the bar stay tensors while nothing else holds their dictionary."""
+        """Lightning's metrics. Values for the progress bar stay tensors unless other code holds their dictionary."""
         return self._found(self.trainer._results, on_step=self._first_loop_iter is not None)
 
     def _found(self, results: Any, *, on_step: bool) -> _METRICS:
-        """Find what Lightning's ``metrics`` finds, with tensors for the bar."""
+        """Return the same as Lightning's ``metrics``, with tensors for the progress bar."""
         found: Any = _METRICS(callback={}, log={}, pbar={})
         for _, metric in results.valid_items():
             value = results._get_cache(metric, on_step)
@@ -103,13 +103,13 @@ class LazyConnector(_LoggerConnector):
             if metric.meta.prog_bar:
                 found["pbar"][forked_name] = value if value.numel() == 1 else convert_tensors_to_scalars(value)
         if getrefcount(vars(self)["_progress_bar_metrics"]) > _OWN_REFERENCES:
-            # Code that keeps the dictionary does not ask for it again.
+            # Code that holds the dictionary reads it without the property, which would convert the tensors.
             found["pbar"] = convert_tensors_to_scalars(found["pbar"])
         return found
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Numbers, read from the device now."""
+        """The metrics of the progress bar as numbers, read from the device now."""
         values: dict[str, Any] = super().progress_bar_metrics
         for name, value in values.items():
             if isinstance(value, Tensor):
@@ -117,14 +117,14 @@ class LazyConnector(_LoggerConnector):
         return values
 
     def end(self) -> None:
-        """Write the pending rows, and leave numbers in the dictionaries of metrics."""
+        """Write the pending rows, fill the dictionaries, and convert the progress bar's tensors to numbers."""
         self.rows.end()
         self.settle()
         self._progress_bar_metrics = convert_tensors_to_scalars(self._progress_bar_metrics)
 
 
 def defer_numbers(trainer: Trainer, recover: Recover, patches: Patches) -> None:
-    """Make a Trainer's connector a lazy one, unless its class is the user's own."""
+    """Make a Trainer's connector lazy, if its class is Lightning's own and Lightning's logging code is known."""
     connector: Any = trainer._logger_connector
     kind: type = type(connector)
     if kind is _LoggerConnector and is_known("logs"):

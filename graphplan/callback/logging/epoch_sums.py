@@ -1,9 +1,9 @@
-"""Sums of logged values over an epoch, added inside the step.
+"""Sums of logged values over an epoch, computed inside the step.
 
-For a mean over the epoch Lightning takes four launches per value and step. Here the metrics that a step logs form a
-*group*: the step adds all its means to one vector, whose elements the metrics hold. After a step the group keeps the
-logged values, and a metric catches up with the steps that it has missed when it is read. A metric that Lightning resets
-gets new tensors, whose values are copied into the vector before the next step.
+For a mean over the epoch, Lightning needs four launches per value and step. Here the metrics that a step logs form a
+*group*. The step adds all means to one vector, and the metrics hold its elements. After a step, the group keeps the
+logged values. A metric applies the steps that it has missed when it is read. If Lightning resets a metric, it gets new
+tensors. Their values are copied into the vector before the next step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _value_of = itemgetter("value")
 
 
 class GroupedMetric(_ResultMetric):
-    """The class of a metric in a group, which catches up with its group before its attributes are read or set."""
+    """The class of a metric in a group. It applies missed steps before its attributes are read or set."""
 
     group: Group
     number: int
     since: int
 
     def settle(self) -> None:
-        """Do what ``update`` does, except for the sum of values, for each step since the last time."""
+        """Apply ``update`` for each missed step, except for the sum of values, which the step computes."""
         inner, group = vars(self), self.group
         missing = group.steps - self.since
         if missing:
@@ -45,16 +45,16 @@ class GroupedMetric(_ResultMetric):
 
 
 for _name in ("value", "cumulated_batch_size", "_update_count", "_forward_cache", "_computed", "has_reset"):
-    # What Lightning changes in a metric when a value is logged.
+    # Attributes of a metric that Lightning changes when a value is logged.
     setattr(GroupedMetric, _name, settled(_name))
 
 
 class Group:
-    """The ``number``-th group of metrics that steps log together, the ``means`` over the epoch first, by Lightning's
-    keys.
+    """The ``number``-th group of metrics that steps log together, by Lightning's keys.
 
-    ``totals`` are the sums of the means so far, an owner of the step. ``steps`` were counted; ``sizes`` are the batch
-    sizes of those that a metric has not caught up with, ``values`` what the latest one logged.
+    The first ``means`` metrics are means over the epoch. ``totals`` are their sums so far, and an owner of the step.
+    ``steps`` is the number of counted steps. ``sizes`` are the batch sizes of each step that a metric has yet to apply.
+    ``values`` are the logged values of the latest step.
     """
 
     def __init__(self, number: int, metrics: Mapping[str, Any], patches: Patches) -> None:
@@ -73,7 +73,7 @@ class Group:
         patches.callback(self._settle)
 
     def bind(self) -> None:
-        """Have the means hold the elements of the vector again, with the values of the tensors that they hold now."""
+        """Make the means hold the elements of the vector again, with the values that they hold now."""
         if any(map(is_not, map(_value_of, self._inner), self._views)):
             with torch.no_grad():
                 for inner, view in zip(self._inner, self._views, strict=True):
@@ -82,20 +82,20 @@ class Group:
                         inner["value"] = view
 
     def add(self, values: Tensor, sizes: Sequence[int]) -> None:
-        """In a step, do for each of ``values`` what Lightning does, bit by bit: ``value * size``, then the sum."""
+        """In a step, add ``value * size`` to the sum of each of ``values``, with the same bits as in Lightning."""
         with torch.no_grad():
             size = sizes[0]
             if len(set(sizes)) > 1:
                 parts = zip(values.unbind(), sizes, strict=True)
                 self.totals.add_(torch.stack([value * size for value, size in parts]))
             elif size > 0 and size & (size - 1) == 0:
-                # The product with a power of two is exact, so that it may be part of the same kernel, rounded once.
+                # The product with a power of two is exact, so one kernel, which rounds once, gives the same bits.
                 self.totals.add_(values, alpha=size)
             else:
                 self.totals.add_(values * size)
 
     def count(self, sizes: Sequence[int], values: Sequence[Tensor]) -> None:
-        """After a step, note its sizes and what it logged."""
+        """After a step, note its batch sizes and its logged values."""
         if self.sizes != sizes:
             self._settle()
             self.sizes = sizes

@@ -1,5 +1,5 @@
-"""Copies of logged scalars and of the loss. Lightning makes each at once, with a launch; a capture makes one of all at
-its end, of what the step does not change until then, which the originals' versions tell in traces.
+"""Copies of logged scalars and of the loss. Lightning launches a copy of each at once. A capture makes one copy of all
+at its end, of those that the step does not change until then. In traces, the originals' versions show which these are.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from graphplan.tensors.deferred import HostCopy, instead, is_deferred, may_be_on
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.mode import is_traced
 
-LOSS = "loss"  # The name of the loss among the keys of logged values, each of which has a dot in it.
-_MOST_BYTES = 1 << 16  # Larger memory is not kept until the step's end for the sake of a number in it.
+LOSS = "loss"  # The key of the loss. The keys of logged values all contain a dot.
+_MOST_BYTES = 1 << 16  # A number in a larger storage is copied at once, so that the storage can be freed.
 _TO_TENSOR = "_LightningModule__to_tensor"  # The method with which ``LightningModule.log`` copies values.
 
 
 class LateCopies:
-    """Knows which of a module's scalars may be copied at the end of its steps."""
+    """Decides which of a module's scalars may be copied at the end of its steps."""
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
@@ -37,10 +37,10 @@ class LateCopies:
         self._numbers: set[str] = set()
         """Keys of numbers that only the host can compute."""
         self._watched: list[tuple[str, Tensor, int]] = []
-        """In a trace, scalars' keys, their originals, and the versions of these."""
+        """In a trace: the key of each scalar, its original tensor, and the version of the original."""
 
     def may_wait(self, key: str) -> bool:
-        """Return True if the running step copies the scalar at its end."""
+        """Return True if the running step is captured, and copies the scalar at its end."""
         return is_recorded() and self._may_wait.get(key, False)
 
     def watch(self, key: str, *tensors: Tensor) -> None:
@@ -52,12 +52,12 @@ class LateCopies:
                 self._watched.append((key, tensor, tensor._version))
 
     def settle(self) -> None:
-        """The step is over."""
+        """At the end of the step, decide which watched scalars may be copied late."""
         owned: set[int | None] = set()
         if self._watched:
-            # No part of the step: a trace would hear of each call.
+            # This is not part of the step, and a trace would be slow if it watched each call.
             with Aside():
-                # A change of a parameter or a buffer does not count up the version of what ``.data`` has returned.
+                # A change of a parameter or buffer does not increase the version of a tensor from its ``.data``.
                 owned.update(_memory_of(self._module))
         for key, tensor, version in self._watched:
             is_left_alone = tensor._version == version and storage_id(tensor) not in owned
@@ -66,7 +66,7 @@ class LateCopies:
         self._watched = []
 
     def defer_logged(self, is_late: Callable[[str], bool], left: Patches) -> None:
-        """While a step runs, do not copy logged values with such a key if they can wait."""
+        """While a step runs, do not copy logged values whose key ``is_late``, if they can wait."""
         module: Any = self._module
         plain: Callable[..., Tensor] | None = getattr(module, _TO_TENSOR, None)
         if plain is None or _TO_TENSOR in vars(module):
@@ -77,10 +77,10 @@ class LateCopies:
             if is_deferred(value) and not may_be_on_device(value):
                 self._numbers.add(key)
             if key in self._numbers and isinstance(value, Number):
-                # It is made a tensor as it is logged for real.
+                # The real log call, after the step, makes it a tensor.
                 return value
             if is_deferred(value):
-                # In the dtype that Lightning gives numbers.
+                # Use the dtype that Lightning gives to numbers.
                 with instead("constant"):
                     like = plain(0.0, name)
                 with instead("operators"):
@@ -97,24 +97,24 @@ class LateCopies:
         left.method(module, _TO_TENSOR, to_tensor)
 
     def as_logged(self, value: Any, key: str, name: str) -> Any:
-        """``value``, or the tensor that Lightning makes of it if it is a number that only the host can compute."""
+        """Return ``value``, or the tensor that Lightning makes of it if only the host can compute the number."""
         is_number = key in self._numbers and not isinstance(value, Tensor)
         return getattr(self._module, _TO_TENSOR)(value_of(value), name) if is_number else value
 
     def defer_loss(self, loop: Any, left: Patches) -> None:
-        """While a step of automatic optimization runs, neither copy its loss nor divide it by one if it can wait."""
+        """While an automatic-optimization step runs, do not copy its loss, nor divide it by one, if it can wait."""
         is_stock = getattr(type(loop), "output_result_cls", None) is ClosureResult
         if is_stock and "output_result_cls" not in vars(loop) and is_known("logs"):
             loop.output_result_cls = SimpleNamespace(from_training_step_output=self._result_of)
             left.callback(delattr, loop, "output_result_cls")
 
     def _result_of(self, output: Any, normalize: int = 1) -> ClosureResult:
-        """Make the ``ClosureResult`` of what ``training_step`` returned."""
+        """Make the ``ClosureResult`` of the output of ``training_step``."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and self.may_wait(LOSS):
             extra = {key: value for key, value in output.items() if key != "loss"} if loss is not output else {}
             result = ClosureResult(None, extra=extra)
-            # A quotient by one has the same bits, and so has its gradient.
+            # Division by one keeps the bits of the loss and of its gradient.
             result.closure_loss = loss if normalize == 1 and loss.is_floating_point() else loss / normalize
             result.loss = result.closure_loss.detach()
             return result
@@ -125,7 +125,7 @@ class LateCopies:
 
 
 def _memory_of(module: Module) -> set[int | None]:
-    """Storages of parameters and buffers, without ``module.parameters()``: a trace hears of each step of generators."""
+    """Return the storages of parameters and buffers. A trace would watch each generator step of ``parameters()``."""
     found, modules = set[int | None](), {id(module): module}
     for each in (todo := [module]):
         held = (*each._parameters.values(), *each._buffers.values())

@@ -1,5 +1,5 @@
-"""Copies of device tensors to the host for loggers, without waiting for the device: loggers get a step's row in one of
-the next steps. Whatever else is logged, and each use of a logger's ``experiment``, waits for the rows under way.
+"""Device-to-host copies for loggers, without host synchronization. Loggers get a step's row in one of the next steps.
+Any other logged row, and each use of a logger's ``experiment``, first waits for the pending rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphplan.callback.patches import Patches
 from graphplan.environment.devices import current_stream, is_accelerator, module_of
 from graphplan.feed.call_arguments import hands_over
 
-_MOST = 2  # Pending rows at a time.
+_MOST = 2  # Maximum number of pending rows.
 
 _ROWS: WeakKeyDictionary[Any, LateRows] = WeakKeyDictionary()  # Pending rows by logger. A copy of a logger has none.
 
@@ -32,7 +32,7 @@ class HostCopy:
         if not is_accelerator(tensor.device):
             self._host = tensor.detach().to("cpu", copy=True)
             return
-        # In pinned memory.
+        # The copy is in pinned memory.
         self._host = tensor.detach().to("cpu", non_blocking=True)
         self._event = module_of(tensor.device).Event()
         self._event.record(current_stream(tensor.device))
@@ -49,7 +49,7 @@ class HostCopy:
 
 
 def _late(kind: Any) -> Any:
-    """The property ``experiment`` of that kind of logger, which writes the pending rows first."""
+    """Return the property ``experiment`` of the logger class ``kind``, which now writes the pending rows first."""
 
     def experiment(self: Any) -> Any:
         if self in _ROWS:
@@ -82,7 +82,7 @@ class _Row(NamedTuple):
 
 
 class LateRows:
-    """The pending rows of one fit, for loggers of Lightning's own classes."""
+    """The pending rows of one fit, for Lightning's ``CSVLogger`` and ``TensorBoardLogger``."""
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._trainer = trainer
@@ -95,18 +95,18 @@ class LateRows:
                 patches.kind(logger, late)
 
     def settle(self) -> None:
-        """Write all rows."""
+        """Write all pending rows."""
         while self.pending:
             self._write()
 
     def end(self) -> None:
-        """Write all rows. Errors of the writers were raised when the rows were due."""
+        """Write all pending rows. Suppress errors of the loggers: earlier writes have raised them."""
         while self.pending:
             with suppress(Exception):
                 self.settle()
 
     def take(self, metrics: Mapping[str, Any]) -> bool:
-        """Start the copy of a step's row for all loggers; False if the row has to be written at once."""
+        """Start the copy of a step's row for all loggers. Return False if the row has to be written at once."""
         values, loggers = list(metrics.values()), list(self._trainer.loggers)
         is_plain = all(isinstance(v, Tensor) and v.numel() == 1 and v.is_floating_point() for v in values)
         if not values or not is_plain or len({value.device for value in values}) > 1:
@@ -115,7 +115,7 @@ class LateRows:
             return False
         if len(self.pending) >= _MOST:
             self._write()
-        # In double precision each has the number that ``item()`` would give.
+        # In float64, each value equals the number that ``item()`` would give.
         numbers = HostCopy(torch.stack([value.detach().reshape(()).double() for value in values]))
         epoch, step = self._trainer.current_epoch, self._trainer.fit_loop.epoch_loop._batches_that_stepped
         self.pending.append(_Row(loggers, {**metrics, "epoch": metrics.get("epoch", epoch)}, numbers, step))
@@ -127,10 +127,10 @@ class LateRows:
             self._write()
 
     def _write(self) -> None:
-        """Wait for the oldest row, and do with it what Lightning does."""
+        """Wait for the numbers of the oldest row, and log it as Lightning does."""
         row, scalars = self.pending.popleft(), dict[str, float]()
         try:
-            # The epoch comes last, unless it was logged.
+            # If the step did not log ``epoch``, it comes last and is not among the copied numbers.
             scalars = dict(zip(row.metrics, row.numbers.wait().tolist(), strict=False))
         finally:
             self._hand_out(row, {**row.metrics, **scalars})

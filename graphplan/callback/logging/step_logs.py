@@ -1,9 +1,9 @@
 """``self.log`` inside a step: noted while the step runs, carried out after it.
 
 Lightning's result collection rebinds its metric states on every log. So while a managed step runs, the collection only
-notes what is logged; the logged tensors leave the step as outputs, and after it each call is made for real. Where the
-step reads the collection, a trace is refused; in other steps the calls noted so far are made at once, and taken back at
-the step's end. Calls that come again are grouped (:mod:`graphplan.callback.logging.epoch_sums`).
+notes the log calls. The logged tensors leave the step as outputs, and the real calls are made after it. If the step
+reads the collection, a trace is refused. Any other step makes the calls noted so far at once, and undoes them at its
+end. Repeated calls are grouped (:mod:`graphplan.callback.logging.epoch_sums`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from graphplan.program.faults import refusal_of
 from graphplan.tensors.deferred import is_deferred
 from graphplan.trace.mode import refuse_trace
 
-_DTYPES = (torch.float32, torch.float64)  # Lightning casts values of others.
-_LATEST = "_forward_cache"  # Where a metric of torchmetrics has the value of its latest step.
+_DTYPES = (torch.float32, torch.float64)  # Lightning casts values of other dtypes.
+_LATEST = "_forward_cache"  # The attribute of a torchmetrics metric that holds the value of its latest step.
 _NOWHERE = Source("", 0, "", "step")
 
 
 @dataclass(frozen=True)
 class LogCall:
-    """One call of the result collection's ``log`` without its value, made at ``source`` under that default ``dtype``.
+    """A call of the result collection's ``log``, without its value, at ``source`` under the default dtype ``dtype``.
 
-    ``size`` is the batch size that a grouped call counts with in a mean; None for a call that is made for real.
-    ``latest`` is the latest value that a metric of torchmetrics had, if it has another one at the step's end.
+    ``size`` is the batch size that weights a grouped call in a mean, or None for a call that is made after the step.
+    ``latest`` is the value of a torchmetrics metric at the call, if it has another value at the step's end.
     """
 
     fx: str
@@ -56,14 +56,14 @@ class LogCall:
 
     @cached_property
     def key(self) -> str:
-        """Lightning's key for its metric in training, where batches come from one loader."""
+        """Lightning's key for the call's metric in training, where batches come from one loader."""
         return f"{self.fx}.{self.name}"
 
     def __repr__(self) -> str:
         return f"self.log({self.name!r}) in {self.fx}"
 
 
-Note = tuple[LogCall, Any]  # A call and its value.
+Note = tuple[LogCall, Any]  # A log call and its value.
 
 
 class _NotingResults(_ResultCollection):
@@ -76,7 +76,7 @@ class _NotingResults(_ResultCollection):
         self.note(fx, name, value, *args, **options)
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        """Do nothing: resets come with the calls that are made later."""
+        """Do nothing: the real calls after the step make the resets."""
 
 
 for _name in ("__contains__", "__getitem__", "__iter__", "__len__", "get", "items", "keys", "values"):
@@ -84,7 +84,7 @@ for _name in ("__contains__", "__getitem__", "__iter__", "__len__", "get", "item
 
 
 def _undo_of(results: _ResultCollection) -> Callable[[], None]:
-    """Return a function that takes logs in ``results`` back. Metrics bind new values, so the old ones are kept."""
+    """Return a function that undoes log calls in ``results``. Metrics bind new values, so the old ones are intact."""
     own = {name: value for name, value in vars(results).items() if name not in ("note", "log_now")}
     metrics = {key: (metric, dict(vars(metric))) for key, metric in dict.items(results)}
 
@@ -99,20 +99,20 @@ def _undo_of(results: _ResultCollection) -> Callable[[], None]:
 
 
 Part = tuple[int, Sequence[int] | None, Sequence[int]]
-"""The number of a group, the places of its metrics' calls among all (None: all in order), and their batch sizes."""
+"""A group's number, the positions of its metrics' calls among all calls (None: all in order), and the batch sizes."""
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """The grouped calls of a step by group, and whether those are all: a literal that replays count by."""
+    """The grouped calls of a step by group, and whether all calls are grouped. Each replay returns it as a literal."""
 
     parts: tuple[Part, ...] = field(default=(), compare=False)
     are_all: bool = field(default=False, compare=False)
 
 
 class StepLogs:
-    """Notes the log calls of one step, and carries out a step's notes. ``totals`` are the sums of each group's means,
-    ``loop`` is that of automatic optimization, ``faults`` are graphplan's own errors in the middle of a step.
+    """Notes the log calls of a step, and makes them after it. ``totals`` are the sums of each group's means; ``loop``
+    is the loop of automatic optimization; ``faults`` keeps internal errors of graphplan until a step is over.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, patches: Patches, *, sums_in_step: bool) -> None:
@@ -124,24 +124,24 @@ class StepLogs:
         self.loop: Any = None
         self._is_known = is_known("logs")
         self._sums_in_step = sums_in_step and self._is_known
-        # Those of the groups come late, and are undone late, when all else that reads metrics is gone.
+        # Groups are patched late, but undone after all other patches that read metrics: hence a nested stack.
         self._patches = patches.enter_context(Patches())
         self._groups: list[Group] = []
         self._grouped: dict[str, tuple[LogCall, Any]] = {}  # Grouped calls, and their metrics, by Lightning's keys.
         self._metrics: dict[str, tuple[Any, torch.device]] = {}
-        """With which options metrics of torchmetrics were logged, and where they lay, by Lightning's keys."""
+        """By Lightning's keys, the options with which torchmetrics metrics were logged, and their values' devices."""
         self._dtypes: dict[str, torch.dtype] = {}
         self._kind: tuple[torch.dtype, torch.device] | None = None
         self._last_hook: str | None = None
         self._reset: set[str] = set()
 
     def around(self, body: Callable[[], Any]) -> dict[str, Any]:
-        """Run ``body``; return its result and what it logged as one pytree."""
+        """Run ``body``; return its result and its log calls as one pytree."""
         parts: tuple[Part, ...] = ()
         with self._notes() as notes:
             result = body()
         with self._noting_faults():
-            # Where that fails, all stay calls to be made for real.
+            # If that fails, all calls are made after the step, and none is grouped.
             notes, result, parts = self._settled(notes, result)
         calls, values = [call for call, _ in notes], [value for _, value in notes]
         grouped = Grouped(parts, bool(parts) and all(call.size is not None for call in calls))
@@ -190,7 +190,7 @@ class StepLogs:
             yield notes
 
     def _in_known_dtype(self, key: str, value: Any) -> Any:
-        """A learning rate is a number in eager steps, the first among them, and in a trace a float64 tensor."""
+        """Cast float64 to the key's first dtype: a learning rate is a number in eager steps, and float64 in a trace."""
         if isinstance(value, Tensor):
             dtype = self._dtypes.setdefault(key, value.dtype)
             value = value.to(dtype) if value.dtype is torch.float64 else value
@@ -198,7 +198,7 @@ class StepLogs:
 
     @contextmanager
     def _noting_faults(self) -> Iterator[None]:
-        """Keep graphplan's own errors until the step is over. Refusals and want of memory end the step at once."""
+        """Keep internal errors of graphplan until the step ends. Refusals and out-of-memory errors end it at once."""
         try:
             yield
         except Exception as error:
@@ -207,7 +207,7 @@ class StepLogs:
             self.faults.note(error)
 
     def start(self) -> None:
-        """Before a step: make the resets that grouped calls would make, and have their metrics hold the sums."""
+        """Before a step, make the resets that grouped calls would make, and bind their metrics to the sums."""
         self.faults.check()
         connector = self._connector
         self._last_hook = connector._current_fx
@@ -223,8 +223,8 @@ class StepLogs:
             group.bind()
 
     def _settled(self, notes: list[Note], result: Any) -> tuple[list[Note], Any, tuple[Part, ...]]:
-        """At the end of a step: copy what its grouped calls log, and the loss, to one vector, and sum its means. Return
-        the notes and ``result`` with those copies, and the grouped calls by group.
+        """At the end of a step, copy the values of its grouped calls, and the loss, to one vector, and sum the means.
+        Return the notes and ``result`` with those copies, and the grouped calls by group.
         """
         self.late.settle()
         notes = [(call if call.latest is None else _shown_by(call, value), value) for call, value in notes]
@@ -239,7 +239,7 @@ class StepLogs:
         if len(copies) > sum(map(len, places.values())):
             result = {**result, "loss": copies.pop()}
         elif isinstance(loss, Tensor) and self.late.may_wait(LOSS) and (notes or len(result) > 1):
-            # Something else that the step returns may be the same memory.
+            # Another output of the step may share the memory of the loss.
             result = {**result, "loss": loss.clone()}
         start = 0
         for group, own in places.items():
@@ -257,7 +257,7 @@ class StepLogs:
         return notes, result, tuple(parts)
 
     def _places(self, notes: Sequence[Note]) -> dict[Group, list[int]]:
-        """Where in ``notes`` the metrics of each group are logged that the step logs as a whole, and once."""
+        """Return the positions in ``notes`` of each group's metrics, if the step logs the whole group exactly once."""
         grouped = [(call.key, place) for place, (call, value) in enumerate(notes) if self._is_grouped(call, value)]
         by_key, keys = dict(grouped), [key for key, _ in grouped]
         groups = dict.fromkeys(self._grouped[key][1].group for key in keys)
@@ -271,15 +271,15 @@ class StepLogs:
     def _is_grouped(self, call: LogCall, value: Any) -> bool:
         known, size = self._grouped.get(call.key), dict(call.options).get("batch_size")
         if known is None or not (size is None or isinstance(size, int)):
-            return False  # A size that is no integer is Lightning's to add.
+            return False  # Lightning adds the value if the size is not an integer.
         if known[0].options != call.options or not isinstance(value, Tensor):
             return False
-        # Not asked as an attribute, for which a metric would compute in the step.
+        # Bypass the property of a grouped metric, which would compute in the step.
         total = vars(known[1])["value"]
         return value.ndim == 0 and _kind(value) == self._kind == _kind(total)
 
     def finish(self, calls: list[LogCall], grouped: Grouped, values: list[Any]) -> None:
-        """After a step: log what it noted. What may be grouped from now on is asked here, where no trace is looking."""
+        """After a step, make its log calls, and decide which may be grouped from now on. No trace is running here."""
         for number, places, sizes in grouped.parts:
             self._groups[number].count(sizes, values if places is None else [values[place] for place in places])
         if grouped.are_all:
@@ -290,7 +290,7 @@ class StepLogs:
             self._learn(notes)
 
     def _carry_out(self, notes: Sequence[Note]) -> bool:
-        """Log for real what is in no group, with Lightning's resets. Return True if Lightning's code has logged any."""
+        """Make the calls that are in no group, with Lightning's resets. Return True if Lightning's code made any."""
         by_lightning = False
         connector, results = self._connector, None
         connector._current_fx = self._last_hook
@@ -308,8 +308,8 @@ class StepLogs:
         return by_lightning
 
     def _is_metric_again(self, results: Any, call: LogCall, value: Any) -> bool:
-        """Log a metric of torchmetrics as the same call has before, of which there is nothing new but its latest value.
-        Lightning would have all of the metric's attributes moved to its device, which takes a third of a millisecond.
+        """Log a torchmetrics metric and return True, if only its latest value is new since the same call before.
+        Lightning would move all of the metric's attributes to its device, which takes a third of a millisecond.
         """
         held = dict.get(results, call.key) if self._is_known else None
         if held is None or held.is_tensor:
@@ -327,12 +327,12 @@ class StepLogs:
         assert results is not None
         hooks = [fx for fx, _ in groupby(notes, lambda note: note[0].fx)]
         if len(hooks) > len(set(hooks)):
-            return  # In an epoch's first batch, Lightning resets a hook's metrics each time that it is the hook's turn.
+            return  # In an epoch's first batch, Lightning resets a hook's metrics each time that logging returns to it.
         rates = list(_rates(self._trainer.optimizers))
         found: dict[str, Any] = {}
         for call, value in notes:
             metric = results.get(call.key)
-            # A learning rate is for the optimizer alone: not even a logged one is summed in the step.
+            # Only the optimizer may use a learning rate in a step, so a logged one is not summed there.
             is_rate = isinstance(value, Tensor) and any(_is_rate(value, rate) for rate in rates)
             new = metric is not None and call.key not in self._grouped and not is_rate
             if new and isinstance(value, Tensor) and self._may_be_grouped(metric, value):
@@ -344,19 +344,19 @@ class StepLogs:
                 self.totals[f"group {group.number}"] = group.totals
 
     def _may_be_grouped(self, metric: Any, value: Any) -> bool:
-        """Return True for the mean of scalars of the group's dtype and device, which Lightning does not cast."""
+        """Return True for a mean of scalars with the dtype and device of the groups, which Lightning does not cast."""
         meta = metric.meta
         if not metric.is_tensor or meta.enable_graph or meta.sync.should or metric.value.ndim:
             return False
         kind = _kind(metric.value)
         if _kind(value) != kind or kind[0] not in _DTYPES or not meta.is_mean_reduction:
-            return False  # Lightning casts it, or reduces it otherwise.
+            return False  # Lightning casts the value, or does not take its mean.
         self._kind = self._kind or kind
         return kind == self._kind
 
 
 def _shown_by(call: LogCall, metric: Any) -> LogCall:
-    """``call``, with what the metric had when it was logged if it has something else now, which replays would log."""
+    """Return ``call``, without ``latest`` if the metric still has that value. Refuse a trace if it does not."""
     if call.latest is None or vars(metric)[_LATEST] is call.latest[0]:
         return replace(call, latest=None)
     refuse_trace(
@@ -370,7 +370,7 @@ def _shown_by(call: LogCall, metric: Any) -> LogCall:
 
 @contextmanager
 def _as_in_step(call: LogCall, value: Any) -> Iterator[None]:
-    """Log under the call's default dtype, a metric as it was, and have errors tell where in the step that was."""
+    """Restore the call's default dtype and the metric's value for the block. Add the call's place to errors."""
     dtype, now = torch.get_default_dtype(), None
     if call.latest is not None:
         now, vars(value)[_LATEST] = vars(value)[_LATEST], call.latest[0]
@@ -393,14 +393,14 @@ def _log(results: Any, call: LogCall, value: Any) -> None:
 
 
 def _rates(optimizers: Sequence[Any]) -> Iterator[Any]:
-    """The learning rates of groups that have any: those of an optimizer with a schedule of its own may have none."""
+    """Yield the learning rates of parameter groups. Groups of an optimizer with its own schedule may have none."""
     for optimizer in optimizers:
         found = (group.get("lr") for group in optimizer.param_groups)
         yield from (rate for rate in found if isinstance(rate, Real | Tensor))
 
 
 def _is_rate(value: Tensor, rate: Any) -> bool:
-    """Return True if the logged value is one number, which equals this learning rate in its dtype."""
+    """Return True if the logged value is one number, and equals this learning rate in its dtype."""
     return value.numel() == 1 and bool((value == torch.as_tensor(rate, dtype=value.dtype, device=value.device)).any())
 
 

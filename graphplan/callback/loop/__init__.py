@@ -1,1 +1,1 @@
-"""Lightning's loop over training batches with graphed steps in it."""
+"""Graphed steps in Lightning's loop over training batches."""

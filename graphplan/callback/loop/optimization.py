@@ -1,6 +1,6 @@
-"""Lightning's optimizations of one batch, run through a graphed step: the whole ``training_step`` in manual
-optimization, ``automatic_optimization.run`` in automatic one. Where the optimizer cannot be captured, the step is the
-closure (forward, ``zero_grad``, backward), and Lightning's own code clips and steps after it.
+"""Lightning's optimization of one batch, run through a graphed step. The step is the whole ``training_step`` in manual
+optimization, and ``automatic_optimization.run`` in automatic optimization. If the optimizer cannot be captured, the
+step is the closure (forward, ``zero_grad``, backward), and Lightning's own code clips gradients and steps after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graphplan.tensors.trees import Literals
 
 
 class ManualSeam(Seam):
-    """The seam of ``manual_optimization``."""
+    """The seam that replaces ``manual_optimization.run``."""
 
     @override
     def install(self) -> None:
@@ -36,7 +36,7 @@ class ManualSeam(Seam):
         self._step = self._make(self._owners({"step": self._loop.optim_step_progress}))
 
     def _run(self, kwargs: OrderedDict[str, Any]) -> Any:
-        """In place of ``manual_optimization.run``."""
+        """Run in place of ``manual_optimization.run``."""
         if self._has_left():
             return self._stock(self._on_device(kwargs))
         self._schedules.start()
@@ -61,7 +61,7 @@ class ManualSeam(Seam):
 
 
 class ReplayedClosure(Closure):
-    """A closure of Lightning's that runs the graphed forward and backward, with no frames of Lightning's own."""
+    """A Lightning closure that runs the graphed forward and backward without Lightning's own frames around them."""
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -70,7 +70,7 @@ class ReplayedClosure(Closure):
 
 
 class AutomaticSeam(Seam):
-    """The seam of ``automatic_optimization``."""
+    """The seam that replaces ``automatic_optimization.run``."""
 
     @override
     def install(self) -> None:
@@ -98,7 +98,7 @@ class AutomaticSeam(Seam):
         return super()._escalates(error) or self._may_leave_out_optimizer(error)
 
     def _keep_optimizer_outside(self, reason: str) -> None:
-        """Go over to the components form."""
+        """Switch to the components form: replay forward and backward alone, and step the optimizer eagerly."""
         self.notes.append(f"optimizer runs eagerly after the replay of forward and backward: {reason}")
         optimizer = self._trainer.optimizers[0]
         owners = {name: owner for name, owner in self._all_owners().items() if owner is not optimizer}
@@ -108,7 +108,7 @@ class AutomaticSeam(Seam):
         self.patches.method(self._loop, "_make_closure", self._make_closure)
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
-        """In place of ``automatic_optimization.run``."""
+        """Run in place of ``automatic_optimization.run``."""
         run = partial(type(self._loop).run, self._loop, optimizer, batch_idx)
         if self._has_left() or self._loop._skip_backward:
             return run(self._on_device(kwargs))
@@ -119,14 +119,14 @@ class AutomaticSeam(Seam):
                 if not self._may_leave_out_optimizer(error):
                     raise
                 self._keep_optimizer_outside(str(error).removesuffix(f". {ADVICE}"))
-        # A graphed forward moves its batch itself.
+        # The graphed forward moves its batch to the device itself.
         result = run(kwargs)
         self._look_at(self._step)
         return result
 
     @override
     def _stock(self, kwargs: OrderedDict[str, Any]) -> Any:
-        """The whole optimization, or in the components form Lightning's own closure."""
+        """Run the whole optimization, or Lightning's own closure in the components form."""
         kind, optimizer = type(self._loop), self._trainer.optimizers[0]
         if not self.part:
             return kind.run(self._loop, optimizer, self._index, kwargs)
@@ -144,13 +144,13 @@ class AutomaticSeam(Seam):
         return is_first, accumulates, divisor, clip, kind
 
     def _zero_grad(self, batch_idx: int, optimizer: Any) -> None:
-        """In place of ``_optimizer_zero_grad``: in a trace, the module's hook gets stand-ins for the numbers."""
+        """Run in place of ``_optimizer_zero_grad``. In a trace, the module's hook gets stand-ins for the numbers."""
         args = (self._arguments.epoch, self._arguments.batch_idx, optimizer)
         call._call_lightning_module_hook(self._trainer, "optimizer_zero_grad", *args)
         self._loop.optim_progress.optimizer.zero_grad.increment_completed()
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
-        """In place of ``automatic_optimization._make_closure`` in the components form."""
+        """Run in place of ``automatic_optimization._make_closure`` in the components form."""
         if self._loop._skip_backward:
             return type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
         return ReplayedClosure(partial(self._run_closure, kwargs, batch_idx))

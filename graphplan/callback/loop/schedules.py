@@ -1,4 +1,4 @@
-"""Learning-rate schedulers that a step of manual optimization steps itself."""
+"""Learning-rate schedulers that a manual-optimization ``training_step`` steps itself."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from graphplan.trace.mode import refuse_trace
 
 
 class Schedules:
-    """The schedulers of a fit by manual optimization: ``scheduler.step()`` in the step is noted, and made after it.
+    """The schedulers of a fit with manual optimization. ``scheduler.step()`` in a step is made after the step.
 
-    A recording must not hold anything that comes of the new learning rates. So the rest of the step is watched: where
-    it uses a scheduler that was stepped, or a learning rate of its optimizer, a trace is refused, and any other step
-    makes the noted steps at once.
+    A recording must not depend on the new learning rates. So the rest of the step is watched. If it uses a scheduler
+    that was stepped, or a learning rate of its optimizer, a trace is refused. Any other step then makes the deferred
+    scheduler steps at once.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -35,7 +35,7 @@ class Schedules:
         self._watch = Patches()
 
     def start(self) -> None:
-        """Before a call: which learning rates there are, as numbers."""
+        """Before a call, note the schedulers and their learning rates, which are numbers."""
         configs = enumerate(self._trainer.lr_scheduler_configs)
         self._schedulers = {f"lr_schedulers[{number}]": config.scheduler for number, config in configs}
         every = self._schedulers.values()
@@ -43,7 +43,7 @@ class Schedules:
 
     @contextmanager
     def noting(self) -> Iterator[list[str]]:
-        """While the step's Python runs: collect which schedulers step."""
+        """While the step's Python runs, collect the names of the schedulers that step."""
         self._noted = []
         with Patches() as left:
             for name, scheduler in self._schedulers.items():
@@ -53,12 +53,12 @@ class Schedules:
             yield self._noted
 
     def _is_host_work(self, scheduler: Any) -> bool:
-        """Not where it fills a tensor of the user's, or is stepped in a way of its own."""
+        """Return True if the scheduler sets numbers, not a tensor of the user's, and its ``step`` is its class's."""
         rates = [self._rates[id(group)] for group in _groups(scheduler) if id(group) in self._rates]
         return bool(rates) and not any(isinstance(rate, Tensor) for rate in rates) and "step" not in vars(scheduler)
 
     def _step(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """In place of a scheduler's ``step``."""
+        """Run in place of a scheduler's ``step``."""
         scheduler = self._schedulers[name]
         if args or kwargs:
             self._use(f"hands a value to {name}.step()")
@@ -92,7 +92,7 @@ class Schedules:
                 self._watch.callback(groups.__setitem__, index, group)
 
     def _use(self, what: str) -> None:
-        """The step uses what its schedulers change: a trace is refused, and they step now."""
+        """Handle a use of values that deferred scheduler steps change: refuse a trace, or make the steps now."""
         refuse_trace(
             HostEffectError,
             f"the step {what} at {find_source()}; after a replay its schedulers step with nothing handed to them, when "
@@ -106,12 +106,12 @@ class Schedules:
             scheduler = self._schedulers[name]
             for group in _groups(scheduler):
                 if isinstance(group["lr"], Tensor) and id(group) in self._rates:
-                    # It stands in for the number in a capture, and while an optimizer steps.
+                    # In a capture, and while an optimizer steps, a tensor replaces the number.
                     group["lr"] = self._rates[id(group)]
             type(scheduler).step(scheduler)
 
     def finish(self, stepped: Literals) -> None:
-        """After a call: the steps that were noted in it, or in the one that it repeats."""
+        """After a call, make the scheduler steps that were deferred in it, or in the captured call that it replays."""
         for name in stepped:
             self._schedulers[name].step()
 
@@ -122,7 +122,7 @@ def _groups(scheduler: Any) -> list[dict[str, Any]]:
 
 
 class _WatchedGroup(dict[str, Any]):
-    """Stands for a group of an optimizer, and tells ``use`` of each use but that of its parameters."""
+    """Replaces a parameter group of an optimizer. Calls ``use`` for each access except to the parameters."""
 
     def __init__(self, group: dict[str, Any], use: Callable[[str], None]) -> None:
         super().__init__(group)

@@ -1,4 +1,4 @@
-"""The base of the seams: graphed steps in the place of methods of Lightning's loops."""
+"""The base class of seams, which put graphed steps in place of methods of Lightning's loops."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ from graphplan.step.peers import find_peers
 from graphplan.step.runner import Backends
 from graphplan.tensors.trees import Literals
 
-NAME = "the training step"  # What messages call it.
+NAME = "the training step"  # The name of the step in messages.
 _PUT = "put into the batch"
-"""The key of what a step puts into its batch, which errors show."""
+"""The output key of values that a step puts into its batch. Error messages show it."""
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
 _literals: Callable[[tuple[Any, ...]], Literals] = lru_cache(64)(Literals)
-"""Gives the same object for the same literals: a replay need not look into it again."""
+"""Returns the same object for the same literals, so that a replay need not compare them again."""
 _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
-"""Bookkeeping of Lightning's and torch's own that no step depends on."""
+"""Like ``_OWN_EFFECTS``, bookkeeping of Lightning and torch that no step depends on."""
 
 
 class Seam(ABC):
-    """One loop's seam. ``take_off`` undoes ``install`` and all ``patches``; ``figures`` and ``notes`` outlive it.
+    """The seam of one loop. ``take_off`` undoes ``install`` and all ``patches``, but keeps ``figures`` and ``notes``.
 
-    ``options`` are those of the steps, ``given`` those of the callback; ``stand_down`` removes the seam when all
-    further steps are eager, ``gate`` has timed the steps so far. ``part`` names what is replayed of a step, if not all
-    of it.
+    ``options`` are the options of the steps, ``given`` those of the callback. ``stand_down`` removes the seam when all
+    further steps are eager. ``gate`` has timed the steps so far. ``part`` names the replayed part of a step, and is
+    empty for the whole step.
     """
 
     part = ""
@@ -104,27 +104,27 @@ class Seam(ABC):
         self._watches_index = not (may_read or any(is_allowed(name, options.allow) for name in names))
         self._arguments = Arguments(trainer)
         self.patches = Patches()
-        # The sums are weighted with the batch's number of rows, which a program for padded rows does not know.
+        # Sums are weighted by the batch's number of rows, which a program for padded batches does not know.
         self.logs = StepLogs(trainer, module, self.patches, sums_in_step=trains and not options.pads_rows)
         self._steps: list[GraphedStep] = []
-        # Arguments of Lightning's loop that are not fed: the batch's number, and all after the batch.
+        # Arguments of Lightning's loop that are not fed: the batch index, and all arguments after the batch.
         self._index, self._rest = 0, list[tuple[str, Any]]()
         self._optimizers = list(trainer.optimizers)
         self._note_hooks()
         self.notes: list[str] = []
-        # Calls of Lightning's own code in the place of a step.
+        # Counts of calls of Lightning's own code in place of a graphed step.
         self._stock_stats = Stats()
 
     @abstractmethod
     def install(self) -> None:
-        """Put the seam in."""
+        """Install the seam."""
 
     @abstractmethod
     def _stock(self, kwargs: OrderedDict[str, Any]) -> Any:
-        """Run Lightning's own code, which the step stands for, with the loop's arguments."""
+        """Run Lightning's own code, which the graphed step replaces, with the loop's arguments."""
 
     def _compile(self) -> None:
-        """Compile the module's parts, if asked to, and its ``forward`` unless a strategy wraps the module."""
+        """Under ``compile``, compile the module's children, and its ``forward`` unless a strategy wraps the module."""
         if self._options.compile is False:
             return
         parts: list[nn.Module] = [part for part in self._module.children() if any(True for _ in part.parameters())]
@@ -135,8 +135,8 @@ class Seam(ABC):
         self.notes += compiled.notes
 
     def take_off(self) -> list[GraphedStep]:
-        """Remove the seam, and close its steps, which puts the optimizers' flags back. Return those that stand down:
-        they keep their optimizers' kernels until the end of the run.
+        """Remove the seam, and close its steps, which restores the optimizers' flags. Return the steps that have stood
+        down, which are still open: their optimizers keep their kernels until the end of the run.
         """
         self.patches.close()
         for step in self._steps:
@@ -145,7 +145,7 @@ class Seam(ABC):
         return [step for step in self._steps if step.is_down]
 
     def _owners(self, progress: dict[str, Any]) -> dict[str, Any]:
-        """All that a step may use. ``progress`` are the counters of Lightning's that it moves."""
+        """Return all owners of a step. ``progress`` are the counters of Lightning that the step advances."""
         wrapper = {} if self._wrapper is None else {WRAPPER: self._wrapper}
         owners: dict[str, Any] = {"model": self._module, **wrapper, **optimizers_of(self._trainer)}
         for name, part in progress.items():
@@ -161,7 +161,7 @@ class Seam(ABC):
         return owners | numbers | hooked_callbacks(self._trainer) | reached_objects(self._trainer)
 
     def _make(self, owners: dict[str, Any], gate: Gate | None = None) -> GraphedStep:
-        """A graphed step of what the seam stands for. Its replays are timed by ``gate``, or if the fit's steps were."""
+        """Make a graphed step. ``gate``, or a copy of the gate that timed the fit's steps, times its replays."""
         if self._timed is not None:
             gate = self._timed.again()
         step = GraphedStep(self._body, owners, self._options, self._backends, find_peers(), gate=gate, is_alone=False)
@@ -184,23 +184,23 @@ class Seam(ABC):
         )
 
     def describe_programs(self) -> list[dict[str, Any]]:
-        """Descriptions of the programs that there are."""
+        """Return descriptions of the current programs."""
         return [describe_program(program) for step in self._steps for program in step.programs]
 
     def _escalates(self, error: RefusalError) -> bool:
         return self._options.on_failure == "raise" and not any(step.stats.replayed for step in self._steps)
 
     def _look_at(self, step: GraphedStep) -> None:
-        """After a call of ``step``, stand down with it."""
+        """After a call of ``step``, remove the seam if the step has stood down."""
         if step.down_because is not None:
             self._stand_down(*step.down_because)
 
     def _hooked(self) -> list[Any]:
-        """The callbacks with hooks that Lightning calls inside the step."""
+        """Return the callbacks with hooks that Lightning calls inside the step."""
         return list(hooked_callbacks(self._trainer).values())
 
     def _note_hooks(self) -> None:
-        """Note what Lightning calls inside the step: no step's code names it."""
+        """Note the hooks that Lightning calls inside the step, to find changes. The step's code does not name them."""
         callbacks, own = self._trainer.callbacks, vars(self._module)  # type: ignore[attr-defined]
         methods = [own.get(name) for name in self.called]
         self._hooks = [*self._hooked(), *methods]
@@ -211,7 +211,7 @@ class Seam(ABC):
         ])  # fmt: skip
 
     def _replaced(self) -> str | None:
-        """What Lightning runs in the step that is not what it was: programs read, or have recorded, what was there."""
+        """Return how the optimizers or hooks in the step changed, or None. Programs depend on the captured ones."""
         if self._trainer.optimizers != self._optimizers:
             return (
                 "the Trainer got other optimizers in the middle of the run, and programs read those that they were "
@@ -230,7 +230,7 @@ class Seam(ABC):
         )
 
     def _has_left(self) -> bool:
-        """Return True, and end the seam, if Lightning runs something else in the step than what was captured."""
+        """Return True, and remove the seam, if the optimizers or hooks in the step are not those of the capture."""
         reason = self._replaced()
         if reason is None:
             return False
@@ -243,7 +243,7 @@ class Seam(ABC):
         return True
 
     def _on_device(self, kwargs: OrderedDict[str, Any]) -> OrderedDict[str, Any]:
-        """The loop's arguments for Lightning's own code, if graphed steps move their batch themselves."""
+        """Return the loop's arguments for Lightning's own code. Move the batch if graphed steps move it themselves."""
         if self._options.feed_device is not None:
             kwargs = OrderedDict(kwargs, batch=move_data_to_device(kwargs["batch"], self._options.feed_device))
         return kwargs
@@ -254,18 +254,18 @@ class Seam(ABC):
         return True
 
     def _serve(self, step: GraphedStep, batch_idx: int, kwargs: OrderedDict[str, Any], *facts: Any) -> Any:
-        """Run a batch through ``step``, and stand down with it."""
+        """Run a batch through ``step``, and remove the seam if the step stands down."""
         result = self._through(step, batch_idx, kwargs, *facts)
         self._look_at(step)
         return result
 
     def _through(self, step: GraphedStep, batch_idx: int, kwargs: OrderedDict[str, Any], *facts: Any) -> Any:
-        """Run a batch through ``step``, and carry out what it logged. ``facts`` are literals that it depends on."""
+        """Run a batch through ``step``, and make its log calls. ``facts`` are literals that the step depends on."""
         self._index, self._rest = batch_idx, list(kwargs.items())[1:]
         self._arguments.batch_idx = batch_idx
         batch = kwargs["batch"]
         if self._asks_eager is not None:
-            # About the batch as it came.
+            # ``eager_if`` gets the batch as the loop passes it, not as it is fed to the step.
             self._wants_eager = self._asks_eager(batch_idx + 1, (batch, batch_idx), {})
         if not self._start_logs():
             return self._stock(self._on_device(kwargs))
@@ -280,7 +280,7 @@ class Seam(ABC):
         return out["result"]
 
     def _variant_of(self, batch: Any) -> Any:
-        """The user's key of this batch, for steps whose control flow alternates."""
+        """Return the user's ``variant`` of this batch, for steps whose control flow alternates."""
         given, module = self._variant, self._module
         found = getattr(module, given, None) if isinstance(given, str) else given
         if not callable(found):
@@ -291,11 +291,11 @@ class Seam(ABC):
         return found(batch, self._index)
 
     def _finish(self, out: dict[str, Any]) -> None:
-        """Do what follows each call, whether its Python ran or it was replayed."""
+        """Finish a call, whether its Python ran or it was replayed: set DDP's flag, and make the log calls."""
         if out["note"] is not None:
             setattr(self._wrapper, WRAPPERS_NOTE, out["note"])
         if out["logs"]:
-            # No context manager: this is asked after each replay.
+            # No context manager, since this runs after each replay.
             try:
                 self.logs.finish(out["logs"], out["grouped"], out["values"])
             except Exception as error:
@@ -304,8 +304,8 @@ class Seam(ABC):
                 raise lost(error, f"the step of {type(self._module).__name__}") from error
 
     def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
-        """The function of a graphed step: Lightning's own code, and what it logs."""
-        # A replay cannot change the caller's containers: what is changed in these is a result, and put into those then.
+        """The function of a graphed step. Run Lightning's own code; return its result and its log calls."""
+        # A replay cannot change the caller's containers. Changes of these copies are outputs, applied to the caller's.
         own = with_new_containers(batch)
         kwargs = OrderedDict([("batch", own), *self._rest])
         if "batch_idx" in kwargs:

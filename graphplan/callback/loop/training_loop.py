@@ -1,6 +1,6 @@
-"""Lightning's loop over training batches, without what a run does not use. The *loop seam* replaces ``advance``, and
-returns to it when something is due that only Lightning's loop does (validation, the end of the epoch, a stop), or when
-anything has changed that decides about it.
+"""Lightning's loop over training batches, without the parts that a run does not use. The *loop seam* replaces
+``advance``. It returns to Lightning's loop when a task is due that only that loop does (validation, the end of the
+epoch, a stop), or when a value that decides about such tasks has changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OF_LOOP = (
     "_skip_next_val", "max_steps", "_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint",
     "_restart_stage", "advance",
 )  # fmt: skip
-"""Attributes that decide whether anything is due after a batch, without those that differ from batch to batch."""
+"""Attributes that decide whether a task is due after a batch, except those that differ from batch to batch."""
 _NONE = object()
 _PLAIN = frozenset({Tensor})
 _is_cpu = attrgetter("is_cpu")
@@ -40,15 +40,15 @@ _is_cpu = attrgetter("is_cpu")
 
 @hands_over
 def _stock(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call Lightning's own code: its errors are not graphplan's."""
+    """Call Lightning's own code. ``hands_over`` marks its errors as not graphplan's."""
     return run(*args, **kwargs)
 
 
 @hands_over
 def _call_hooks(trainer: Any, module: Any, hook: str, *args: Any) -> None:
-    """Call the hook of those callbacks that have it, as Lightning does."""
+    """Call the hook of each callback that overrides it, as Lightning does."""
     inner = vars(module)
-    # A module's own __setattr__ takes longer than most hooks.
+    # Avoid the module's __setattr__, which takes longer than most hooks.
     before, inner["_current_fx_name"] = inner["_current_fx_name"], hook
     for callback in trainer.callbacks:
         if has_hook(callback, hook, Callback):
@@ -57,11 +57,11 @@ def _call_hooks(trainer: Any, module: Any, hook: str, *args: Any) -> None:
 
 
 def _nothing() -> None:
-    """In place of calls of a profiler that does nothing."""
+    """Run in place of calls of a profiler that does nothing."""
 
 
 class Batches(Iterator[Any]):
-    """Lightning's fetcher for one ``advance``: ``batch`` was read and not begun, or the latest one ``has_ended``."""
+    """A fetcher for one ``advance``. ``batch`` is fetched, but not trained on yet. ``has_ended``: the latest one is."""
 
     def __init__(self, fetcher: Any) -> None:
         self.fetcher = fetcher
@@ -69,7 +69,7 @@ class Batches(Iterator[Any]):
         self.has_ended = False
 
     def __next__(self) -> tuple[Any, int, int]:
-        """The next batch, and two numbers that Lightning's loop does not use."""
+        """Return the next batch, and two numbers that Lightning's loop does not use."""
         if self.batch is _NONE:
             found: tuple[Any, int, int] = next(self.fetcher)
             return found
@@ -77,13 +77,13 @@ class Batches(Iterator[Any]):
         return batch, 0, 0
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the fetcher."""
+        """Return an attribute of the fetcher."""
         return getattr(self.fetcher, name)
 
 
 class LoopSeam:
-    """Replaces ``advance`` of one fit's loop over batches. The first batch goes through Lightning's own code, which may
-    warn. The step moves batches to the device itself if ``direct``.
+    """Replaces ``advance`` of one fit's loop over batches. The first batch runs through Lightning's own code, which may
+    warn. If ``direct``, the step moves batches to the device itself.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class LoopSeam:
             patches.method(self._loop, name, _nothing)
 
     def _advance_stock(self, batches: Any) -> None:
-        """Lightning's own ``advance``, unless only the end of this one is left."""
+        """Run Lightning's own ``advance``, unless the seam has already trained on the batch."""
         if not batches.has_ended:
             _stock(_TrainingEpochLoop.advance, self._loop, batches)
 
     @recovering(_advance_stock)
     def _take_batches(self, batches: Any) -> None:
-        """This batch and those after it, up to one after which something is due."""
+        """Train on this batch and on the next ones, until a task is due after a batch."""
         loop, progress = self._loop, self._loop.batch_progress
         if loop.restarting or self._takes_index is None or self._has_stock_hooks():
             self._advance_stock(batches)
@@ -126,7 +126,7 @@ class LoopSeam:
                 _stock(loop._broadcast_sigterm_tensor)
             batches.batch = batch = _stock(next, fetcher)[0]
             if batch is None:
-                # Lightning warns of that.
+                # Lightning's own code warns about this.
                 self._advance_stock(batches)
                 return
             progress.is_last_batch = fetcher.done
@@ -145,7 +145,7 @@ class LoopSeam:
             batches.has_ended = False
 
     def _note(self) -> None:
-        """Note what decides whether something is due after a batch: while it stays, a few numbers are compared."""
+        """Note the values that decide whether a task is due. While they do not change, a few comparisons are enough."""
         loop, trainer = self._loop, self._trainer
         self._unchanged = None
         self._most, self._max_steps = trainer.fit_loop.max_batches, loop.max_steps
@@ -161,11 +161,11 @@ class LoopSeam:
         self._unchanged = Checks([("same_attributes", things, names, values), *contents_of([trainer.callbacks])])
 
     def _has_stock_hooks(self) -> bool:
-        """Return True if the module has got hooks that Lightning's own loop calls, as attributes of the instance."""
+        """Return True if code has set hooks on the module instance that only Lightning's own loop calls."""
         return not STOCK_HOOKS.isdisjoint(vars(self._module))
 
     def _between_validations(self) -> int:
-        """After how many batches of an epoch validation may be due; 0 for never."""
+        """Return after how many batches of an epoch validation may be due, or 0 for never."""
         trainer = self._trainer
         if not is_overridden("validation_step", self._module):
             return 0
@@ -174,7 +174,7 @@ class LoopSeam:
         return 0 if trainer.val_check_batch == float("inf") else trainer.val_check_batch
 
     def _is_due(self, progress: Any) -> bool:
-        """Return True if Lightning's loop has anything to do or to decide after this batch."""
+        """Return True if Lightning's loop has a task or a decision after this batch."""
         loop, ready = self._loop, progress.current.ready
         if (
             self._unchanged is None
@@ -192,23 +192,23 @@ class LoopSeam:
         return False
 
     def _ready(self, batch: Any) -> Any:
-        """The batch on the device, unless the step moves it there and no hook needs it before."""
+        """Return the batch, on the device unless the step moves it there and no hook needs it earlier."""
         if self._is_cpu or not self._hands_out:
             kind = type(batch)
             tensors = batch if kind is list or kind is tuple else (batch,)
             if _PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors)):
-                # Hooks may change the list, as they may change the one that Lightning makes.
+                # Lightning makes a new list, which hooks may change. Do the same.
                 return list(batch) if kind is list else batch
         return move_data_to_device(batch, self._device)
 
     def _train(self, batch: Any, progress: Any) -> None:
-        """One batch, from its hooks before to its hooks after."""
+        """Train on one batch, and call the hooks before and after it."""
         loop, trainer, module, connector = self._loop, self._trainer, self._module, self._connector
         total, current = progress.total, progress.current
         total.ready += 1
         current.ready += 1
         batch_idx = current.ready - 1
-        # ``on_batch_start`` of the logger connector.
+        # The work of ``on_batch_start`` of the logger connector.
         results = loop._results
         connector._first_loop_iter = connector._first_loop_iter is None
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
@@ -246,7 +246,7 @@ class LoopSeam:
 
     @recovering(lambda self, results: _stock(self._connector.on_batch_end))
     def _end(self, results: Any) -> None:
-        """``on_batch_end`` of the logger connector, which a lazy one postpones."""
+        """Run ``on_batch_end`` of the logger connector, or postpone it if the connector is lazy."""
         if isinstance(self._connector, LazyConnector):
             self._connector.postpone(results)
             results.batch = results.batch_size = None
