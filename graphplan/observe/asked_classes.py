@@ -79,7 +79,7 @@ def asked_classes(code: CodeType) -> Asked:
 
 
 def _end_of_call(code: CodeType, start: int) -> int:
-    """Return the offset of the one-argument call of the callable that ``start`` loads; -1 if none, or after a jump."""
+    """Return the offset of the one-argument call of the callable loaded at ``start``; -1 if none, or after a jump."""
     depth = 0
     for step in steps_of(code):
         if step.offset < start:

@@ -5,7 +5,7 @@ in the syntax tree to its statement, and from a variable to its loads. Any other
 
 A ``try`` may catch the exception unless its handlers raise, or only catch other kinds, or only exceptions that torch or
 Lightning define. ``suppress`` and context managers may catch it, too, except those of torch, Lightning and the standard
-library. A manager in a library's code that cannot be resolved (``with self.profiler.profile(name)``) counts as safe.
+library. A manager in a library's code that cannot be resolved (``with self.profiler.profile(name)``) is assumed not to.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Branches(SyntaxTree):
     def _is_pure_call(self, call: ast.Call, node: ast.AST | None = None) -> bool:
         """Return True if a call that uses ``node`` only computes a result, judged by the names that it calls."""
         if isinstance(call.func, ast.Attribute) and call.func.attr in _PURE_METHODS:
-            # The value may be given to a function, but to no method of something else.
+            # The value may be an argument of a module's function, but not of another object's method.
             return node in (None, call.func) or isinstance(self.resolve(call.func.value), ModuleType)
         function = self.resolve(call.func)
         if f"{type(function).__module__}.{type(function).__name__}" == "numpy.ufunc":

@@ -1,4 +1,4 @@
-"""Replace methods and functions that read tensors without a call that a dispatch mode sees, while a step is watched.
+"""Replace methods and functions that read tensors unseen by dispatch modes, while a step is watched.
 
 To make a tensor of a list, torch turns its modes off and calls ``t.__float__()`` of each tensor in it; a profile
 function does not see these calls either. ``one_hot`` reads classes only to check their range. ``Tensor.item``, ``cpu``,
@@ -44,11 +44,11 @@ _OF_LIST = "torch.tensor, as_tensor, new_tensor or the like of a list with tenso
 
 
 class Conversions:
-    """A context manager that calls these functions for reads in the thread that entered it; nested ones, the innermost
-    that has the function. ``on_read(what, tensor)`` gets each read (None: the tensor is unknown). The others return a
-    result: ``on_item`` of ``tensor.item()``, ``on_copy`` of a copy to host memory, ``on_list`` of ``torch.tensor`` of a
-    list of scalar tensors, ``on_truth`` of ``bool(tensor)``, read in place of the values that it is computed from, and
-    ``on_whole`` of ``int(tensor)``. From ``on_copy``, ``on_list`` and ``on_whole``, None stands for the usual result.
+    """A context manager that calls these functions for reads in the thread that entered it. If several are nested, the
+    innermost one with the function is used. ``on_read(what, tensor)`` is called for each unseen read, with None if the
+    tensor is unknown. The others return a result: ``on_item`` of ``item()``, ``on_copy`` of a copy to host memory,
+    ``on_list`` of ``torch.tensor`` of scalar tensors, ``on_truth`` of ``bool(tensor)``, read in place of the values
+    that it is computed from, ``on_whole`` of ``int(tensor)``. Where the type allows None, that means torch's result.
     """
 
     def __init__(

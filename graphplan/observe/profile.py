@@ -118,7 +118,7 @@ class Reads:
     def covers(self, scalar: Scalar) -> bool:
         """Return True if traced code may have read this value."""
         if isinstance(scalar, Presence):
-            # An attribute that exists is compared itself. For a module, code must name the attribute: most never do.
+            # An existing attribute is compared by its value. Of the many modules, most are never asked for others.
             name, is_module = scalar.attribute, isinstance(scalar.owner, Module)
             is_asked = not is_module or name in self.called or self._is_read_within(scalar.owner, name)
             return is_asked and not scalar.get()
@@ -284,7 +284,7 @@ class Profile:
             if not known and (label := name_of_saving(frame, code.co_name, owner)) is not None:
                 self.executed.note_write(label)
                 if label != "logging":
-                    # `logging` reads the values as it makes the text, before a handler writes; unwanted records never.
+                    # `logging` itself reads the values, when it formats a record that a handler wants.
                     self._on_write(frame.f_locals.values())
             return name is None
         if not known:
