@@ -30,7 +30,7 @@ def name_of(thing: Any) -> str:
 
 
 def callback_class(name: str) -> Any:
-    """Return ``GraphPlanCallback`` for Trainers of ``name`` in :data:`NAMES`. Raises ModuleNotFoundError without it."""
+    """Return the callback's class for Trainers of ``name`` in :data:`NAMES`; ModuleNotFoundError if that is missing."""
     package = _FIRST
     if name != NAMES[0]:
         importlib.import_module(name)

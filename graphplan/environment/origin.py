@@ -122,7 +122,7 @@ def is_users_file(filename: str) -> bool:
 
 def leave_out_own_frames(trace: TracebackType | None, *, is_refusal: bool = False) -> None:
     """Remove this package's frames from a traceback, except its first frame. If this package itself raised the error,
-    leave the traceback as it is; but for a refusal, remove them and keep only the last frame.
+    leave the traceback as it is; for a refusal, still remove them, but keep the last frame.
     """
     last = trace
     while last is not None and last.tb_next is not None:
