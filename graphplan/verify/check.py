@@ -240,7 +240,7 @@ class Check:
         return describe(found, self._old, self._replayed, left.tensors) | differences
 
     def _unexplained(self, paths: list[str], eager: Run) -> dict[str, float]:
-        """Return the ``paths`` that more replays do not explain, with the spread. All ranks replay equally often."""
+        """Return the ``paths`` that more replays do not explain, with their spread. All ranks replay equally often."""
         again: list[Run] = []
         found = dict.fromkeys(paths, 0.0)
         noisy = self._is_noisy

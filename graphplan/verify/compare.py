@@ -132,8 +132,8 @@ def unexplained(
     *,
     noisy: bool,
 ) -> dict[str, float]:
-    """Return the ``paths`` where the eager step differs by more than replays differ from each other, and the latter
-    distance. ``one`` are copies of the first replay's state, ``again`` more replays from the same state.
+    """Return the ``paths`` where the eager step differs by more than replays differ, with the largest distance of two
+    replays. ``one`` are copies of the first replay's state, ``again`` more replays from the same state.
 
     Unless the step is ``noisy``, the eager step must agree exactly. If it is noisy, rounding is allowed too, since a
     few replays may agree in one place by chance, and so is the effect of rounding on the step: ``nudged`` is a replay
