@@ -70,7 +70,7 @@ def installed_callback_class() -> Any:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of the second package in the files of the first."""
+    """A finder of the second package's modules in the files of the first."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _SECOND and not name.startswith(f"{_SECOND}."):
@@ -84,7 +84,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Compiles a module of the first package for the second; the code is not kept in ``__pycache__``."""
+    """A loader that compiles a module of the first package for the second, without writing to ``__pycache__``."""
 
     def get_code(self, fullname: str) -> CodeType:
         source = _NAME.sub(lambda found: _READ_AS[found[0]], self.get_source(fullname) or "")

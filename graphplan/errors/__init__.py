@@ -207,7 +207,7 @@ class CheckMemoryError(GraphPlanError, RuntimeError):
 
 
 class MemoryBudgetError(CaptureError, reason=SkipReason.MEMORY):
-    """A program's estimated memory exceeds the budget or the device's free memory: its steps are eager."""
+    """A program takes, by estimate or in fact, more memory than the budget or the device has: its steps are eager."""
 
 
 class GradientError(GraphPlanError, RuntimeError):
@@ -266,7 +266,7 @@ class VerifyError(RefusalError, RuntimeError, reason=SkipReason.VERIFY):
 
 
 class PaddingError(VerifyError, reason=SkipReason.PADDING):
-    """Padding a call to its capture size would change its outcome. The call was not made."""
+    """Padding a call to its capture size changes its outcome. The call has not run, unless ``result`` is set."""
 
 
 class SlowerError(RefusalError, RuntimeError, reason=SkipReason.SLOWER):
@@ -274,7 +274,7 @@ class SlowerError(RefusalError, RuntimeError, reason=SkipReason.SLOWER):
 
 
 class Faults:
-    """Keeps graphplan's first own error in the middle of a step until the step ends, since the step goes on."""
+    """The first error of graphplan's own in the middle of a step, kept until the step ends, since the step goes on."""
 
     def __init__(self) -> None:
         self._first: Exception | None = None

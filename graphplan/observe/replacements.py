@@ -12,7 +12,7 @@ _INHERITED = object()
 
 
 class Replacements:
-    """Sets the attributes that ``find`` yields as (holder, name, new value) while ``entered`` is not empty."""
+    """The attributes that ``find`` yields as (holder, name, new value), set while ``entered`` is not empty."""
 
     def __init__(self, find: Callable[[], Iterable[tuple[Any, str, Any]]]) -> None:
         self._find = find

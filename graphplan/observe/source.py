@@ -188,7 +188,7 @@ _STEP: _Component = ("step", "", False)
 
 
 class Sources:
-    """Finds the sources of one thread's operators. It searches again only if the calling instruction has changed: one
+    """The sources of one thread's operators. A search is made only if the calling instruction has changed: one
     instruction runs all operators of a backward pass or of a composite function. A frame is kept until the next search.
     """
 

@@ -70,9 +70,9 @@ _HERE = _Here()
 
 
 class Watcher:
-    """Calls ``on_call(frame, code)`` when Python code starts or resumes, and ``on_c_call(frame, function)`` when it
-    calls a C function, in the thread that called :meth:`start`. Each ``id(code)`` and ``frame.f_code`` raises an audit
-    event for other packages' hooks, so callbacks should not compute a value that they are given.
+    """A watcher that calls ``on_call(frame, code)`` when Python code starts or resumes, and ``on_c_call(frame,
+    function)`` when it calls a C function, in the thread that called :meth:`start`. Each ``id(code)`` and
+    ``frame.f_code`` raises an audit event for other packages' hooks, so callbacks do not compute values that they get.
 
     ``on_call`` returns True if it need not be called again for the frame's code. ``on_c_call`` is called for functions
     named in ``names``, and for all calls of code whose id is in ``codes``, which may grow. Builtins except ``print``,
@@ -140,7 +140,7 @@ _PAUSE = Watcher.pause.__code__
 
 
 class Monitor(Watcher):
-    """Watches with ``sys.monitoring``, which other tools may use at the same time.
+    """A watcher that uses ``sys.monitoring``, which other tools may use at the same time.
 
     If an exception (Ctrl-C) interrupts :meth:`start` or :meth:`stop`, the next call of either completes the work.
     """
@@ -277,7 +277,7 @@ def new_watcher(
 
 
 class Aside:
-    """Hides graphplan's own work in a step from the watcher, to save time. :meth:`run` runs the step's own calls."""
+    """A context that hides graphplan's own work from the watcher, to save time. :meth:`run` runs the step's calls."""
 
     __slots__ = ("_is_running", "_outcome", "_watcher")
     _outcome: tuple[Any] | None
