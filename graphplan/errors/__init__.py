@@ -251,7 +251,7 @@ class PeerError(RefusalError, RuntimeError, reason=SkipReason.PEER):
 
 
 class DeviceFault(GraphPlanError, RuntimeError):
-    """With ``debug=True``: the device failed in a recording, or the recording would read freed memory. Names it."""
+    """With ``debug=True``: the device failed in a program's capture or first replay. The message names the program."""
 
 
 class VerifyError(RefusalError, RuntimeError, reason=SkipReason.VERIFY):
