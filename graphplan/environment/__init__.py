@@ -1,1 +1,1 @@
-"""The state of the process: where code comes from, torch's global switches, active modes, the garbage collector."""
+"""State of the process: the origin of code, torch's global switches, active modes, the garbage collector."""

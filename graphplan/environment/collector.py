@@ -1,5 +1,5 @@
-"""Python's garbage collector, put off while a step is traced, captured or checked: with the many objects of a trace it
-would soon go through all of the process, which takes a quarter of a second with torch and Lightning loaded.
+"""Postpone Python's garbage collector while a step is traced, captured or checked. The many objects of a trace would
+soon start a full collection, which takes a quarter of a second with torch and Lightning loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NEVER = 20_000_003
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Put automatic collections off until the block ends. Thresholds that the block sets stay."""
+    """Postpone automatic collections until the block ends. Thresholds that the block sets are kept."""
     first, *others = before = gc.get_threshold()
     if first in (0, _NEVER):
         yield
@@ -24,6 +24,6 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         if gc.get_threshold()[0] == _NEVER:
-            # Young objects alone, now. By their number, all that the process has would be looked at in this moment.
+            # Collect the young generation alone: the number of new objects would otherwise start a full collection.
             gc.collect(0)
             gc.set_threshold(*before)

@@ -1,4 +1,4 @@
-"""Accelerators by what torch gives all of them: streams, events, memory, generators. Backends alone name CUDA."""
+"""Streams, memory and generators of accelerators, by torch's device-independent API. Only backends name CUDA."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import Tensor
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return True if work on ``device`` is queued, so that the host runs ahead of it."""
+    """Return True if ``device`` runs work asynchronously to the host."""
     return device.type not in ("cpu", "meta")
 
 
 def module_of(device: torch.device) -> Any:
-    """The module of torch for the accelerators of the type of ``device``: ``torch.cuda``, ``torch.xpu``, and so on."""
+    """Return torch's module for the type of ``device``: ``torch.cuda``, ``torch.xpu``, and so on."""
     return torch.get_device_module(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done what was queued; at once on the CPU. Raises RuntimeError if that has failed."""
+    """Wait for all work queued on ``device``; return at once on the CPU. Raises RuntimeError if the work has failed."""
     if is_accelerator(device):
         module_of(device).synchronize(device)
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream that this thread's work on ``device``, an accelerator, is queued on."""
+    """Return this thread's current stream on ``device``, an accelerator."""
     return module_of(device).current_stream(device)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on ``device``, with those that torch has cached; None where that is unknown."""
+    """Return the bytes that can still be allocated on ``device``, including torch's cache; None if unknown."""
     if is_accelerator(device):
         module = module_of(device)
         free, _ = module.mem_get_info(device)
@@ -45,12 +45,12 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def default_generators() -> list[torch.Generator]:
-    """The CPU's default generator, and those of the accelerators in use."""
+    """Return the default generators of the CPU and of the accelerators in use."""
     return [torch.default_generator, *accelerator_generators()]
 
 
 def set_generator(generator: torch.Generator, state: Tensor) -> None:
-    """Put back a ``state`` that ``generator`` had, by a second handle: with the first, cuDNN's RNNs draw a new seed."""
+    """Restore a ``state`` of ``generator`` by a second handle: with the first, cuDNN's RNNs would draw a new seed."""
     handle: Any = generator
     if is_accelerator(generator.device) and hasattr(generator, "graphsafe_get_state"):
         with suppress(RuntimeError):
@@ -59,7 +59,7 @@ def set_generator(generator: torch.Generator, state: Tensor) -> None:
 
 
 def accelerator_generators() -> list[torch.Generator]:
-    """The default generators of the accelerators; none before one is used, since to ask would start its driver."""
+    """Return the accelerators' default generators; none before first use, since the query would start the driver."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not module_of(accelerator).is_initialized():
         return []

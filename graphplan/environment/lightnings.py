@@ -1,7 +1,7 @@
-"""Lightning under its two names: ``lightning.pytorch``, and ``pytorch_lightning`` with the same code a second time.
+"""Support both packages of Lightning: ``lightning.pytorch``, and ``pytorch_lightning`` with a copy of the same code.
 
-A class of one is none of the other's. The callback is written for ``lightning.pytorch``; for Trainers of
-``pytorch_lightning`` its files are loaded a second time, with the name of the one package read as that of the other.
+Their classes are distinct. The callback is written for ``lightning.pytorch``. For Trainers of ``pytorch_lightning``,
+its files are loaded a second time, with the names of the packages replaced in the source.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ _NAME = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in _READ_AS))
 
 
 def name_of(thing: Any) -> str:
-    """The one of :data:`NAMES` that a class or object belongs to, by its first base that has one; else the first."""
+    """Return the entry of :data:`NAMES` whose package defines the class or its nearest base; else the first entry."""
     roots = [f"{kind.__module__}." for kind in (thing if isinstance(thing, type) else type(thing)).__mro__]
     return next((name for root in roots for name in NAMES if root.startswith(f"{name}.")), NAMES[0])
 
 
 def callback_class(name: str) -> Any:
-    """``GraphPlanCallback`` for Trainers of one of :data:`NAMES`; ModuleNotFoundError if that is not installed."""
+    """Return the callback's class for Trainers of ``name`` in :data:`NAMES`; ModuleNotFoundError if that is missing."""
     package = _FIRST
     if name != NAMES[0]:
         importlib.import_module(name)
         package = _SECOND
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-            # Before the one for files, which would find the first package's modules in place of the second one's.
+            # Put it before the path finder, which would find the first package's modules for the second one.
             sys.meta_path.insert(0, _Finder())
     return importlib.import_module(f"{package}.callback").GraphPlanCallback
 
 
 def blank_callback(name: str) -> Any:
-    """A ``GraphPlanCallback`` without attributes, for Trainers of one of :data:`NAMES`: unpickling gives it those."""
+    """Return a ``GraphPlanCallback`` without attributes, for Trainers of ``name``: unpickling sets the attributes."""
     kind = callback_class(name)
     return kind.__new__(kind)
 
 
 def installed_callback_class() -> Any:
-    """``GraphPlanCallback``, which becomes that of its Trainer's package. Where only one of both is imported, it is
-    that one's from the beginning: before 2.6, Trainers take no other.
+    """Return ``GraphPlanCallback``, which changes its class to fit its Trainer's package. If only one package is
+    imported, it has that package's class at once: Trainers before 2.6 accept no other.
 
     Raises:
         ImportError: if Lightning is installed under neither name.
@@ -70,7 +70,7 @@ def installed_callback_class() -> Any:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of the second package in the files of the first."""
+    """A finder of the second package's modules in the files of the first."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _SECOND and not name.startswith(f"{_SECOND}."):
@@ -84,7 +84,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Compiles a module of the first package for the second; the code is not kept in ``__pycache__``."""
+    """A loader that compiles a module of the first package for the second, without writing to ``__pycache__``."""
 
     def get_code(self, fullname: str) -> CodeType:
         source = _NAME.sub(lambda found: _READ_AS[found[0]], self.get_source(fullname) or "")

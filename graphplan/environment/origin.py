@@ -1,7 +1,7 @@
-"""Where code and classes come from: the user's own files, installed packages, torch, Lightning, the standard library.
+"""Find where code and classes come from: user files, installed packages, torch, Lightning or the standard library.
 
-Guards compare what the user's own files hold in globals, closures and classes. What the others hold there is trusted:
-only the attributes of their *instances* are compared. ``watch`` makes an installed package the user's own.
+Guards compare the values in globals, closures and classes of the user's own files. For all other code, they compare
+only attributes of *instances*. ``watch`` makes guards treat an installed package like the user's own files.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _PARTS = (
     *(os.path.join(TORCH, name) for name in ("_tensor.py", "functional.py")),
     *(os.path.join(TORCH, "utils", name) for name in ("_foreach_utils.py", "checkpoint.py")),
 )
-"""Not those that watch or compile: what they call changes without changing what a step computes."""
+"""torch's files that compute. Files that watch or compile are left out: their calls vary without changing results."""
 _FAMILIAR = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics")
 _HOMEPAGE = "https://github.com/Lightning-AI/"
-"""What all of them say of themselves, wherever they are installed. A package of the user's own may have such a name."""
+"""The ``__homepage__`` that all of them declare. A package of the user's own may have one of these names, too."""
 _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _SITES = tuple(
@@ -45,28 +45,28 @@ _BETWEEN = (
     *(os.path.join(TORCH, name) for name in ("_ops.py", "_compile.py")),
     *(os.path.join(TORCH, "utils", name) for name in ("_contextlib.py", "_python_dispatch.py")),
 )
-"""What calls this package's code in the middle of a step, or is called by it."""
+"""Files of the frames that may lie between frames of this package in the middle of a step."""
 PASSING: set[CodeType] = set()
-"""This package's code that runs the step's operators: errors that come out of it are the operators'."""
+"""Code of this package that runs the step's operators: an error that it raises comes from an operator."""
 _watched: set[str] = set()
-"""Installed packages that are watched as the user's own code is."""
+"""Installed packages that guards treat like the user's own code."""
 _Marked = TypeVar("_Marked", bound=Callable[..., Any])
 
 
 class Codes(dict[int, CodeType]):
-    """The code of ``functions``, by identity: to hash a code object takes as long as it has instructions."""
+    """The code of ``functions``, by id: hashing a code object takes time in proportion to its length."""
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
         super().__init__((id(function.__code__), function.__code__) for function in functions)
 
     def mark(self, run: _Marked) -> _Marked:
-        """Add the code of ``run``; may decorate it."""
+        """Add the code of ``run`` and return ``run``: usable as a decorator."""
         self[id(run.__code__)] = run.__code__
         return run
 
 
 def watch(packages: Iterable[str]) -> None:
-    """Treat installed ``packages`` (top-level names) as the user's own code from now on, in the whole process."""
+    """Treat installed ``packages`` (top-level names) like the user's own code from now on, in the whole process."""
     if not _watched.issuperset(packages):
         _watched.update(packages)
         for cached in (is_library, is_installed, is_users_file):
@@ -75,7 +75,7 @@ def watch(packages: Iterable[str]) -> None:
 
 @cache
 def is_familiar(filename: str) -> bool:
-    """Return True if the file, whose code runs, belongs to Lightning or torchmetrics."""
+    """Return True if the file belongs to Lightning or torchmetrics, and its package is imported."""
     packages = map(sys.modules.get, _FAMILIAR)
     known = (package for package in packages if str(getattr(package, "__homepage__", "")).startswith(_HOMEPAGE))
     files = (getattr(package, "__file__", None) for package in known)
@@ -90,7 +90,7 @@ def is_library(filename: str) -> bool:
 
 @cache
 def is_installed(filename: str) -> bool:
-    """Return True if the file belongs to an installed package that is not watched; editable ones are the user's own."""
+    """Return True if the file is of an installed package that is not watched. Editable installs are the user's own."""
     inner = [filename.removeprefix(place) for place in _SITES if filename.startswith(place)]
     inner += [filename.partition(mark)[2] for mark in _INSTALLED if mark in filename]
     return bool(inner) and inner[0].partition(os.sep)[0].removesuffix(".py") not in _watched
@@ -110,19 +110,19 @@ def is_ours(filename: str) -> bool:
 
 @cache
 def is_torchs(filename: str) -> bool:
-    """Return True if the file is one of those in which torch's own layers, optimizers, tensors and scalers are."""
+    """Return True if the file defines torch's layers, optimizers, tensors, scalers or other computing code."""
     return filename.startswith(_PARTS)
 
 
 @cache
 def is_users_file(filename: str) -> bool:
-    """Return True if the file is the user's own: in no library, in no installed package."""
+    """Return True if the file belongs to no library and no installed package."""
     return not is_library(filename) and not is_installed(filename)
 
 
 def leave_out_own_frames(trace: TracebackType | None, *, is_refusal: bool = False) -> None:
-    """Relink a traceback so that no frame after its first one is this package's, unless the last one is: an error that
-    is raised here is one of this package's. Of a refusal the last one alone is left.
+    """Remove this package's frames from a traceback, except its first frame. If this package itself raised the error,
+    leave the traceback as it is; for a refusal, still remove them, but keep the last frame.
     """
     last = trace
     while last is not None and last.tb_next is not None:
@@ -140,7 +140,7 @@ def leave_out_own_frames(trace: TracebackType | None, *, is_refusal: bool = Fals
 
 
 def file_of(code: CodeType, space: Mapping[str, Any]) -> str:
-    """The file that ``code`` comes from; for generated code (a dataclass's ``__init__``) that of its module."""
+    """Return the file of ``code``; for generated code (a dataclass's ``__init__``), the file of its module."""
     return space.get("__file__") or "" if code.co_filename == "<string>" else code.co_filename
 
 
@@ -153,7 +153,7 @@ def is_users(thing: Any) -> bool:
 
 
 def is_librarys(kind: type) -> bool:
-    """Return True if a class is Python's own, torch's, Lightning's or this package's."""
+    """Return True if a class belongs to Python, torch, Lightning or this package."""
     name = kind.__module__
     file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
     if isinstance(file, str):
@@ -162,7 +162,7 @@ def is_librarys(kind: type) -> bool:
 
 
 def is_users_module(module: ModuleType | None, name: str) -> bool:
-    """Return True if a module is the user's own; one without a file (an interactive session's) unless Python's."""
+    """Return True if a module is the user's own. One without a file (an interactive session) is, unless Python's."""
     file = getattr(module, "__file__", None)
     if isinstance(file, str):
         return is_users_file(file)

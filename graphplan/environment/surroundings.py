@@ -1,7 +1,7 @@
-"""Modes of the caller, transforms and forward-mode AD: what is active around a call and changes its operators.
+"""Find the caller's modes, transforms and forward-mode AD that are active around a call and change its operators.
 
-A recording has plain tensors and the operators that were called below all of these, so a replay would skip them.
-Gradient modes, autocast and the default device are part of a program's key instead.
+A recording has the plain tensors and operators below all of these, so a replay would skip them. Gradient modes,
+autocast and the default device are part of a program's key instead.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ COUNTS: list[tuple[Callable[[], Any], Any]] = [
     (_C._functorch.peek_interpreter_stack, None),
     (_C._get_tracing_state, None),
 ]
-"""Functions that return quickly whether something of a kind is active, and their values where nothing is."""
+"""Fast functions that tell whether something of a kind is active, and their values if nothing is."""
 LEVEL = (vars(forward_ad), "_current_level", -1)
-"""The module and variable in which torch counts nested levels of forward-mode AD, and its value outside of them."""
+"""The namespace and variable in which torch counts nested levels of forward-mode AD, and its value outside."""
 
 
 def surroundings() -> str | None:
@@ -43,7 +43,7 @@ def surroundings() -> str | None:
 
 
 def changing_mode() -> Any:
-    """An active mode that may change what operators do, without ``changes_nothing = True`` in its class; or None."""
+    """Return an active mode that may change operators: one whose class lacks ``changes_nothing = True``; else None."""
     if not _C._len_torch_dispatch_stack() and not _C._len_torch_function_stack():
         return None
     functions = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
@@ -52,7 +52,7 @@ def changing_mode() -> Any:
 
 
 def check_surroundings(doing: str) -> None:
-    """Refuse to do what ``doing`` says if something is active that a replay would skip, by a SurroundingsError."""
+    """Raise SurroundingsError if something is active that a replay would skip. ``doing`` names the action refused."""
     found = surroundings()
     if found is not None:
         raise SurroundingsError(

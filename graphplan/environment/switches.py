@@ -1,6 +1,6 @@
-"""torch's global switches: keys of programs, compared by guards before each replay and by checks after it.
+"""torch's global switches. They are part of a program's key; guards compare them before a replay, checks after it.
 
-A replay leaves them as the step does.
+A replay leaves the switches as the step leaves them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _C: Any = torch._C
 _VALIDATES = "_validate_args"
 _Get = Callable[[], Any]
 count_of_modes: Callable[[], int] = _C._len_torch_function_stack
-"""How many function modes are active. A default device is one."""
+"""Return the number of active function modes. A default device is one."""
 
 
 class Seen(Enum):
-    """What notices that a switch was changed before a replay. To read one takes 0.1 µs."""
+    """How a change of a switch is noticed before a replay. To read a switch takes 0.1 µs."""
 
     BY_GUARDS = "by a comparison of its own"
     BY_OTHERS = "by torch's GlobalStateGuard, or by the comparison of switches that change along with it"
@@ -31,9 +31,9 @@ class Seen(Enum):
 
 
 class Switch(NamedTuple):
-    """One of torch's global settings: ``name`` as messages and ``allow=`` call it, and how to read and write it;
-    ``set`` is None where torch has no function for that. ``uses`` are the names of the functions in C by which code
-    reads or sets it.
+    """One of torch's global settings: its ``name`` in messages and in ``allow=``, and functions to read and set it.
+    ``set`` is None if torch has no such function. ``uses`` are the names of the C functions by which code reads or
+    sets it.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Switch(NamedTuple):
 
 
 MIXED = "mixed"
-"""The value of an old switch while newer ones have values that it cannot express: torch raises then."""
+"""The value of an old switch if newer ones have values that it cannot express: torch raises an error then."""
 
 
 def _or_mixed(get: _Get) -> Any:
@@ -55,13 +55,13 @@ def _or_mixed(get: _Get) -> Any:
 
 
 def _of_torch(name: str, getter: str, setter: str, seen: Seen = Seen.BY_GUARDS) -> list[Switch]:
-    """A switch of ``torch._C``, if this torch has it."""
+    """Return a switch of ``torch._C`` in a list; an empty list if this torch lacks it."""
     get = getattr(_C, getter, None)
     return [] if get is None else [Switch(name, get, getattr(_C, setter, None), seen, (getter, setter))]
 
 
 def _of_library(name: str, getter: str = "", setter: str = "") -> list[Switch]:
-    """A switch of ``torch.backends``; ``getter`` and ``setter`` are named alike unless they are given."""
+    """Return a switch of ``torch.backends``. ``getter`` defaults to ``name``, ``setter`` to ``getter``."""
     getter = getter or name
     return _of_torch(f"torch.backends.{name}", f"_get_{getter}", f"_set_{setter or getter}")
 
@@ -77,18 +77,18 @@ def _autocast(device: str, alias: str) -> list[Switch]:
 
 
 def default_device() -> torch.device | None:
-    """The default device; None if none was set."""
+    """Return the default device; None if none was set."""
     return torch.get_default_device() if count_of_modes() else None
 
 
 def _fp32() -> list[Switch]:
-    """The newer switches of precision, those of whole libraries first."""
+    """Return the newer switches of precision, those of whole libraries first."""
     get, put = getattr(_C, "_get_fp32_precision_getter", None), getattr(_C, "_set_fp32_precision_setter", None)
     if get is None or put is None:
         return []
     seen = dict.fromkeys([(library, "all") for library in ("generic", "cuda", "mkldnn")], Seen.BY_USE)
     seen |= dict.fromkeys([("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul")], Seen.BY_GUARDS)
-    # The tape runs kernels again under the precision that is set then, as eager steps do.
+    # The tape's replays run kernels under the current precision, as eager steps do.
     seen |= dict.fromkeys([("mkldnn", "conv"), ("mkldnn", "rnn")], Seen.BY_USE)
     names = "fp32_precision of {1} in torch.backends.{0}"
     uses = "_get_fp32_precision_getter", "_set_fp32_precision_setter"
@@ -98,7 +98,7 @@ def _fp32() -> list[Switch]:
 
 
 def _precision(name: str, kind: str) -> Switch:
-    """An old switch of precision. The guards of newer ones see what it sets."""
+    """Return an old switch of precision. To set it changes newer switches, which guards compare."""
     get, seen = getattr(_C, f"_get_{kind}"), Seen.BY_OTHERS if _fp32() else Seen.BY_GUARDS
     return Switch(name, partial(_or_mixed, get), getattr(_C, f"_set_{kind}"), seen)
 
@@ -107,7 +107,7 @@ def _reduction(kind: str) -> Switch:
     full = f"allow_{kind}_reduced_precision_reduction"
     get, put = getattr(_C, f"_get_cublas_{full}"), getattr(_C, f"_set_cublas_{full}")
     name = f"torch.backends.cuda.matmul.{full}"
-    # A pair, where there is one more choice.
+    # The value is a pair in torch versions that have a second setting.
     return Switch(name, get, lambda value: put(*(value if type(value) is tuple else (value,))), Seen.BY_OTHERS)
 
 
@@ -141,8 +141,8 @@ SWITCHES: tuple[Switch, ...] = (
     *_of_torch("torch function", "_is_torch_function_enabled", "", Seen.BY_OTHERS),
     Switch("torch.distributions.Distribution.set_default_validate_args", partial(getattr, Distribution, _VALIDATES),
            partial(setattr, Distribution, _VALIDATES)),
-    # To set an old switch of precision sets newer ones too, which come after it, and to set that of a whole library
-    # sets those of its parts.
+    # Setting an old switch of precision also sets newer ones, so these follow. Setting a whole library also sets its
+    # parts.
     _precision("torch.backends.cuda.matmul.allow_tf32", "cublas_allow_tf32"),
     _precision("torch.get_float32_matmul_precision()", "float32_matmul_precision"),
     _precision("torch.backends.cudnn.allow_tf32", "cudnn_allow_tf32"),
@@ -167,12 +167,12 @@ SWITCHES: tuple[Switch, ...] = (
     *_of_torch("torch.backends.nnpack", "_get_nnpack_enabled", "_set_nnpack_enabled", Seen.BY_USE),
 )
 # fmt: on
-"""All of torch's global switches that graphplan knows, in an order in which they can be set."""
+"""The global switches of torch that graphplan knows, in an order in which they can be set."""
 NAMES = tuple(switch.name for switch in SWITCHES)
 COMPARED: list[_Get] = [switch.get for switch in SWITCHES if switch.seen is Seen.BY_GUARDS]
-"""What all guards call."""
+"""Getters that all guards call."""
 USED: dict[str, list[Switch]] = {}
-"""Switches that only some steps read or set, by the names of the functions in C by which they do."""
+"""Switches that only some steps read or set, by the names of the C functions that do so."""
 for _switch in SWITCHES:
     for _name in _switch.uses if _switch.seen is Seen.BY_USE else ():
         USED.setdefault(_name, []).append(_switch)
@@ -181,30 +181,30 @@ _call: Callable[[_Get], Any] = getattr(operator, "call", lambda function: functi
 
 
 def answers(functions: Sequence[_Get]) -> list[Any]:
-    """What each of ``functions`` says."""
+    """Return the results of ``functions``."""
     return list(map(_call, functions))
 
 
 def read_all() -> list[Any]:
-    """The values of all switches."""
+    """Return the values of all switches."""
     return answers(_ALL)
 
 
 def set_all(values: Sequence[Any]) -> None:
-    """Set the switches that have other values, as far as torch has functions for that."""
+    """Set the switches whose values differ, if torch has a function for that."""
     for switch, value in zip(SWITCHES, values, strict=True):
         if switch.set is not None and value != MIXED and switch.get() != value:
             switch.set(value)
 
 
 def set_some(values: Mapping[str, Any]) -> None:
-    """Set switches by name, and leave the others as they are, also those that change along with them."""
+    """Set switches by name. Restore all others, including those that change along with them."""
     set_all([values.get(name, value) for name, value in zip(NAMES, read_all(), strict=True)])
 
 
 @contextmanager
 def switched(values: Mapping[str, Any]) -> Iterator[None]:
-    """Have switches set to ``values`` for the block."""
+    """Set switches to ``values`` for the block, then restore all switches."""
     before = read_all()
     try:
         set_some(values)

@@ -1,7 +1,7 @@
-"""What can go wrong, one class each.
+"""Error classes.
 
-Every class derives from :class:`GraphPlanError` and from the builtin that a caller would catch anyway. Those that a
-step refuses with carry a :class:`SkipReason`, so that statistics can count why a step stayed eager.
+Every class derives from :class:`GraphPlanError` and from the builtin error that a caller would catch anyway. Refusals
+have a :class:`SkipReason`, so that statistics can count why calls were eager.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ class GraphPlanError(Exception):
     """Root of all errors raised by graphplan."""
 
     def briefly(self) -> Self:
-        """The error without the frames in which it was found, to be raised again: its message names the culprit."""
+        """Return the error without its traceback, to be raised again: its message names the cause."""
         return self.with_traceback(None)
 
 
 class PolicyError(GraphPlanError, ValueError):
-    """A mode, role or policy that does not exist or contradicts itself."""
+    """A mode or role does not exist, or a policy contradicts itself."""
 
 
 class BackendError(GraphPlanError, ValueError):
-    """A backend that does not exist, or that this machine or these tensors cannot use."""
+    """A backend does not exist, or this machine or these tensors cannot use it."""
 
 
 class OwnersError(GraphPlanError, TypeError):
@@ -84,15 +84,15 @@ class OwnersError(GraphPlanError, TypeError):
 
 
 class OptionError(GraphPlanError, ValueError):
-    """An option has a value or a type that makes no sense."""
+    """An option has an invalid value or type."""
 
 
 class ClosedError(GraphPlanError, RuntimeError):
-    """A step or program was used after ``close()``, or a plan after its function was gone."""
+    """A step or program was used after ``close()``, or a plan after its function was deleted."""
 
 
 class BusyError(GraphPlanError, RuntimeError):
-    """A step was called, closed or invalidated while one of its calls was still going on."""
+    """A step was called, closed or invalidated while one of its calls was running."""
 
 
 class CopyError(GraphPlanError, TypeError):
@@ -100,20 +100,20 @@ class CopyError(GraphPlanError, TypeError):
 
 
 class NotCapturedError(GraphPlanError, RuntimeError):
-    """Capture was due and did not happen."""
+    """A capture was due and did not happen."""
 
 
 class RefusalError(GraphPlanError):
     """Root of the refusals: the step as written cannot be replayed correctly.
 
-    ``reason`` is that of the class; ``component`` names the part of the step that is to blame (``"optimizer"`` if the
-    operator ran inside an optimizer's ``step``, else ``"step"``), and ``path`` what ``allow=`` would name to have
-    replays leave it alone, where that is open.
+    ``reason`` is set per class. ``component`` is the part of the step that causes the refusal (``"optimizer"`` if the
+    operator ran inside an optimizer's ``step``, else ``"step"``). ``path``, if there is one, can be passed to
+    ``allow=``: replays then leave that value alone.
     """
 
     reason: SkipReason = SkipReason.CAPTURE
     is_raised: bool = False
-    """Whether the caller is to have it, whatever else is done about refusals."""
+    """Whether it is always raised, however refusals are handled otherwise."""
 
     def __init_subclass__(cls, reason: SkipReason | None = None) -> None:
         super().__init_subclass__()
@@ -126,11 +126,11 @@ class RefusalError(GraphPlanError):
 
 
 class FeedError(RefusalError, ValueError, reason=SkipReason.FEED):
-    """What was fed does not fit: structure, shape, dtype, device, ``grad_fn``, or a leaf that cannot be copied."""
+    """The arguments do not fit: structure, shape, dtype, device, ``grad_fn``, or a leaf that cannot be copied."""
 
 
 class DeviceError(FeedError):
-    """A fed tensor is on another device than the step: running the step eagerly would fail as well."""
+    """A fed tensor is on another device than the step: an eager step would fail as well."""
 
 
 class UncoveredRoleError(RefusalError, ValueError, reason=SkipReason.UNCOVERED_ROLE):
@@ -138,7 +138,7 @@ class UncoveredRoleError(RefusalError, ValueError, reason=SkipReason.UNCOVERED_R
 
 
 class OptimizerError(RefusalError, ValueError, reason=SkipReason.OPTIMIZER):
-    """An optimizer whose step cannot be captured on this device."""
+    """The optimizer's step cannot be captured on this device."""
 
 
 class HostScalarError(RefusalError, RuntimeError, reason=SkipReason.HOST_SCALAR):
@@ -148,18 +148,18 @@ class HostScalarError(RefusalError, RuntimeError, reason=SkipReason.HOST_SCALAR)
 class LearningRateError(HostScalarError):
     """The step's own code uses a learning rate that the optimizer reads from the device.
 
-    The traced step that shows it is no good eager step: in an eager one that code gets a number.
+    The traced step that reveals this is no valid eager step: in an eager step, the code gets a number.
     """
 
 
 class HostSyncError(RefusalError, RuntimeError, reason=SkipReason.HOST_SYNC):
-    """The step reads a tensor's values, or a shape that depends on them, on the host: ``where``, in words."""
+    """The step reads a tensor's values, or a shape that depends on them, on the host. ``where`` describes the place."""
 
     where: str = ""
 
 
 class HostEffectError(RefusalError, RuntimeError, reason=SkipReason.HOST_EFFECT):
-    """The step changes a Python value in a way that a replay could not repeat."""
+    """The step changes a Python value in a way that a replay cannot repeat."""
 
 
 class ControlFlowError(RefusalError, RuntimeError, reason=SkipReason.CONTROL_FLOW):
@@ -167,7 +167,7 @@ class ControlFlowError(RefusalError, RuntimeError, reason=SkipReason.CONTROL_FLO
 
 
 class UnownedTensorError(RefusalError, RuntimeError, reason=SkipReason.UNOWNED_TENSOR):
-    """A tensor that is neither fed nor owned is mutated, or is another one in each step."""
+    """The step mutates a tensor that is neither fed nor owned, or uses a different one in each step."""
 
 
 class TemporaryCopyError(RefusalError, RuntimeError, reason=SkipReason.TEMPORARY_COPY):
@@ -175,7 +175,7 @@ class TemporaryCopyError(RefusalError, RuntimeError, reason=SkipReason.TEMPORARY
 
 
 class SplitError(RefusalError, RuntimeError, reason=SkipReason.CONTROL_FLOW):
-    """A model cannot be taken apart into pieces."""
+    """A model cannot be split into pieces."""
 
 
 class GeneratorSeekError(RefusalError, RuntimeError, reason=SkipReason.GENERATOR_SEEK):
@@ -195,28 +195,28 @@ class CaptureError(RefusalError, RuntimeError, reason=SkipReason.CAPTURE):
 
 
 class FaultError(CaptureError):
-    """An object of the step's raised as graphplan looked at it, or graphplan itself failed: no fault of the step's."""
+    """An object of the step raised an error while graphplan read it, or graphplan failed: the step is not at fault."""
 
 
 class CaptureMemoryError(CaptureError, torch.OutOfMemoryError):
-    """Memory ran out in a traced or captured call."""
+    """A traced or captured call ran out of memory."""
 
 
 class CheckMemoryError(GraphPlanError, RuntimeError):
-    """Memory ran out in the eager step of a check, and other ranks wait for that step's collectives."""
+    """The eager step of a check ran out of memory, while other ranks wait for its collectives."""
 
 
 class MemoryBudgetError(CaptureError, reason=SkipReason.MEMORY):
-    """A program is estimated to take more memory than the budget allows or the device has: its steps are eager."""
+    """A program takes, by estimate or in fact, more memory than the budget or the device has: its steps are eager."""
 
 
 class GradientError(GraphPlanError, RuntimeError):
-    """A backward pass outside the step comes to a tensor that a replay left."""
+    """A backward pass outside the step reaches a tensor that a replay left in an owner."""
 
 
 class EffectError(GraphPlanError, RuntimeError):
-    """Something of graphplan's or of a foreign class failed in the middle of a replay, or of undoing a step: the owners
-    are neither as they were before the call nor as they are after it.
+    """graphplan, or an object that it uses, failed in the middle of a replay, or of undoing a step. The owners are
+    neither in the state before the call nor in the state after it.
     """
 
 
@@ -225,12 +225,12 @@ class StaleError(GraphPlanError, RuntimeError):
 
 
 class GuardError(RefusalError, RuntimeError, reason=SkipReason.GUARD):
-    """A program was replayed although something that it depends on is no longer where it was."""
+    """A program was replayed although something that it depends on has moved or changed."""
 
 
 class OutcomeError(GuardError, reason=SkipReason.HOST_SYNC):
-    """In the middle of a replay, the step reads another value on the host than in its traces. What the replay did until
-    then was undone. ``refusal`` is what refuses steps in which the value changes often.
+    """In the middle of a replay, the step reads another value on the host than in its traces. The replay was undone.
+    ``refusal`` is the error that refuses the step if the value changes often.
     """
 
     def __init__(self, message: str, *, refusal: HostSyncError) -> None:
@@ -239,11 +239,11 @@ class OutcomeError(GuardError, reason=SkipReason.HOST_SYNC):
 
 
 class SurroundingsError(RefusalError, RuntimeError, reason=SkipReason.SURROUNDINGS):
-    """A mode, a transform or forward-mode AD is active around a call that could only compile, record or replay."""
+    """A mode, a transform or forward-mode AD is active around a call that can only compile, capture or replay."""
 
 
 class RecaptureError(RefusalError, RuntimeError, reason=SkipReason.RECAPTURE):
-    """What the step depends on changes so often that captures do not pay."""
+    """A value that the step depends on changes so often that captures do not pay."""
 
 
 class PeerError(RefusalError, RuntimeError, reason=SkipReason.PEER):
@@ -251,11 +251,11 @@ class PeerError(RefusalError, RuntimeError, reason=SkipReason.PEER):
 
 
 class DeviceFault(GraphPlanError, RuntimeError):
-    """With ``debug=True``: the device failed in a recording, or that would read freed memory. Says which one."""
+    """With ``debug=True``: the device failed in a program's capture or first replay. The message names the program."""
 
 
 class VerifyError(RefusalError, RuntimeError, reason=SkipReason.VERIFY):
-    """A replay was compared with the eager step and left something else. The eager step's outcome stands.
+    """A check found that a replay differs from the eager step. The eager step's outcome stands.
 
     ``result`` is what the eager step returned.
     """
@@ -266,34 +266,34 @@ class VerifyError(RefusalError, RuntimeError, reason=SkipReason.VERIFY):
 
 
 class PaddingError(VerifyError, reason=SkipReason.PADDING):
-    """Padded to its capture size, a call would not leave what it leaves as it came; it has not happened."""
+    """Padding a call to its capture size changes its outcome. The call has not run, unless ``result`` is set."""
 
 
 class SlowerError(RefusalError, RuntimeError, reason=SkipReason.SLOWER):
-    """Steps with replays were measured to take longer than without: the step stands down."""
+    """Replays were measured to be slower than eager steps: the step stands down."""
 
 
 class Faults:
-    """Errors of graphplan's own in the middle of a step, which goes on. The first is kept until the step is over."""
+    """The first error of graphplan's own in the middle of a step, kept until the step ends, since the step goes on."""
 
     def __init__(self) -> None:
         self._first: Exception | None = None
 
     def note(self, error: Exception) -> None:
-        """Keep ``error``, unless there is one."""
+        """Keep ``error``, unless an earlier one is kept."""
         if self._first is None:
             self._first = error
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Keep what the block raises."""
+        """Keep an error that the block raises."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - it would come out in the step
             self.note(error)
 
     def check(self) -> None:
-        """Raise the error that was kept, if any."""
+        """Raise the error that was kept, if there is one."""
         first, self._first = self._first, None
         if first is not None:
             raise first

@@ -1,1 +1,1 @@
-"""Which code a step runs, what that code reads, and where in the source it does."""
+"""Record which code a step runs, which values that code reads, and on which source lines."""

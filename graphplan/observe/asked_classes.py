@@ -1,4 +1,4 @@
-"""What code asks for its class: ``type`` tells a stand-in from what it stands for, and no stand-in notices."""
+"""Find calls of ``type`` in user code: they tell a stand-in from a real value, and the stand-in cannot notice."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _RAISE = "RAISE_VARARGS"
 
 
 class Asked(NamedTuple):
-    """What code passes to ``type``, a call that stand-ins for numbers do not notice. ``paths``: arguments and parts of
-    them. ``names``: the classes that a type is compared with, each with its attributes. ``others``: anything else.
-    ``in_errors``: only for the text of an error (``raise TypeError(f"expected a tensor, got {type(x)}")``).
+    """The calls of ``type`` in one code object. ``paths``: arguments, or their attributes, that are passed to it.
+    ``names``: dotted names of the classes that a result is compared with. ``others``: whether there are other calls.
+    ``in_errors``: whether some calls only make the text of an error (``raise TypeError(f"got {type(x)}")``).
     """
 
     paths: frozenset[tuple[str, ...]] = frozenset()
@@ -29,12 +29,12 @@ class Asked(NamedTuple):
     in_errors: bool = False
 
     def are_stand_ins(self, frame: FrameType) -> bool:
-        """Whether one lies at a path now, as the code begins, or may be what a property there gives."""
+        """Return True if a path holds a stand-in as the code starts, or a property that may return one."""
         there = (_found(frame.f_locals.get(first), inner) for first, *inner in self.paths)
         return any(is_stand_in(value) or hasattr(type(value), "__get__") for value in there)
 
     def classes(self, frame: FrameType) -> list[Any]:
-        """The classes at the ``names``; None for one that is not found."""
+        """Return the classes at ``names``; None for each name that leads to no class."""
         spaces = (frame.f_globals, frame.f_builtins)
         firsts = ((next((s[first] for s in spaces if first in s), None), inner) for first, *inner in self.names)
         return [found if isinstance(found := _found(*names), type) else None for names in firsts]
@@ -44,7 +44,7 @@ _NOTHING = Asked()
 
 
 def _found(value: Any, attributes: Iterable[str]) -> Any:
-    """What ``attributes`` lead to from ``value`` without code of its own; None if that does not tell."""
+    """Follow ``attributes`` from ``value`` without running its code; None if an attribute is not found that way."""
     for name in attributes:
         value = getattr_static(value, name, None)
     return value
@@ -52,7 +52,7 @@ def _found(value: Any, attributes: Iterable[str]) -> Any:
 
 @lru_cache(4096)
 def asked_classes(code: CodeType) -> Asked:
-    """What the user's ``code`` calls ``type`` on."""
+    """Return the calls of ``type`` in the user's ``code``."""
     if "type" not in code.co_names or not is_users_file(code.co_filename):
         return _NOTHING
     steps = plain_steps(code)
@@ -79,7 +79,7 @@ def asked_classes(code: CodeType) -> Asked:
 
 
 def _end_of_call(code: CodeType, start: int) -> int:
-    """Where what the instruction at ``start`` loads is called with one argument; -1 if nowhere, or if it branches."""
+    """Return the offset of the one-argument call of the callable loaded at ``start``; -1 if none, or after a jump."""
     depth = 0
     for step in steps_of(code):
         if step.offset < start:
@@ -93,7 +93,7 @@ def _end_of_call(code: CodeType, start: int) -> int:
 
 
 def _compared(steps: Sequence[Step]) -> list[tuple[str, ...]]:
-    """The names of what a value is compared with next: ``is C``, ``== pkg.C``, ``in (A, B)``; none if it is not."""
+    """Return the names in the comparison that follows (``is C``, ``== pkg.C``, ``in (A, B)``); none if none follows."""
     names, at = [], 0
     while path := loaded_path(steps[at:], ("LOAD_GLOBAL",)):
         names.append(path)
@@ -111,7 +111,7 @@ def asks_classes(code: CodeType) -> bool:
 
 @lru_cache(4096)
 def handles_errors(code: CodeType) -> bool:
-    """Return True if ``code`` may go on after an error: what it has raised, or a function that it calls."""
+    """Return True if ``code`` may catch an exception that it, or a function that it calls, has raised."""
     names = [step.opname for step in steps_of(code)]
     handlers = (pair for pair in pairwise(names) if pair[0] == "PUSH_EXC_INFO" and pair[1] != "WITH_EXCEPT_START")
     return "SETUP_FINALLY" in names or "suppress" in code.co_names or any(handlers)

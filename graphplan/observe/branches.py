@@ -1,11 +1,11 @@
-"""What code does with a value that one of its expressions reads: assert it, return it, or compute with it.
+"""Find whether code asserts a value that one of its expressions reads, returns it, or computes with it.
 
-A value is asserted if nothing but branches depends on it, and one side of each only raises. The expression is looked up
-in the syntax tree and followed to the statement, and from a variable to its loads. Everything else computes with it.
+A value is asserted if only branches depend on it, and one side of each branch always raises. The expression is followed
+in the syntax tree to its statement, and from a variable to its loads. Any other use counts as computing.
 
-A ``try`` may catch the exception unless its handlers raise, or are for other kinds or for exceptions of torch's and
-Lightning's own; so may ``suppress`` and every context manager but torch's, Lightning's and the standard library's. A
-manager that the source of a library does not tell (``with self.profiler.profile(name)``) is taken to catch none.
+A ``try`` may catch the exception unless its handlers raise, or only catch other kinds, or only exceptions that torch or
+Lightning define. ``suppress`` and context managers may catch it, too, except those of torch, Lightning and the standard
+library. A manager in a library's code that cannot be resolved (``with self.profiler.profile(name)``) is assumed not to.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from graphplan.observe.syntax import COMPREHENSIONS, SyntaxTree, has
 
 
 class Use(Enum):
-    """What code does with a value."""
+    """How code uses a value."""
 
     ASSERTED = "asserted"
     RETURNED = "returned"
-    """The caller decides."""
+    """The caller's use of the result decides."""
     OTHER = "other"
 
 
 class _ComputedWith(Exception):
-    """The code does something else with the value than to assert or return it."""
+    """The code neither asserts nor returns the value."""
 
 
 _TESTS = ("POP_JUMP_", "JUMP_IF_", "TO_BOOL", "COPY", "NOP", "CACHE", "EXTENDED_ARG")
-"""Instructions that ask for the truth of what another one has left, and those that come in between."""
+"""Prefixes of instructions that test the truth of a result, and of those in between."""
 _LEAVING = (ast.Return, ast.Break, ast.Continue)
 _PAUSING = (ast.Yield, ast.YieldFrom, ast.Await)
 _TRIES: tuple[Any, ...] = (ast.Try, getattr(ast, "TryStar", ast.Try))
@@ -51,13 +51,13 @@ _PASSING = (
     ast.List, ast.Raise, ast.Set, ast.Slice, ast.Starred, ast.Subscript, ast.Tuple, ast.UnaryOp, ast.keyword,
     *COMPREHENSIONS,
 )  # fmt: skip
-"""What does no more with a value than to make another one of it, or to raise it."""
+"""Nodes that only compute a new value from a value, or raise it."""
 _ACTING = (ast.NamedExpr, *_PAUSING, ast.GeneratorExp, *COMPREHENSIONS)
-"""Expressions that may do more than to compute a result, beside calls."""
+"""Expressions, besides calls, that may do more than compute a result."""
 Kinds = tuple[type[BaseException], ...]
 _ALL: Kinds = (BaseException,)
 _ENDED_IN = frozenset({"__getitem__", "__len__", "__length_hint__", "__next__", "__anext__", "__getattr__", "__del__"})
-"""Methods whose exceptions Python itself may end: they say that an iterator is over, or that there is nothing."""
+"""Methods whose exceptions Python itself may catch: they signal the end of an iterator, or a missing item."""
 _PURE_CALLS: frozenset[Any] = frozenset(
     {bool, int, float, complex, str, abs, len, min, max, sum, any, all, round, repr, isinstance, type}
     | {function for function in vars(math).values() if isinstance(function, BuiltinFunctionType)}
@@ -68,25 +68,25 @@ _PURE_METHODS = (
     "item", "le", "logical_and", "logical_not", "logical_or", "long", "lt", "max", "mean", "min", "ndimension",
     "ne", "norm", "numel", "size", "sum", "tolist",
 )  # fmt: skip
-"""What arrays and tensors compute under these names, and the modules that are for them, changes nothing."""
+"""Names without side effects, as methods of arrays and tensors and as functions of their modules."""
 
 
 class Branches(SyntaxTree):
-    """The branches of one code object, and where exceptions leave it."""
+    """The branches of one code object, and the exceptions that leave it."""
 
     def __init__(self, frame: FrameType) -> None:
         super().__init__(frame.f_code, frame.f_globals)
         self._uses: dict[int, Use] = {}
 
     def use_at(self, offset: int) -> Use:
-        """What is done with the value that the instruction at ``offset`` reads."""
+        """Return how the code uses the value that the instruction at ``offset`` reads."""
         if offset not in self._uses:
             self._uses[offset] = self._find_use(offset)
         return self._uses[offset]
 
     def lets_out(self, offset: int, kinds: Kinds = _ALL) -> Kinds:
-        """What leaves the code as an exception of ``kinds`` from the instruction at ``offset``: of any kind where code
-        raises another one in its place. Nothing if it may be caught, or Python itself ends it.
+        """Return the kinds of exception that leave the code if the instruction at ``offset`` raises one of ``kinds``:
+        all kinds if a handler raises another one, none if the code or Python itself may catch it.
         """
         if self.code.co_name in _ENDED_IN:
             return ()
@@ -112,26 +112,26 @@ class Branches(SyntaxTree):
                 if node not in seen:
                     seen.add(node)
                     left += self._follow(node, found)
-            # What is found nowhere is in the texts of exceptions at most.
+            # With no use found, the value is at most in the text of an exception.
             return Use.RETURNED if Use.RETURNED in found else Use.ASSERTED
         return Use.OTHER
 
     def _asked(self, node: ast.AST | None) -> list[ast.AST]:
-        """The expressions whose values may be read where an instruction belongs to ``node``."""
+        """Return the expressions whose values an instruction of ``node`` may read."""
         if isinstance(node, ast.Assert):
-            # pytest writes other statements in its place, with its position.
+            # pytest replaces an assertion by statements with the same position.
             parts = [part for part in ast.walk(node.test) if isinstance(self.parents[part], ast.BoolOp)]
             return [part for part in parts if isinstance(part, ast.expr)] or [node.test]
         return [node] if isinstance(node, ast.expr) else []
 
     def _follow(self, node: ast.AST, found: set[Use]) -> list[ast.AST]:
-        """The expressions that depend directly on the value of ``node``."""
+        """Return the expressions that depend directly on the value of ``node``."""
         parent = self.parents[node]
-        # Of a < b < c, whether c is computed depends on the value.
+        # In a < b < c, the value decides whether c is computed.
         last = node.comparators[1:] if isinstance(node, ast.Compare) else []
         if isinstance(node, _PAUSING) or not all(map(self._only_computes, last)):
             raise _ComputedWith
-        # Before Python 3.12 a comprehension has code of its own, which returns what it makes.
+        # Before Python 3.12 a comprehension is a code object, which returns its result.
         is_own = isinstance(parent, COMPREHENSIONS) and self.code.co_name.endswith("comp>")
         if is_own or isinstance(parent, ast.Return | ast.Lambda | ast.GeneratorExp):
             found.add(Use.RETURNED)
@@ -152,9 +152,9 @@ class Branches(SyntaxTree):
         return [] if isinstance(parent, ast.stmt) else [parent]
 
     def _passes_on(self, parent: ast.AST, node: ast.AST) -> bool:
-        """Whether no more is done with the value of ``node`` than to make another one of it, or to raise it."""
+        """Return True if ``parent`` only computes another value from that of ``node``, or raises it."""
         if isinstance(parent, ast.BoolOp) and not self._raises_if(isinstance(parent.op, ast.Or), parent):
-            # Whether those behind it are computed depends on the value.
+            # The value decides whether the operands after it are computed.
             place = [operand is node for operand in parent.values].index(True)
             return all(map(self._only_computes, parent.values[place + 1 :]))
         if isinstance(parent, ast.Call):
@@ -164,7 +164,7 @@ class Branches(SyntaxTree):
         return isinstance(parent, _PASSING)
 
     def _loads_of(self, target: ast.AST) -> Iterator[ast.AST]:
-        """What loads the variables that an assignment stores, but for what can only lead to an exception."""
+        """Yield the loads of the variables that an assignment stores, except loads that only lead to an exception."""
         own = {*self.code.co_varnames}.difference(self.code.co_cellvars)
         for name in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
             if not isinstance(name, ast.Name) or name.id not in own:
@@ -175,7 +175,7 @@ class Branches(SyntaxTree):
                     yield load
 
     def _raises_if(self, outcome: bool, node: ast.AST) -> bool:
-        """Whether the code raises in every case where the truth of ``node`` comes to ``outcome``."""
+        """Return True if the code always raises when the truth value of ``node`` is ``outcome``."""
         parent = self.parents[node]
         if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not):
             return self._raises_if(not outcome, parent)
@@ -189,7 +189,7 @@ class Branches(SyntaxTree):
         return False
 
     def _onwards(self, statement: ast.AST) -> list[ast.stmt]:
-        """What comes after a statement in the block that it is in, with itself."""
+        """Return the statement and those that follow it in its block, and after an ``if`` around that."""
         parent = self.parents.get(statement)
         for block in (getattr(parent, name, None) for name in ("body", "orelse", "finalbody")):
             if isinstance(block, list) and statement in block:
@@ -198,14 +198,14 @@ class Branches(SyntaxTree):
         return []
 
     def _only_computes(self, node: ast.AST) -> bool:
-        """Whether an expression does no more than to compute a result, as far as the names of what it calls tell."""
+        """Return True if an expression only computes a result, judged by the names that it calls."""
         calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
         return not has([node], _ACTING) and all(map(self._is_pure_call, calls))
 
     def _is_pure_call(self, call: ast.Call, node: ast.AST | None = None) -> bool:
-        """Whether a call, to which ``node`` leads, does no more than to compute a result, as far as names tell."""
+        """Return True if a call that uses ``node`` only computes a result, judged by the names that it calls."""
         if isinstance(call.func, ast.Attribute) and call.func.attr in _PURE_METHODS:
-            # The value may be given to a function, but to no method of something else.
+            # The value may be an argument of a module's function, but not of another object's method.
             return node in (None, call.func) or isinstance(self.resolve(call.func.value), ModuleType)
         function = self.resolve(call.func)
         if f"{type(function).__module__}.{type(function).__name__}" == "numpy.ufunc":
@@ -215,7 +215,7 @@ class Branches(SyntaxTree):
         return False
 
     def _leaves(self, node: ast.AST, kinds: Kinds = _ALL) -> Kinds:
-        """What leaves the code as an exception of ``kinds`` that comes out of ``node``; nothing if it may be caught."""
+        """Return the kinds that leave the code if ``node`` raises one of ``kinds``; none if it may be caught."""
         for inner, outer in pairwise(self.around(node)):
             if isinstance(outer, ast.With | ast.AsyncWith):
                 if not all(self._passes_manager(item.context_expr, kinds) for item in outer.items):
@@ -226,14 +226,14 @@ class Branches(SyntaxTree):
                 if has(outer.finalbody, _LEAVING) or not all(_always_raises(handler.body) for handler in catching):
                     return ()
                 if catching or has(outer.finalbody, (ast.Raise,)):
-                    # What is raised in its place may be of any kind.
+                    # The handler may raise an exception of any kind.
                     kinds = _ALL
         return kinds
 
     def _is_for_others(self, handler: ast.ExceptHandler, kinds: Kinds) -> bool:
         parts = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
         caught = list(map(self.resolve, parts))
-        # No assertion raises those of torch's and Lightning's own.
+        # Assertions do not raise exception classes that torch or Lightning define.
         are_librarys = all(isinstance(kind, type) and kind.__module__ != "builtins" for kind in caught)
         return (are_librarys and all(map(is_librarys, caught))) or _are_others(caught, kinds)
 
@@ -246,7 +246,7 @@ class Branches(SyntaxTree):
         if made is contextlib.nullcontext:
             return True
         if isinstance(made, FunctionType):
-            # What ``@contextmanager`` has made of a generator.
+            # A generator function with ``@contextmanager``.
             return _is_trusted(getattr(inspect.unwrap(made), "__code__", None))
         if isinstance(item, ast.Call) and not isinstance(made, type):
             return False
@@ -256,12 +256,12 @@ class Branches(SyntaxTree):
 
 
 _KNOWN: dict[int, Branches] = {}
-"""By the identity of code, which each holds."""
+"""By the id of the code, which each value keeps alive."""
 _MANY = 2**12
 
 
 def branches_of(frame: FrameType) -> Branches:
-    """The branches of the code that runs in ``frame``."""
+    """Return the branches of the code that runs in ``frame``."""
     known = _KNOWN.get(id(frame.f_code))
     if known is None:
         if len(_KNOWN) >= _MANY:
@@ -275,13 +275,13 @@ def _is_trusted(code: CodeType | None) -> bool:
 
 
 def _are_others(caught: Sequence[Any], kinds: Kinds) -> bool:
-    """Whether who catches the ``caught`` classes catches no exception of ``kinds``; None stands for any class."""
+    """Return True if handlers of the ``caught`` classes catch none of ``kinds``; None in ``caught`` is any class."""
     known = [each for each in caught if type(each) is type]
     return len(known) == len(caught) and not any(issubclass(a, b) or issubclass(b, a) for a in known for b in kinds)
 
 
 def _always_raises(block: Sequence[ast.stmt]) -> bool:
-    """Whether every way through a block ends with an exception."""
+    """Return True if every path through a block ends with an exception."""
     for statement in block:
         if isinstance(statement, ast.Raise):
             return True

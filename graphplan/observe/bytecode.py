@@ -1,7 +1,7 @@
-"""The instructions of code objects, in one form for all versions of Python.
+"""Decode the instructions of code objects, in one form for all versions of Python.
 
-``dis.get_instructions`` also finds positions, labels and texts, which takes two to six times as long. For the code of a
-model on an H200 host, that was as long as an eager step.
+``dis.get_instructions`` takes two to six times as long, because it also finds positions, labels and texts. For the code
+of a model on an H200 host, that was as long as an eager step.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _FLAGS = {
     "LOAD_ATTR": 1 if sys.version_info >= (3, 12) else 0,
     "LOAD_SUPER_ATTR": 2,
 }
-"""How many of the lowest bits of an instruction's argument are no part of the name's index."""
+"""The number of low bits of an instruction's argument that are flags, not part of the name's index."""
 _WITH_ARGUMENT = frozenset(getattr(dis, "hasarg", range(dis.HAVE_ARGUMENT, 256)))
 
 
 class Step(NamedTuple):
-    """An instruction. ``argval`` is what ``arg`` stands for: a name, a constant, an offset, or itself."""
+    """An instruction. ``argval`` is the name, constant, offset or number that ``arg`` encodes."""
 
     opname: str
     opcode: int
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 def _kind_of(opcode: int) -> str:
-    """What an instruction's argument stands for."""
+    """Return the kind of an instruction's argument."""
     if opcode in dis.haslocal:
         return "pair" if dis.opname[opcode].count("_FAST") > 1 else "local"
     kinds = {"name": dis.hasname, "constant": dis.hasconst, "cell": dis.hasfree, "absolute": dis.hasjabs}
@@ -49,10 +49,10 @@ _KINDS = [(_kind_of(opcode), _FLAGS.get(dis.opname[opcode], 0)) for opcode in ra
 
 
 def _spaces_of(code: CodeType) -> dict[str, Sequence[Any]]:
-    """What arguments are indices of, by their kind."""
+    """Return the sequences that arguments index, by kind."""
     own, around = code.co_varnames, code.co_freevars
     if sys.version_info >= (3, 11):
-        # All variables are numbered together.
+        # Since Python 3.11, all variables share one numbering.
         own = cells = (*own, *(cell for cell in code.co_cellvars if cell not in own), *around)
     else:
         cells = (*code.co_cellvars, *around)
@@ -60,7 +60,7 @@ def _spaces_of(code: CodeType) -> dict[str, Sequence[Any]]:
 
 
 def steps_of(code: CodeType) -> Iterator[Step]:
-    """The instructions of ``code``, without prefixes and caches."""
+    """Yield the instructions of ``code``, without ``EXTENDED_ARG`` and ``CACHE``."""
     raw, spaces, opnames, prefix = code.co_code, _spaces_of(code), dis.opname, 0
     for offset in range(0, len(raw), 2):
         opcode, arg = raw[offset], raw[offset + 1] | prefix
@@ -81,7 +81,7 @@ def steps_of(code: CodeType) -> Iterator[Step]:
 
 
 def plain_steps(code: CodeType) -> list[Step]:
-    """The instructions of ``code`` that do something: one variable in each."""
+    """Return the instructions of ``code`` without padding. Each one loads or stores at most one local variable."""
     found: list[Step] = []
     for step in steps_of(code):
         if step.opcode in _SKIPPED:
@@ -94,12 +94,12 @@ def plain_steps(code: CodeType) -> list[Step]:
 
 
 def loads_callee(step: Step) -> bool:
-    """Whether a global or an attribute is loaded to be called next. Older versions of Python do not say so."""
+    """Return True if a global or attribute is loaded to be called next. Older Python versions do not mark this."""
     return step.opname in ("LOAD_GLOBAL", "LOAD_ATTR") and bool(_FLAGS[step.opname] and (step.arg or 0) & 1)
 
 
 def _target(raw: bytes, opname: str, arg: int, offset: int) -> int:
-    """Where a jump leads that counts from the next instruction."""
+    """Return the target of a relative jump, which counts from the next instruction."""
     offset += 2
     while offset < len(raw) and raw[offset] == _CACHE:
         offset += 2
@@ -107,7 +107,7 @@ def _target(raw: bytes, opname: str, arg: int, offset: int) -> int:
 
 
 def _plain_variables(step: Step) -> list[Step]:
-    """Loads and stores of variables, whatever else an instruction says of them."""
+    """Split an instruction on local variables into plain ``LOAD_FAST`` and ``STORE_FAST`` instructions."""
     if type(step.argval) is tuple:
         acts = [part for part in step.opname.split("_") if part in ("LOAD", "STORE")]
         pairs = zip(acts, step.argval, strict=True)
@@ -116,7 +116,7 @@ def _plain_variables(step: Step) -> list[Step]:
 
 
 def loaded_path(steps: Sequence[Step], loads: Sequence[str]) -> tuple[str, ...]:
-    """The name that the first instruction loads, one of ``loads``, and its attributes as far as they follow."""
+    """Return the name that the first instruction loads, if it is one of ``loads``, and the attributes that follow."""
     if not steps or steps[0].opname not in loads:
         return ()
     attributes = takewhile(lambda step: step.opname == "LOAD_ATTR", steps[1:])

@@ -1,10 +1,10 @@
-"""What Python code hears that asks whether the current stream is being captured.
+"""Answer ``is_current_stream_capturing()`` with True while a step runs.
 
-Libraries take another path in a capture, most likely with other kernels. A step has to take one path in all its forms,
-so while one is warmed up, traced, recorded or checked the answer is that of the capture, on the CPU too.
+Libraries take another path in a graph capture, most likely with other kernels. A step must take the same path whenever
+it is warmed up, traced, recorded or checked, so it always gets the answer of a capture, on the CPU too.
 
-The question's function in C is replaced among its module's globals, which reaches code that imported the Python one by
-name. Code of torch's other than its layers, optimizers, and code that asks only to raise get the real answer.
+The C function is replaced in its module's globals, so code that imported the Python function by name is reached, too.
+The real answer goes to optimizers, to torch's code outside its layers, and to code that asks only to raise an error.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from graphplan.observe.branches import Use, branches_of
 from graphplan.observe.replacements import Replacements
 
 _ASKERS = tuple(os.path.join(TORCH, kind, "graphs.py") for kind in ("cuda", "xpu"))
-"""The modules whose functions pass the question on."""
+"""The modules whose Python functions call the C function."""
 _QUESTIONS = ("_cuda_isCurrentStreamCapturing", "_xpu_isCurrentStreamCapturing")
 _KEY = "graphplan_presents_capture"
-"""Of a value that torch keeps for each thread, and hands on to the threads of autograd's engine."""
+"""Key of a thread-local value that torch passes on to the threads of the autograd engine."""
 
 
 def presents_capture() -> bool:
-    """Return True if this thread runs a step, or autograd's engine a part of one, that is to take a capture's path."""
+    """Return True if this thread runs a step, or a part of its backward pass, that must take a capture's path."""
     return torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY) is True
 
 
 @contextmanager
 def presenting_capture() -> Iterator[None]:
-    """Answer this thread's questions as in a capture, and those of the backward passes that it runs."""
+    """Answer as in a capture, for this thread and for the backward passes that it runs."""
     token, before = object(), presents_capture()
     try:
         _ANSWERS.enter(token)
@@ -68,7 +68,7 @@ def _answering(question: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _is_of_step(frame: FrameType | None) -> bool:
-    """Return True if the code that asks, from ``frame``, is part of what a step computes."""
+    """Return True if the calling code in ``frame`` is part of a step's computation."""
     while frame is not None and frame.f_code.co_filename in _ASKERS:
         frame = frame.f_back
     if frame is None or _is_optimizers(frame):
@@ -84,7 +84,7 @@ def _is_of_step(frame: FrameType | None) -> bool:
 
 
 def _is_optimizers(frame: FrameType) -> bool:
-    """Return True if a method of an optimizer leads to ``frame`` through code of its own file alone."""
+    """Return True if ``frame`` runs in an optimizer's method, with only frames of one file in between."""
     around = (outer for outer, _ in walk_stack(frame))
     own = takewhile(lambda outer: outer.f_code.co_filename == frame.f_code.co_filename, around)
     return any(isinstance(outer.f_locals.get("self"), torch.optim.Optimizer) for outer in own)

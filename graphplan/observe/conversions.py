@@ -1,9 +1,9 @@
-"""Methods and functions that are others while a step is watched: what reads tensors where no dispatch mode hears of it.
+"""Replace methods and functions that read tensors unseen by dispatch modes, while a step is watched.
 
-To make a tensor of a list, torch turns its modes off and asks each tensor in it for a number (``t.__float__()``), which
-a profile function does not hear of either. ``one_hot`` reads classes only to see whether they are in range.
-``Tensor.item``, ``cpu`` and ``to`` may give what waits, and ``float(tensor)``; ``torch.tensor``, slices, :mod:`math`,
-``float`` and ``int`` get such numbers.
+To make a tensor of a list, torch turns its modes off and calls ``t.__float__()`` of each tensor in it; a profile
+function does not see these calls either. ``one_hot`` reads classes only to check their range. ``Tensor.item``, ``cpu``,
+``to`` and ``float(tensor)`` may return deferred numbers and copies; ``torch.tensor``, slices, :mod:`math`, ``float``
+and ``int`` accept these.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from graphplan.tensors.deferred_slices import put_slice
 from graphplan.tensors.storages import storage_id
 
 _IN_PYTHON = ("tolist", "numpy", "apply_", "map_", "map2_")
-"""Methods that give Python what a tensor holds, the last ones element by element to a function."""
+"""Methods that pass a tensor's values to Python; the last three pass each element to a function."""
 READERS = {name: f"Tensor.{name}" for name in _IN_PYTHON}
 READERS |= dict.fromkeys(("_to_dlpack", "_to_dlpack_versioned"), "Tensor.__dlpack__")
-"""Functions in C that look at a tensor's memory, which a profile function does hear of, and what leads to them."""
+"""C functions that read a tensor's memory and that a profile function sees, with the method that calls each."""
 _NUMBERS = ("__float__", "__index__", "__int__", "__bool__", "__complex__")
 _OF_NUMBERS = (
     "acos", "asin", "atan", "atan2", "ceil", "copysign", "cos", "cosh", "exp", "exp2", "expm1", "fabs", "floor", "fmod",
@@ -44,11 +44,11 @@ _OF_LIST = "torch.tensor, as_tensor, new_tensor or the like of a list with tenso
 
 
 class Conversions:
-    """While it is entered, ``on_read(what, tensor)`` is called for each such read by the thread that entered it, with
-    None where the tensor is not known. ``on_item(tensor)`` gives what ``tensor.item()`` gives, and ``on_copy(tensor)``
-    a copy of it in host memory, or None for the usual one; ``on_list(tensors)`` likewise what ``torch.tensor`` makes of
-    a list of scalar ones, ``on_truth(tensor)`` the truth value ``tensor``, for which other values are not read, and
-    ``on_whole(tensor)`` what ``int(tensor)`` gives, or None. Of several, the innermost that has the function is asked.
+    """A context manager that calls these functions for reads in the thread that entered it. If several are nested, the
+    innermost one with the function is used. ``on_read(what, tensor)`` is called for each unseen read, with None if the
+    tensor is unknown. The others return a result: ``on_item`` of ``item()``, ``on_copy`` of a copy to host memory,
+    ``on_list`` of ``torch.tensor`` of scalar tensors, ``on_truth`` of ``bool(tensor)``, read in place of the values
+    that it is computed from, ``on_whole`` of ``int(tensor)``. Where the type allows None, that means torch's result.
     """
 
     def __init__(
@@ -74,56 +74,56 @@ class Conversions:
 
     @classmethod
     def _innermost(cls, function: str) -> Any:
-        """A function of the innermost one that has it in this thread, if there is any."""
+        """Return ``function`` of the innermost context of this thread that has it; None if there is none."""
         own = (getattr(watch, function) for watch in reversed(_READS.entered) if watch._thread == get_ident())
         return next(filter(None, own), None)
 
     @classmethod
     def tell(cls, what: str, tensor: Tensor | None = None) -> None:
-        """Tell who watches this thread."""
+        """Report a read to the watcher of this thread."""
         on_read = cls._innermost("_on_read")
         if on_read is not None:
             on_read(what, tensor)
 
     @classmethod
     def copy_of(cls, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """What this thread has for ``tensor.to(*args, **kwargs)`` in place of a copy on the host; None for that."""
+        """Return this thread's deferred copy for ``tensor.to(*args, **kwargs)``; None if torch is to copy it."""
         on_copy = cls._innermost("_on_copy")
         return on_copy(tensor) if on_copy is not None and _is_to_host(tensor, args, kwargs) else None
 
     @classmethod
     def truth_of(cls, tensor: Tensor) -> bool | None:
-        """What this thread has for ``bool(tensor)`` of a number; None for that."""
+        """Return this thread's answer to ``bool(tensor)`` of a number; None if torch is to answer."""
         is_number = type(tensor) in PLAIN_KINDS and tensor.numel() == 1 and tensor.dtype is not torch.bool
         on_truth = cls._innermost("_on_truth") if is_number else None
         return None if on_truth is None else on_truth(tensor.detach() != 0)
 
     @classmethod
     def equality_of(cls, first: Any, second: Any) -> bool | None:
-        """What this thread has for ``torch.equal(first, second)``; None for that."""
+        """Return this thread's answer to ``torch.equal(first, second)``; None if torch is to answer."""
         on_truth = cls._innermost("_on_truth")
         if on_truth is None or not all(type(each) in PLAIN_KINDS for each in (first, second)):
             return None
         facts = [(each.shape, each.dtype, each.device, each.layout) for each in (first, second)]
-        # Of a tensor and itself, torch need not look at values.
+        # If both share a storage, torch may not need to read values.
         is_other = facts[0] == facts[1] and storage_id(first) != storage_id(second)
         may_compare = is_other and first.layout is torch.strided
         return on_truth((first.detach() == second.detach()).all()) if may_compare else None
 
     @classmethod
     def stack_of(cls, numbers: Sequence[Any]) -> Tensor | None:
-        """What this thread has for ``torch.tensor(numbers)`` in place of a tensor of what they hold; None for that."""
+        """Return this thread's tensor for ``torch.tensor(numbers)``; None if torch is to read the values."""
         are_scalars = bool(numbers) and all(type(each) is Tensor and not each.dim() for each in numbers)
         on_list = cls._innermost("_on_list") if are_scalars else None
         return None if on_list is None else on_list(numbers)
 
 
 def _is_to_host(tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether all that ``tensor.to(*args, **kwargs)`` does is to copy to the host."""
+    """Return True if ``tensor.to(*args, **kwargs)`` only copies to the host."""
     if not args and not kwargs:
         return True
     if type(tensor) is HostCopy and len(args) + len(kwargs) > 1:
-        # It may be asked for another copy.
+        # The arguments may ask for another copy.
         return False
     try:
         others = {name: value for name, value in kwargs.items() if name != "copy"}
@@ -139,7 +139,7 @@ def _number(name: str) -> Callable[..., Any]:
 
     @wraps(convert)
     def converting(self: Tensor) -> Any:
-        # Where modes are on, they hear of the operator.
+        # If dispatch modes are active, they see the operator.
         if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
             Conversions.tell(_OF_LIST)
         elif name == "__bool__" and (truth := Conversions.truth_of(self)) is not None:
@@ -210,7 +210,7 @@ def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _made_of(make: Callable[..., Tensor], data: Any, options: Mapping[str, Any]) -> Tensor | None:
-    """What ``make`` gives for a number that waits or is followed, or a list with such ones; None if it takes values."""
+    """Return the tensor that ``make`` gives for a stand-in or a list with stand-ins; None if it needs their values."""
     is_list = type(data) in (list, tuple)
     numbers = data if is_list else [data]
     waiting = {place: number for place, number in enumerate(numbers) if is_deferred(number)}
@@ -226,7 +226,7 @@ def _made_of(make: Callable[..., Tensor], data: Any, options: Mapping[str, Any])
         return None
     if not is_list:
         return given[0].clone()
-    # What is made of Python's numbers would be copied from the host.
+    # Use torch.full for Python numbers: torch.tensor would copy from the host.
     parts = [given[at] if at in given else torch.full((), n, dtype=dtype, device=device) for at, n in enumerate(known)]
     return torch.stack(parts)
 
@@ -235,7 +235,7 @@ _AS_COMPARED: dict[str, Callable[[Any], bool]] = {
     "isnan": lambda number: number != number, "isinf": lambda number: abs(number) == math.inf,
     "isfinite": lambda number: abs(number) < math.inf,
 }  # fmt: skip
-"""What they ask of a number, as a comparison, which can be made where the number is."""
+"""These predicates as comparisons, which can be computed on the device."""
 _WHOLE = ("ceil", "floor", "trunc")
 
 
@@ -262,11 +262,11 @@ def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _converted(kind: type, value: Any) -> Any:
-    """What waits, or is followed, in place of ``kind(value)``; None for that."""
+    """Return a stand-in for ``kind(value)``; None if there is none."""
     if is_deferred(value) and not value.is_array:
         if value.is_symbolic:
             return value.apply(kind, (value,))
-        # A product is computed on the device, too.
+        # A product can be computed on the device.
         number: Any = value
         return (number if number._kind is float else number * 1.0) if kind is float else None
     if type(value) not in PLAIN_KINDS or value.numel() != 1 or value.is_complex():
@@ -280,7 +280,7 @@ def _converted(kind: type, value: Any) -> Any:
 
 
 class _Here(local):
-    """What a thread's scripted code was given, the innermost call last; and in how many validating functions it is."""
+    """Per thread: storages passed to scripted code, innermost call last; and the depth of validating functions."""
 
     def __init__(self) -> None:
         self.given: list[set[int | None]] = []
@@ -291,7 +291,7 @@ _HERE = _Here()
 
 
 def given_to_script() -> set[int | None] | None:
-    """The storages of the tensors that scripted code which runs in this thread was given; None if none runs."""
+    """Return the storages of the tensors passed to the scripted code that this thread runs; None if it runs none."""
     return _HERE.given[-1] if _HERE.given else None
 
 
@@ -309,7 +309,7 @@ def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def validates() -> bool:
-    """Return True while this thread is within a function that reads values only to see whether they are in range."""
+    """Return True while this thread is within a function that reads values only to check their range."""
     return _HERE.validating > 0
 
 
@@ -317,7 +317,7 @@ def _validating(one_hot: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(one_hot)
     def validating(*args: Any, **kwargs: Any) -> Any:
         told = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-        # A tensor is read for it, as any other is.
+        # A tensor as `num_classes` is read like any other tensor.
         is_told = not isinstance(told, Tensor) and bool(told != -1)
         _HERE.validating += is_told
         try:
@@ -336,7 +336,7 @@ _METHODS |= {name: _copier(name) for name in ("cpu", "to")} | {"equal": _compari
 def _find_readers() -> list[tuple[Any, str, Any]]:
     functional = torch.nn.functional
     return [
-        # Where a user has a method, that stays: it reads at once.
+        # Keep a method that the user has set on Tensor: it reads at once.
         *((Tensor, name, method) for name, method in _METHODS.items() if name not in vars(Tensor)),
         *((torch._C, name, _reader(name, torch._C)) for name in READERS if hasattr(torch._C, name)),
         *((torch, make.__name__, _making(make)) for make in (torch.tensor, torch.as_tensor)),

@@ -1,6 +1,6 @@
-"""Where the names lie that a step's code uses: globals, closures, functions of modules and classes, objects.
+"""Find the globals, closures, functions of modules and classes, and objects that a step's code uses.
 
-A replay runs none of that code, so whatever it found behind these names must still be there.
+A replay runs none of that code, so these names must still hold the same values.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from graphplan.owners.views import Cell, Members, attributes_of
 from graphplan.tensors.symbolic import SymbolicNumber
 
 _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
-"""One view of each class's dictionary, so that a name is known by it."""
+"""One view of each class's dictionary, so that :class:`Namespace` recognizes a name by the identity of the view."""
 _PASSING = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
-"""Code of functions that are gone when they have been called, so that none can be called again with other variables."""
+"""Functions that exist for one call only, so none can be called again with other closure variables."""
 _MANY = 16
-"""Calls of one function with other closure variables that are told apart."""
+"""Limit of distinct sets of closure variables that are recorded for one function."""
 
 
 class ExecutedCode:
-    """Code of the user's own files that ran: with which globals, which closure variables, and on which objects."""
+    """The code of the user's own files that ran, with its globals, its closure variables and its objects."""
 
     def __init__(self) -> None:
         self._globals: dict[CodeType, dict[str, Any]] = {}
         self._free: dict[CodeType, set[frozenset[tuple[str, int]]]] = {}
-        """By code with a closure: the variables that it ran with, by name and identity, but for numbers and strings."""
+        """The closure variables that each code ran with, by name and id, without numbers and strings."""
         self._ways: dict[CodeType, set[frozenset[tuple[str, int]]]] = {}
-        """The same with numbers and strings."""
+        """The same, including numbers and strings."""
         self._objects: dict[int, weakref.ref[Any]] = {}
         self._classes: dict[type, None] = {}
         self.extensions: dict[str, str] = {}
-        """Functions of extension modules that user code called, and where."""
+        """Functions of extension modules that user code called, and the source lines."""
         self.writers: dict[str, str] = {}
-        """Python's ``logging``, methods of other loggers, and what else wrote to files and queues, and where."""
+        """Calls that wrote to files, queues, ``logging`` or other loggers, and the source lines."""
         self.threads: dict[str, Source] = {}
-        """Calls that had something run in another thread or process, and where."""
+        """Calls that ran code in another thread or process, and the source lines."""
         self.switches: set[str] = set()
-        """Functions in C that read or set those of torch's switches that only some steps have to do with."""
+        """C functions that ran and read or set torch's switches of :attr:`.Seen.BY_USE`."""
         self.compiled: dict[int, tuple[Any, str]] = {}
-        """What ``torch.compile`` compiled code with, by identity, and the name of that code."""
+        """Contexts of ``torch.compile`` by id, each with the name of the code that it compiled."""
         self.mentioned: set[str] = set()
-        """Names and strings in the code that this thread ran, in Python."""
+        """Names and strings in all Python code that this thread ran."""
 
     @property
     def codes(self) -> Collection[CodeType]:
@@ -66,11 +66,11 @@ class ExecutedCode:
 
     @property
     def iterated(self) -> set[str]:
-        """The names of what the code that ran gives to ``next``."""
+        """The names of the iterators that the code passes to ``next``."""
         return {name for code in self._globals for name in names_of(code).iterated}
 
     def note_compiled(self, context: Any, function: Any) -> None:
-        """Note that ``function`` was entered, which is compiled with ``context``, or is to be left uncompiled."""
+        """Note a call of ``function``, if ``context`` compiles it; other contexts leave it uncompiled."""
         module = getattr(function, "__self__", None)
         name = type(module).__name__ if isinstance(module, nn.Module) else getattr(function, "__qualname__", "code")
         if callable(getattr(context, "callback", None)):
@@ -83,7 +83,7 @@ class ExecutedCode:
         if code.co_freevars and code.co_name not in _PASSING:
             values = frame.f_locals
             held = {name: values[name] for name in code.co_freevars if name in values}
-            # Numbers and strings are rebound by the step itself, perhaps.
+            # The step itself may rebind numbers and strings.
             kept = {name: value for name, value in held.items() if not issubclass(type(value), SCALARS)}
             for calls, variables in ((self._free, kept), (self._ways, held)):
                 known = calls.setdefault(code, set())
@@ -93,26 +93,26 @@ class ExecutedCode:
             self._classes[owner] = None
         elif owner is not None:
             self._classes[type(owner)] = None
-            # Objects that cannot be referred to weakly have no attributes to walk either.
+            # Objects without weak references have no attributes to walk either.
             with suppress(TypeError):
                 self._objects[id(owner)] = weakref.ref(owner)
 
     def leave_out(self, objects: Iterable[Any]) -> None:
-        """Forget objects that the step is only given: another call may give others."""
+        """Forget ``objects`` that are arguments of the step: another call may have other ones."""
         for thing in objects:
             self._objects.pop(id(thing), None)
 
     def note_class(self, kind: type) -> None:
-        """Note the class of something that the step is given."""
+        """Note the class of an argument of the step."""
         self._classes[kind] = None
 
     def note_write(self, label: str | None) -> None:
-        """Note that what is called ``label`` writes, if that is anything."""
+        """Note a call that writes, under its ``label``, unless that is None."""
         if label is not None and label not in self.writers:
             self.writers[label] = str(find_source())
 
     def name_all(self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]) -> bool:
-        """Add the names of the step ``fn``; whether any is new. What no earlier call ``has_met`` it makes itself."""
+        """Add the names that ``fn`` uses and whose objects an earlier call ``has_met``; return True if any is new."""
         new = [names.add(label, space, key) for label, space, key in self._places(fn, names, has_met)]
         asked = frozenset[str]().union(*(names_of(code).asked for code in self._globals))
         new.append(not names.asked.issuperset(asked))
@@ -125,7 +125,7 @@ class ExecutedCode:
         return any(new)
 
     def objects(self) -> Iterator[Any]:
-        """The user's objects whose methods ran and that are still there, other than modules."""
+        """Yield the user's objects whose methods ran and that still exist, except modules."""
         for reference in self._objects.values():
             thing = reference()
             if thing is not None and is_user_object(thing) and not isinstance(thing, nn.Module):
@@ -137,10 +137,10 @@ class ExecutedCode:
         own = getattr(function_of(fn), "__globals__", None)
         for code, space in self._globals.items():
             if not (space is own or is_of_module(space)):
-                # A ``namedtuple`` has its methods in a space that it makes, in each call if the step makes it there.
+                # The methods of a ``namedtuple`` have generated globals, new ones in each call if the step makes it.
                 continue
             found = names_of(code)
-            # A variable of a function around it is no global, though there may be one of that name.
+            # A closure variable is no global, even if a global has the same name.
             used = found.variables.difference(code.co_freevars, code.co_cellvars)
             # globals()["RATE"], sys.modules[__name__].RATE
             if "globals" in used:
@@ -165,8 +165,8 @@ class ExecutedCode:
         yield from self._members(has_met)
 
     def _within(self, name: str, thing: Any, found: Names) -> Iterator[tuple[str, Any, Any]]:
-        """What code takes from the user's module called ``name``; a class is noted."""
-        # The type is asked, not the thing: one that stands for another may be of no use any more.
+        """Yield the names that code takes from ``thing`` if it is a user's module; note ``thing`` if it is a class."""
+        # Use type(), not isinstance(): a dead weak proxy raises.
         kind = type(thing)
         if issubclass(kind, ModuleType) and is_users_module(thing, thing.__name__):
             inner = vars(thing)
@@ -181,13 +181,13 @@ class ExecutedCode:
             self._classes[thing] = None
 
     def _kinds(self, has_met: Callable[[Any], bool]) -> list[type]:
-        """The user's classes of what ran, and those that the code names."""
-        # What a class does not have, its own class may.
+        """Return the user's classes whose methods ran or that the code names."""
+        # A class also gets attributes from its metaclass.
         kinds = dict.fromkeys(base for leaf in self._classes for base in (*leaf.__mro__, *getmro(type(leaf))))
         return [kind for kind in filter(is_users, kinds) if _is_in_module(kind) or has_met(kind)]
 
     def _members(self, has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
-        """Methods of the user's classes that ran, and values of these classes under names that the code uses."""
+        """Yield the methods of the user's classes that ran, and the values of these classes that the code names."""
         found = [names_of(code) for code in self._globals]
         used = frozenset[str]().union(*(names.attributes | names.stored for names in found))
         called = used.union(*(names.methods for names in found))
@@ -203,18 +203,18 @@ class ExecutedCode:
     def _functions(
         self, roots: Iterable[Callable[..., Any]], names: Namespace, has_met: Callable[[Any], bool]
     ) -> Iterator[FunctionType]:
-        """The functions with closures whose code ran: those that lead by name from ``roots``, and any other one whose
-        variables are those that it ran with, unless the step makes a new one in each call.
+        """Yield the functions with closures whose code ran: those that ``roots`` reach by name, and any other function
+        whose closure variables match a call, unless the step makes a new one in each call.
         """
         left = dict.fromkeys(self._free)
         for function in _reachable(roots):
             if function.__code__ in self._free:
                 left.pop(function.__code__, None)
                 yield function
-        # Where those that an earlier step found explain all calls, their names are known.
+        # If functions that an earlier step found account for all calls, their names are known.
         known = {code: [reference() for reference in names.functions.get(code, ())] for code in left}
         codes = [code for code in left if not self._are_explained(code, filter(None, known[code]))]
-        # To find others, the collector goes through all objects that there are.
+        # gc.get_referrers looks at all objects of the process: try the attributes of known objects first.
         held = list(self._held()) if codes else []
         unheld = [code for code in codes if not self._are_explained(code, held)]
         found = [function for function in held if function.__code__ in codes and function.__code__ not in unheld]
@@ -229,7 +229,7 @@ class ExecutedCode:
                 yield from functions
 
     def _held(self) -> Iterator[FunctionType]:
-        """The functions that are attributes of the objects whose methods ran."""
+        """Yield the functions that are attributes of the objects whose methods ran."""
         for reference in self._objects.values():
             for value in list((attributes_of(reference()) or {}).values()):
                 function = function_of(value)
@@ -237,7 +237,7 @@ class ExecutedCode:
                     yield function
 
     def _are_explained(self, code: CodeType, functions: Iterable[FunctionType]) -> bool:
-        """Whether those of ``functions`` that run ``code`` have all variables that it ran with."""
+        """Return True if the closures of ``functions`` account for all closure variables that ``code`` ran with."""
         held = [_identities(_variables_of(function)) for function in functions if function.__code__ is code]
         ways = self._ways[code]
         return len(ways) <= _MANY and all(any(way <= one for one in held) for way in ways)
@@ -248,18 +248,18 @@ class ExecutedCode:
 
 
 def is_of_module(space: Mapping[str, Any]) -> bool:
-    """Whether ``space`` is the namespace of a module, rather than one that code was compiled in."""
+    """Return True if ``space`` is the namespace of a module, rather than a dictionary that was passed to ``exec``."""
     module = sys.modules.get(str(space.get("__name__")))
     return module is not None and vars(module) is space
 
 
 def _is_value(member: Any) -> bool:
-    """Whether a class holds ``member`` for itself; what a static method has may be a function of a library's."""
+    """Return True if ``member`` of a class is a value or a static method, which may hold a library's function."""
     return type(member) is staticmethod or not hasattr(type(member), "__get__")
 
 
 def _is_in_module(kind: type) -> bool:
-    """Whether a class lies in its module by its name, alone or in another class, so that no call makes it."""
+    """Return True if a module holds the class under its qualified name, so that no call makes it anew."""
     outer, *inner = kind.__qualname__.split(".")
     found = vars(sys.modules[kind.__module__]).get(outer) if kind.__module__ in sys.modules else None
     return found is kind or (bool(inner) and "<locals>" not in inner and issubclass(type(found), type))
@@ -274,13 +274,13 @@ def _variables_of(function: FunctionType) -> dict[str, Any]:
 
 
 def _identities(values: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
-    """Of a stand-in, that of the number in whose place it lies."""
+    """Return pairs of name and id. A stand-in counts as the number that it replaces."""
     own = ((name, value._known if type(value) is SymbolicNumber else value) for name, value in values.items())
     return frozenset((name, id(value)) for name, value in own)
 
 
 def function_of(member: Any) -> FunctionType | None:
-    """The function behind what a class holds or what was found by a name, if there is one."""
+    """Return the function behind a method, property or partial; None if there is none."""
     if isinstance(member, (staticmethod, classmethod, MethodType)):
         return function_of(member.__func__)
     if isinstance(member, (partial, partialmethod)):
@@ -291,7 +291,7 @@ def function_of(member: Any) -> FunctionType | None:
 
 
 def _reachable(roots: Iterable[Any]) -> Iterable[FunctionType]:
-    """``roots`` and the functions that they reach through closures and globals by name."""
+    """Return the functions of ``roots`` and those that they reach by name through closures and globals."""
     found: dict[int, FunctionType] = {}
     left = list(roots)
     while left:
@@ -308,7 +308,7 @@ def _reachable(roots: Iterable[Any]) -> Iterable[FunctionType]:
 
 
 def _imported(found: Names, space: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The user's modules that code imports where it runs."""
+    """Yield the user's modules that code imports as it runs."""
     for name, level in sorted(found.imports):
         with suppress(ImportError, TypeError):
             whole = resolve_name("." * level + name, space.get("__package__"))

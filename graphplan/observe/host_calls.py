@@ -1,4 +1,4 @@
-"""Calls whose outcome no trace sees: work in another thread or process, and writes to files, streams and queues."""
+"""Find calls whose effects no trace sees: work in another thread or process, and writes to files, streams, queues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS: dict[type, tuple[str, tuple[str, ...]]] = {
     ThreadPool: ("ThreadPool", _OF_POOLS),
     Pool: ("Pool", _OF_POOLS),
 }
-"""What has something run elsewhere, by a name to call it and by its methods; a class stands before its bases."""
+"""Classes that run work elsewhere, each with its name in messages and its methods; subclasses before their bases."""
 STARTERS = Codes(*(getattr(kind, method) for kind, (_, methods) in _KINDS.items() for method in methods))
 STARTERS_IN_C = [
     getattr(_thread, name) for name in ("start_new_thread", "start_joinable_thread") if hasattr(_thread, name)
@@ -32,9 +32,8 @@ STARTERS_IN_C = [
 
 
 def name_of_start(frame: FrameType) -> str | None:
-    """What the user's code, a package that it calls, or a layer of torch's called to come to the start in ``frame``.
-    None for other threads of torch's and Lightning's (compilers, loaders, writers), and where one only serves what
-    starts it.
+    """Return the name of the call by which the user's code, a package or a layer of torch starts the work in ``frame``.
+    None for other threads of torch and Lightning (compilers, loaders, writers), and for helper threads of packages.
     """
     name = None
     for around, _ in walk_stack(frame):
@@ -49,7 +48,7 @@ def name_of_start(frame: FrameType) -> str | None:
 
 
 def _serves(thing: Any, filename: str) -> bool:
-    """Whether a thread works for the standard library, or is a daemon of an installed package's (a progress bar's)."""
+    """Return True if a thread runs the standard library's code, or is a package's daemon (of a progress bar)."""
     if not isinstance(thing, Thread) or isinstance(thing, Timer):
         return False
     code = getattr(getattr(thing, "_target", None), "__code__", None)
@@ -60,24 +59,24 @@ _IN_C = {
     "write": "_io", "writelines": "_io", "writerow": "_csv", "writerows": "_csv", "put": "_queue",
     "put_nowait": "_queue", "dump": "_pickle",
 }  # fmt: skip
-"""Names of functions and methods in C, and the module that has them or their object's class."""
+"""Names of C functions and methods, and the module that has them or their object's class."""
 WRITERS = frozenset(_IN_C)
-"""Those that :func:`name_of_write` has to look at."""
+"""The names that :func:`name_of_write` knows."""
 _IN_PYTHON = {
     "save": "torch.serialization", "dump": "json", "write_text": "pathlib", "write_bytes": "pathlib", "writerow": "csv",
     "writerows": "csv", "writeheader": "csv", "put": "multiprocessing.queues",
 }  # fmt: skip
-"""Those of libraries in Python. What ``queue.Queue`` gets lies in a deque, to which replays append."""
+"""Python functions of libraries. ``queue.Queue`` is not among them: replays append to its deque."""
 _LOGS = ("log_metrics", "log_hyperparams", "log_graph", "log_image", "log_audio", "log_video", "log_text", "log_table")
 _LIGHTNINGS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
 _LOGGERS: dict[str, tuple[str, ...]] = {"logging.": ("_log",), "torch.utils.tensorboard.": ("add_",)}
 _LOGGERS |= {f"{lightning}.loggers.": _LOGS for lightning in _LIGHTNINGS}
-"""Modules of loggers, and how the names of methods begin that write."""
+"""Modules of loggers, and prefixes of the methods that write."""
 _LOGGING = tuple(start for starts in _LOGGERS.values() for start in starts)
 
 
 def name_of_write(frame: FrameType, function: Any) -> str | None:
-    """What to call a function in C that writes, if code of the user's calls it in ``frame``."""
+    """Return the name in messages of a C function that writes, if user code calls it in ``frame``; else None."""
     name, owner = function.__name__, function.__self__
     home = _IN_C.get(name)
     if home is None or not _is_users(frame):
@@ -93,7 +92,7 @@ def name_of_write(frame: FrameType, function: Any) -> str | None:
 
 
 def name_of_saving(frame: FrameType, name: str, owner: Any) -> str | None:
-    """What to call a library's function ``name`` that writes: one of ``owner``, a logger, or one that users call."""
+    """Return the name in messages of a library's ``name`` that writes: a logger's method, or one that users call."""
     if name not in _IN_PYTHON and not name.startswith(_LOGGING):
         return None
     home = f"{frame.f_globals.get('__name__')}."
@@ -107,5 +106,5 @@ def name_of_saving(frame: FrameType, name: str, owner: Any) -> str | None:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Whether the code is the user's own: what installed packages write, progress bars for one, is their affair."""
+    """Return True if the code is the user's own: writes of installed packages (progress bars) are left to them."""
     return is_users_file(file_of(frame.f_code, frame.f_globals))

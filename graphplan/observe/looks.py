@@ -1,8 +1,8 @@
-"""What code does with the containers that it loads: appends to them alone, or looks at them.
+"""Find whether code only appends to the containers that it loads, or looks at their contents.
 
-In the syntax tree of the source, each load of an attribute or a variable is followed through items
-(``self.log["loss"]``) to what is done there. Whatever is not known here looks at the container: to bind it to another
-name does. Of code without source it is only known what it loads (:mod:`graphplan.observe.names`).
+Each load of an attribute or variable is followed in the syntax tree, through items (``self.log["loss"]``), to its use.
+Any use that is not known here counts as a look, such as binding the container to another name. For code without source,
+only its loads are known (:mod:`graphplan.observe.names`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from graphplan.observe.syntax import SyntaxTree
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Code does something else with a container than to append to it.
+    """A use of a container other than appending to it.
 
-    ``name`` is the attribute (with a leading dot) or variable that the container, or one around it, is loaded by;
-    ``depth`` how many items deep it lies there. ``whole``: what lies in it may be looked at, too. ``own``: the
-    attribute is one of ``self``. ``keys``: those of the first items on the way; None for one that is not spelt.
+    ``name`` is the attribute (with a leading dot) or variable from which the container, or one around it, is loaded;
+    ``depth`` is the number of item accesses from there. ``whole``: its contents may be looked at, too. ``own``: the
+    attribute is one of ``self``. ``keys``: the keys of the first item accesses; None for a key that is no literal.
     """
 
     name: str
@@ -36,28 +36,28 @@ class Look:
 
 _GROWING = frozenset({"append", "extend", "appendleft", "extendleft"})
 _SILENT = _GROWING | {"clear", "insert", "update", "keys", "rotate"}
-"""Methods that tell nothing of what is in the lists that a container has."""
+"""Methods that reveal nothing about the contents of the lists in a container."""
 _INTO = {"get": 1, "setdefault": 1, "pop": 1, "popleft": 1, "__getitem__": 1, "values": 0, "items": -1}
-"""Methods that lead to items, and how deep."""
+"""Methods that lead to items, and the depth that each adds."""
 
 
 @lru_cache(512)
 def looks_of(code: CodeType) -> frozenset[Look]:
-    """What ``code`` looks at."""
+    """Return the looks of ``code``."""
     tree = SyntaxTree(code)
     nodes = tree.own_nodes()
     if nodes:
-        # An item that is not there may tell the code how many there are.
+        # With an exception handler, a missing item may tell the code how many items there are.
         misses = any(isinstance(node, ast.ExceptHandler) for node in nodes) or "suppress" in code.co_names
         return frozenset(look for node in nodes for look in _looks_at(tree, node, misses))
-    # Without source: what it loads for more than to append to it.
+    # Without source, each load other than for an append counts.
     found = names_of(code)
     attributes = [f".{name.removesuffix('[:]')}" for name in found.attributes if name.endswith("[:]")]
     return frozenset(Look(name, 0, True, False, code.co_firstlineno) for name in [*attributes, *found.read])
 
 
 def _looks_at(tree: SyntaxTree, node: ast.AST, misses: bool) -> Iterator[Look]:
-    """What is looked at where ``node`` loads something by a name, if it does."""
+    """Yield the looks that start at ``node``, if it loads an attribute or variable."""
     code, line = tree.code, getattr(node, "lineno", tree.code.co_firstlineno)
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and "getattr" in code.co_names:
         yield Look(f".{node.value}", 0, True, False, line)
@@ -66,7 +66,7 @@ def _looks_at(tree: SyntaxTree, node: ast.AST, misses: bool) -> Iterator[Look]:
     name, own, depth = getattr(node, "id", ""), isinstance(node, ast.Attribute) and _is_self(node.value), 0
     keys: tuple[str | None, ...] = ()
     if isinstance(node, ast.Attribute):
-        # What the compiler makes of a private name within a class.
+        # In a class, the compiler mangles private names.
         is_private = node.attr.startswith("__") and not node.attr.endswith("__")
         mangled = (other for other in code.co_names if is_private and other[0] == "_" and other.endswith(node.attr))
         name = f".{next(mangled, node.attr)}"
@@ -75,7 +75,7 @@ def _looks_at(tree: SyntaxTree, node: ast.AST, misses: bool) -> Iterator[Look]:
     while (found := _leads_on(tree, node)) is not None:
         if misses and isinstance(found[0], ast.Subscript):
             yield Look(name, depth, False, own, line, keys)
-        # After views (values, items), it is not known which key leads to which level.
+        # After a view (values, items), the levels that keys belong to are unknown.
         keys += (_key(found[0]),) if found[1] == 1 and len(keys) == depth else ()
         node, depth = found[0], max(depth + found[1], -1)
     whole = _is_whole(tree, node)
@@ -86,7 +86,7 @@ def _looks_at(tree: SyntaxTree, node: ast.AST, misses: bool) -> Iterator[Look]:
 
 
 def _leads_on(tree: SyntaxTree, node: ast.AST) -> tuple[ast.AST, int] | None:
-    """The expression of an item of what ``node`` is, and how many items deeper that lies, if ``node`` is used so."""
+    """Return the expression that accesses an item of ``node``, and the depth that it adds; None for other uses."""
     parent = tree.parents[node]
     if isinstance(parent, ast.Subscript) and node is parent.value and tree.is_load(parent):
         return None if isinstance(parent.slice, ast.Slice) else (parent, 1)
@@ -97,13 +97,13 @@ def _leads_on(tree: SyntaxTree, node: ast.AST) -> tuple[ast.AST, int] | None:
 
 
 def _key(item: ast.AST) -> str | None:
-    """The text that ``item`` (``d["loss"]``, ``d.get("loss")``) is looked up by, if it is spelt."""
+    """Return the key of ``item`` (``d["loss"]``, ``d.get("loss")``) if it is a literal string; else None."""
     spelt = item.slice if isinstance(item, ast.Subscript) else next(iter(getattr(item, "args", ())), None)
     return spelt.value if isinstance(spelt, ast.Constant) and type(spelt.value) is str else None
 
 
 def _is_whole(tree: SyntaxTree, node: ast.AST) -> bool | None:
-    """Whether the code that uses ``node`` may look at what lies in it, too; None if it does not look at it."""
+    """Return True if the use of ``node`` may look at its contents, False if only at itself, None if it is no look."""
     parent = tree.parents[node]
     if isinstance(parent, ast.Attribute):
         is_called = isinstance(call := tree.parents[parent], ast.Call) and call.func is parent
@@ -117,12 +117,12 @@ def _is_whole(tree: SyntaxTree, node: ast.AST) -> bool | None:
         return None
     if not isinstance(parent, ast.Compare) or node is parent.left:
         return True
-    # Whether a key is there says nothing about what lies at the key.
+    # A test for a key reveals nothing about the value at the key.
     return not all(isinstance(operator, ast.In | ast.NotIn) for operator in parent.ops)
 
 
 def _shows_itself(parent: ast.AST, node: ast.AST) -> bool:
-    """Whether ``node`` is only called, an item's key, or compared by identity: of a container this tells nothing."""
+    """Return True if ``node`` is only called, used as a key, or compared by identity: no look at a container."""
     if isinstance(parent, ast.Compare):
         return all(isinstance(operator, ast.Is | ast.IsNot) for operator in parent.ops)
     return (isinstance(parent, ast.Call) and node is parent.func) or (

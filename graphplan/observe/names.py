@@ -1,4 +1,4 @@
-"""Which names a code object loads and stores, from its bytecode."""
+"""Find the names that a code object loads and stores, from its bytecode."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Names:
     """Names in one code object.
 
     Attributes:
-        dynamic: whether it takes attributes by names that it does not spell out (``vars(self)``, ``getattr(self, x)``).
+        dynamic: whether it accesses attributes by computed names (``vars(self)``, ``getattr(self, x)``).
         imports: modules that it imports, each with its level (1 for ``from . import x``).
-        asked: attributes that the user's code gives to ``getattr`` and ``hasattr``.
-        attributes: those that it loads for more than ``self.n += 1`` or ``self.counts[k] += 1``; with ``[:]`` behind,
-            a second time, those that it does more with than to append to them.
+        asked: literal attribute names that the user's code passes to ``getattr`` and ``hasattr``.
+        attributes: attributes that it loads other than for ``self.n += 1`` or ``self.counts[k] += 1``. A second entry
+            with the suffix ``[:]`` means that it does more than append to the attribute.
         methods: attributes that it calls.
-        stored: attributes that it stores, ``assigned`` by other means than ``+=``, ``always`` whenever it runs.
-        variables: globals and closure variables that it loads or stores, ``read`` for more than ``+=``.
-        iterated: variables and attributes that it gives to ``next``.
+        stored: attributes that it stores; ``assigned``: other than by ``+=``; ``always``: whenever it runs.
+        variables: globals and closure variables that it loads or stores; ``read``: other than for ``+=``.
+        iterated: variables and attributes that it passes to ``next``.
     """
 
     dynamic: bool
@@ -58,12 +58,12 @@ class Names:
 
 
 _NAMES: dict[int, tuple[CodeType, Names]] = {}
-"""By identity: to hash a code object takes as long as it has instructions. Held, so that no other gets its identity."""
+"""By id: hashing a code object takes time in proportion to its length. The code is kept, so its id stays unique."""
 _MANY = 2**16
 
 
 def names_of(code: CodeType) -> Names:
-    """The names of ``code``."""
+    """Return the names of ``code``."""
     known = _NAMES.get(id(code))
     if known is None:
         if len(_NAMES) >= _MANY:
@@ -73,8 +73,8 @@ def names_of(code: CodeType) -> Names:
 
 
 class SpelledNames:
-    """A set of code's ``kind`` of :class:`Names`: they are looked for in code that spells one as it is asked for, since
-    to find all names in the code of a large library takes as long as some steps.
+    """The union of one field (``kind``) of :class:`Names` over many code objects. A name is looked up on demand, in the
+    code that contains the word: to find all names in a large library's code takes as long as some steps.
     """
 
     def __init__(self, kind: str, codes: Iterable[CodeType] = ()) -> None:
@@ -105,7 +105,7 @@ class SpelledNames:
 
 def _find_names(code: CodeType) -> Names:
     steps = plain_steps(code)
-    # Most only load and store what has no name.
+    # Skip the many instructions that only load and store unnamed values.
     telling = [(at, step) for at, step in enumerate(steps) if step.opcode in _TELLING]
     counted, raised = _counted(steps, telling)
     loads: Counter[str] = Counter()
@@ -120,7 +120,7 @@ def _find_names(code: CodeType) -> Names:
     for at, step in telling:
         opname, name = step.opname, step.argval
         if step.opcode in _JUMPS or opname.startswith("RETURN"):
-            # What comes before this place may be left out.
+            # Code before this place may be skipped.
             joins = max(joins, name) if step.opcode in _JUMPS else sys.maxsize
         elif _is_method_load(step):
             methods.add(name)
@@ -149,9 +149,9 @@ def _find_names(code: CodeType) -> Names:
         spelt.update(filter(None, asked))
         attributes |= strings
     read = {name for name, count in reads.items() if count > counted[name]}
-    # What comes before the name of a module is its level and the names that are taken from it.
+    # The two instructions before IMPORT_NAME load the level and the names to import.
     imports = {(step.argval, int(steps[at - 2].argval or 0)) for at, step in telling if step.opname == "IMPORT_NAME"}
-    # What is given to ``next``, where it has a name.
+    # The named arguments of ``next``.
     given = (loaded_path(steps[at + 1 :], (*_LOADS, "LOAD_FAST")) for at, step in telling if _loads(step, ("next",)))
     iterated = {name for path in given for name in path[-1:]}
     groups = (spelt, attributes, methods, set(stores), assigned, assigned & certain, variables, read, iterated)
@@ -160,12 +160,12 @@ def _find_names(code: CodeType) -> Names:
 
 
 def _loads(step: Step, names: Sequence[str]) -> bool:
-    """Whether a variable with one of ``names`` is loaded."""
+    """Return True if the instruction loads a variable with one of ``names``."""
     return step.opname in _LOADS and step.argval in names
 
 
 def _takes_all(code: CodeType, steps: list[Step]) -> bool:
-    """Whether code takes attributes without names."""
+    """Return True if ``code`` accesses all attributes of an object (``vars``, ``__dict__``)."""
     spelt = {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
     spelt.update(constant for constant in code.co_consts if type(constant) is str)
     is_spelt = not spelt.isdisjoint(_WHOLE)
@@ -173,7 +173,7 @@ def _takes_all(code: CodeType, steps: list[Step]) -> bool:
 
 
 def _second_argument(steps: list[Step]) -> str | None:
-    """The literal in second place of a call of two or three simple arguments."""
+    """Return the literal second argument of a call with two or three simple arguments; else None."""
     end = next((index for index, step in enumerate(steps) if step.opname in _CALLS), None)
     if end is None:
         return None
@@ -183,7 +183,7 @@ def _second_argument(steps: list[Step]) -> str | None:
 
 
 def _counted(steps: list[Step], telling: list[tuple[int, Step]]) -> tuple[Counter[str], Counter[str]]:
-    """How often ``+=`` loads each variable, or attribute (with a dot) for an item; and raises each attribute."""
+    """Count how often ``+=`` changes each variable (``n``) or item of an attribute (``.n``); and each attribute."""
     counted: Counter[str] = Counter()
     raised: Counter[str] = Counter()
     for index, step in telling:
@@ -192,7 +192,7 @@ def _counted(steps: list[Step], telling: list[tuple[int, Step]]) -> tuple[Counte
             # self.n += 1 loads and stores through one duplicated reference.
             raised[name] += 1
         elif opname in _SUBSCRIPTS and _is_augmented_item(steps[max(index - 2, 0) : index]):
-            # What loaded the container, if its key is a single load.
+            # This instruction loaded the container, if a single instruction loads the key.
             holder = steps[max(index - (3 if before.opname == "DUP_TOP_TWO" else 4), 0)]
             if holder.opname == "LOAD_ATTR":
                 counted["." + holder.argval] += 1
@@ -206,13 +206,13 @@ def _counted(steps: list[Step], telling: list[tuple[int, Step]]) -> tuple[Counte
 
 
 def _is_augmented_item(before: list[Step]) -> bool:
-    """Whether a subscript comes right after its container and key were duplicated, as ``counts[k] += 1`` does."""
+    """Return True if the instructions duplicate a container and its key, as ``counts[k] += 1`` does."""
     names = [step.opname for step in before]
     return names == ["COPY", "COPY"] or names[-1:] == ["DUP_TOP_TWO"]
 
 
 def _is_method_load(step: Step) -> bool:
-    """Whether a method is loaded to be called, which since Python 3.12 is a ``LOAD_ATTR`` with its lowest bit set."""
+    """Return True for a load of a method to call: since Python 3.12, a ``LOAD_ATTR`` with its lowest bit set."""
     if step.opname == "LOAD_METHOD":
         return True
     return step.opname == "LOAD_ATTR" and loads_callee(step)

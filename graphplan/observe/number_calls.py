@@ -1,7 +1,7 @@
-"""``float(x)`` and ``int(x)`` in a step's code: calls of classes, which no method of ``x`` can answer with what waits.
+"""Let ``float(x)`` and ``int(x)`` return stand-ins: no method of ``x`` can, since these classes check their result.
 
-While stand-ins are about, modules whose code does nothing with these classes but call them have others under their
-names. What else may be done with a class shows before it is: as code begins to run that is about to.
+While stand-ins may be present, modules whose code only calls ``float`` and ``int`` get other classes under these names.
+Code that uses the names otherwise is noticed when it starts to run, before it does so.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from graphplan.observe.bytecode import loads_callee, steps_of
 Convert = Callable[[type, Any], Any]
 _CLASSES: tuple[type, ...] = (float, int)
 _modules: dict[tuple[str, str], ModuleType] = {(clip_grad.__name__, "float"): clip_grad}
-"""By their names and that of the class, modules with code that calls it. Of torch's, the one that is given norms."""
+"""Modules whose code calls a class, by both names. ``clip_grad`` is the only one of torch's: it converts norms."""
 _spoilt: set[tuple[str, str]] = set()
-"""Those with code that ran and does something else with the class."""
+"""Names of modules and classes where code that ran uses the class otherwise."""
 
 
 class _Called(type):
-    """A class that stands for ``kind`` where that is called, or a value is asked whether it is of it."""
+    """Metaclass of a class that replaces ``kind`` in calls and in ``isinstance``."""
 
     kind: type
     convert: Convert
@@ -39,7 +39,7 @@ class _Called(type):
 
 
 def replacements(convert: Convert) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Modules, names and classes to put there: ``convert(kind, x)`` gives what ``kind(x)`` is to give, or None."""
+    """Yield module, name and replacement class. ``convert(kind, x)`` returns the result of ``kind(x)``, or None."""
     stand_ins = {kind.__name__: _stand_in(kind, convert) for kind in _CLASSES}
     for (_, name), module in list(_modules.items()):
         if name not in vars(module):
@@ -52,7 +52,7 @@ def _stand_in(kind: type, convert: Convert) -> Any:
 
 
 def note_code(code: CodeType, space: Mapping[str, Any]) -> None:
-    """Take in that a step is about to run ``code``, whose globals are ``space``."""
+    """Note that a step is about to run ``code``, whose globals are ``space``."""
     for kind in _CLASSES:
         name = kind.__name__
         if name not in code.co_names:
@@ -72,8 +72,8 @@ def note_code(code: CodeType, space: Mapping[str, Any]) -> None:
 
 @lru_cache(1024)
 def _only_calls(code: CodeType, name: str) -> bool:
-    """Whether ``code`` only calls the global ``name``, or hands it to ``isinstance``. Since Python 3.11, what loads a
-    function says that it is called next; before, nothing is known.
+    """Return True if ``code`` only calls the global ``name``, or passes it to ``isinstance``. Python before 3.11 does
+    not mark loads of callables: then return False.
     """
     called = ""
     for step in steps_of(code):

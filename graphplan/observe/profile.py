@@ -1,11 +1,11 @@
-"""What the interpreter ran: reads of tensor memory behind the dispatcher, and the Python values that code may read.
+"""Watch the interpreter: reads of tensor memory that bypass the dispatcher, and Python values that code may read.
 
-A ``TorchFunctionMode`` would see reads such as ``Tensor.tolist``, but torch's modules leave their fast paths under one,
-which changes the numbers; a profile function changes nothing.
+A ``TorchFunctionMode`` would see reads such as ``Tensor.tolist``. But under one, torch's modules leave their fast
+paths, which changes the numbers. A profile function changes nothing.
 
-What code may have read comes from the attributes that its bytecode loads. The user's own code counts for every owner,
-that of installed packages for objects of their classes (a model's configuration), and torch's and Lightning's only for
-its own ``self``, since their many names would match everything.
+The attributes that bytecode loads tell which values code may have read. The user's own code counts for every owner,
+code of installed packages for objects of their classes (a model's configuration), and code of torch and Lightning only
+for its own ``self``, since their many names would match everything.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from graphplan.owners.slots import Namespace, Presence, Scalar
 _IMPORTS = "<frozen importlib."
 _DYNAMO = os.path.join(TORCH, "_dynamo") + os.sep
 _COMPILES, _ENTERS_COMPILED = f"{_DYNAMO}convert_frame.py", f"{_DYNAMO}eval_frame.py"
-"""Where ``torch.compile`` compiles, and where what it compiled is entered."""
+"""The files in which ``torch.compile`` compiles code, and enters compiled code."""
 _LOOKED_AT = WRITERS | READERS.keys() | USED.keys() | {"print"} | {function.__name__ for function in STARTERS_IN_C}
-"""Names of the functions in C that matter wherever they are called."""
+"""Names of the C functions that are reported from all code."""
 _CALL = Module._call_impl
 _FREQUENT: tuple[Any, ...] = (Module.__getattr__, _CALL, *filter(isfunction, vars(Tensor).values()))
 _UNOWNED = Codes(*(each for each in _FREQUENT if each.__code__.co_filename.startswith(TORCH)))
-"""torch's methods that run more often than others, whose objects need not be known: it leads to parameters, buffers and
-modules alone; its module is known by then; tensors have none of the values that are guarded.
+"""Frequent methods of torch whose ``self`` need not be noted: ``Module.__getattr__`` leads only to parameters, buffers
+and modules; the module of ``_call_impl`` is known by then; tensors hold no guarded values.
 """
 
 
@@ -58,17 +58,17 @@ class Reads:
     """Names that code may have read.
 
     Attributes:
-        anywhere: attributes that the user's code loads, of whatever object.
-        by_packages: likewise, code of installed packages other than torch and Lightning.
+        anywhere: attributes that the user's code loads, of any object.
+        by_packages: attributes that code of installed packages other than torch and Lightning loads.
         called: attributes that the user's code calls.
         methods_on: code of the methods that ran, by the id of their object.
         variables: globals and closure variables.
-        assigned: attributes that are assigned by other means than ``+=``.
-        stored: attributes of modules that were, each with the module's identity.
-        codes: the user's code and that of installed packages, each with the id of the object whose method it is, or 0.
-        dynamic: whether some attributes have names that the user's code computes.
-        ask_classes: whether the user's code may have called ``type`` on a stand-in, whatever it then does with that.
-        compared: classes that it compared with that of something, which may have been a stand-in.
+        assigned: attributes that are assigned other than by ``+=``.
+        stored: attributes of modules that were assigned, each with the module's id.
+        codes: code of the user and of installed packages, each with the id of the object whose method it is, or 0.
+        dynamic: whether the user's code accesses attributes by computed names.
+        ask_classes: whether the user's code may have called ``type`` on a stand-in, for any use of the result.
+        compared: classes that the user's code compared with the type of a value, which may have been a stand-in.
     """
 
     anywhere: set[str] = field(default_factory=set)
@@ -84,7 +84,7 @@ class Reads:
     compared: set[type] = field(default_factory=set)
 
     def __or__(self, other: Reads) -> Reads:
-        """What code may have read in either of two steps."""
+        """Return the names that code may have read in either of two steps."""
         joined: dict[str, Any] = {}
         for name in (each.name for each in fields(self)):
             one, two = getattr(self, name), getattr(other, name)
@@ -96,29 +96,29 @@ class Reads:
         return Reads(**joined)
 
     def may_tell(self, kinds: tuple[type, ...]) -> bool:
-        """Whether code may have told stand-ins for values of ``kinds`` from these."""
+        """Return True if code may have told a stand-in from a real value of one of ``kinds``."""
         return self.ask_classes or any(issubclass(kind, kinds) for kind in self.compared)
 
     def may_cover(self, scalar: Scalar) -> bool:
-        """Whether the user's code that takes attributes by computed names may have come to ``scalar``."""
+        """Return True if user code may have read ``scalar`` by a computed attribute name."""
         is_value = scalar.via is None and not isinstance(scalar, Presence)
         return self.dynamic and is_value and any(holds_values(owner) for owner, _ in scalar.ways())
 
     def reads_mark(self, name: str) -> bool:
-        """Whether code may have read the attribute ``name`` of a tensor that is fed."""
+        """Return True if code may have read the attribute ``name`` of a fed tensor."""
         return self.dynamic or name in self.anywhere or name in self.called
 
     def misused(self, names: Collection[str]) -> set[str]:
-        """Those of ``names`` with which code that ran does something else than to look up what is at a place."""
-        # What a module has by a name, code may also have as its attribute.
+        """Return the ``names`` that code uses for anything other than reads by an index and ``len``."""
+        # Other code may access a global of a module as the module's attribute.
         every = {*names, *(f".{name}" for name in names)}
         found = set[str]().union(*(misused_by(code, every) for code, _ in self.codes)) if names else set()
         return {name for name in names if name in found or f".{name}" in found}
 
     def covers(self, scalar: Scalar) -> bool:
-        """Whether what ``scalar`` shows may have been read. Names are only known because code uses them."""
+        """Return True if traced code may have read this value."""
         if isinstance(scalar, Presence):
-            # What is there is compared itself. Of modules there are many, of which most are asked for nothing.
+            # An existing attribute is compared by its value. Of the many modules, most are never asked for others.
             name, is_module = scalar.attribute, isinstance(scalar.owner, Module)
             is_asked = not is_module or name in self.called or self._is_read_within(scalar.owner, name)
             return is_asked and not scalar.get()
@@ -133,18 +133,18 @@ class Reads:
             return True
         if attribute not in self.called:
             return False
-        # Called itself, or within what is called: a partial's keywords, what a cached function remembers.
+        # The value is called, or is part of a callable: keywords of a partial, the cache of a function.
         return callable(scalar.get()) or callable(getattr_static(owner, attribute, None))
 
     def _is_read_within(self, owner: Any, attribute: str) -> bool:
-        """Whether code of the class of ``owner``, or of the package that this is of, reads the ``attribute``."""
+        """Return True if methods that ran on ``owner``, or its package's code, read the ``attribute``."""
         if any(attribute in names.attributes for names in self._names_on(owner, attribute)):
             return True
         kind = type(owner)
         return attribute in self.by_packages and not is_users(kind) and not is_librarys(kind)
 
     def may_store(self, scalar: Scalar) -> bool:
-        """Whether a method of the object that has ``scalar`` has assigned it, as each such step does."""
+        """Return True if a method of the object with ``scalar`` has assigned it, and does so in each such step."""
         if isinstance(scalar.owner, Module):
             names_on = self._names_on(scalar.owner, scalar.attribute) if self._is_stored(scalar) else ()
             return any(scalar.attribute in names.assigned for names in names_on)
@@ -152,24 +152,24 @@ class Reads:
         return any(scalar.attribute in names.always for names in names_on)
 
     def may_assign(self, scalar: Scalar) -> bool:
-        """Whether code that is no method of the object that has ``scalar`` may have assigned it."""
+        """Return True if code other than a method of the object with ``scalar`` may have assigned it."""
         is_named = scalar.attribute in self.assigned and scalar.via is None
         return is_named and self._is_stored(scalar) and not self.may_store(scalar)
 
     def _is_stored(self, scalar: Scalar) -> bool:
-        """Whether code that may assign an attribute has come to do so; of objects other than modules, no one knows."""
+        """Return True if the attribute was assigned. This is known for modules alone: also return True for others."""
         return not isinstance(scalar.owner, Module) or (id(scalar.owner), scalar.attribute) in self.stored
 
     def _names_on(self, owner: Any, attribute: str) -> Iterator[Names]:
-        """The names in the methods that ran on ``owner``, of those that spell the ``attribute``."""
+        """Yield the names of each method that ran on ``owner`` and contains the word ``attribute``."""
         word = attribute.removesuffix("[:]")
         for code in self.methods_on.get(id(owner), ()):
-            # To find all names in code takes half a millisecond.
+            # Skip other code: to find all its names takes half a millisecond.
             if word in code.co_names or word in code.co_consts:
                 yield names_of(code)
 
     def uses(self, scalar: Scalar) -> bool:
-        """Whether code reads the attribute or variable that leads to ``scalar`` for more than to raise it."""
+        """Return True if code reads the attribute or variable that leads to ``scalar`` other than for ``+=``."""
         if scalar.name is not None and self._uses_name(scalar.name):
             return True
         if scalar.via is not None and scalar.via not in self.anywhere:
@@ -182,14 +182,14 @@ class Reads:
         return attribute.removeprefix(".") in self.anywhere or self._is_read_within(owner, attribute)
 
     def _uses_name(self, name: str) -> bool:
-        # What a module or a class holds is used as an attribute, which the dot says.
+        # A leading dot marks a value of a module or class, which code uses as an attribute.
         return name.removeprefix(".") in (self.anywhere if name.startswith(".") else self.variables)
 
 
 class Profile:
-    """Watches the interpreter while it is entered: ``on_read(name, tensor)`` is called for each read of a tensor's
-    memory, with None where the tensor is not known, ``on_print()`` for each ``print``, and ``on_write(values)`` before
-    a function in Python writes what it is given. Nothing is collected meanwhile: finalizers are no part of the step.
+    """A context manager that watches the interpreter. It calls ``on_read(name, tensor)`` for each read of a tensor's
+    memory (None: the tensor is unknown), ``on_print()`` for each ``print``, and ``on_write(values)`` before a Python
+    function writes its arguments. The garbage collector is off meanwhile: finalizers are no part of the step.
     """
 
     def __init__(
@@ -203,13 +203,13 @@ class Profile:
         self._on_write = on_write
         self._codes: dict[tuple[int, int], CodeType] = {}
         self._owners: dict[int, tuple[str | None, bool]] = dict.fromkeys(_UNOWNED, (None, False))
-        """What :meth:`_meet` found, by the identity of code."""
+        """Results of :meth:`_meet`, by the id of the code."""
         self._known: set[Any] = set()
         self._stored: set[tuple[int, str]] = set()
         self._users: set[int] = set()
-        """Identities of the user's code that ran."""
+        """Ids of the user's code that ran."""
         self._asked: dict[int, Asked] = {}
-        """What code asks for its class, by the code's identity, if that may be a stand-in in some calls alone."""
+        """Calls of ``type`` on arguments, by the id of the code: each call of the code may get a stand-in or not."""
         self._compared: set[type] = set()
         self._ask_classes = self._ask_in_errors = self._handle_errors = False
         self._others = ExitStack()
@@ -236,18 +236,18 @@ class Profile:
             self._watcher.stop()
         finally:
             self._others.close()
-            # One code object ran on many modules.
+            # One code object may have run on many modules: look at it once.
             for code in {id(code): code for code in self._codes.values()}.values():
                 self.executed.mentioned.update(code.co_names, (each for each in code.co_consts if type(each) is str))
-            # What ran is to be let go when this object is, not left to the collector by a cycle, nor held by a frame.
+            # Break the reference cycle and release the frame, so that nothing outlives this object.
             del self._watcher
             self._importing = None
 
     def _is_importing(self) -> bool:
-        """Whether a module is being imported, or code compiled: what that does is no part of the step."""
+        """Return True while a module is imported or code compiled, which is no part of the step."""
         if self._importing is not None:
             try:
-                # Which fails while anything runs in it.
+                # This raises RuntimeError while the frame runs.
                 self._importing.clear()
             except RuntimeError:
                 return True
@@ -255,12 +255,12 @@ class Profile:
         return False
 
     def _note_call(self, frame: FrameType, code: CodeType) -> bool:
-        """Note that the frame's ``code`` runs; whether all that there is to note of this code has been noted."""
+        """Note that ``code`` runs in ``frame``. Return True if this code need not be reported again."""
         if self._importing is not None and self._is_importing():
             return False
         number = id(code)
         if number in CALLS:
-            # Before all else: it runs more often than any other method, and to ask for variables takes long.
+            # First of all, because module calls are the most frequent ones, and `f_locals` is slow.
             module = note_called(frame, code)
             if module is not None:
                 self._codes[id(_CALL.__code__), id(module)] = _CALL.__code__
@@ -269,7 +269,7 @@ class Profile:
         name, is_closure = self._owners.get(number) or self._meet(frame, code, number)
         # The object or class whose method runs.
         owner = None if name is None else frame.f_locals.get(name)
-        # By identity: to hash a code object takes as long as it has instructions.
+        # By id: hashing a code object takes time in proportion to its length.
         key = (number, 0 if owner is None else id(owner))
         known = key in self._codes
         asked = self._asked.get(number)
@@ -284,7 +284,7 @@ class Profile:
             if not known and (label := name_of_saving(frame, code.co_name, owner)) is not None:
                 self.executed.note_write(label)
                 if label != "logging":
-                    # It makes the text before any handler writes that: a record that none wants is never read.
+                    # `logging` itself reads the values, when it formats a record that a handler wants.
                     self._on_write(frame.f_locals.values())
             return name is None
         if not known:
@@ -297,7 +297,7 @@ class Profile:
         return name is None
 
     def _note_asked(self, frame: FrameType, code: CodeType) -> None:
-        """Note the user's ``code``, and what it asks for its class."""
+        """Note the user's ``code`` and its calls of ``type``."""
         self._users.add(id(code))
         asked = asked_classes(code)
         if asked.paths:
@@ -309,7 +309,7 @@ class Profile:
         self._handle_errors |= handles_errors(code)
 
     def _meet(self, frame: FrameType, code: CodeType, number: int) -> tuple[str | None, bool]:
-        """The variable with the object or class whose method runs, if any, and whether the code is a closure's."""
+        """Return the variable with the object or class whose method runs, or None; and whether code is a closure's."""
         if code.co_filename.startswith(_IMPORTS) or (code.co_filename == _COMPILES and code.co_name == "__call__"):
             self._importing = frame
             return None, True
@@ -350,7 +350,7 @@ class Profile:
             self._note_extension(frame, function)
 
     def _note_extension(self, frame: FrameType, function: Any) -> None:
-        """Note a function of an extension module that the user's code calls: what it keeps cannot be seen."""
+        """Note a call by user code of a function of an extension module, whose state cannot be seen."""
         name = _name_of(function)
         if is_known(name):
             self._known.add(type(function.__self__) if function.__module__ is None else function.__module__)
@@ -358,8 +358,8 @@ class Profile:
             self.executed.extensions[name] = str(find_source())
 
     def reads(self) -> Reads:
-        """What the code that ran may have read."""
-        # Code that goes on has raised no error, unless it handles some.
+        """Return the names that the code that ran may have read."""
+        # The step raised no error: a call of `type` for an error's text has run only if code catches errors.
         may_ask = self._ask_classes or (self._ask_in_errors and self._handle_errors)
         found = Reads(stored=self._stored, ask_classes=may_ask, compared=self._compared)
         for (_, owner), code in self._codes.items():
@@ -379,7 +379,7 @@ class Profile:
 
 
 def _owner_name(frame: FrameType, code: CodeType) -> str | None:
-    """The variable that has the object or class whose method runs."""
+    """Return the name of the variable that holds the object or class whose method runs; None if there is none."""
     arguments = code.co_varnames[: code.co_argcount]
     if "self" in arguments or "self" in code.co_freevars:
         return "self"
@@ -393,7 +393,7 @@ def _owner_name(frame: FrameType, code: CodeType) -> str | None:
 
 
 def _name_of(function: Any) -> str:
-    """The module and name of a function in C, or of a method, whose class may be a base in another module."""
+    """Return module and name of a C function or method. A method belongs to the module of the class that defines it."""
     if function.__module__ is not None:
         return f"{function.__module__}.{function.__qualname__}"
     owner = function.__self__

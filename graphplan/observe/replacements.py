@@ -1,4 +1,4 @@
-"""Attributes of torch's modules and classes that are others while some thread runs a step."""
+"""Replace attributes of modules and classes while any thread runs a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INHERITED = object()
 
 
 class Replacements:
-    """What ``find`` gives (holder, name, new value) is in place while anyone in any thread has ``entered``."""
+    """The attributes that ``find`` yields as (holder, name, new value), set while ``entered`` is not empty."""
 
     def __init__(self, find: Callable[[], Iterable[tuple[Any, str, Any]]]) -> None:
         self._find = find
@@ -21,7 +21,7 @@ class Replacements:
         self._lock = RLock()
 
     def enter(self, who: Any) -> None:
-        """Add one; the first puts the replacements in place."""
+        """Add ``who``. The first one sets the replacements."""
         with self._lock, Aside():
             self.entered.append(who)
             for holder, name, value in () if self._replaced else self._find():
@@ -29,13 +29,13 @@ class Replacements:
                 setattr(holder, name, value)
 
     def leave(self, who: Any) -> None:
-        """Remove one; the last takes the replacements away."""
+        """Remove ``who``. The last one restores the attributes."""
         with self._lock:
             if who in self.entered:
                 self.entered.remove(who)
             while self._replaced and not self.entered:
                 holder, name, before, value = self._replaced.pop()
-                # What other code has put there since is that code's to take away.
+                # Other code has replaced the attribute since: only that code may restore it.
                 if vars(holder).get(name) is not value:
                     continue
                 if before is _INHERITED:

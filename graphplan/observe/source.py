@@ -1,4 +1,4 @@
-"""Where in the user's source an operator was called, and whether an optimizer called it."""
+"""Find the line of user code that called an operator, and whether an optimizer called it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from graphplan.environment.origin import is_familiar as is_familiar_file
 
 SCHEDULERS = os.path.join(OPTIM, "lr_scheduler.py")
 _OF_STEPS = tuple(os.path.join(TORCH, *path) for path in (("nn",), ("autograd", "__init__"), ("_tensor.",)))
-"""torch's code that a step calls, and no optimizer's step."""
+"""torch's code that the step itself calls, and that is no part of an optimizer's ``step``."""
 CHECKPOINT = os.path.join(TORCH, "utils", "checkpoint.py")
 PAUSED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-"""Flags of code that gives values away, and whose frame may go on for another caller."""
+"""Flags of generators and coroutines: another caller may resume their frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A line of the user's, and the part of the step (``"step"`` or ``"optimizer"``) that ran there. ``scaled``: a
-    gradient scaler decided about that step. ``by``: the line of Lightning's or torchmetrics' that it led to, if any.
+    """A line of user code, and the part of the step (``"step"`` or ``"optimizer"``) that ran there. ``scaled``: it
+    ran in a gradient scaler's ``step``. ``by``: the line of Lightning or torchmetrics that the line led to, if any.
     """
 
     filename: str
@@ -50,7 +50,7 @@ class Source:
 
 
 def find_load(codes: Iterable[CodeType], name: str) -> Source | None:
-    """The first line of ``codes`` that loads an attribute or a variable ``name``."""
+    """Return the first line of ``codes`` that loads an attribute or a variable ``name``."""
     for code in codes:
         if name in code.co_names or name in code.co_freevars:
             line, starts = code.co_firstlineno, dict(dis.findlinestarts(code))
@@ -62,7 +62,7 @@ def find_load(codes: Iterable[CodeType], name: str) -> Source | None:
 
 
 def with_users_line(source: Source) -> Source:
-    """``source``, or if that is a line of an installed package the line of the user's own that has led to it."""
+    """Return ``source``; if it lies in an installed package, the line of the user's own code that led to it."""
     if source.by is not None or is_users_file(source.filename):
         return source
     for frame, line in walk_stack(sys._getframe(1)):
@@ -75,7 +75,7 @@ def with_users_line(source: Source) -> Source:
 
 
 def raising_code(error: BaseException) -> CodeType | None:
-    """The code whose ``raise`` raised ``error``; None where C code did."""
+    """Return the code whose ``raise`` statement raised ``error``; None if C code raised it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -84,47 +84,47 @@ def raising_code(error: BaseException) -> CodeType | None:
 
 
 def find_raise(error: BaseException) -> Source | None:
-    """The innermost line outside torch, Lightning and this package that ``error`` came through."""
+    """Return the innermost line outside torch, Lightning and this package in the traceback of ``error``."""
     lines = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     found = [(code, line) for code, line in lines if not is_library(code.co_filename)]
     return Source(found[-1][0].co_filename, found[-1][1], found[-1][0].co_name, "step") if found else None
 
 
 def is_run_by(file: str) -> bool:
-    """Whether code of a ``file`` runs what calls this: activation checkpointing, or a scheduler of learning rates."""
+    """Return True if code of ``file`` is on the call stack: activation checkpointing, or a learning-rate scheduler."""
     return any(frame.f_code.co_filename == file for frame, _ in walk_stack(sys._getframe(1)))
 
 
 _RUNNERS = Codes()
 runs_step = _RUNNERS.mark
-"""Marks what calls a step: the frames beyond it are the step's callers."""
+"""Mark a function that calls a step: the frames outside it are the step's callers."""
 
 
 def runs_steps(code: CodeType) -> bool:
-    """Whether ``code`` is what calls a step."""
+    """Return True if ``code`` is marked as calling a step."""
     return id(code) in _RUNNERS
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What a frame's code tells by where it comes from: each operator of a trace asks for each frame around it."""
+    """Facts about a frame's code, cached: each operator of a trace looks at every frame around it."""
 
     code: CodeType
     is_library: bool
     is_familiar: bool
     is_step: bool
-    """Whether an optimizer or a scaler may step in it."""
+    """Whether it may be the ``step`` of an optimizer or a scaler."""
     runs_step: bool
     serves_optimizer: bool
     """Whether an optimizer's step may be running it."""
     is_dull: bool
-    """Whether it tells nothing: code of torch's or this package's that neither is a ``step`` nor calls one."""
+    """Whether searches skip it: library code that neither is a ``step`` nor calls one, nor is Lightning's."""
     sources: dict[Any, Source] = field(default_factory=dict)
-    """By the instruction, and what else there is to it."""
+    """By instruction offset, component, and source that it led to."""
 
 
 _PLACES: dict[int, _Place] = {}
-"""By identity, as the runners."""
+"""By the id of the code, like ``_RUNNERS``."""
 _MANY = 2**16
 
 
@@ -145,15 +145,15 @@ def _place_of(code: CodeType) -> _Place:
 
 
 def find_source(innermost: FrameType | None = None) -> Source:
-    """The innermost frame outside torch, Lightning and this package around ``innermost`` or the caller; else the
-    innermost of Lightning's or torchmetrics', else the step's caller.
+    """Return the innermost line outside torch, Lightning and this package, from ``innermost`` or the caller outwards;
+    else the innermost line of Lightning or torchmetrics; else the line of the step's caller.
     """
     return _search(innermost or sys._getframe(1), None)[0]
 
 
 def _search(innermost: FrameType, known: FrameType | None) -> tuple[Source, FrameType | None]:
-    """See :func:`find_source`. Also the outermost frame of the user's that was looked at and is no ``step``: the search
-    ends at one that is ``known`` to be no optimizer's.
+    """See :func:`find_source`. Also return the outermost user frame seen that is no ``step``. The search for the
+    component ends at the frame ``known`` to lie outside any optimizer's ``step``.
     """
     frame = innermost
     found: FrameType | None = None
@@ -182,24 +182,24 @@ def _search(innermost: FrameType, known: FrameType | None) -> tuple[Source, Fram
 
 
 _ENGINE = "torch.autograd.graph"
-"""The module in which Python waits for autograd's engine."""
+"""The module in which Python waits for the autograd engine."""
 _Component = tuple[str, str, bool]
 _STEP: _Component = ("step", "", False)
 
 
 class Sources:
-    """Calls :func:`find_source` for each operator of one thread to which another instruction has led than to the one
-    before: one runs a backward pass, or what torch makes of a function's call. Frames are held until the next search.
+    """The sources of one thread's operators. A search is made only if the calling instruction has changed: one
+    instruction runs all operators of a backward pass or of a composite function. A frame is kept until the next search.
     """
 
     def __init__(self) -> None:
         self._latest: tuple[FrameType | None, int, Source | None] = (None, 0, None)
-        """A frame, its instruction, and what was found from there."""
+        """The latest caller, its instruction, and the source found from there."""
         self._known: FrameType | None = None
-        """The user's frame that leads to operators which are no optimizer's."""
+        """A user frame that leads only to operators outside optimizers."""
 
     def find(self, caller: FrameType) -> Source:
-        """Where what the frame ``caller`` calls comes from."""
+        """Return the source of the operator that the frame ``caller`` calls."""
         frame, at, source = self._latest
         if source is None or frame is not caller or at != caller.f_lasti:
             source, outermost = _search(caller, self._known)
@@ -207,23 +207,23 @@ class Sources:
             if outermost is not self._known:
                 is_lasting = outermost is not None and not (is_in_backward or _is_paused(outermost))
                 self._known = outermost if is_lasting and find_source(outermost).component == "step" else None
-            # Autograd copies a gradient that someone holds, as a frame does that it calls.
+            # Do not keep a frame that the autograd engine calls: it holds gradients, and autograd copies held ones.
             is_held = not (_is_paused(caller) or (is_in_backward and _is_called_back(caller)))
             self._latest = caller if is_held else None, caller.f_lasti, source
         return source
 
     def forget(self) -> None:
-        """Let go of all frames."""
+        """Release all frames."""
         self._latest, self._known = (None, 0, None), None
 
 
 def _is_paused(frame: FrameType) -> bool:
-    """Whether the frame may go on for another caller."""
+    """Return True if another caller may resume the frame (a generator or coroutine)."""
     return bool(frame.f_code.co_flags & PAUSED)
 
 
 def _is_called_back(frame: FrameType) -> bool:
-    """Whether autograd's engine calls what runs in the frame."""
+    """Return True if the autograd engine called the frame, directly or not."""
     return any(around.f_globals.get("__name__") == _ENGINE for around, _ in walk_stack(frame.f_back))
 
 
@@ -233,7 +233,7 @@ def _source(frame: FrameType, component: _Component, by: FrameType | None = None
 
 
 def _source_at(place: _Place, frame: FrameType, component: _Component, led_to: Source | None = None) -> Source:
-    """One object for each place, which most operators of a trace share with others."""
+    """Return one shared :class:`Source` for each place: most operators of a trace share theirs."""
     key = (frame.f_lasti, component, led_to)
     source = place.sources.get(key)
     if source is None:
@@ -243,13 +243,13 @@ def _source_at(place: _Place, frame: FrameType, component: _Component, led_to: S
 
 
 def _component(frame: FrameType, innermost: FrameType) -> _Component | None:
-    """``"optimizer"``, its type and whether a scaler steps it, if ``frame`` runs the ``step`` of either and leads to
-    ``innermost`` by itself, not by a closure such as Lightning's. None if it is neither's.
+    """Return ``"optimizer"``, its type and whether a scaler steps it, if ``frame`` runs the ``step`` of an optimizer or
+    scaler; ``_STEP`` if it leads to ``innermost`` by a closure such as Lightning's. Return None for other frames.
     """
     local = frame.f_locals
     stepper, closure = local.get("self"), local.get("closure", _STEP)
     if isinstance(stepper, GradScaler):
-        # A scaler's step takes no closure: whatever runs in it serves the optimizer.
+        # A scaler's step takes no closure: all code in it serves the optimizer.
         return ("optimizer", type(local.get("optimizer")).__name__, True)
     if not isinstance(stepper, torch.optim.Optimizer):
         return None
@@ -258,7 +258,7 @@ def _component(frame: FrameType, innermost: FrameType) -> _Component | None:
     own, inner = frame.f_code.co_filename, getattr(getattr(closure, "__func__", closure), "__code__", None)
     leaves, passes = False, inner is None
     around = innermost if closure is not None else frame
-    # Each operator of a trace asks: of all these frames the code is known.
+    # This runs for each operator of a trace, so it uses cached facts about the frames' code.
     while around is not frame and around.f_back is not None:
         code = around.f_code
         passes = passes or code is inner
@@ -270,7 +270,7 @@ def _component(frame: FrameType, innermost: FrameType) -> _Component | None:
 
 
 def optimizer_fix(source: Source) -> str:
-    """What to do about an operator that an optimizer's ``step``, or a scaler's for it, launched."""
+    """Return advice about an operator that the ``step`` of an optimizer, or of a scaler for it, has launched."""
     if source.scaled:
         return (
             f"It is the gradient scaler's question whether to step {source.optimizer}. Expected torch's own step with "

@@ -1,4 +1,4 @@
-"""What code does with containers that it looks numbers up in, and with integers of which it makes slices."""
+"""Find how code uses containers in which it looks numbers up, and integers from which it makes slices."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
 
 
 def looked_up_in(code: CodeType) -> frozenset[str]:
-    """Names of what ``code`` gives places to that are no constants: ``.schedule`` of ``self.schedule[step]``; those of
-    variables have no dot.
+    """Return the names of containers that ``code`` reads by a single index that is no constant: ``.schedule`` for
+    ``self.schedule[step]``. Names of variables have no dot.
     """
     return _uses(code)[0]
 
 
 def misused_by(code: CodeType, names: Iterable[str]) -> set[str]:
-    """Those of ``names`` with which ``code`` does anything else but to look up what is at a place, or to ask for the
-    length; or may do, where it has no source, or has the name as a string.
+    """Return the ``names`` that ``code`` uses, or may use, for anything but such reads and ``len``. It may do so if it
+    has no source, or contains the name as a string.
     """
     there = {*code.co_names, *code.co_freevars, *code.co_cellvars}
     texts = {each for each in code.co_consts if isinstance(each, str)}
@@ -34,7 +34,7 @@ def misused_by(code: CodeType, names: Iterable[str]) -> set[str]:
 
 @lru_cache(1024)
 def _uses(code: CodeType) -> tuple[frozenset[str], frozenset[str], bool]:
-    """Names of what places are given to, and of what anything else is done with; and whether the source is known."""
+    """Return the names read by an index, the names with any other use, and whether there is source."""
     tree = SyntaxTree(code)
     nodes = tree.own_nodes()
     looked_up, others = set[str](), set[str]()
@@ -48,7 +48,7 @@ def _uses(code: CodeType) -> tuple[frozenset[str], frozenset[str], bool]:
 
 
 def _use(tree: SyntaxTree, node: ast.AST) -> bool | None:
-    """True for a look-up at a place, None for a question for the length, False for anything else."""
+    """Return True if ``node`` is read by an index, None if it is passed to ``len``, False for any other use."""
     parent = tree.parents[node]
     if isinstance(parent, ast.Subscript) and parent.value is node:
         place = parent.slice.operand if isinstance(parent.slice, ast.UnaryOp) else parent.slice
@@ -61,8 +61,8 @@ def _use(tree: SyntaxTree, node: ast.AST) -> bool | None:
 
 @lru_cache(1024)
 def begins_slices(code: CodeType, at: int) -> bool:
-    """Whether the call at ``at`` gives a variable its value by which the code writes to slices ``[variable : variable +
-    n]``, reads none, and catches nothing there.
+    """Return True if the result of the call at ``at`` is assigned to a variable, and the code writes to slices
+    ``[variable : variable + n]``. None of these slices may be read or lie in a ``try``.
     """
     tree = SyntaxTree(code)
     call = tree.at(at)

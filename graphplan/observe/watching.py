@@ -1,7 +1,7 @@
-"""Watchers of the calls that one thread's Python makes.
+"""Watchers of the calls that Python code makes in one thread.
 
-A profile function (``sys.setprofile``) hears of every call and every return. Since Python 3.12 there is monitoring
-(:pep:`669`), which need not tell of returns, nor again of a place in the code of which all is known.
+The interpreter calls a profile function (``sys.setprofile``) for every call and every return. ``sys.monitoring``
+(:pep:`669`, Python 3.12) can leave out returns, and can be disabled at single places of the code.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from graphplan.errors import Faults
 OnCall = Callable[[FrameType, CodeType], bool]
 OnCCall = Callable[[FrameType, Any], None]
 _SILENT = (OURS, os.path.join(TORCH, "_ops.py"), os.path.join(TORCH, "_library") + os.sep)
-"""Code that looks at steps, and torch's that leads to operators: what these call themselves is no part of a step."""
+"""Files of graphplan and of torch's operator dispatch. Calls that their code makes itself are no part of a step."""
 _RUN = "run"
-"""But for what ``Aside.run`` is given to call."""
+"""Exception: :meth:`Aside.run` calls functions of the step."""
 
 
 def is_silent(code: CodeType) -> bool:
-    """Whether what ``code`` calls is no part of a step."""
+    """Return True if the calls that ``code`` makes are no part of a step."""
     return code.co_filename.startswith(_SILENT) and code.co_name != _RUN
 
 
@@ -39,18 +39,18 @@ _monitoring: Any = getattr(sys, "monitoring", None)
 """Since Python 3.12."""
 _NAME = "graphplan"
 _PLACES = (4, 3, 5, 1, 0, 2)
-"""Numbers that tools have; the last ones are those that debuggers, coverage and profilers agree upon."""
+"""Tool ids to try. The last ones are reserved by convention for debuggers, coverage and profilers."""
 _BUILT_IN = frozenset(
     thing for thing in vars(builtins).values() if isinstance(thing, BuiltinFunctionType | type) and thing is not print
 )
-"""Python's own functions, and classes for their methods: what they do is in no tensor's memory."""
+"""Builtin functions, and builtin classes for their methods: they do not access a tensor's memory."""
 _IN_PYTHON = frozenset({FunctionType, MethodType, type})
-"""What is no function in C: Python code is heard of as it starts."""
+"""Callables that are not C functions: their Python code is reported as it starts."""
 _LOCK = RLock()
 
 
 def is_kept_from_compiler(code: CodeType) -> bool:
-    """Have torch's compiler look neither at ``code`` nor at what it calls: to guard each takes a sixth of a trace."""
+    """Make torch's compiler skip ``code`` and its callees: their guards take a sixth of a trace. False on failure."""
     compiler: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     try:
         skip = compiler._FrameAction.SKIP
@@ -61,7 +61,7 @@ def is_kept_from_compiler(code: CodeType) -> bool:
 
 
 class _Here(threading.local):
-    """The innermost watcher of each thread, which goes with the thread."""
+    """The innermost watcher of each thread."""
 
     watcher: Watcher | None = None
 
@@ -70,19 +70,19 @@ _HERE = _Here()
 
 
 class Watcher:
-    """Calls ``on_call(frame, code)`` as Python code begins to run or goes on, and ``on_c_call(frame, function)`` as it
-    calls a function in C, in the thread that started this. Audit hooks of other packages hear of each ``id(code)`` and
-    each ``frame.f_code``, so what is called asks for neither where it is given.
+    """A watcher that calls ``on_call(frame, code)`` when Python code starts or resumes, and ``on_c_call(frame,
+    function)`` when it calls a C function, in the thread that called :meth:`start`. Each ``id(code)`` and
+    ``frame.f_code`` raises an audit event for other packages' hooks, so callbacks do not compute values that they get.
 
     ``on_call`` returns True if it need not be called again for the frame's code. ``on_c_call`` is called for functions
-    with one of ``names``, and for what code with an identity among ``codes``, which may grow, calls; Python's own
-    functions but ``print``, and what torch calls around its operators, may be left out. Errors of both go to
-    ``faults``. This one is a profile function; it puts the one before it back.
+    named in ``names``, and for all calls of code whose id is in ``codes``, which may grow. Builtins except ``print``,
+    and calls that torch makes around its operators, may be left out. Errors of both callbacks go to ``faults``. This
+    class installs a profile function and restores the previous one.
     """
 
     _previous: Any = None
     _done: dict[int, CodeType]
-    """Code of which all is known, by identity: to hash a code object takes as long as it has instructions."""
+    """Code that need not be reported again, by id: hashing a code object takes time in proportion to its length."""
 
     def __init__(
         self, on_call: OnCall, on_c_call: OnCCall, names: Container[str], codes: Container[int], faults: Faults
@@ -94,29 +94,29 @@ class Watcher:
         self.faults = faults
 
     def start(self) -> None:
-        """Watch what this thread runs."""
+        """Start watching this thread."""
         self._done = {}
         self._previous, self._outer = sys.getprofile(), _HERE.watcher
         _HERE.watcher = self
         sys.setprofile(self._event)
 
     def stop(self) -> None:
-        """No longer watch."""
+        """Stop watching."""
         sys.setprofile(None)
         _HERE.watcher = self._outer
         if isinstance(self._previous, cProfile.Profile):
-            # cProfile shows as its object, which is no profile function.
+            # sys.getprofile returns cProfile's object, which is not callable as a profile function.
             self._previous.enable()
         elif self._previous is not None:
             sys.setprofile(self._previous)
 
     def pause(self) -> bool:
-        """Take no notice, until :meth:`resume`; False where another watcher has taken this one's place."""
-        # It is enough that the profile function hears of this call.
+        """Ignore all calls until :meth:`resume`. Return False if another profile function has replaced this one."""
+        # `_event` pauses when it is called for this method.
         return self.is_paused
 
     def resume(self) -> None:
-        """Watch again."""
+        """Continue watching."""
         self.is_paused = False
         sys.setprofile(self._event)
 
@@ -140,17 +140,17 @@ _PAUSE = Watcher.pause.__code__
 
 
 class Monitor(Watcher):
-    """Watches by ``sys.monitoring``, beside other tools.
+    """A watcher that uses ``sys.monitoring``, which other tools may use at the same time.
 
-    Whatever an exception in the middle of :meth:`start` or :meth:`stop` leaves undone (Ctrl-C), the next one does.
+    If an exception (Ctrl-C) interrupts :meth:`start` or :meth:`stop`, the next call of either completes the work.
     """
 
     _watching: ClassVar[weakref.WeakSet[Monitor]] = weakref.WeakSet()
-    """The innermost of every thread."""
+    """The innermost monitor of every thread."""
 
     def start(self) -> None:
         """See :meth:`Watcher.start`."""
-        # Neither is this part of what is watched, nor the end.
+        # The code of `start` and `stop` is no part of the step.
         self.pause()
         self._outer = _HERE.watcher
         self._take_turns(self._outer, self)
@@ -181,14 +181,14 @@ class Monitor(Watcher):
 
     @staticmethod
     def place() -> int | None:
-        """The number by which the interpreter knows the monitors, or is going to; None if all are taken."""
+        """Return the tool id that the monitors have or can take; None if other tools have all ids."""
         tools = {number: _monitoring.get_tool(number) for number in _PLACES}
         found = [number for name in (_NAME, None) for number in _PLACES if tools[number] == name]
         return found[0] if found else None
 
     @classmethod
     def _listen(cls) -> None:
-        """Have the interpreter tell of calls for as long as there are monitors."""
+        """Register the callbacks if there are monitors, else unregister them."""
         events, place, are_there = _monitoring.events, cls.place(), bool(cls._watching)
         is_known = place is not None and _monitoring.get_tool(place) == _NAME
         if not (is_known or are_there):
@@ -204,7 +204,7 @@ class Monitor(Watcher):
         for event, callback in callbacks.items():
             _monitoring.register_callback(place, event, callback if are_there else None)
         _monitoring.set_events(place, sum(callbacks) if are_there else 0)
-        # What an earlier one did not want to hear of again, or another tool that is here next.
+        # Re-enable the places that earlier monitors disabled, also for the next tool with this id.
         _monitoring.restart_events()
         if not are_there:
             _monitoring.free_tool_id(place)
@@ -217,7 +217,7 @@ class Monitor(Watcher):
         if type(watcher) is not Monitor or watcher.is_paused:
             return None
         is_known = watcher._hears(watcher._on_call, sys._getframe(1), code)
-        # Another thread's may not know yet what this one's knows.
+        # Disabling holds for all threads: another thread's monitor may not have noted this code yet.
         return _monitoring.DISABLE if is_known and len(cls._watching) == 1 else None
 
     @classmethod
@@ -227,7 +227,7 @@ class Monitor(Watcher):
             watcher._hears(watcher._on_call, sys._getframe(1), code)
 
     def _hears(self, on_event: Callable[[FrameType, Any], object], frame: FrameType, called: Any) -> object:
-        """Tell of a call: of the code in ``frame``, or of a function by that."""
+        """Report a call to ``on_event``: of the code that runs in ``frame``, or of a function that it calls."""
         try:
             return on_event(frame, called)
         except Exception as error:  # noqa: BLE001 - Python would raise it in the step
@@ -244,40 +244,40 @@ class Monitor(Watcher):
             is_built_in = function.__objclass__ in _BUILT_IN
         else:
             is_built_in = kind in _IN_PYTHON or not issubclass(kind, BuiltinFunctionType) or function in _BUILT_IN
-        # One place in the code may call one function now and another one later: all of them are looked at.
+        # Do not disable the place for a function that is left out: it may call another function later.
         watcher = _HERE.watcher
         if is_built_in or type(watcher) is not Monitor:
             return None
         if watcher.is_paused:
-            # It is in one place that what is given to run is run unwatched.
+            # One of the calls in `Aside.run` always runs unwatched.
             return _monitoring.DISABLE if code is Aside.run.__code__ else None
         if function.__name__ in watcher._names or id(code) in watcher._codes:
             if kind is MethodDescriptorType:
                 try:
                     function = function.__get__(first, type(first))
                 except TypeError:
-                    # The call itself is about to fail with it.
+                    # The call itself is about to raise the same error.
                     return None
             watcher._hears(watcher._on_c_call, sys._getframe(1), function)
         return None
 
 
 for _code in (Watcher._event, Monitor._starts, Monitor._calls, Monitor._is_thrown_into):
-    # A watcher hears of calls in the middle of compiled code, too.
+    # These callbacks also run within compiled code.
     is_kept_from_compiler(_code.__code__)
 
 
 def new_watcher(
     on_call: OnCall, on_c_call: OnCCall, names: Container[str], codes: Container[int], faults: Faults
 ) -> Watcher:
-    """The kind of watcher that takes the least time here; within another one, one of its kind."""
+    """Make the fastest kind of watcher that is available; within another watcher, one of the same kind."""
     is_there = _monitoring is not None and Monitor.place() is not None
     kind = type(_HERE.watcher) if _HERE.watcher is not None else Monitor if is_there else Watcher
     return kind(on_call, on_c_call, names, codes, faults)
 
 
 class Aside:
-    """Hides graphplan's own work in a step from who watches: that takes long. :meth:`run` runs what is the step's."""
+    """A context that hides graphplan's own work from the watcher, to save time. :meth:`run` runs the step's calls."""
 
     __slots__ = ("_is_running", "_outcome", "_watcher")
     _outcome: tuple[Any] | None
@@ -295,7 +295,7 @@ class Aside:
     def run(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_native: bool = False
     ) -> Any:
-        """``func(*args, **kwargs)``, watched unless it ``is_native``: then there is no Python in it."""
+        """Return ``func(*args, **kwargs)``. It runs watched, unless it ``is_native``, that is, runs no Python."""
         self._is_running = True
         if is_native or self._watcher is None:
             out = func(*args, **kwargs)
@@ -311,7 +311,7 @@ class Aside:
     def carry_on(
         self, error: Exception, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What the step gets of ``func`` though graphplan's own work has failed; what ``func`` has raised comes out."""
+        """Return the result of ``func`` after graphplan's own work raised ``error``; re-raise an error of ``func``."""
         if self._is_running:
             raise error
         return self.run(func, args, kwargs) if self._outcome is None else self._outcome[0]

@@ -1,1 +1,1 @@
-"""Descriptions that hold no tensors: the roles of a step's externals, and the policy that says what is copied in."""
+"""Descriptions without tensor data: the roles of a step's externals, and the policies that say which are copied in."""

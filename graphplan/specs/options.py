@@ -1,4 +1,4 @@
-"""Options by keyword: a function takes the fields of a dataclass, and its documentation; and what good values are."""
+"""Keyword options: give a function the fields and the documentation of an options dataclass, and check their values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _END = re.compile(r"^( *)(?:Returns|Raises):$", re.MULTILINE)
 
 
 def is_count(value: Any, least: int = 1, kind: Any = int) -> bool:
-    """Return True for a number of at least ``least``."""
+    """Return True if ``value`` is a ``kind``, no bool, and at least ``least``."""
     return isinstance(value, kind) and not isinstance(value, bool) and value >= least
 
 
@@ -31,7 +31,7 @@ def is_bool(value: object) -> bool:
 
 
 Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
-"""Of each option its name, what tells good values, and what is expected."""
+"""For each option: its name, a predicate for valid values, and a description of these."""
 
 
 def check_values(options: Any, checks: Checks) -> None:
@@ -43,7 +43,7 @@ def check_values(options: Any, checks: Checks) -> None:
 
 
 class TakesOptionalFirst(Protocol[P]):
-    """A function of an optional first argument, which a decorator is called without, and of options."""
+    """A function of options and of an optional first argument, which is missing in ``@decorator(option=...)``."""
 
     def __call__(self, fn: Callable[..., Any] | None = None, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Call it."""
@@ -52,17 +52,17 @@ class TakesOptionalFirst(Protocol[P]):
 def takes(
     options: Callable[P, Taken],
 ) -> Callable[[Callable[[First, Taken], Result]], Callable[Concatenate[First, P], Result]]:
-    """A decorator: the function of ``(first, options)`` becomes one of ``(first, *, the fields of options)``.
+    """Return a decorator that turns a function of ``(first, options)`` into one of ``(first, *, fields of options)``.
 
     Args:
-        options: a dataclass with keyword-only fields. Entries of ``Args:`` in its docstring, and in those of its bases,
-            are added to the function's.
+        options: a dataclass with keyword-only fields. The ``Args:`` entries of its docstring, and of those of its
+            bases, are added to the function's docstring.
     """
     return lambda function: _taking(function, options)
 
 
 def takes_optionally(options: Callable[P, Taken]) -> Callable[[Callable[[Any, Taken], Any]], TakesOptionalFirst[P]]:
-    """:func:`takes`, where the first argument may be missing (the function gets None)."""
+    """Like :func:`takes`, but the first argument may be missing: the function then gets None."""
     return lambda function: _taking(function, options, default=None)
 
 
@@ -90,7 +90,7 @@ def _taking(function: Callable[..., Any], options: Any, default: Any = inspect.P
             raise error.briefly()  # noqa: B904
 
     call.__signature__ = signature  # type: ignore[attr-defined]
-    # Types, where the signature has their names: these mean nothing in the function's own module.
+    # Set the types themselves: their names in the signature are not defined in the function's own module.
     types = {**get_type_hints(options), **get_type_hints(function)}
     call.__annotations__ = {name: types[name] for name in (*signature.parameters, "return") if name in types}
     call.__doc__ = function.__doc__ and with_arguments(function.__doc__, options)
@@ -98,7 +98,7 @@ def _taking(function: Callable[..., Any], options: Any, default: Any = inspect.P
 
 
 def with_arguments(doc: str, options: type) -> str:
-    """``doc`` with what ``options`` and its bases say under ``Args:``, before ``Returns:`` or ``Raises:``."""
+    """Return ``doc`` with the ``Args:`` entries of ``options`` and its bases, before ``Returns:`` or ``Raises:``."""
     docs = [kind.__dict__.get("__doc__") or "" for kind in reversed(options.__mro__)]
     entries = [found[1].rstrip() for found in map(_ARGS.search, map(inspect.cleandoc, docs)) if found]
     end = _END.search(doc)

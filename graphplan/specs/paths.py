@@ -1,7 +1,7 @@
-"""Paths: places in a step's owners, written as Python code would reach them, and what of such a place is meant.
+"""Paths: places in a step's owners, written as Python expressions, and the fact about the place that is meant.
 
-A path is a string, so that it can be printed, sorted and used as a key as it is. What it names is a fact of its own and
-is never parsed from the text: an attribute may be called ``grad``, too.
+A path is a string, so that it can be printed, sorted and used as a key. The fact is stored separately and never parsed
+from the text: an attribute may be called ``grad``, too.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from itertools import count
 
 
 class Of(Enum):
-    """What a path names of the place that it begins with."""
+    """The fact that a path names about its place."""
 
     VALUE = "value"
-    """What lies there."""
+    """The value at the place."""
     GRADIENT = "gradient"
-    """The gradient of the parameter that lies there."""
+    """The gradient of the parameter at the place."""
     LENGTH = "length"
-    """How many items the container that lies there has."""
+    """The number of items of the container at the place."""
     PRESENCE = "presence"
-    """Whether the object that lies there has an attribute."""
+    """Whether the object at the place has an attribute."""
     MEMBERS = "members"
-    """The parameters of the group of an optimizer that lies there."""
+    """The parameters of the optimizer's parameter group at the place."""
 
 
 class Path(str):
-    """A path with what it names.
+    """A path and the fact that it names.
 
     Examples:
         >>> Path.gradient("model.weight"), Path.gradient("model.weight").place
         ('model.weight.grad', 'model.weight')
 
     Attributes:
-        place: the path of the place, a string of its own.
-        of: what of it is named.
+        place: the path of the place alone.
+        of: the fact about the place.
     """
 
     __slots__ = ("of", "place")
@@ -44,22 +44,22 @@ class Path(str):
 
     @classmethod
     def gradient(cls, place: str) -> Path:
-        """The gradient of a parameter."""
+        """Return the path of a parameter's gradient."""
         return cls._of(f"{place}.grad", place, Of.GRADIENT)
 
     @classmethod
     def length(cls, place: str) -> Path:
-        """The length of a container."""
+        """Return the path of a container's length."""
         return cls._of(f"len({place})", place, Of.LENGTH)
 
     @classmethod
     def presence(cls, place: str, name: str) -> Path:
-        """Whether an object has an attribute."""
+        """Return the path for whether an object has the attribute ``name``."""
         return cls._of(f"hasattr({place}, {name!r})", place, Of.PRESENCE)
 
     @classmethod
     def members(cls, place: str) -> Path:
-        """The parameters of an optimizer's group."""
+        """Return the path of the parameters in an optimizer's parameter group."""
         return cls._of(f"{place}['params']", place, Of.MEMBERS)
 
     @classmethod
@@ -70,12 +70,12 @@ class Path(str):
 
 
 def names(path: str, of: Of) -> bool:
-    """Return True if ``path`` names ``of``; a plain string names the value."""
+    """Return True if ``path`` names the fact ``of``. A plain string names the value."""
     return (path.of if isinstance(path, Path) else Of.VALUE) is of
 
 
 def free_name(name: str, taken: Container[str]) -> str:
-    """``name``, or ``name_2``, ``name_3``, … if it is taken."""
+    """Return ``name``; if it is taken, the first free one of ``name_2``, ``name_3``, …"""
     if name not in taken:
         return name
     return next(other for number in count(2) if (other := f"{name}_{number}") not in taken)

@@ -1,4 +1,4 @@
-"""Which roles keep fixed addresses, and which of those are copied in from the feed, per mode.
+"""Policies: which roles have fixed addresses, and which of these are copied in from the feed, per mode.
 
 | mode        | static_roles        | copy_roles |
 |-------------|---------------------|------------|
@@ -30,7 +30,7 @@ def _parse_roles(roles: Iterable[Role | str], field: str) -> tuple[Role, ...]:
 
 
 def check_mode(mode: str) -> str:
-    """``mode`` itself. Raises PolicyError if it is not one of :data:`MODES`."""
+    """Return ``mode``. Raises PolicyError if it is not one of :data:`MODES`."""
     if mode not in MODES:
         raise PolicyError(f"no mode is called {mode!r}; choose from: {', '.join(MODES)}")
     return mode
@@ -38,11 +38,11 @@ def check_mode(mode: str) -> str:
 
 @dataclass(frozen=True, init=False)
 class Policy:
-    """Roles with fixed addresses (``static_roles``) and, among them, those copied in before a replay (``copy_roles``).
+    """Roles with fixed addresses (``static_roles``), and those of them that each replay copies in (``copy_roles``).
 
-    A static role that is not copied has its own storage adopted and guarded: for inputs, a feed that lies elsewhere
-    than the captured one is not replayed. A role that is copied gets a buffer of the program's. An external whose role
-    is in neither list is refused before capture.
+    If a static role is not copied, the program uses the tensors' own storages and guards their addresses: a fed tensor
+    at another address than in the capture is not replayed. If it is copied, the program has buffers for it. An external
+    whose role is in neither list is refused before capture.
 
     Examples:
         >>> from graphplan import Policy
@@ -81,22 +81,22 @@ class Policy:
 
     @classmethod
     def train(cls) -> Policy:
-        """Everything static; only the batch is copied in."""
+        """Return the policy for training: all roles are static, and only the batch is copied in."""
         return cls("train", static_roles=tuple(Role), copy_roles=(Role.INPUT,))
 
     @classmethod
     def inference(cls) -> Policy:
-        """Inputs and parameters static; a step that carries state of its own is refused."""
+        """Return the policy for inference: inputs and parameters are static. Steps with state are refused."""
         return cls("inference", static_roles=(Role.INPUT, Role.PARAM), copy_roles=(Role.INPUT,))
 
     @classmethod
     def of_mode(cls, mode: str) -> Policy:
-        """The default policy of ``mode``."""
+        """Return the default policy of ``mode``."""
         return cls.train() if check_mode(mode) == "train" else cls.inference()
 
     @classmethod
     def parse(cls, mode: str, value: Policy | Mapping[str, Any] | None) -> Policy:
-        """A policy from what a configuration file can hold: None, a policy, or role lists. Else raises PolicyError."""
+        """Return the policy for a configuration value: None, a policy, or role lists. Raises PolicyError for others."""
         if value is None:
             return cls.of_mode(mode)
         if isinstance(value, Policy):
@@ -112,7 +112,7 @@ class Policy:
 
 
 def parse_policies(policies: Mapping[str, Any]) -> dict[str, Policy]:
-    """Policies by mode, each given as one or by role lists. Raises PolicyError for a mode or policy that is none."""
+    """Return policies by mode, given as policies or role lists. Raises PolicyError for a bad mode or policy."""
     unknown = sorted(set(policies) - set(MODES))
     if unknown:
         raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")

@@ -1,4 +1,4 @@
-"""The three roles of a step's externals, and how one external is described.
+"""The three roles of a step's externals, and the description of one external.
 
 An *external* is a tensor that a step reads or writes and that existed before the step began. Its role says who changes
 it between steps: the caller (``input``), the optimizer alone (``param``), or the step itself (``state``).
@@ -29,11 +29,11 @@ class Role(Enum):
     """
 
     INPUT = "input"
-    """Fed anew for each call."""
+    """An argument of the call, which may change with each call."""
     PARAM = "param"
     """A parameter, or a buffer or constant that the step only reads."""
     STATE = "state"
-    """What the step itself carries on: optimizer moments, running statistics, a device learning rate, gradients."""
+    """State that the step itself updates: optimizer moments, running statistics, gradients, a device learning rate."""
 
     def __str__(self) -> str:
         return self.value
@@ -41,22 +41,22 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of what the operators of one step make on its device: ``peak`` alive at once, ``total`` all in all.
+    """Bytes that the operators of one step allocate on its device: ``peak`` at one time, ``total`` in the whole step.
 
-    What kernels take and give back unseen (workspaces) is not among them.
+    Workspaces, which kernels allocate and free internally, are not counted.
     """
 
     peak: int = 0
     total: int = 0
 
     def merge(self, other: Footprint) -> Footprint:
-        """The larger of two steps."""
+        """Return the maximum of two steps, for each number."""
         return Footprint(max(self.peak, other.peak), max(self.total, other.total))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Geometry of a tensor: ``shape`` and ``stride`` in elements, dtype, device, and whether it asks for gradients.
+    """Metadata of a tensor: ``shape`` and ``stride`` in elements, dtype, device, and ``requires_grad``.
 
     Examples:
         >>> import torch
@@ -74,16 +74,16 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """The spec of ``tensor``."""
+        """Return the spec of ``tensor``."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device, tensor.requires_grad)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a dense tensor of this shape and dtype."""
+        """The bytes of a dense tensor of this shape and dtype."""
         return prod(self.shape) * self.dtype.itemsize
 
     def fits(self, other: TensorSpec) -> bool:
-        """Return True if ``other`` can be copied here without a cast, a broadcast or a transfer."""
+        """Return True if a tensor like ``other`` can be copied to one like this without cast, broadcast or transfer."""
         return self.shape == other.shape and self.dtype == other.dtype and self.device == other.device
 
     def __str__(self) -> str:
@@ -96,8 +96,8 @@ class TensorSpec:
 class External:
     """One external of a plan.
 
-    ``leaf`` is the index of the feed leaf (None for params and state); ``path`` is the owner's slot that holds it, and
-    ``tensor`` the tensor itself where no slot does (unowned constants, device learning rates), kept alive by the plan.
+    ``leaf`` is the index of the feed leaf (None for params and state). ``path`` is the owner's slot that holds it. If
+    no slot does (unowned constants, device learning rates), ``tensor`` is the tensor, which the plan keeps alive.
 
     Examples:
         >>> import torch

@@ -1,1 +1,1 @@
-"""Replays checked against eager: when, with which copies, and what counts as a difference."""
+"""Check replays against eager steps: the schedule, the copies, and the comparison."""

@@ -1,7 +1,7 @@
-"""One replay, checked: the same step is replayed and run eagerly from one state, and eager's outcome stays.
+"""Check one replay: replay a step and run it eagerly from the same state, and keep the eager step's outcome.
 
-If something is not the same bit by bit, the replay is repeated from the same state, to see how far replays lie apart,
-and where they are noisy, once from parameters that are off by rounding.
+If any bits differ, the replay is repeated from the same state, to measure how far replays differ from each other. If
+replays are noisy, one more starts from parameters that are changed by a rounding error.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from graphplan.verify.compare import Run, describe, differing, differing_values,
 from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 
 Result = TypeVar("Result")
-_REPLAYS = 3  # The most replays that are made until two of them differ.
+_REPLAYS = 3  # Maximum number of further replays; they end when two replays differ.
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Outcome of a check: the eager step's ``result``, and where the replay differed; ``open`` says why that could not
-    be found out, if so. ``seconds`` are those of the host for the eager step.
+    """Outcome of a check: the eager step's ``result``, and the differences by path. ``open`` is the reason if these are
+    not known. ``seconds`` is the host time of the eager step.
     """
 
     result: Any
@@ -51,12 +51,12 @@ class Verdict:
 
 
 class Check:
-    """A replay of one call, compared with the eager step. ``feed`` are its leaves, paths in ``allow`` may differ,
-    ``place`` gives the device that the next copies go to, and how many bytes of them stay beside the tensors if that is
-    another one.
+    """A replay of one call, compared with the eager step. ``feed`` are the call's leaves. Paths in ``allow`` may
+    differ. ``place`` returns the device for the next copies, and how many bytes of these stay on the tensors' device
+    if that is another one.
 
-    ``on_any`` tells whether something is so on any rank: where ranks communicate in the step, all of them have to run
-    it as often. A PeerError from it ends the check.
+    ``on_any`` returns True if its argument is True on any rank: if ranks communicate in the step, all must run it the
+    same number of times. A PeerError from it ends the check.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Check:
         plan = program.plan
         self._walk = plan.handles.walk
         fed = {f"input {index}": leaf for index, leaf in enumerate(feed) if isinstance(leaf, Tensor)}
-        # What replays are filled with, eager steps do not have.
+        # Only replays use the tensors that are filled with numbers.
         filled = {id(number.tensor) for number in plan.filled}
         rates = plan.handles.rates.storages
-        # A device learning rate only holds the number of its group, which is compared itself.
+        # A device learning rate only holds its group's number, which is compared itself.
         held = {
             e.name: e.tensor
             for e in plan.externals
@@ -88,21 +88,21 @@ class Check:
         }
         unowned = {name: tensor for name, tensor in held.items() if id(tensor) not in filled}
         self._extra: dict[str, Tensor] = {**unowned, **fed}
-        # What was read before the step is there for replays alone.
+        # Only replays use the values of the batch that are read before the step.
         self._read_before = {f"input {index}" for index, name in enumerate(plan.feed.names()) if BATCH_READS in name}
-        # What the program lends holds its latest results, which may be what is fed.
+        # The program's output tensors hold its latest results, which may be arguments of this call.
         self._lent = [(lease, lease.number) for lease in program.outputs.lent]
 
     def run(self, eager: Callable[[Callable[[], Walk]], Any]) -> Verdict:
-        """Replay the program, undo that, run ``eager`` and compare. What eager leaves stays. It may ask for a walk over
-        what its owners hold afterwards.
+        """Replay the program, undo the replay, run ``eager`` and compare. The eager step's outcome stands. ``eager``
+        may call its argument for a walk over the owners after the step.
 
-        Raises OutOfMemoryError and PeerError, with everything as it was, if there is no room for the eager step beside
-        the program, or on another rank for a copy; and what else ``eager`` raises, with what the replay did undone. An
-        error of the step's own that the replay raises is a difference, unless ``eager`` raises it as well.
+        Raises OutOfMemoryError or PeerError, with all changes undone, if there is no memory for the eager step beside
+        the program, or for a copy on another rank. Other errors of ``eager`` are raised with the replay undone. If the
+        replay raises an error of the step's own code, that is a difference, unless ``eager`` raises it, too.
         """
-        # Device learning rates are among what is put back: they have to be up to date first. And the check keeps
-        # gradients, which are no longer to be told from those that other code keeps.
+        # Update device learning rates before the snapshot copies them. Settle gradients first, too: the check's own
+        # references to gradients could not be told from those of other code.
         self._program.plan.handles.rates.push()
         self._program.bindings.settle_grads()
         self.start()
@@ -112,7 +112,7 @@ class Check:
         except Exception as error:
             if isinstance(error, (GraphPlanError, torch.OutOfMemoryError)) or not is_steps_own(error):
                 raise
-            # The eager step raises it as well, or the replay is wrong. The error itself would hold this frame.
+            # Unless the eager step raises it as well, the replay is wrong. Keep only text: the error holds this frame.
             raised = f"a replay raises {type(error).__name__} ({first_line(error)}), and the eager step does not"
         finally:
             hosts = HostGenerators()
@@ -121,7 +121,7 @@ class Check:
         try:
             result = eager(walk)
         except torch.OutOfMemoryError:
-            # The copies and a second set of activations are the check's doing; without it there was room.
+            # The check needs copies and a second set of activations; without it there was enough memory.
             self.undo(self._before)
             raise
         if raised:
@@ -133,17 +133,17 @@ class Check:
         try:
             found |= self.compare(result, walk)
         except (torch.OutOfMemoryError, PeerError) as error:
-            # The batch has been trained on: the caller must not go on as if it had not.
+            # Do not raise: the eager step has trained on the batch, and the caller must not train on it again.
             reason = first_line(error)
         return Verdict(detached(result), found, reason, seconds)
 
     def snapshot(self, walk: Walk) -> tuple[Snapshot, dict[str, Tensor]]:
-        """Copies of all that the step may change, also of what only a name leads to; and these tensors by path."""
+        """Copy all that the step may change, including tensors that only a name leads to; return these by path, too."""
         held = tensors_of(walk)
         untouched = self._program.plan.untouched(walk)
         lent = {lease.name: lease.tensor for lease, _ in self._lent}
         tensors = {**{path: t for path, t in held.items() if path not in untouched}, **self._extra, **lent}
-        # What the step has nothing to do with may be a whole dataset, unless a module holds it.
+        # Do not copy tensors that the step does not touch (it may be a whole dataset), except those in modules.
         others = [held[path] for path in untouched & held.keys() if id(held[path]) not in walk.found]
         every = [*tensors.values(), *others]
         generators = self._program.plan.traced.generators
@@ -151,19 +151,19 @@ class Check:
         return Snapshot(walk, tensors=every, generators=generators, device=device, beside=beside), tensors
 
     def undo(self, snapshot: Snapshot) -> None:
-        """Put everything back, and have the results that were lent before be good again."""
+        """Restore everything, and make the outputs of earlier replays valid again."""
         snapshot.restore(self._program.adopted.written | self._program.bindings.grad_memory)
         for lease, number in self._lent:
             lease.number = number
 
     def start(self) -> None:
-        """Copy what is there before the replay, which is put back before each further one."""
+        """Copy the state before the replay. It is restored before each further replay."""
         self._owned = self._walk()
         self._before, tensors = self._where_all_have_room(lambda: self.snapshot(self._owned))
         self._old = {path: value for path, t in tensors.items() if (value := self._before.value(t)) is not None}
 
     def _where_all_have_room(self, copy: Callable[[], Result]) -> Result:
-        """Return what ``copy`` makes. All ranks go on to what communicates, or none."""
+        """Return the result of ``copy``. Raise on all ranks if one has no memory: all go on to communicate, or none."""
         try:
             made = copy()
         except torch.OutOfMemoryError:
@@ -174,16 +174,16 @@ class Check:
         return made
 
     def replay(self) -> State:
-        """Replay, and collect what that leaves."""
+        """Replay, and collect the state after it."""
         result = self._program.run(self._feed, is_settled=True)
         return self.left(self._owned if self._program.bindings.keep_places(self._owned) else self._walk(), result)
 
     def first_replay(self) -> None:
-        """Keep copies of what a replay leaves, or where they have no room on the device, sums of that."""
+        """Replay, and keep copies of the state after it, or checksums if the device has no memory for copies."""
         left = self.replay()
         self._values = left.values
         device, beside = self._place()
-        # All ranks replay as often. Where a replay and the eager step differ, sums do not do.
+        # Checksums cost another replay if the eager step differs; ranks that communicate must replay equally often.
         differs = self._is_noisy or self._program.differs
         if self._is_beside(device) or self._program.plan.communicates or differs:
             self._keep(left.tensors, device, beside)
@@ -191,7 +191,7 @@ class Check:
             self._sums = Checksums(left.tensors)
 
     def _is_beside(self, device: torch.device) -> bool:
-        """Whether copies on ``device`` are made and compared fast: that is where the step computes."""
+        """Return True if copies on ``device`` are fast to make and compare: the step computes there."""
         return device.type == self._program.plan.device.type
 
     def _keep(self, tensors: Mapping[str, Tensor], device: torch.device, beside: float) -> None:
@@ -203,7 +203,7 @@ class Check:
         return self._program.plan.may_reorder or self._program.plan.traced.in_mode
 
     def _replay_for_copies(self, walk: Walk) -> None:
-        """Replay once more: the eager step has left something else than the first replay, of which there are sums."""
+        """Replay once more to get copies: the checksums of the first replay differ from those of the eager step."""
         self._program.differs = True
         end, _ = self.snapshot(walk)
         try:
@@ -213,8 +213,8 @@ class Check:
             self.undo(end)
 
     def compare(self, result: Any, walk: Callable[[], Walk]) -> dict[str, str]:
-        """Differences between what the first replay left and what the eager step did, to which ``walk()`` leads."""
-        # The device runs the eager step meanwhile.
+        """Return the differences between the first replay and the eager step, whose state ``walk()`` leads to."""
+        # Collect first: the device still runs the eager step.
         left = self.left(walk(), result)
         differences = differing_values(self._values, left.values)
         if self._sums is not None:
@@ -223,13 +223,13 @@ class Check:
             try:
                 self._replay_for_copies(walk())
             except OutcomeError:
-                # From other last bits, the step goes another way: there is nothing to compare.
+                # Other last bits led the step to another branch: there is nothing to compare.
                 return differences
         sides = self._replayed, left.tensors
         beyond = differing(*sides)
         if not self._on_any(bool(beyond)):
             return differences
-        # More replays write where the eager step has.
+        # Copy the eager state: further replays write to the same memory.
         eager, (end, _) = self._where_all_have_room(lambda: (Run.of(*sides, beyond), self.snapshot(walk())))
         try:
             found = self._unexplained(beyond, eager)
@@ -240,7 +240,7 @@ class Check:
         return describe(found, self._old, self._replayed, left.tensors) | differences
 
     def _unexplained(self, paths: list[str], eager: Run) -> dict[str, float]:
-        """The ``paths`` that more replays do not explain, and how far these are apart. All ranks repeat as often."""
+        """Return the ``paths`` that more replays do not explain, with their spread. All ranks replay equally often."""
         again: list[Run] = []
         found = dict.fromkeys(paths, 0.0)
         noisy = self._is_noisy
@@ -251,13 +251,13 @@ class Check:
             found = explain(found, noisy=noisy)
             if not self._on_any(bool(found) and not noisy):
                 break
-        # Noise that is rare has not been seen in a few replays: what rounding does says how large it may be.
+        # A few replays may not show rare noise: a replay from rounded parameters tells how large it may be.
         if self._on_any(noisy and bool(found)):
             found = explain(found, nudged=self._repeat(paths, nudge=True), noisy=True)
         return found
 
     def left(self, walk: Walk, result: Any) -> State:
-        """Collect what can be compared after a step with this ``result``: tensors, where they are now, and values."""
+        """Collect the tensors (without copies) and values that can be compared after a step with this ``result``."""
         leaves = named_leaves(result)
         slots = {path: slot.tensors() for path, slot in walk.slots.items()} if self._lent else {}
         left_out = self._program.plan.untouched(walk) | self._overwritten(slots)
@@ -274,7 +274,7 @@ class Check:
         return State(plain | self._take_numbers(values), values)
 
     def _take_numbers(self, values: dict[str, Any]) -> dict[str, Tensor]:
-        """Take numbers and arrays that were read from the device out of ``values``: they are as noisy as it."""
+        """Move numbers and arrays that were read from the device out of ``values``: like tensors, they may be noisy."""
         plan = self._program.plan
         if not plan.defers:
             return {}
@@ -293,7 +293,7 @@ class Check:
         }
 
     def _overwritten(self, tensors: Mapping[str, list[Tensor]]) -> set[str]:
-        """Paths of what lies where the program lends its results, which a replay overwrites."""
+        """Return the paths of tensors in the program's output memory, which a replay overwrites."""
         if not self._lent:
             return set()
         lent = {storage_id(lease.tensor) for lease, _ in self._lent}
@@ -301,15 +301,15 @@ class Check:
             return {path for path, parts in tensors.items() if any(storage_id(part) in lent for part in parts)}
 
     def _go_back(self) -> None:
-        """Put back what was before the first replay, for another one."""
+        """Restore the state before the first replay, for another one."""
         self.undo(self._before)
         if not self._program.fits():
-            # The eager step gave tensors other memory (``tensor.data = ...``), which has their values now.
+            # The eager step moved tensors to other memory (``tensor.data = ...``), which holds their values now.
             self._program.resync()
 
     def _repeat(self, beyond: Sequence[str] | None, *, nudge: bool = False) -> Run:
-        """One more replay beside the first one; with ``nudge``, of parameters with other last bits. How far they are
-        apart at the paths ``beyond``, or wherever they differ.
+        """Replay once more; with ``nudge``, from parameters with other last bits. Return how far this replay and the
+        first one are apart at the paths ``beyond``, or at all paths that differ.
         """
         self._go_back()
         if not nudge:
@@ -320,5 +320,5 @@ class Check:
 
 
 def detached(result: Any) -> Any:
-    """``result`` without an autograd graph, as after every replay."""
+    """Return ``result`` without an autograd graph, as after every replay."""
     return map_result(lambda tensor: tensor if tensor.grad_fn is None else tensor.detach(), result)

@@ -1,4 +1,4 @@
-"""Comparing what a replay left with what the eager step left, and what rounding does to a step."""
+"""Compare the states after a replay and after the eager step, and measure the effect of rounding on a step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from graphplan.tensors.copying import bits, copy_all, home_of_few, unequal, valu
 from graphplan.trace.changes import same_value
 
 SPREADS = 8.0
-"""A difference may be this many times the distance between replays: a few runs are a small sample of a spread."""
+"""A difference may be this many times the distance between replays, since few runs are a small sample of the spread."""
 RESPONSES = 1.5
-"""The same for what a step makes of rounded parameters. Noise may be so seldom that a few replays show next to none,
-but it is no larger: an addition out of order changes a last bit somewhere, and from there on goes through less of the
-step. (A GPT of 124M parameters in bfloat16, on an H200: gradients of runs from one state lie up to 0.4 % apart, or not
-at all; with the parameters off by a 512th, 1.1 %.)
+"""A difference may be this many times the effect of rounded parameters. A few replays may not show rare noise, but its
+effect is no larger: an addition in another order changes a last bit at one place and passes through only the rest of
+the step. (A GPT of 124M parameters in bfloat16, on an H200: gradients of runs from one state lie up to 0.4 % apart, or
+not at all; with the parameters off by a 512th, 1.1 %.)
 """
 _ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
-_ELEMENTS = 2**22  # Elements that a distance takes into double precision at a time.
+_ELEMENTS = 2**22  # Elements that are converted to double precision at once to compute a distance.
 _SUBTRACTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Types that are subtracted in their own precision: near numbers lose nothing."""
+"""Types that are subtracted in their own precision: this is exact for numbers that are close to each other."""
 
 
 def fits(first: Tensor, second: Tensor) -> bool:
@@ -39,7 +39,7 @@ def fits(first: Tensor, second: Tensor) -> bool:
 
 
 def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
-    """Paths, in ``second``'s order, whose tensors are not the same bits; also those that only one of them has."""
+    """Return the paths, in the order of ``second``, whose bits differ or that only one of the two has."""
     fitting = [path for path in second if path in first and fits(first[path], second[path])]
     places = unequal([first[path] for path in fitting], [second[path] for path in fitting])
     equal = set(fitting) - {fitting[place] for place in places}
@@ -48,8 +48,8 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
 
 @torch.no_grad()
 def _norms(rows: Sequence[tuple[Tensor, ...]]) -> list[float]:
-    """The Euclidean distance between each row's two tensors, or its only one's length, in float64. NaN in the same
-    places counts as equal, NaN in one of the two as far. Each device is waited for once.
+    """Return the Euclidean distance of each row's two tensors, or the norm of its only one, in float64. NaN in the same
+    places counts as equal, NaN in one of the two as infinitely far. Waits once for each device.
     """
     gathered = _gathered(rows)
     found = values_of([_norm(*row) for row in gathered])
@@ -65,7 +65,7 @@ def _norm(*row: Tensor) -> Tensor:
 
 
 def _gathered(rows: Sequence[tuple[Tensor, ...]]) -> list[list[Tensor]]:
-    """The rows, each on one device: all on the host if that is quicker, where they are copied to together."""
+    """Return the rows, each on one device; all on the host, copied together, if that is faster."""
     if home_of_few(tensor for row in rows for tensor in row) is None:
         homes = [next((tensor.device for tensor in row if not tensor.is_cpu), row[0].device) for row in rows]
         pairs = zip(rows, homes, strict=True)
@@ -80,14 +80,14 @@ def _gathered(rows: Sequence[tuple[Tensor, ...]]) -> list[list[Tensor]]:
 def distances(
     paths: Iterable[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor] = MappingProxyType({})
 ) -> dict[str, float]:
-    """Return how far ``one`` is from ``other`` at ``paths``, or its length if nothing alike is there: ``_norms``."""
+    """Return the distance of ``one`` from ``other`` at each path, or its norm without a counterpart: ``_norms``."""
     sides = {path: (one[path], other.get(path)) for path in paths}
     rows = [(_real(t),) if o is None or not fits(o, t) else (_real(t), _real(o)) for t, o in sides.values()]
     return dict(zip(sides, _norms(rows), strict=True))
 
 
 def _careful_norm(*row: Tensor) -> Tensor:
-    """The same of one row, a few elements at a time in double precision."""
+    """Compute the norm of one row in double precision, ``_ELEMENTS`` at a time."""
     term = _finite if len(row) == 1 else _apart
     parts = zip(*(tensor.reshape(-1).split(_ELEMENTS) for tensor in row), strict=True)
     return torch.stack([term(*(part.double() for part in some)).sum() for some in parts]).sum().sqrt()
@@ -104,8 +104,8 @@ def _finite(one: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What another run from the same state has left, beside what the first replay left: distances by path, where both
-    left something alike, and whether anything is not the same bits.
+    """Another run from the same state, compared with the first replay: ``far``, the distances by path where both left
+    comparable tensors, and ``differs``, whether any bits differ.
     """
 
     far: Mapping[str, float]
@@ -113,12 +113,12 @@ class Run:
 
     @classmethod
     def of(cls, one: Mapping[str, Tensor], left: Mapping[str, Tensor], beyond: Sequence[str] | None = None) -> Run:
-        """Compare ``one``, copies of what the first replay left, with what is there now; only at the paths ``beyond``,
-        if it is known that these differ, or no others matter. Waits for the device.
+        """Compare ``one``, copies of the first replay's state, with the state ``left`` now; only at the paths
+        ``beyond``, if these are known to differ or no others matter. Waits for the device.
         """
         alike = [path for path, t in left.items() if path in one and fits(one[path], t) and not t.is_quantized]
         changed = set(differing(one, left) if beyond is None else beyond)
-        # To measure all takes kernels for each type, which take long to load.
+        # Measure only tensors that differ: each dtype needs kernels that take long to load.
         far = distances((path for path in alike if path in changed), left, one)
         return cls(dict.fromkeys(alike, 0.0) | far, bool(changed))
 
@@ -132,12 +132,12 @@ def unexplained(
     *,
     noisy: bool,
 ) -> dict[str, float]:
-    """Of the tensors at ``paths``, those that differ from eager's by more than replays differ from each other, and by
-    how much these do. ``one`` are copies of what the first replay left, ``again`` more replays from the same state.
+    """Return the ``paths`` where the eager step differs by more than replays differ, with the largest distance of two
+    replays. ``one`` are copies of the first replay's state, ``again`` more replays from the same state.
 
-    Unless the step is ``noisy``, eager must agree. Where it is, rounding is let pass too, since a few replays may agree
-    in one place by chance, and what rounding does to the step: ``nudged`` is a replay whose parameters had been off by
-    that.
+    Unless the step is ``noisy``, the eager step must agree exactly. If it is noisy, rounding is allowed too, since a
+    few replays may agree in one place by chance, and so is the effect of rounding on the step: ``nudged`` is a replay
+    whose parameters were changed by a rounding error.
     """
     found = {path: max(run.far.get(path, 0.0) for run in again) for path in paths}
     alike = [path for path in found if all(path in run.far for run in (eager, *again))]
@@ -156,12 +156,12 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def last_places(tensor: Tensor) -> float:
-    """Two units in the last place of floating-point numbers, which are rounded; 0 for others."""
+    """Return two units in the last place for floating-point numbers, which are rounded; 0 for other dtypes."""
     return 2 * torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
 
 
 class Sides(NamedTuple):
-    """Names of the two steps that are compared, and of the measure of their distance."""
+    """Names for messages: of the two steps that are compared, and of the measure of their distance."""
 
     one: str = "the replay"
     other: str = "the eager step"
@@ -178,7 +178,7 @@ def describe(
     eager: Mapping[str, Tensor],
     sides: Sides = _REPLAY,
 ) -> dict[str, str]:
-    """Describe what :func:`unexplained` found, by path. ``before`` are the values before the step."""
+    """Describe the result of :func:`unexplained`, by path. ``before`` are the values before the step."""
     return {
         path: _words(before.get(path), one.get(path), eager.get(path), spread, sides)
         for path, spread in spreads.items()
@@ -205,11 +205,11 @@ def _words(before: Tensor | None, one: Tensor | None, eager: Tensor | None, spre
 
 
 def differing_values(first: Mapping[str, Any], second: Mapping[str, Any], sides: Sides = _REPLAY) -> dict[str, str]:
-    """Python values that are not the same after the replay (``first``) and after the eager step, described by path."""
+    """Describe, by path, Python values that differ after the replay (``first``) and after the eager step."""
     found = {}
     for path in [*second, *(first.keys() - second.keys())]:
         one, two = first.get(path, ABSENT), second.get(path, ABSENT)
-        # Whether what an operator made asks for gradients follows from its graph, and a replay keeps none.
+        # `requires_grad` of an operator's result follows from its autograd graph, which a replay does not keep.
         if not (one is COMPUTED or two is COMPUTED or same_value(one, two)):
             found[path] = f"{one!r} after {sides.one}, {two!r} after {sides.other}"
     return found
@@ -234,8 +234,8 @@ def nudged(
     old: Callable[[Tensor], Tensor | None],
     rounding: float,
 ) -> Mapping[str, Tensor]:
-    """What ``replay`` leaves if ``params`` have other last bits, but for these: parameters among it are changed once
-    more, since the nudge may be larger than the step's update. ``old(param)`` is what a parameter held before.
+    """Return the state after ``replay`` from ``params`` with other last bits. The change itself is subtracted from the
+    parameters again, since it may exceed the step's update. ``old(param)`` returns a parameter's value from before.
     """
     fit = {path: param.detach() for path, param in params.items() if _can_be_nudged(param)}
     for param in fit.values():

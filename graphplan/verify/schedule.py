@@ -1,4 +1,4 @@
-"""Which replays of a program are checked."""
+"""The schedule of checks: which replays of a program are checked."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from graphplan.environment.devices import synchronize
 from graphplan.errors import OptionError
 from graphplan.program.program import NO_CHECK
 
-EVERY = 1000  # The geometric schedule doubles up to here, and then goes on in steps of this size.
-SHARE = 0.01  # Part of the time that checks of the geometric schedule may take, from replay ``EARLY`` on.
-EARLY = 64  # The first replays, of which the last one is checked in any case.
+EVERY = 1000  # The geometric schedule doubles up to this number, then continues in steps of this size.
+SHARE = 0.01  # Fraction of the time that checks of the geometric schedule may take, from replay ``EARLY`` on.
+EARLY = 64  # Number of early replays; the last one of them is always checked.
 FREE, STEPS = 0.2, 20.0
-"""Seconds that checks of the first replays may take, those of all programs of a step together. On an accelerator, they
-also take no longer than so many eager steps together with traces and captures, beyond the steps that all of these are.
-As many as fit in are spread over these replays, but for a program's first one, which is made.
+"""Checks of early replays may take ``FREE`` seconds, for all programs of a step together. On an accelerator, checks,
+traces and captures together may also take no longer than ``STEPS`` eager steps, not counting the steps that they do.
+As many checks as fit are spread over the early replays. The first replay of a program is always checked.
 """
 
 
 def parse_verify(value: Any) -> int | None:
-    """``verify=`` as a number: n for every n-th replay, 0 for none, None for the geometric schedule (1, 2, 4, 8, … and
-    every 1000th), of which a :class:`Timetable` leaves some out where checks cost much. Raises OptionError.
+    """Return ``verify=`` as a number: n for every n-th replay, 0 for none, None for the geometric schedule (1, 2, 4,
+    8, … and every 1000th), of which a :class:`Timetable` skips some if checks are slow. Raises OptionError.
     """
     if value == "geometric":
         return None
@@ -37,7 +37,7 @@ def parse_verify(value: Any) -> int | None:
 
 
 def next_check(every: int | None, number: int) -> int:
-    """The next replay (counted from 1) that is checked after replay ``number``."""
+    """Return the next replay (counted from 1) that is checked after replay ``number``."""
     if every is not None:
         return (number // every + 1) * every if every else NO_CHECK
     if number == 0:
@@ -46,9 +46,9 @@ def next_check(every: int | None, number: int) -> int:
 
 
 class Timetable:
-    """When replays of one or several programs are checked: no more often than ``every`` says. ``device`` is waited
-    for before a time is taken, ``agree`` makes one number for all ranks of that of the next check. ``clock`` tells
-    seconds; by default those of the process where it does all the work itself.
+    """The times of checks for one or several programs: no more often than ``every`` says. The timetable waits for
+    ``device`` before it reads the time. ``agree`` turns the number of the next check into one for all ranks. ``clock``
+    returns seconds; the default is the process time if ``device`` is the CPU, else wall-clock time.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Timetable:
         self._latest: tuple[int, float] | None = None  # Number of the check before, and when it ended.
 
     def begin(self, number: int) -> None:
-        """Replay ``number`` is about to be checked."""
+        """Note that replay ``number`` is about to be checked."""
         if self._every is None:
             self._begun = self._now()
 
     def end(self, number: int, step: float = math.inf, taken: float = 0.0, spent: float = 0.0) -> int:
-        """Replay ``number`` was checked; the replay to check next. An eager step takes ``step`` seconds, if known. All
-        checks of the step, whose programs share the time for those of first replays, have ``taken`` so many, and have
-        ``spent`` so many together with traces and captures beyond the steps that these were.
+        """Note that replay ``number`` was checked; return the replay to check next. All arguments but this one are in
+        seconds: ``step`` is the time of an eager step, if known; ``taken`` the time of all checks of the step's
+        programs; ``spent`` that of checks, traces and captures, without the time of the steps that they do.
         """
         then = next_check(self._every, number)
         if self._every is not None:
@@ -98,11 +98,11 @@ class Timetable:
 
 
 def _fitting(left: float, seconds: float) -> int:
-    """How many checks of so many ``seconds`` fit into those that are ``left``."""
+    """Return how many checks of ``seconds`` each fit into the seconds ``left``, at most ``EARLY``."""
     return max(0, math.floor(min(EARLY, left / seconds))) if seconds > 0 else EARLY
 
 
 def _soon(number: int, count: int) -> int:
-    """The next of the first replays: ``count`` further checks are apart by one factor."""
+    """Return the next early replay to check, so that ``count`` further checks follow at a constant ratio."""
     doublings = math.log2(EARLY / number) / (count + 1)
     return min(EARLY, number * 2 ** max(1, round(doublings)))

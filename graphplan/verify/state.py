@@ -1,4 +1,4 @@
-"""What a step has left: tensors, Python values, random generators and results, by path."""
+"""The state after a step: tensors, Python values, random generators and results, by path."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def collect_tensors(
     generators: Iterable[torch.Generator],
     allowed: Callable[[str], bool],
 ) -> dict[str, Tensor]:
-    """The tensors of owners, ``result``, ``extra``, torch's default generators and ``generators`` now."""
+    """Return the current tensors of owners, ``result``, ``extra``, torch's default generators and ``generators``."""
     tensors = {name: local(leaf) for name, leaf in result if isinstance(leaf, Tensor)}
     tensors.update(tensors_of(walk, allowed))
     tensors.update(extra)
@@ -50,7 +50,7 @@ def collect_tensors(
 def collect_values(
     walk: Walk, result: Leaves, allowed: Callable[[str], bool], fed: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The Python values of owners and ``result`` now, flags of owners and of what is ``fed``, and torch's switches."""
+    """Return the current Python values of owners and ``result``, flags of owners and ``fed``, and torch's switches."""
     values = {name: leaf for name, leaf in result if not isinstance(leaf, Tensor)}
     for path, scalar in walk.scalars.items():
         if not scalar.lies_here or allowed(path):
@@ -67,7 +67,7 @@ def collect_values(
 
 
 def tensors_of(walk: Walk, is_left_out: Callable[[str], bool] = lambda path: False) -> dict[str, Tensor]:
-    """The tensors that are in the walk's slots now, by path; several in one slot are numbered."""
+    """Return the tensors that are now in the walk's slots, by path; several in one slot are numbered."""
     found: dict[str, Tensor] = {}
     for path, slot in walk.slots.items():
         if is_left_out(path):
@@ -84,11 +84,11 @@ def tensors_of(walk: Walk, is_left_out: Callable[[str], bool] = lambda path: Fal
 
 
 def _parts(path: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """A value in a scalar's place, or what is in a tuple that holds containers of tensors."""
+    """Return the value of a scalar by path; for a tuple of containers with tensors, its leaves."""
     if type(value) is not tuple or all(type(item) in PLAIN for item in value):
         return [(path, value)]
     leaves = pytree.tree_flatten_with_path(value)[0]
-    # What is no tensor may have a class that raises when it is asked.
+    # Use type(), not isinstance(): an object's ``__class__`` may raise.
     if not any(issubclass(type(leaf), Tensor) for _, leaf in leaves):
         return [(path, value)]
     return [(f"{path}{pytree.keystr(keys)}", leaf) for keys, leaf in leaves]
