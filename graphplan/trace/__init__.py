@@ -1,1 +1,1 @@
-"""Tracing one real step: it states facts and decides nothing; :mod:`graphplan.plan` compares two traces."""
+"""Traces one real step. A trace only records facts; :mod:`graphplan.plan` compares two traces and decides."""
