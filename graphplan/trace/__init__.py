@@ -1,1 +1,1 @@
-"""Traces one real step. A trace only records facts; :mod:`graphplan.plan` compares two traces and decides."""
+"""The trace of one real step. It only records facts; :mod:`graphplan.plan` compares two traces and decides."""

@@ -155,7 +155,7 @@ class Search:
         self._ran: dict[tuple[tuple[int, int], ...], list[_Ran]] = {}
 
     def ran(self, tensors: Mapping[int, Any]) -> list[_Ran]:
-        """Return the operators of the latest execution path that begins with these tensors, which are by number."""
+        """Return the operators that ran for the latest execution path from these ``tensors``, given by number."""
         return self._ran.setdefault(tuple((number, id(tensor)) for number, tensor in tensors.items()), [])
 
 
@@ -324,12 +324,12 @@ def _filled(given: Any, known: Mapping[int, Any]) -> Any:
 
 
 def is_read(call: OperatorCall) -> bool:
-    """Return True if the host reads values to give an operator's result or its shape."""
+    """Return True if an operator reads values on the host, for its result or for the shape of that."""
     return call.reads_values() or call.has_dynamic_shape()
 
 
 def contents_of(call: OperatorCall) -> list[Tensor]:
-    """Return the tensor whose elements the host all needs: lengths of packed sequences, or a source of a host copy."""
+    """Return the tensor that the host needs as a whole: lengths of packed sequences, or the source of a copy there."""
     name, args = call.schema.name, call.args
     if name == PACKING:
         return [args[1]]
@@ -347,7 +347,7 @@ class Answer(NamedTuple):
 
 
 class BatchAnswers:
-    """Answers the reads of a traced or captured step with the values in ``reads`` and with the fed ``tensors``."""
+    """The answers to the reads of a traced or captured step: values in ``reads``, and fed ``tensors``."""
 
     def __init__(self, reads: BatchReads, tensors: Sequence[Tensor]) -> None:
         self._answers: dict[Place, list[tuple[Read, Sequence[Tensor]]]] = {}

@@ -1,4 +1,4 @@
-"""Records, in a trace, what is computed from the batch alone: see :mod:`graphplan.trace.batch_reads`."""
+"""A recorder, for a trace, of values computed from the batch alone: see :mod:`graphplan.trace.batch_reads`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _SHARE, _FEW = 4, 32
 _VAIN = 2
 """Stop deferring integers after this many traces in which that did not help: one may be that of a full queue."""
 _LOOKS = 4
-"""Maximum traces that search caches for tensors; a search without a find is the last. A tensor that each step makes
-anew would be found each time.
+"""Maximum traces that search caches for tensors; a search without a find is the last. If each step makes a tensor anew,
+each search finds another one.
 """
 
 
@@ -83,8 +83,8 @@ class EarlierReads:
 
 
 class BatchRecorder(CallRecorder):
-    """A recorder, for one trace, of what is computed from the batch, from existing tensors that the step does not
-    train, and from torch's draws on the host before the first one that cannot be repeated.
+    """A recorder, for one trace, of values computed from the batch, from existing tensors that the step does not train,
+    and from torch's draws on the host before the first one that cannot be repeated.
     """
 
     def __init__(self, leaves: Sequence[tuple[int, Tensor]], earlier: EarlierReads) -> None:
@@ -257,7 +257,7 @@ class BatchRecorder(CallRecorder):
         return False
 
     def _needs_unowned(self, given: Sequence[Tensor]) -> bool:
-        """Return True if tensors without an owner are the only ones for which the origin of ``given`` is unknown."""
+        """Return True if some of ``given`` come from tensors without an owner, and all others are known."""
         unowned = self._of_unowned
         if not unowned or unowned.isdisjoint(map(storage_id, given)):
             return False
@@ -337,7 +337,7 @@ class BatchRecorder(CallRecorder):
         return True
 
     def _find_twins(self, made: Sequence[Tensor]) -> None:
-        """Find an earlier read that equals the latest one, which ``made`` these tensors."""
+        """Find an earlier read that equals the latest one, which ``made`` tensors: both give the same positions."""
         reads = self.reads() if any(self._given) else None
         if reads is not None:
             *before, latest = reads.reads

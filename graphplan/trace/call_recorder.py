@@ -1,4 +1,4 @@
-"""Records, in a trace, the operators that can be run again without the step: see :class:`CallRecorder`."""
+"""A recorder, for a trace, of operators that can be run again without the step: see :class:`CallRecorder`."""
 
 from __future__ import annotations
 

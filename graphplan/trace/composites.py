@@ -38,7 +38,7 @@ _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchK
 
 
 class OperatorMode(TorchDispatchMode):
-    """A dispatch mode that passes operators to :meth:`operate`: composites in parts, and no reads with ``answers``."""
+    """A dispatch mode that passes operators to :meth:`operate`, composites in parts; ``answers`` replaces reads."""
 
     def __init__(self, answers: BatchAnswers | None = None) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ _NO_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
 
 
 class DeferredReads:
-    """Defers the reads of the thread that enters it. If it ``fills`` host copies, they hold the values of their
+    """A context that defers the host reads of its thread. If it ``fills`` host copies, they hold the values of their
     sources: a capture cannot do that. ``symbolic`` are the stand-ins for owners' numbers; ``defers=False`` leaves only
     these. ``int(tensor)`` is deferred only at the places ``whole``: most integers go to C code, which needs real ones.
     """
@@ -307,7 +307,7 @@ class DeferredReads:
         return result, has_put
 
     def _settle_flags(self, changes: Changes, after: Walk) -> None:
-        """Replace deferred flags. Replays compute those made of owners' numbers (a learning rate), and keep others."""
+        """Replace deferred flags. Replays compute owners' numbers there (a learning rate), and keep other flags."""
         flags = {path: new for path, (_, new) in changes.flags.items() if is_deferred(new)}
         for path, number in flags.items():
             self._is_lost |= not number.is_symbolic

@@ -32,7 +32,7 @@ _SUBSCRIPTS = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 class DeviceConstants(TorchFunctionMode):
-    """Returns copies of traced constants for tensors, and lists in an index, that the step makes on the device."""
+    """A mode that copies traced constants for tensors, and for lists in an index, that the step makes on the device."""
 
     def __init__(self, constants: Sequence[Tensor]) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ def _index_tensor(numbers: Any) -> Tensor:
 
 
 class GivenValues(OperatorMode):
-    """Answers reads of the device as in the traces, and replaces copies from the host by the copies of the traces.
-    ``on_expected(tensor, read)`` is called for reads that replays compare.
+    """A dispatch mode that answers reads of the device as in the traces, and replaces copies from the host by those of
+    the traces. ``on_expected(tensor, read)`` is called for reads that replays compare.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ _Given = Sequence[tuple[Tensor, Operand]]
 
 
 class HostSyncs:
-    """Records host synchronizations of operators in ``trace``. The step runs in the thread that makes this object."""
+    """A record in ``trace`` of host synchronizations. The step runs in the thread that makes this object."""
 
     def __init__(self, trace: Trace, operands: Operands, host: HostRecorder | None) -> None:
         self._trace, self._operands, self._host = trace, operands, host
@@ -154,7 +154,7 @@ class HostSyncs:
         )
 
     def _may_send(self, transfer: Transfer, tensor: Tensor) -> bool:
-        """Return True if replays can make and copy the tensor again, which is no constant."""
+        """Return True if replays can compute and copy a tensor that is no constant."""
         return self._host is not None and get_ident() == self._thread and self._host.send(transfer, tensor)
 
     def _check_value(self, call: OperatorCall, out: Any, source: Source, given: _Given) -> None:

@@ -49,7 +49,7 @@ def is_traced() -> bool:
 
 
 class TraceMode(OperatorMode):
-    """Fills a :class:`Trace`. ``before`` is the previous trace; ``answers`` has the reads made before the step."""
+    """A mode that fills a :class:`Trace`. ``before`` is the last trace, ``answers`` has the reads before the step."""
 
     def __init__(
         self, record: Trace, rates: RateWatch, before: Trace | None = None, answers: BatchAnswers | None = None

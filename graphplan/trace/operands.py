@@ -16,7 +16,7 @@ Operand = tuple[str, int]
 """``("external" | "internal", number)``: memory from outside and memory that the step makes have separate numbers."""
 NOWHERE: Operand = ("internal", -1)
 _STRIDE = 1.1
-"""Recount living memory once the total exceeds the largest recount by this factor: the peak is at most so far off."""
+"""Recount living memory once the total exceeds the largest recount by this factor, which bounds the peak's error."""
 _UNIFORM = ("aten.rand.default", "aten.rand.generator")
 _SPLITTING = ("aten.lt.Scalar", "aten.ge.Scalar")
 """Comparisons whose result is certain if all numbers in [0, 1) lie on one side of the bound."""

@@ -1,4 +1,4 @@
-"""Checks that only the optimizer of a traced step, not the step's own code, uses a learning rate on the device."""
+"""A check that only the optimizer of a traced step, not the step's own code, uses a learning rate on the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SCHEDULED = "Call scheduler.step() after the step: a replay reads the rate that
 
 
 class RateWatch:
-    """Follows learning rates, whose storages ``rates`` returns, and their copies. A step may copy one, to log it."""
+    """A watch on learning rates, whose storages ``rates`` returns, and their copies. A step may copy one, to log it."""
 
     def __init__(self, trace: Trace, rates: Callable[[], Collection[int]]) -> None:
         self._trace = trace

@@ -249,7 +249,7 @@ class Trace:
             set_generator(generator, state)
 
     def moved_since(self, before: Trace) -> str | None:
-        """Return the first path with another storage than in ``before``, unless that step replaced a tensor there."""
+        """Return the first path whose storage differs from ``before``, except where that step replaced a tensor."""
         then, now = (
             {slot.path: storage for storage, slots in trace.entry_slots.items() for slot in slots if slot.param is None}
             for trace in (before, self)

@@ -22,10 +22,10 @@ _NUMBER = "other"
 
 
 class RepeatedOperators(OperatorMode):
-    """Records the operators of a step that should run those ``expected`` again: a small part of a trace. It does not
-    compare their tensors: callers compare what the step leaves. ``answers`` replaced reads in the traced step: here the
-    reads are made, and recorded as in the trace. ``numbers`` are operands that stand for numbers, which a replay of the
-    same step has filled.
+    """A mode that records the operators of a step that should run those ``expected`` again: a small part of a trace.
+    Callers compare the tensors that the step leaves. ``answers`` replaced reads in the traced step: this mode makes
+    these reads, and records them as in the trace. ``numbers`` are operands that stand for numbers, which a replay of
+    the same step has filled.
     """
 
     def __init__(

@@ -97,8 +97,8 @@ class SavedStates:
 
 
 class TracedGenerators:
-    """The generators of a traced step. Saves and restores states for the step, and calls ``refuse`` if a state is set
-    in another way, since a replay can only draw. ``recorders`` record saves and restores of the host's generator.
+    """The generators of a traced step, whose states it saves and restores for the step. ``refuse`` is called if a state
+    is set in another way, since a replay can only draw. ``recorders`` record saves and restores on the host.
     """
 
     def __init__(

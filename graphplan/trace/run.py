@@ -1,4 +1,4 @@
-"""Traces one real call of a step."""
+"""The trace of one real call of a step."""
 
 from __future__ import annotations
 
