@@ -126,7 +126,7 @@ def _has_bound(call: OperatorCall) -> bool:
 
 
 def _count_below(numbers: Tensor, weights: None = None, minlength: int = 0) -> Tensor | None:
-    """Return ``torch.bincount(numbers, minlength=minlength)`` if all ``numbers`` lie below ``minlength``; else None.
+    """Return ``torch.bincount(numbers, minlength=minlength)`` if ``numbers`` lie in ``range(minlength)``; else None.
 
     This uses no composite operators, since a mode would receive these whole here.
     """
