@@ -1,1 +1,1 @@
-"""Tracing one real step: it states facts and decides nothing; :mod:`graphplan.plan` compares two traces."""
+"""The trace of one real step. It only records facts; :mod:`graphplan.plan` compares two traces and decides."""

@@ -1,13 +1,13 @@
-"""Reads of the fed batch on the host, made before a replay instead of in it.
+"""Host reads of the fed batch, made before a replay instead of in it.
 
-Whether lengths differ, which rows a mask selects, and how many, often follow from what a step is fed alone, and from
-tensors of its owners that it only reads. The operators that lead to such a read run before each replay. What they find
-chooses the program, and the positions that masks select are fed to it like the batch. A read that needs more than that
-(a trained parameter, a random number) refuses the step.
+Whether lengths differ, which rows a mask selects, and how many, often depends only on the fed batch and on owners'
+tensors that the step does not change. The operators that lead to such a read run before each replay. The values read
+choose the program, and the positions that masks select are fed to it like the batch. A read that needs more than that
+(a trained parameter, a random number of a device) refuses the step.
 
-Everything after a read may depend on what was read, so the operators of one trace are good for its values alone: the
-first other value ends the search, and another trace may be tried. While a step is traced again or captured, its reads
-are answered as they were found.
+Everything after a read may depend on its value, so the operators of one trace hold for its values alone: the first
+other value ends the search, and another trace may be tried. While a step is traced again or captured, its reads are
+answered with the values found.
 """
 
 from __future__ import annotations
@@ -34,45 +34,45 @@ from graphplan.trace.operator_schemas import PACKING, POSITIONS, TO_COPY, Operat
 
 
 class Owned(NamedTuple):
-    """A tensor of an owner: the one at ``position`` among those in a slot."""
+    """An owner's tensor: the one at ``position`` among the tensors in a slot."""
 
     slot: Slot
     position: int
 
     def get(self) -> Tensor | None:
-        """The tensor now; None if it is gone."""
+        """Return the current tensor; None if it is gone."""
         tensors = self.slot.tensors()
         return tensors[self.position] if self.position < len(tensors) else None
 
 
 BatchSource = Owned | Cached | int
-"""A tensor to begin with: an owner's, one in a cache, or the leaf of the batch with that index."""
+"""A tensor from which reads are computed: an owner's, one in a cache, or the leaf of the batch with that index."""
 _numbers = count()
 _made: WeakValueDictionary[int, BatchReads] = WeakValueDictionary()
 
 
 class Kind(Enum):
-    """What is read of a batch."""
+    """What the host reads of a tensor."""
 
     VALUE = auto()
-    """A number, which has to be the traced one."""
+    """A number, which has to equal the traced one."""
     CONTENT = auto()
-    """All numbers in a tensor, likewise."""
+    """All elements of a tensor, which have to equal the traced ones."""
     SHAPE = auto()
-    """The shapes of tensors, whose contents are fed to the program."""
+    """The shapes of tensors, which have to equal the traced ones. Their contents are fed to the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Stands for a tensor in an operator's arguments."""
+    """The number of a tensor, in the tensor's place among an operator's arguments."""
 
     number: int
 
 
 class Read(NamedTuple):
-    """A read: where it is, and what was ``found`` in the trace. ``error`` is what refuses it where it cannot be made
-    before the step, unless replays may compare what they find there (``may_be_expected``); ``call`` is the position of
-    the operator that reads.
+    """A read: its place, and the value that the trace ``found``. ``error`` refuses a read that cannot be made before
+    the step, unless replays may compare its value (``may_be_expected``). ``call`` is the position of the operator that
+    reads.
     """
 
     place: Place
@@ -83,7 +83,7 @@ class Read(NamedTuple):
     may_be_expected: bool = False
 
     def finds(self, out: Any, made: Sequence[Tensor]) -> bool:
-        """Return True if an operator's result is what was found in the trace."""
+        """Return True if an operator's result equals the value found in the trace."""
         if self.kind is Kind.VALUE:
             return out is self.found or leaf_key(out) == leaf_key(self.found)
         if self.kind is Kind.CONTENT:
@@ -91,7 +91,7 @@ class Read(NamedTuple):
         return [tuple(tensor.shape) for tensor in made] == self.found
 
     def content(self, out: Any, made: Sequence[Tensor]) -> Any:
-        """What is ``found`` where an operator gives ``out``, or the tensors ``made``."""
+        """Return the value for ``found`` if the operator returns ``out``, with the tensors ``made`` in it."""
         if self.kind is Kind.VALUE:
             return out
         return made[0].cpu().clone() if self.kind is Kind.CONTENT else [tuple(tensor.shape) for tensor in made]
@@ -99,7 +99,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator: ``made`` are the numbers of the tensors that it gives, ``given`` and ``changed`` storages."""
+    """One operator: ``made`` are the numbers of the tensors that it returns, ``given`` and ``changed`` are storages."""
 
     run: Callable[..., Any]
     name: str
@@ -111,17 +111,17 @@ class Call:
     writes: bool
     read: Read | None
     has_effect: bool = False
-    """It draws random numbers, or copies to a device: it is run again even if nothing depends on it."""
+    """Whether it runs again even if nothing depends on it: it draws, restores a generator, or copies to a device."""
     draws: bool = False
 
     @property
     def form(self) -> str:
-        """What tells it from other operators, but for what it makes."""
+        """Text that is equal for equal operators with equal arguments."""
         return repr((self.name, self.args, self.kwargs))
 
     @property
     def shows(self) -> bool:
-        """Whether code gets hold of what was read. Positions only go to operators."""
+        """Whether code gets the tensors that were read. The positions of a mask only go to operators."""
         return self.read is not None and self.read.kind is Kind.SHAPE and self.name != POSITIONS
 
     def repeat(self, known: Mapping[int, Any]) -> Any:
@@ -130,11 +130,11 @@ class Call:
         return self.run(*_filled(self.args, known), **named)
 
     def slots(self) -> list[TensorSlot]:
-        """The tensors that it is given."""
+        """Return the numbers of the tensors among its arguments."""
         return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, TensorSlot)]
 
     def renumbered(self, numbers: Mapping[int, int]) -> Call:
-        """The operator with other numbers."""
+        """Return the operator with other numbers for its tensors."""
         args, kwargs = tree_map_only(
             TensorSlot, lambda slot: TensorSlot(numbers.get(slot.number, slot.number)), (self.args, dict(self.kwargs))
         )
@@ -142,12 +142,12 @@ class Call:
 
 
 _Ran = tuple[str, Any, Sequence[Tensor], Tensor | None]
-"""The form of an operator that has run, what it gave, the tensors in that, and if it draws the generator's state."""
+"""An operator's form, its result, the tensors in that, and the generator's state afterwards if it has an effect."""
 
 
 class Search:
-    """What has run to find the reads of one batch, given as the ``leaves`` of a call: ways through a step that begin
-    with the same operators on the same tensors, and write to none, have these run once.
+    """A search for the reads of one batch, given as the ``leaves`` of a call. It keeps results: execution paths that
+    begin with the same operators on the same tensors, and write to none, run these operators once.
     """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
@@ -155,7 +155,7 @@ class Search:
         self._ran: dict[tuple[tuple[int, int], ...], list[_Ran]] = {}
 
     def ran(self, tensors: Mapping[int, Any]) -> list[_Ran]:
-        """The operators of the latest way that begins with these tensors, by number."""
+        """Return the operators that ran for the latest execution path from these ``tensors``, given by number."""
         return self._ran.setdefault(tuple((number, id(tensor)) for number, tensor in tensors.items()), [])
 
 
@@ -177,38 +177,38 @@ class BatchReads:
         self._draws = any(call.draws for call in calls)
         self._is_pure = not any(call.writes for call in calls)
         self.number = next(_numbers)
-        """Tells it from all others in the process."""
+        """An identifier, unique in the process."""
         _made[self.number] = self
         self.is_outdated = False
-        """A later trace came to the reads in another way."""
+        """Whether a later trace found other values, or came to the reads in another way."""
         self.taken = 0
-        """How many batches have taken this way."""
+        """Number of batches with the traced values."""
 
     @property
     def error(self) -> HostSyncError | None:
-        """What refuses the first read that was not made before the step."""
+        """The error for the first read that was not made before the step."""
         return next((read.error for read in self.reads if read.error is not None), None)
 
     @property
     def what(self) -> str:
-        """What is read, in words: the batch, tensors of owners, draws."""
+        """What is read, in words: the batch, owners' tensors, cached tensors, draws."""
         found = ["the batch"] * any(isinstance(source, int) for source in self._sources.values())
         found += sorted({source.slot.path for source in self._owned})
         found += ["a tensor in a cache"] * any(isinstance(source, Cached) for source in self._sources.values())
         return " and ".join(found + ["a draw on the host"] * self._draws)
 
     def is_among(self, others: Sequence[HostRead]) -> bool:
-        """Return True if one of the reads is at the place of a read of another kind: places tell reads apart."""
+        """Return True if one of the reads has the place of one of ``others``: only places distinguish reads."""
         return not {read.place for read in self.reads}.isdisjoint(other.place for other in others)
 
     def find(self, search: Search) -> list[Tensor] | None:
-        """The tensors that a step reads of a batch; None if it reads other values or shapes than the traced one."""
+        """Return the tensors that the step reads of a batch; None if values or shapes differ from the traced ones."""
         found = self._run(search, Read.finds)
         self.taken += found is not None
         return found
 
     def of(self, search: Search) -> BatchReads | None:
-        """What the same reads find in another batch; None if code may branch otherwise there, and make other reads."""
+        """Return the same reads of another batch; None if code may branch differently there, and make other reads."""
         contents: dict[int, Any] = {}
 
         def take(read: Read, out: Any, made: Sequence[Tensor]) -> bool:
@@ -221,15 +221,15 @@ class BatchReads:
         return BatchReads(self._calls, reads, self._sources, self._beside)
 
     def _run(self, search: Search, takes: Callable[[Read, Any, Sequence[Tensor]], bool]) -> list[Tensor] | None:
-        """Run what leads to the reads, and return the tensors read; None if this does not take what one gives."""
+        """Run the operators that lead to the reads. Return the tensors read; None if ``takes`` rejects a read."""
         state = torch.default_generator.get_state() if self._draws else None
         try:
             return self._run_calls(search, takes)
-        except Exception:  # noqa: BLE001 - such a batch does not come here in the step, or the step raises
+        except Exception:  # noqa: BLE001 - with such a batch, the step does not reach this operator, or raises
             return None
         finally:
             if state is not None:
-                # The step draws the same numbers.
+                # The step has to draw the same numbers.
                 torch.default_generator.set_state(state)
 
     def _run_calls(self, search: Search, takes: Callable[[Read, Any, Sequence[Tensor]], bool]) -> list[Tensor] | None:
@@ -258,20 +258,20 @@ class BatchReads:
                 if read is not None and not takes(read, out, made):
                     return None
                 if read is not None and read.kind is Kind.SHAPE:
-                    # What operators write to it later does not change what was found.
+                    # Later operators may write to the tensor.
                     found += made if self._is_pure else [tensor.clone() for tensor in made]
                 known.update(zip(call.made, made, strict=False))
         return found
 
     def tensors_of(self, found: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """For each read, its tensors among all that :meth:`find` gives."""
+        """Return, for each read, its tensors among those that :meth:`find` returns."""
         rest = iter(found)
         taken = {read.call: [next(rest) for _ in read.found] for read in self._shapes()}
         return [taken.get(read.call, ()) for read in self.reads]
 
     def in_order(self, given: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
-        """The tensors that its reads have ``given`` in the step, as :meth:`find` gives them; None if what it gives may
-        be something else.
+        """Return the tensors that its reads have ``given`` in the step, in the order of :meth:`find`; None if
+        :meth:`find` may return others.
         """
         if not self._is_pure or self._draws:
             return None
@@ -279,21 +279,21 @@ class BatchReads:
         return [tensor for read in self._shapes() for tensor in by_call[read.call]]
 
     def _shapes(self) -> list[Read]:
-        """The reads that give tensors, in the order of :meth:`find`."""
+        """Return the reads that give tensors, in the order of :meth:`find`."""
         return [read for _, read in sorted(self._of_call.items()) if read.kind is Kind.SHAPE]
 
     def is_in(self, slots: Mapping[str, Slot]) -> bool:
-        """Return True if the owners' tensors that it begins with are those in ``slots``, by path."""
+        """Return True if the owners' tensors from which it starts are those in ``slots``, by path."""
         held = {source.slot.path: source.slot.get() for source in self._owned}
         return all(path in slots and slots[path].get() is value for path, value in held.items())
 
     def differs_from(self, other: BatchReads) -> HostSyncError | None:
-        """What refuses the first read that has found something else than in ``other``."""
+        """Return the error of the first read with another value than in ``other``; None if there is none."""
         pairs = zip(self.reads, other.reads, strict=False)
         return next((read.error for read, known in pairs if not _is_same(read, known)), None)
 
     def begins(self, other: BatchReads) -> bool:
-        """Whether ``other`` begins with these reads, by the same operators: a way that ends early makes no more."""
+        """Return True if ``other`` begins with these reads and operators: a step that ends early makes fewer reads."""
         others = other._sources
         if self._forms != other._forms[: len(self._forms)] or len(self.reads) > len(other.reads):
             return False
@@ -303,7 +303,7 @@ class BatchReads:
 
 
 def _named(source: BatchSource) -> Any:
-    """What is equal for the same source."""
+    """Return a value that is equal for the same source."""
     if isinstance(source, Owned):
         return source.slot.path, source.position
     return ("cached", id(source.tensor)) if isinstance(source, Cached) else source
@@ -324,12 +324,12 @@ def _filled(given: Any, known: Mapping[int, Any]) -> Any:
 
 
 def is_read(call: OperatorCall) -> bool:
-    """Return True if an operator's results follow from a read alone."""
+    """Return True if an operator reads values on the host, for its result or for the shape of that."""
     return call.reads_values() or call.has_dynamic_shape()
 
 
 def contents_of(call: OperatorCall) -> list[Tensor]:
-    """The tensor of which the host needs all numbers: lengths of packed sequences, and what is copied to the host."""
+    """Return the tensor that the host needs as a whole: lengths of packed sequences, or the source of a copy there."""
     name, args = call.schema.name, call.args
     if name == PACKING:
         return [args[1]]
@@ -338,7 +338,7 @@ def contents_of(call: OperatorCall) -> list[Tensor]:
 
 
 class Answer(NamedTuple):
-    """A read's ``value``, or a ``call`` in its place. ``found``: tensors read, always the same if ``is_content``."""
+    """A read's ``value``, or a ``call`` to run instead. ``found``: tensors read, always the same if ``is_content``."""
 
     value: Any = None
     call: OperatorCall | None = None
@@ -347,7 +347,7 @@ class Answer(NamedTuple):
 
 
 class BatchAnswers:
-    """Answers reads of a traced or captured step as they were found in ``reads``, and by ``tensors`` that are fed."""
+    """The answers to the reads of a traced or captured step: values in ``reads``, and fed ``tensors``."""
 
     def __init__(self, reads: BatchReads, tensors: Sequence[Tensor]) -> None:
         self._answers: dict[Place, list[tuple[Read, Sequence[Tensor]]]] = {}
@@ -355,7 +355,7 @@ class BatchAnswers:
             self._answers.setdefault(read.place, []).append((read, found))
 
     def take(self, call: OperatorCall) -> Answer | None:
-        """The answer to a read; None for other operators, and for reads that were none when the batch was looked at."""
+        """Return the answer to a read; None for other operators, and for reads that were not made before the step."""
         if not (contents_of(call) or is_read(call)):
             return None
         answers = self._answers.get(find_place())
@@ -371,14 +371,14 @@ class BatchAnswers:
             packed = OperatorCall(call.schema, (first, known, *others[1:]), call.kwargs, call)
             return Answer(None, packed, (known,), is_content=True)
         if call.schema.name == POSITIONS:
-            # Of another mask than the one that was read there are none.
+            # A mask with another number of dimensions is not the one that was read.
             return Answer(found, found=found) if max(call.args[0].dim(), 1) == len(found) else None
         is_single = len(call.schema.operator._schema.returns) == 1
         return Answer(found[0] if is_single else tuple(found), found=found)
 
 
 def reads_in(kwargs: Mapping[str, Any]) -> tuple[BatchReads, Sequence[Tensor]] | None:
-    """What was read before a call, among its arguments; None if nothing was."""
+    """Return the reads made before a call, and their tensors, from its arguments; None if there are none."""
     if BATCH_READS not in kwargs:
         return None
     number, *tensors = kwargs[BATCH_READS]
@@ -386,13 +386,13 @@ def reads_in(kwargs: Mapping[str, Any]) -> tuple[BatchReads, Sequence[Tensor]] |
 
 
 def answers_in(kwargs: Mapping[str, Any]) -> BatchAnswers | None:
-    """The answers among the arguments of a call."""
+    """Return answers for the reads made before a call, from its arguments; None if there are none."""
     found = reads_in(kwargs)
     return None if found is None else BatchAnswers(*found)
 
 
 def is_right(answer: Answer, call: OperatorCall) -> bool:
-    """Return True if a read gives what it is answered with."""
+    """Return True if a read gives the same as its answer."""
     if answer.is_content:
         real = [tensor.cpu() for tensor in contents_of(call)]
     else:

@@ -1,4 +1,4 @@
-"""Follows, in a trace, what is computed from the batch alone: see :mod:`graphplan.trace.batch_reads`."""
+"""A recorder, for a trace, of values computed from the batch alone: see :mod:`graphplan.trace.batch_reads`."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from graphplan.trace.host_reads import Place, begins_slice, find_place
 from graphplan.trace.operator_schemas import OF_GEOMETRY, PACKING, OperatorCall, tensors_in
 
 _LARGEST = 4096
-"""Elements of a tensor that the host may read as a whole: each content of it needs a program of its own."""
+"""Maximum elements of a tensor that the host may read as a whole: each different content needs its own program."""
 _SHARE, _FEW = 4, 32
-"""The operators that lead to a read may be a quarter of the step's, or that many."""
+"""Maximum operators that lead to a read: a quarter of the step's, or 32 if that is more."""
 _VAIN = 2
-"""Traces after which integers wait no more that have done so in vain: one may have been that of a full queue."""
+"""Stop deferring integers after this many traces in which that did not help: one may be that of a full queue."""
 _LOOKS = 4
-"""Traces in which it is looked for tensors in caches, unless none are found: one that each step makes anew is another
-one each time.
+"""Maximum traces that search caches for tensors; a search without a find is the last. If each step makes a tensor anew,
+each search finds another one.
 """
 
 
 class _Leaf(NamedTuple):
-    """A leaf by its index, its number, its storage, and where it begins."""
+    """A leaf: its index, its number, its storage, and the address of its first element."""
 
     leaf: int
     number: int
@@ -55,16 +55,16 @@ class _Leaf(NamedTuple):
 
 @dataclass(slots=True)
 class EarlierReads:
-    """What the traces of a step learn of its reads for those that follow.
+    """What the traces of a step learn about its reads for later traces.
 
     Attributes:
-        expected: where it reads what cannot be read before the step, and replays compare it.
-        waiting: where it reads an integer of what it changes, ``int(self.pointer)``, which waits: it is another one in
-            each step.
-        in_vain: traces in a row in which none that waited has begun a slice, or code has needed one.
-        waits_no_more: whether these were too many, or code in C has got one, which takes numbers alone.
-        cached: tensors that cached functions remember, by identity: reads that none else explained began with them.
-        looks: how often it was looked for these.
+        expected: places of reads that cannot be made before the step, so that replays compare their values.
+        waiting: places where the step reads an integer that it changes, such as ``int(self.pointer)``. The read is
+            deferred, since its value differs in each step.
+        in_vain: traces in a row in which no deferred integer began a slice, or code needed the value of one.
+        waits_no_more: whether these were too many, or C code, which takes real numbers only, got a deferred integer.
+        cached: tensors in caches of functions, by id, on which reads without another explanation depend.
+        looks: number of searches for these.
     """
 
     expected: set[Place] = field(default_factory=set)
@@ -75,7 +75,7 @@ class EarlierReads:
     looks: int = 0
 
     def stop_waiting(self) -> bool:
-        """Have integers wait no more. Return True if any did."""
+        """Stop deferring integers. Return True if any were deferred."""
         did = bool(self.waiting)
         self.waiting.clear()
         self.waits_no_more |= did
@@ -83,8 +83,8 @@ class EarlierReads:
 
 
 class BatchRecorder(CallRecorder):
-    """Follows, in one trace, what is computed from the batch alone, from tensors that the step finds and does not
-    train, and from what torch draws on the host before anything that cannot be drawn again.
+    """A recorder, for one trace, of values computed from the batch, from existing tensors that the step does not train,
+    and from torch's draws on the host before the first one that cannot be repeated.
     """
 
     def __init__(self, leaves: Sequence[tuple[int, Tensor]], earlier: EarlierReads) -> None:
@@ -92,32 +92,32 @@ class BatchRecorder(CallRecorder):
         self._draws = True
         self.earlier = earlier
         self._unowned: list[weakref.ref[Tensor]] = []
-        """Tensors that no owner has."""
+        """Tensors that no owner holds."""
         self._of_unowned: set[int | None] = set()
-        """Their memory, and that of what follows from them, and perhaps from what is known."""
+        """Storages of these, and of what is computed from these and known tensors alone."""
         self.is_to_be_repeated = False
-        """What was read may follow from a tensor in a cache, which the next trace begins with, or is to wait in it."""
+        """Whether another trace is needed, in which cached tensors are known, or a read is deferred."""
         self.is_outdated = False
-        """What was read before the step is not what is read in it."""
+        """Whether a read in the step gives something else than the one made before it."""
         self.twins: dict[int | None, Tensor] = {}
-        """Positions that were found a second time, by their memory, and as found first: both are read once."""
+        """Positions found by a repeated read, by storage, mapped to those found first: further steps read them once."""
         self._given: list[Sequence[Tensor]] = []
         """The tensors that each read gave, if any."""
         self._is_packed = False
-        """Lengths were read that packing would be given on the host in further steps."""
+        """Whether lengths for packing were read: in further steps, packing would get them in host memory."""
         self._beyond: set[Place] = set()
-        """Where the step has read what needs more than the batch."""
+        """Places of reads that need more than the batch."""
         self._beginning: set[Place] = set()
-        """Where it has read an integer that may begin a slice."""
+        """Places where the step reads an integer that may begin a slice."""
         self._operators = 0
         self._places: list[_Leaf] = []
         self._sources: dict[int, BatchSource] = {}
         self._met: dict[int | None, Sequence[Slot]] = {}
-        """Memory of owners that the operator at hand came to first, and their slots."""
+        """Owners' storages that the current operator is the first to use, with their slots."""
         self._owned: set[int | None] = set()
-        """Memory of owners that something may follow from."""
+        """Owners' storages on which reads may depend."""
         self._ambiguous: set[int | None] = set()
-        """Memory that is both an owner's and fed: the next call may be fed something else."""
+        """Storages that are fed and also held by an owner: the next call may be fed something else."""
         for index, leaf in leaves:
             if storage_id(leaf) is not None and is_dense(leaf):
                 self._sources.setdefault(self._begin_with(leaf), index)
@@ -125,16 +125,16 @@ class BatchRecorder(CallRecorder):
                     self._places.append(_Leaf(index, self._number(leaf), storage_id(leaf), leaf.data_ptr()))
 
     def meet(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
-        """Take in a tensor of an owner, which is in one of ``slots``, unless it is trained: its values change."""
+        """Record the first use of a tensor, which owners hold in ``slots``, unless it is trained: its values change."""
         storage = storage_id(tensor)
         if storage in self._known and storage not in self._outside:
-            # It was read.
+            # It is the result of a read.
             return
         if storage in self._outside:
             if slots:
                 self._ambiguous.add(storage)
         elif slots:
-            # What the operator writes need not be looked at: that is most of what there is, the optimizer's.
+            # Wait for the operator: if it writes the tensor, as the optimizer does with most, slots need no look-up.
             self._met[storage] = slots
             self._outside.add(storage)
         elif (cached := self.earlier.cached.get(id(tensor))) is not None:
@@ -144,7 +144,7 @@ class BatchRecorder(CallRecorder):
             self._of_unowned.add(storage)
 
     def _begin_at(self, storage: int | None, found: Iterable[tuple[Tensor, BatchSource]]) -> None:
-        """Begin with the first that was ``found`` for a storage and lies there: a step may have them change places."""
+        """Start from the first tensor ``found`` that still has ``storage``: a step may swap tensors between slots."""
         for held, source in found:
             is_here = storage_id(held) == storage
             if is_here and type(held) in PLAIN_KINDS and not held.requires_grad and is_dense(held):
@@ -159,7 +159,7 @@ class BatchRecorder(CallRecorder):
         return super().has(tensor)
 
     def _begin_with_met(self) -> None:
-        """Before the step comes to other operators: then there may be other tensors in the slots."""
+        """Look up the tensors met. Before the next operator, the step may put others in their slots."""
         met, self._met = self._met, {}
         for storage, slots in met.items():
             owned = ((leaf, Owned(slot, at)) for slot in slots for at, leaf in enumerate(slot.tensors()))
@@ -172,23 +172,23 @@ class BatchRecorder(CallRecorder):
             self._met.pop(storage, None)
 
     def reads(self) -> BatchReads | None:
-        """The reads of the trace, and what leads to them; None if there are none."""
+        """Return the reads of the trace, with the operators that lead to them; None if there are none."""
         calls = self._leading_to(self._is_made_before)
         if any(call.draws for call in calls):
-            # The numbers drawn depend on how many were drawn before.
+            # A draw depends on how many numbers were drawn before: keep all draws up to the last read.
             calls = self._leading_to(lambda call: self._is_made_before(call) or call.has_effect)
             while not self._is_made_before(calls[-1]):
                 calls.pop()
         return _made_once(calls, self._sources, self._places) if calls else None
 
     def _is_made_before(self, call: Call) -> bool:
-        """Whether it is a read that is made before the step: others are left to replays, from the next trace on."""
+        """Return True for a read to make before the step. Replays compare the values at ``expected`` places."""
         read = call.read
         return read is not None and not (read.kind is Kind.VALUE and read.place in self.earlier.expected)
 
     def impossible(self, changed: Collection[int | None]) -> list[Read]:
-        """The reads that cannot be made before the step: they take long, or need what it has ``changed`` itself, given
-        by storages, or what may be other memory in the next call. Nor those beside others that cannot, at one place.
+        """Return the reads that cannot be made before the step. They need too many operators, storages that the step
+        has ``changed``, or memory that may be other memory in the next call, or share a place with such a read.
         """
         reads = [call.read for call in self._calls if call.read is not None and call.read.error is not None]
         limit = max(_FEW, self._operators // _SHARE)
@@ -196,7 +196,7 @@ class BatchRecorder(CallRecorder):
         for read in reads:
             leading, needed = self._needed_for(read)
             owned = needed & self._owned
-            # What has been written by then is not known any more.
+            # Storages written before the read are unknown already; these are written after it.
             are_others = (read.may_be_expected and not owned.isdisjoint(changed)) or not needed.isdisjoint(
                 self._ambiguous
             )
@@ -205,21 +205,19 @@ class BatchRecorder(CallRecorder):
         return found
 
     def _needed_for(self, read: Read) -> tuple[list[Call], frozenset[int | None]]:
-        """What leads to a read, and the memory that this works on."""
+        """Return the operators that lead to a read, and the storages that they use."""
         leading = self._leading_to(lambda call: call.read is read)
         return leading, frozenset[int | None]().union(*(call.given | call.changed for call in leading))
 
     def note_waited(self, *, for_good: bool) -> None:
-        """Note that integers have waited: where that is in vain, few values had better have a program each."""
+        """Count a trace with deferred integers. If deferring does not help, programs for single values are better."""
         self.earlier.in_vain = 0 if for_good else self.earlier.in_vain + 1
         self.is_to_be_repeated |= not for_good
         if self.earlier.in_vain >= _VAIN:
             self.earlier.stop_waiting()
 
     def wait_for(self, changed: Collection[int | None]) -> None:
-        """Have integers wait, from the next trace on, that are read of what the step has ``changed``, by storages, and
-        that may begin a slice.
-        """
+        """Defer, from the next trace on, integer reads that may begin a slice and depend on ``changed`` storages."""
         earlier, before = self.earlier, len(self.earlier.waiting)
         reads = [call.read for call in self._calls if call.read is not None and call.read.place in self._beginning]
         owned = self._owned.intersection(changed)
@@ -228,7 +226,7 @@ class BatchRecorder(CallRecorder):
         self.is_to_be_repeated |= len(earlier.waiting) > before
 
     def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
-        """See :class:`CallRecorder`; reads are noted as such."""
+        """See :class:`CallRecorder`; :meth:`read` records reads."""
         self._operators += 1
         if self._is_beyond(call, given):
             if self._met:
@@ -243,11 +241,11 @@ class BatchRecorder(CallRecorder):
         if needs_unowned and self._may_repeat(call, made):
             self._of_unowned.update(map(storage_id, made))
         if _draws_on_host(call, made):
-            # What is drawn after this depends on how much is drawn here.
+            # This draw cannot be repeated, and later draws depend on how many numbers it takes.
             self._draws = False
 
     def _is_beyond(self, call: OperatorCall, given: Sequence[Tensor]) -> bool:
-        """Whether an operator needs what is unknown, and does nothing else that matters here, as most do."""
+        """Return True if an operator uses an unknown tensor and has no effect that matters here. Most are like that."""
         schema = call.schema
         if schema.may_write or schema.is_random or schema.name in OF_GEOMETRY:
             return False
@@ -259,7 +257,7 @@ class BatchRecorder(CallRecorder):
         return False
 
     def _needs_unowned(self, given: Sequence[Tensor]) -> bool:
-        """Whether it would be known how tensors were made if it was known where those come from that no owner has."""
+        """Return True if some of ``given`` come from tensors without an owner, and all others are known."""
         unowned = self._of_unowned
         if not unowned or unowned.isdisjoint(map(storage_id, given)):
             return False
@@ -276,7 +274,7 @@ class BatchRecorder(CallRecorder):
         *,
         may_be_expected: bool = False,
     ) -> bool:
-        """Take in a read; False if it needs more than the batch. ``error`` makes its refusal; see :class:`Read`."""
+        """Record a read; ``error`` makes its refusal. Return False if neither this trace nor the next can use it."""
         place = find_place()
         if type(out) is int and begins_slice():
             self._beginning.add(place)
@@ -288,12 +286,12 @@ class BatchRecorder(CallRecorder):
         return self.is_to_be_repeated
 
     def _look_in_caches(self) -> None:
-        """Look for tensors in caches that reads may follow from, for the next trace."""
+        """Search caches for tensors on which reads may depend, for the next trace."""
         tensors = [tensor for ref in self._unowned if (tensor := ref()) is not None]
         self._unowned = []
         if tensors and self.earlier.looks < _LOOKS:
             found = find_cached(tensors)
-            # It takes as long as some steps.
+            # A search takes as long as some steps: do not repeat one without a find.
             self.earlier.looks = self.earlier.looks + 1 if found else _LOOKS
             self.earlier.cached |= found
             self.is_to_be_repeated |= bool(found)
@@ -316,7 +314,7 @@ class BatchRecorder(CallRecorder):
         if type(out) is float and not out.is_integer():
             leading = self._leading_to(lambda _: False, map(storage_id, given))
             if any(call.draws for call in leading):
-                # It will hardly be drawn again.
+                # The same fraction is hardly ever drawn again, so a program for its value would not be used.
                 return False
         refusal, made = None if error is None else error(), list[Tensor]()
         if contents:
@@ -334,12 +332,12 @@ class BatchRecorder(CallRecorder):
             self._add(schema.call, schema.name, call.args, call.kwargs, made, read=read)
             if not self._calls[-1].shows:
                 self._find_twins(made)
-        # Not those that the step gets, which may come to ask for gradients, or to have another shape.
+        # Aliases: the step may have its own tensors require gradients, or change their shape.
         self._given.append([tensor.detach() for tensor in made])
         return True
 
     def _find_twins(self, made: Sequence[Tensor]) -> None:
-        """Look if what was read last, and ``made``, was read before."""
+        """Find an earlier read that equals the latest one, which ``made`` tensors: both give the same positions."""
         reads = self.reads() if any(self._given) else None
         if reads is not None:
             *before, latest = reads.reads
@@ -347,13 +345,13 @@ class BatchRecorder(CallRecorder):
             self.twins.update(zip(map(storage_id, made), next(same, ()), strict=False))
 
     def found(self, reads: BatchReads) -> list[Tensor] | None:
-        """What the step has read, as :meth:`BatchReads.find` gives it for further steps; None if it has worked with
-        something else than these would be fed.
+        """Return the tensors that the step has read, as :meth:`BatchReads.find` returns them for further steps; None if
+        the step has worked with others than further steps are fed.
         """
         return None if self._is_packed else reads.in_order(self._given)
 
     def takes(self, answer: Answer, call: OperatorCall) -> bool:
-        """Take in a read that was made before the step; False if it gives something else now."""
+        """Record a read that was made before the step. Return False if it gives something else now."""
         if not (is_right(answer, call) and self.read(call, answer.value)):
             self.is_outdated = True
             return False
@@ -363,8 +361,8 @@ class BatchRecorder(CallRecorder):
 
 
 def _made_once(calls: Sequence[Call], sources: Mapping[int, BatchSource], places: Sequence[_Leaf]) -> BatchReads:
-    """Run equal operators once: a mask that is used twice is read once. What they make is numbered by first appearance,
-    and what they begin with below 0, as the step came to it: a way that makes more reads has the same numbers.
+    """Merge equal operators: a mask that is used twice is read once. Results are numbered by first appearance, sources
+    below 0 in the order of first use, so that an execution path with more reads begins with the same numbers.
     """
     given = {slot.number for call in calls for slot in call.slots()}
     used = {-1 - at: number for at, number in enumerate(sources) if number in given}
@@ -389,8 +387,8 @@ def _made_once(calls: Sequence[Call], sources: Mapping[int, BatchSource], places
 
 
 def _beside(places: Sequence[_Leaf], given: set[int], made: set[int]) -> list[tuple[int, int, int]]:
-    """How far leaves of one memory among ``given`` tensors lie apart, by index, if they cannot be told apart, or from
-    what the step ``made`` as a view of another one: the next call has to have them alike.
+    """Return the distances in bytes between ``given`` leaves that share memory, by index, if leaves have the same
+    number, or the step ``made`` one as a view of another: the next call must have the same distances.
     """
     by_memory: dict[int | None, list[_Leaf]] = {}
     for place in places:
@@ -405,14 +403,14 @@ def _beside(places: Sequence[_Leaf], given: set[int], made: set[int]) -> list[tu
 
 
 def _draws_on_host(call: OperatorCall, made: Sequence[Tensor]) -> bool:
-    """Return True if an operator draws from torch's default generator of the host."""
+    """Return True if an operator draws from torch's default CPU generator."""
     if not call.schema.is_random or any(tensor.device.type != "cpu" for tensor in made):
         return False
     return not any(isinstance(given, torch.Generator) for given in (*call.args, *call.kwargs.values()))
 
 
 def recorder_of(feed: Feed, earlier: EarlierReads) -> BatchRecorder:
-    """A recorder for a step that is fed so, less what was read before it. ``earlier`` grows with the step's traces."""
+    """Return a recorder for ``feed``, without the reads made before the step. The step's traces extend ``earlier``."""
     found = reads_in(feed.given[1]) if feed.given is not None else None
     size = len(feed.leaves) - (0 if found is None else 1 + len(found[1]))
     leaves = [(index, leaf) for index, leaf in feed.tensors() if index < size]

@@ -1,4 +1,4 @@
-"""Tensors that ``functools.lru_cache`` remembers: no name leads to them, only a call with the same arguments."""
+"""Tensors in a ``functools.lru_cache``: no attribute leads to them, only a call with the same arguments."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _Function: Any = type(functools.lru_cache(lambda: None))
 
 
 class Cached(NamedTuple):
-    """A ``tensor`` that ``function`` remembers: under ``key`` in the dictionary of a cache without a bound, or in the
-    list that one with a bound has.
+    """A ``tensor`` that ``function`` has cached: under ``key`` in the dictionary ``results`` of an unbounded cache, or
+    in the list of a bounded one.
     """
 
     tensor: Tensor
@@ -23,14 +23,14 @@ class Cached(NamedTuple):
     key: Any = None
 
     def get(self) -> Tensor | None:
-        """The tensor; None if the function has forgotten it."""
+        """Return the tensor; None if the cache no longer holds it."""
         if self.results is not None:
             return self.tensor if self.results.get(self.key) is self.tensor else None
         return self.tensor if any(held is self.tensor for held in gc.get_referents(self.function)) else None
 
 
 def find_cached(tensors: Sequence[Tensor]) -> dict[int, Cached]:
-    """Those of ``tensors`` that a cached function remembers, by identity. Takes as long as a collection, or two."""
+    """Return the cache entries of ``tensors``, by tensor id. It takes as long as one or two garbage collections."""
     holders = gc.get_referrers(*tensors)
     spaces = [holder for holder in holders if type(holder) is dict]
     functions = {id(f): f for f in (*holders, *(gc.get_referrers(*spaces) if spaces else ())) if type(f) is _Function}

@@ -1,4 +1,4 @@
-"""Writes down, in a trace, operators that can be run again without the step: see :class:`CallRecorder`."""
+"""A recorder, for a trace, of operators that can be run again without the step: see :class:`CallRecorder`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from graphplan.trace.changes import place_of
 from graphplan.trace.operator_schemas import OF_GEOMETRY, OperatorCall, tensors_in
 
 RESTORE = "restore"
-"""The name of what puts a generator's state back."""
+"""The name of a recorded call that restores a generator's state."""
 
 
 class CallRecorder:
-    """Follows what is computed from known tensors alone."""
+    """A recorder of operators whose tensor arguments are all known."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        """By memory and geometry: views of other views, and what autograd unpacks, are the same tensor."""
+        """Tensor numbers by memory and geometry: equal views, and tensors that autograd unpacks, get one number."""
         self._known: set[int | None] = set()
         self._calls: list[Call] = []
         self._dtype = torch.get_default_dtype()
         self._outside: set[int | None] = set()
-        """Memory that the step does not make, and of which something is or was known."""
+        """Storages from outside the step whose contents are or were known."""
 
     def _begin_with(self, tensor: Tensor) -> int:
         self._known.add(storage_id(tensor))
@@ -37,7 +37,7 @@ class CallRecorder:
         return self._number(tensor)
 
     def _leading_to(self, is_asked: Callable[[Call], bool], needed: Iterable[int | None] = ()) -> list[Call]:
-        """The operators that are asked for, and those that lead to them, or to the storages ``needed``."""
+        """Return the calls that ``is_asked`` selects or that change ``needed`` storages, and those they depend on."""
         needed = set(needed)
         calls: list[Call] = []
         for call in reversed(self._calls):
@@ -47,11 +47,11 @@ class CallRecorder:
         return calls[::-1]
 
     def _may_repeat(self, call: OperatorCall, made: Sequence[Tensor]) -> bool:
-        """Return True for operators that give the same when they are run again on the same."""
+        """Return True if the operator gives the same results when it runs again on the same tensors."""
         return call.schema.is_certain
 
     def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
-        """Take in an operator that is no read, after it has run: it was ``given`` tensors, and ``made`` some."""
+        """Record an operator that is no read after it has run. It got the tensors ``given`` and returned ``made``."""
         schema = call.schema
         if schema.name in OF_GEOMETRY and not self.has(call.args[0]) and is_dense(call.args[0]):
             self._note_filled(call, made[0])
@@ -61,7 +61,7 @@ class CallRecorder:
             self._let_go(written)
             return
         follows = self._may_repeat(call, made) and all(map(self.has, given))
-        # By now, what has another shape in place is no longer what the operator was given.
+        # An in-place change of shape (``turns``) has already altered the argument: the call could not be repeated.
         is_kept = torch.get_default_dtype() == self._dtype and not schema.turns
         if not (follows and is_kept and all(map(is_dense, made))):
             self._let_go(written)
@@ -72,19 +72,19 @@ class CallRecorder:
             )
 
     def _let_go(self, written: Collection[int | None]) -> None:
-        """Nothing is known any more of memory that was ``written``."""
+        """Forget the ``written`` storages: their contents are no longer known."""
         self._known.difference_update(written)
 
     def note_saved(self, state: Tensor) -> None:
-        """Take in a state of the host's generator that the step saves."""
+        """Record that the step saves a state of the host's generator."""
         self._add(torch.default_generator.get_state, "save", (), {}, [state])
 
     def note_restored(self, state: Tensor) -> None:
-        """Take in a state of its own that the step puts back, as recomputed activations do."""
+        """Record that the step restores a state that it saved itself, as activation checkpointing does."""
         self._add(torch.default_generator.set_state, RESTORE, (state,), {}, [], has_effect=True)
 
     def _note_filled(self, call: OperatorCall, made: Tensor) -> None:
-        """Take in a tensor of equal numbers that is like another one, which need not be there: ``zeros_like(p)``."""
+        """Record ``zeros_like(p)`` and the like. A meta tensor takes the place of ``p``: only its geometry matters."""
         schema, (given, *others) = call.schema, call.args
         with torch._C._DisableTorchDispatch():
             like = torch.empty_strided(given.size(), given.stride(), dtype=given.dtype, device="meta")
@@ -93,12 +93,12 @@ class CallRecorder:
         self._add(partial(schema.call, like, *others, **named), name, (), {}, [made])
 
     def note_constant(self, made: Tensor, value: Tensor) -> None:
-        """Take in a tensor that was made of Python's numbers."""
+        """Record a tensor that was made from Python numbers."""
         name = f"constant {value.dtype} {value.device} {tuple(value.shape)} {value.tolist()}"
         self._add(value.clone, name, (), {}, [made])
 
     def has(self, tensor: Tensor) -> bool:
-        """Return True if it is known how ``tensor`` was made."""
+        """Return True if the recorder knows how ``tensor`` was computed."""
         is_known = storage_id(tensor) in self._known and is_dense(tensor)
         return is_known and place_of(tensor) in self._numbers
 
@@ -106,7 +106,7 @@ class CallRecorder:
         return self._numbers.setdefault(place_of(tensor), len(self._numbers))
 
     def _slotted(self, given: Any) -> Any:
-        """``given`` with numbers for its tensors. What torch maps trees with is watched and takes ten times as long."""
+        """Replace tensors by their numbers. torch's ``tree_map`` would be watched, and take ten times as long."""
         if isinstance(given, Tensor):
             return TensorSlot(self._number(given))
         if type(given) is list or type(given) is tuple:

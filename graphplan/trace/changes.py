@@ -1,4 +1,4 @@
-"""What one step left changed in its owners: rebound slots, changed Python values, grown lists and deques."""
+"""Changes that one step left in its owners: rebound slots, changed Python values, grown lists and deques."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
 
 Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
-"""Storage, offset, shape, strides, dtype, whether conjugated, whether negated: one place is one memory seen alike."""
+"""Storage, offset, shape, strides, dtype, conjugate bit, negative bit: equal places are equal views of one memory."""
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Where ``tensor`` lies."""
+    """Return the place of ``tensor``."""
     if type(tensor) not in PLAIN_KINDS:
         tensor = local(tensor)
     if tensor.layout is not torch.strided:
@@ -44,11 +44,11 @@ def place_of(tensor: Tensor) -> Place:
 class Rebinding:
     """A slot that holds other memory after the step than before it. ``None`` places mean that it held no tensor.
 
-    ``plain``: others were as good as the tensors that it held (:func:`holds_plain`). ``moved``: it holds the same
-    tensors, which the step gave other memory (``tensor.data = ...``); ``joined`` is the path of a tensor that shares
-    memory with them before or after the step, in a way that no replay repeats. ``follows`` is the path of a tensor that
-    the step gives the memory of the new tensor here (``p.data = state["old"]``). ``objects`` are the ids of what
-    the slot held before and after, to compare with those of other slots in the same step.
+    ``plain``: other tensors with the same values could replace those that it held (:func:`holds_plain`). ``moved``: it
+    holds the same tensors, to which the step gave other memory (``tensor.data = ...``). ``joined`` is the path of a
+    tensor that shares memory with them before or after the step in a way that no replay repeats. ``follows`` is the
+    path of a tensor to which the step gives the memory of the new tensor here (``p.data = state["old"]``). ``objects``
+    are the ids of the slot's value before and after the step, to compare with other slots in the same step.
     """
 
     path: str
@@ -63,9 +63,9 @@ class Rebinding:
 
 @dataclass(slots=True)
 class Changes:
-    """Differences between an owner walk before a step and one after. ``moved`` are lists and deques with fewer items,
-    or with more that are not all at the end: how many before and after. ``flags`` are those that a program is keyed by.
-    ``renewed`` are values in objects and containers that are new, in the places of others.
+    """Differences between an owner walk before a step and one after. ``moved`` has the lengths before and after of
+    lists and deques that lost items, or got some elsewhere than at the end. ``flags`` are those in a program's key.
+    ``renewed`` are paths of values whose container is a new object in the place of another one.
     """
 
     rebindings: dict[str, Rebinding] = field(default_factory=dict)
@@ -77,8 +77,8 @@ class Changes:
 
 
 class Recorder:
-    """Notes what owners hold now, as ``walk`` has just found it, and what has changed when asked again. ``fed`` are the
-    tensors that the step is fed, by name. Storages in slots are held weakly: last step's gradients are to go.
+    """A record of what owners hold now, as ``walk`` has just found it, to find later changes. ``fed`` are the fed
+    tensors, by name. Storages in slots are held weakly, so that the last step's gradients can be freed.
     """
 
     def __init__(self, owners: Mapping[str, Any], walk: Walk, fed: Mapping[str, Tensor]) -> None:
@@ -99,7 +99,7 @@ class Recorder:
                 if place[0] is not None:
                     self._weak.append(StorageWeakRef(tensor.untyped_storage()))
             self.metadata[path] = metadata_of(value)
-            # Gradients are other tensors in each step, which may get the places of those before.
+            # Gradients are other tensors in each step, which may reuse the memory of earlier ones.
             if slot.param is None:
                 self._held[path] = list(map(weakref.ref, tensors))
                 if holds_plain(value):
@@ -112,7 +112,7 @@ class Recorder:
         self._found = self._flags.read()
 
     def kept(self, now: Walk) -> Iterator[tuple[Tensor, str]]:
-        """The tensors that slots hold ``now`` and held before, with their paths; of those in tuples, the items'."""
+        """Yield the tensors that slots hold ``now`` and held before, and their paths; of a tuple, each item."""
         for path, slot in now.slots.items():
             value = slot.get() if slot.param is None and self._is_held(path, now) else None
             items = enumerate(value) if isinstance(value, tuple) else ()
@@ -121,7 +121,7 @@ class Recorder:
                 yield value, path
 
     def entry_slots(self) -> dict[int, list[Slot]]:
-        """Slots by the storage that they held when this recorder was made."""
+        """Return the slots by the storage that they held when this recorder was made."""
         groups: dict[int, list[Slot]] = {}
         for path, places in self.places.items():
             for place in places:
@@ -130,7 +130,7 @@ class Recorder:
         return groups
 
     def changes(self, used: Collection[int | None]) -> tuple[Changes, Walk]:
-        """What differs now, and the walk that found it. ``used`` are storages that the step read or returned."""
+        """Return the changes, and the walk that found them. ``used`` are storages that the step read or returned."""
         now = walk_owners(self._owners)
         found = Changes(flags=self._changed_flags())
         for path, items in now.lists.items():
@@ -158,7 +158,7 @@ class Recorder:
             if is_new and known is not None and not is_hidden:
                 found.renewed.add(path)
             value = scalar.get()
-            # What a class has stays as it was where the step gives an object its own.
+            # A new attribute of an object hides the attribute of its class, whose value has not changed.
             old = ABSENT if is_hidden else self.scalars.get(path, THERE if path in self.places else ABSENT)
             if not same_value(old, value) and not path.startswith(grown):
                 found.scalars[path] = (old, value)
@@ -168,7 +168,7 @@ class Recorder:
         return found, now
 
     def _changed_flags(self) -> dict[str, tuple[Any, Any]]:
-        """Flags that are not what they were, but for a group's tensors and numbers that an optimizer counts with."""
+        """Return the changed flags, without tensors in parameter groups and numbers that an optimizer counts with."""
         now = self._flags.read()
         pairs = {path: (self._found.get(path, ABSENT), now.get(path, ABSENT)) for path in {**self._found, **now}}
         counted = self.walk.counted
@@ -184,7 +184,7 @@ class Recorder:
         return len(held) == len(tensors) > 0 and all(known() is t for known, t in zip(held, tensors, strict=True))
 
     def _note_moved(self, found: Changes, moved: list[str], places: Mapping[str, tuple[Place, ...]], now: Walk) -> None:
-        """Replays leave the tensors at ``moved`` where they lie: what shares memory with them has to move alike."""
+        """Mark rebindings at ``moved``: replays do not move tensors, so those that share memory must move together."""
         before, after = _sharing(self.places, moved), _sharing(places, moved)
         for path in moved:
             old, new = before[path], after[path]
@@ -201,7 +201,7 @@ class Recorder:
             found.rebindings[path] = replace(found.rebindings[path], moved=True, joined=joined)
 
     def _follows(self, path: str, moved: str, found: Changes, places: Mapping[str, tuple[Place, ...]]) -> bool:
-        """Whether a new tensor lies at ``path`` where the one at ``moved`` lies now, as it did before, if it did."""
+        """Return True if ``path`` got the memory that ``moved`` has now, and before had all of its memory or none."""
         is_like_it = path in found.rebindings and places.get(path) == places[moved]
         storages = {place[0] for place in self.places[moved]}
         was_apart = storages.isdisjoint(place[0] for place in self.places.get(path, ()))
@@ -211,7 +211,7 @@ class Recorder:
         held, old = self.items.get(path, (None, ()))
         if held is not items:
             return
-        # A deque that drops items does not grow, but gives each item another place, if the step reads what lies there.
+        # A full deque moves each item when it drops some. If the step reads the items, this is more than an append.
         inner = (places for place, places in self.places.items() if place.startswith(f"{path}["))
         drops = getattr(items, "maxlen", None) is not None
         may_drop = drops and not any(place[0] in used for places in inner for place in places)
@@ -223,7 +223,7 @@ class Recorder:
 
 
 def _sharing(places: Mapping[str, tuple[Place, ...]], paths: Iterable[str]) -> dict[str, dict[str, tuple[Any, ...]]]:
-    """For each of ``paths``: the paths in the same storages, itself included, and where they lie in these."""
+    """Return, for each of ``paths``, the paths in the same storages, itself included, with their places in these."""
     wanted = {place[0] for path in paths for place in places[path]} - {None}
     within: defaultdict[int | None, list[str]] = defaultdict(list)
     for path, there in places.items():
@@ -234,8 +234,8 @@ def _sharing(places: Mapping[str, tuple[Place, ...]], paths: Iterable[str]) -> d
 
 
 def _new_items(old: tuple[Any, ...], items: Items, *, may_drop: bool) -> list[Any] | None:
-    """What was appended to ``items``, which held ``old``; None if anything else happened. A deque that is full drops as
-    many as it gets: the fewest that explain what it holds. One whose items only took each other's places got none.
+    """Return what was appended to ``items``, which held ``old``; None if anything else happened. A full deque drops as
+    many items as it gets: assume the fewest that explain its contents. A rotated deque got no items.
     """
     now = list(items)
     is_full = len(now) == getattr(items, "maxlen", None)
@@ -249,12 +249,12 @@ def _new_items(old: tuple[Any, ...], items: Items, *, may_drop: bool) -> list[An
 
 
 def is_alike(known: Any, metadata: Any) -> bool:
-    """Whether the metadata of what lies somewhere now are those that are known, as far as these matter."""
+    """Return True if the current ``metadata`` of a place equal those that are ``known``, as far as these matter."""
     return is_there(metadata) if known is THERE else same_value(known, metadata)
 
 
 def told_apart(first: Any, second: Any, tell: Callable[[Any], str] = repr) -> tuple[str, str]:
-    """Texts of two values that are not the same, which never read alike."""
+    """Return texts of two values that are not the same. The texts always differ."""
     one, other = tell(first), tell(second)
     if one != other:
         return one, other
@@ -264,20 +264,20 @@ def told_apart(first: Any, second: Any, tell: Callable[[Any], str] = repr) -> tu
 
 
 def told(path: str, old: Any, new: Any, when: str = "") -> str:
-    """In words: what lies at ``path``, a value or a tensor's metadata, was ``old`` (``when``), and is ``new``."""
+    """Describe a change at ``path``: the value, or a tensor's metadata, was ``old`` (``when``), and is ``new``."""
     what, was, now = difference(path, old, new)
     before = "was not set" if old is ABSENT else f"was {was}"
     return f"{what} {before}{when} and {is_now(new, now)}"
 
 
 def is_now(value: Any, text: str = "") -> str:
-    """In words: what a place holds now; ``text`` tells it if it was compared."""
+    """Describe what a place holds now: by ``text``, or by the value's ``repr``."""
     return "is gone" if value is ABSENT else f"is {text or repr(value)}"
 
 
 def same_value(first: Any, second: Any) -> bool:
-    """Return True if two Python values are interchangeable: same type, and equal (0.0 is not -0.0) or both NaN. What is
-    compared by the user's own code, which must not run here, or raises, is not.
+    """Return True if two Python values are interchangeable: same type, and equal (0.0 is not -0.0) or both NaN. Return
+    False for values whose comparison raises, or is the user's own code, which must not run here.
     """
     if first is second:
         return True
@@ -287,7 +287,7 @@ def same_value(first: Any, second: Any) -> bool:
         ones, others = tuple.__iter__(first), tuple.__iter__(second)
         return tuple.__len__(first) == tuple.__len__(second) and all(map(same_value, ones, others))
     if type(first) is weakref.ref:
-        # What a step refers to weakly and makes anew is gone after it.
+        # If each step makes the referent anew, both references are dead, and equal.
         return first() is second()
     if isinstance(first, float) and first == 0.0 == second:
         return math.copysign(1.0, first) == math.copysign(1.0, second)

@@ -1,6 +1,6 @@
-"""torch.distributed's operators: what they write, in which group they run, and waiting for them.
+"""torch.distributed's operators: the arguments that they write, their process groups, and waiting for them.
 
-Their schemas do not say what they write, and they return before it is written.
+Their schemas do not declare the writes, and the operators return before the writes are done.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ _FUNCTIONAL = "_c10d_functional."
 _LATE = ("c10d._reduce_scatter_base_", "c10d.reduce_scatter_")
 _CLASS = "__torch__.torch.classes.c10d."
 _SILENT = {"fsdp.all_gather_copy_in.default": 1}
-"""Operators around collectives that write an argument, by its position, without saying so."""
+"""Operators around collectives that write an argument, by its position, which their schemas do not declare."""
 
 
 def is_collective(name: str) -> bool:
-    """Whether an operator of that name communicates."""
+    """Return True if the operator of that name communicates between processes."""
     return name.startswith((_IN_PLACE, _FUNCTIONAL))
 
 
 def written_positions(name: str) -> tuple[int, ...]:
-    """Positions of the arguments that a collective, or an operator that prepares one, writes; none for others."""
+    """Return the positions of the arguments that a collective, or an operator that prepares one, writes."""
     return (_SILENT[name],) if name in _SILENT else (0,) if name.startswith(_IN_PLACE) else ()
 
 
 def finish(name: str, out: Any) -> Any:
-    """A collective's results as its caller gets them. gloo copies late in a reduce_scatter, so that is awaited here."""
+    """Return a collective's results for its caller. On a CPU, wait for reduce_scatter: gloo copies its result late."""
     if not name.startswith(_LATE):
         return out
     results = [value for value in pytree.tree_leaves(out) if isinstance(value, torch.Tensor)]
@@ -44,7 +44,7 @@ def finish(name: str, out: Any) -> Any:
 
 
 def name_object(value: torch.ScriptObject) -> tuple[str, str]:
-    """What identifies one of an operator's objects, which is wrapped anew for each call."""
+    """Return a comparable name for an object argument: torch wraps the object anew in each call."""
     kind = str(value._type())
     if kind == f"{_CLASS}ProcessGroup":
         return "ProcessGroup", str(distributed.ProcessGroup.unbox(value).group_name)
@@ -52,7 +52,7 @@ def name_object(value: torch.ScriptObject) -> tuple[str, str]:
 
 
 def wait_for(name: str, out: Any) -> None:
-    """Wait until a collective that was called as operator has written its results."""
+    """Wait until the collective operator ``name``, which returned ``out``, has written its results."""
     for value in pytree.tree_leaves(out):
         if isinstance(value, torch.ScriptObject) and str(value._type()) == f"{_CLASS}Work":
             distributed.Work.unbox(value).wait()

@@ -1,14 +1,14 @@
-"""Dispatch modes that hear of composite operators in parts, those of inference tensors too, and of ``bincount``.
+"""Dispatch modes that receive composite operators, masks in indices, and ``bincount`` in parts.
 
-Operators that torch puts together from others (``narrow`` with a tensor, ``einsum``) are taken apart by autograd's
-dispatch key, before they come to a dispatch mode. In inference mode, and with tensors that were made there, they come
-whole: what they read on the host does not show, and the parts would not see autocast, which is off within a mode.
+Composite operators (``narrow`` with a tensor, ``einsum``) are decomposed by autograd's dispatch key, before a dispatch
+mode receives them. In inference mode, and with inference tensors, a mode receives them whole: their host reads would
+not show, and autocast, which is off within a mode, would not apply to their parts.
 
-A mask in an index is two operators: one finds the positions that it selects, the other one indexes with these. So what
-the host has to read is an operator of its own, whose results can be known before.
+A mask in an index becomes two operators: one finds the positions that it selects, the other one indexes with these.
+The host read is then an operator of its own, whose results can be known before.
 
-How many numbers ``bincount`` gives depends on the largest that it is given. With ``minlength``, it mostly is as many as
-that says: then it is a branch on whether all lie below, and an operator whose result has a fixed shape.
+The length of the result of ``bincount`` depends on the largest input. With ``minlength``, it mostly is ``minlength``.
+The call becomes a branch on whether all inputs lie below it, and an operator whose result has a fixed shape.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchK
 
 
 class OperatorMode(TorchDispatchMode):
-    """A mode whose :meth:`operate` hears of operators, of composites in parts, but of no read that ``answers`` has."""
+    """A dispatch mode that passes operators to :meth:`operate`, composites in parts; ``answers`` replaces reads."""
 
     def __init__(self, answers: BatchAnswers | None = None) -> None:
         super().__init__()
@@ -67,12 +67,12 @@ class OperatorMode(TorchDispatchMode):
             self._casting.close()
 
     def takes(self, answer: Answer, call: OperatorCall) -> bool:
-        """Return True if ``answer`` is what the call, a read of the batch, gives."""
+        """Return True if the call, a read of the batch, may be replaced by ``answer``."""
         return True
 
     @abstractmethod
     def operate(self, aside: Aside, call: OperatorCall) -> Any:
-        """Run an operator: with ``aside.run``, since what else is done here is no part of the step."""
+        """Run an operator with ``aside.run``: the step's watchers see nothing else that is done here."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -107,7 +107,7 @@ class OperatorMode(TorchDispatchMode):
                 return out
 
     def casts_within(self, call: OperatorCall) -> bool:
-        """Whether an operator runs others that autocast casts for: it has to be on, as outside the mode."""
+        """Return True if the operator runs others for which autocast casts: it must be on, as outside the mode."""
         return call.schema.casts_within and any(self._casts.values())
 
     def _hear(self, aside: Aside, call: OperatorCall) -> Any:
@@ -118,7 +118,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 def _has_bound(call: OperatorCall) -> bool:
-    """Return True if ``bincount`` counts whole numbers, each as 1, and is told how many there may be."""
+    """Return True if ``bincount`` counts integers without weights, and has a ``minlength``."""
     numbers: Tensor = call.args[0]
     weights, minlength = call.given(1), call.given(2)
     is_plain = numbers.dim() == 1 and not numbers.is_floating_point() and numbers.dtype != torch.bool
@@ -126,9 +126,9 @@ def _has_bound(call: OperatorCall) -> bool:
 
 
 def _count_below(numbers: Tensor, weights: None = None, minlength: int = 0) -> Tensor | None:
-    """``torch.bincount(numbers, minlength=minlength)`` if all of them lie below ``minlength``; else None.
+    """Return ``torch.bincount(numbers, minlength=minlength)`` if ``numbers`` lie in ``range(minlength)``; else None.
 
-    Of operators that are no composites: a mode would hear of these as a whole here.
+    This uses no composite operators, since a mode would receive these whole here.
     """
     are_below = ((numbers >= 0) & (numbers < minlength)).all()
     if not torch.ops.aten._local_scalar_dense.default(are_below):
@@ -140,13 +140,13 @@ def _count_below(numbers: Tensor, weights: None = None, minlength: int = 0) -> T
 
 
 def _comes_whole(call: OperatorCall) -> bool:
-    """Return True if torch does not take a composite operator apart that is given that."""
+    """Return True if torch does not decompose a composite operator with these arguments."""
     return torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in call.tensors())
 
 
 @contextmanager
 def _watching_autocast(casts: dict[str, bool]) -> Iterator[None]:
-    """Keep ``casts`` what the step sets: within a mode, torch says that autocast is off."""
+    """Keep the step's autocast settings in ``casts``: within a mode, torch reports that autocast is off."""
     set_enabled: Any = torch.set_autocast_enabled
 
     @wraps(set_enabled)
@@ -165,9 +165,9 @@ def _watching_autocast(casts: dict[str, bool]) -> Iterator[None]:
 
 @contextmanager
 def _as_outside(func: Any, casts: dict[str, bool]) -> Iterator[None]:
-    """Run parts of ``func`` with autocast and view tracking as outside the mode: ``matmul`` folds dimensions so."""
+    """Run parts of ``func`` with autocast and view tracking as outside the mode: these decide how ``matmul`` folds."""
     keys = [key for device, key in _AUTOCAST.items() if casts.get(device)]
-    # Where torch makes the result of the whole a view, those of its parts are none.
+    # If torch marks the result of the whole operator as a view, it does not mark those of its parts.
     keys += [] if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView") else [_VIEWS]
     off = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
     for key in off:

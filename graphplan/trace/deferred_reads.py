@@ -1,10 +1,10 @@
-"""Reads of numbers and copies to the host that wait until a value is needed, in a step that is traced or captured.
+"""Reads of numbers and copies to the host that a traced or captured step defers until code needs a value.
 
-While :class:`DeferredReads` is entered, ``tensor.item()`` gives a :class:`graphplan.tensors.deferred.DeferredNumber`,
-and ``tensor.cpu()`` a :class:`graphplan.tensors.deferred.HostCopy`. When the step is over, they are in what it returns,
-in lists that it has appended to, or, numbers only, in its owners' attributes. There real ones are put, and the trace
-notes how numbers were computed. What is kept elsewhere cannot be followed: the step is undone, and run again with
-each read at once.
+While :class:`DeferredReads` is entered, ``tensor.item()`` returns a :class:`graphplan.tensors.deferred.DeferredNumber`,
+and ``tensor.cpu()`` a :class:`graphplan.tensors.deferred.HostCopy`. After the step, they may be in its result, in lists
+that it has appended to, or, numbers only, in its owners' attributes. Real ones replace them there, and the trace
+records how numbers were computed. One that is kept elsewhere cannot be followed: the step is undone, and run again
+with immediate reads.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 _item, _to, _numpy = torch._C.TensorBase.item, torch._C.TensorBase.to, torch._C.TensorBase.numpy
 _NO_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
-"""Code may ask whether a truth value *is* ``True``."""
+"""Dtypes whose reads are not deferred: code may ask whether a truth value *is* ``True``."""
 
 
 class DeferredReads:
-    """Defers the reads of the code that runs in the thread which enters it. Copies hold what they are copies of if it
-    ``fills`` them: a capture cannot. ``symbolic`` are the stand-ins for owners' numbers; with ``defers=False`` nothing
-    else waits. ``int(tensor)`` waits at the places ``whole`` alone: C code takes no stand-in for what most of it gives.
+    """A context that defers the host reads of its thread. If it ``fills`` host copies, they hold the values of their
+    sources: a capture cannot do that. ``symbolic`` are the stand-ins for owners' numbers; ``defers=False`` leaves only
+    these. ``int(tensor)`` is deferred only at the places ``whole``: most integers go to C code, which needs real ones.
     """
 
     def __init__(
@@ -69,21 +69,21 @@ class DeferredReads:
         self._reads = False
         self._is_over = False
         self.computes = False
-        """Whether operators have worked with numbers of which eager steps have values."""
+        """Whether operators have worked with deferred numbers, where eager steps use values."""
         self._begins_slices = self._needs_whole = False
-        """Whether code has written to slices that begin at such numbers, and whether it has needed what waits at the
-        places ``whole``.
+        """Whether code has written to slices that begin at deferred numbers, and whether it has needed the value of a
+        number that was read at the places ``whole``.
         """
         self._whole: set[int] = set()
-        """What is read there, by identity."""
+        """Ids of the tensors that are read there."""
         self._has_copied = False
         self._has_replaced = False
-        """Whether code has needed copies, or was given tensors of lists, or truth values in place of other reads."""
+        """Whether code has needed a host copy, or got a stacked tensor or a truth value in place of other reads."""
         self.copies: dict[int, tuple[HostCopy, Tensor]] = {}
-        """Copies whose values were not needed and what they are copies of, by the identity of the copy."""
+        """Host copies whose values were not needed, and their sources, by the id of the copy."""
         self._moved: set[int] = set()
         self._derived: set[int] = set()
-        """Those from which autograd would lead back."""
+        """Ids of host copies that are part of autograd's graph in an eager step."""
         self._real_copies: dict[int, Tensor] = {}
         self.symbolic = SymbolicNumbers() if symbolic is None else symbolic
         deferring = Conversions(
@@ -91,7 +91,7 @@ class DeferredReads:
             on_whole=self._defer_whole if whole else None,
         )  # fmt: skip
         conversions = deferring if defers else Conversions()
-        # Compiled code, which gets stand-ins for arguments alone, is best left with torch's own methods.
+        # Keep torch's own methods for compiled code, which only gets stand-ins for arguments.
         self._conversions = conversions if defers or self.symbolic.may_be_there else nullcontext()
 
     def __enter__(self) -> DeferredReads:
@@ -114,12 +114,12 @@ class DeferredReads:
 
     @property
     def shows_more(self) -> bool:
-        """Whether code was given more than numbers of which nothing else was made on the device."""
+        """Whether code got more than deferred numbers with which no operator has worked."""
         return self.computes or self._has_copied or self._is_lost or self._has_replaced
 
     @property
     def has_stand_ins(self) -> bool:
-        """Whether code was given what is no real number or tensor."""
+        """Whether code got anything in place of a real number or tensor."""
         return bool(self) or self.symbolic.are_there
 
     def _copy(self, tensor: Tensor) -> Tensor | None:
@@ -135,7 +135,7 @@ class DeferredReads:
         return copy
 
     def _stack(self, numbers: Sequence[Tensor]) -> Tensor | None:
-        """What ``torch.tensor(numbers)`` gives: a copy that waits, or a tensor for which the host reads no value."""
+        """Return ``torch.tensor(numbers)`` as a host copy, or as a tensor for which the host reads no value."""
         kinds = {(each.dtype, each.device) for each in numbers}
         if len(kinds) > 1 or is_torchs() or not all(map(_is_plain, numbers)):
             return None
@@ -146,7 +146,7 @@ class DeferredReads:
         return self._copy_of(stacked) if is_on_device else stacked
 
     def _ask(self, truth: Tensor) -> bool:
-        """A truth value in place of another read: replays can compare it."""
+        """Return a truth value in place of another read: replays can compare it."""
         self._has_replaced = True
         return bool(truth)
 
@@ -159,7 +159,7 @@ class DeferredReads:
         return copy
 
     def move(self, copy: HostCopy, function: Callable[[Tensor], Tensor], *, detaches: bool) -> Tensor:
-        """What ``function`` makes of ``copy``, made of its source; it may detach values from autograd's graph."""
+        """Return ``function`` of ``copy``, computed from its source. It may detach values from autograd's graph."""
         source = function(copy.source)
         if source is copy.source:
             return copy
@@ -170,10 +170,10 @@ class DeferredReads:
         return moved
 
     def need(self, copy: HostCopy) -> None:
-        """Code is about to look at what ``copy`` holds: from now on it is a tensor like any other."""
-        # Others that lie in its memory would not see what is written to it.
+        """Give ``copy`` its values, since code needs them: from now on it is an ordinary tensor."""
+        # Copies that share its memory in an eager step would not see writes to it.
         self._is_lost |= id(copy) in self._moved or id(copy) in self._derived or get_ident() != self._thread
-        # C code has passed its memory to an operator already: the trace, which is being told of that, hears of no read.
+        # Inside the dispatch mode, C code has already passed the memory to an operator: the trace records no read.
         self._is_lost |= torch._C._len_torch_dispatch_stack() < self._modes
         _, source = self.copies.pop(id(copy))
         self._has_replaced = True
@@ -194,7 +194,7 @@ class DeferredReads:
         is_elsewhere = device is not None and device.type != tensor.device.type == "cpu"
         with torch.no_grad(), instead("operators"):
             copy = tensor if tensor.dim() == 0 else tensor.reshape(())
-            # A replay reads no host memory: it has a copy where it computes.
+            # A replay reads no host memory: it needs a copy on its device.
             copy = _to(copy, device) if is_elsewhere else copy.clone()
         number = DeferredNumber(float if copy.dtype.is_floating_point else int, self, copy)
         self._made.append(weakref.ref(number))
@@ -207,12 +207,12 @@ class DeferredReads:
         return number
 
     def array_of(self, copy: HostCopy) -> Any:
-        """What ``copy.numpy()`` gives."""
+        """Return the result of ``copy.numpy()``, deferred unless the copy is part of autograd's graph."""
         if id(copy) in self._derived:
             self.need(copy)
             return copy.numpy()
         with _disable_current_modes():
-            # There are none of some dtypes.
+            # For dtypes that NumPy lacks, this raises torch's error.
             kind = type(_numpy(torch.empty(0, dtype=copy.dtype, device="cpu")))
         self._moved.add(id(copy))
         array = DeferredArray(kind, self, copy.source)
@@ -220,14 +220,14 @@ class DeferredReads:
         return array
 
     def read(self, tensor: Tensor, kind: type) -> Any:
-        """A tensor's only element, or all as an array if that is the ``kind``. It is asked each time that a value is
-        needed: what may be read for one purpose may not be for another.
+        """Read a tensor's only element, or all as an array if that is the ``kind``. This is called each time that code
+        needs a value: a read that is allowed for one purpose may not be for another.
         """
         if kind not in (bool, int, float):
-            # Code may write to what it is given.
+            # Code may write to the array.
             self._is_lost |= not self._is_over
             return _numpy(_to(tensor, "cpu", copy=True))
-        # No trace hears of what other threads do.
+        # A trace does not see the Python code of other threads.
         self._is_lost |= get_ident() != self._thread
         self._needs_whole |= id(tensor) in self._whole and not self._is_over
         return _item(tensor)
@@ -235,15 +235,15 @@ class DeferredReads:
     def tensor_of(
         self, number: DeferredNumber, dtype: torch.dtype, device: torch.device, *, is_operand: bool = False
     ) -> Tensor | None:
-        """A scalar tensor with the value; None if that is not where the step computes, or other code would see it."""
+        """Return a scalar tensor with the value; None if the step computes elsewhere, or other code would see it."""
         if self.symbolic.is_seen() or get_ident() != self._thread:
             return None
         made = on_device(number, dtype)
         return made if made.device == device else None
 
     def fits(self, begin: Tensor, length: int, size: int) -> bool:
-        """Whether a slice lies within ``size``, where that can be looked at, and no code of the step catches the error
-        of one that does not. Notes that the step writes to one.
+        """Return True if a slice lies within ``size``, as far as that can be read here, and no code of the step catches
+        the error of one that does not. Note that the step writes to such a slice.
         """
         with _disable_current_modes():
             first = _item(begin) if self._fills or self.symbolic.may_fill else 0
@@ -253,23 +253,23 @@ class DeferredReads:
 
     @property
     def waits_for_good(self) -> bool:
-        """Whether integers that wait begin slices, and code has needed none of them."""
+        """Whether deferred integers begin slices, and code has needed the value of none."""
         return self._begins_slices and not self._needs_whole
 
     def may_fail(self) -> bool:
-        """Whether a computation may wait that raises an exception for some values: no code catches that."""
+        """Return True if no code of the step would catch an error of a computation: it may be deferred then."""
         return ends_step(ArithmeticError, TypeError, ValueError)
 
     def is_summed(self) -> bool:
-        """Whether numbers are added that ``sum()`` is given, where that does not round as ``+`` does."""
+        """Return True if ``sum()`` is adding the numbers, and rounds differently from ``+``."""
         is_summed = sums_otherwise()
         self._is_lost |= is_summed
         return is_summed
 
     def settle(self, result: Any, changes: Changes, after: Walk, assigned: Container[str]) -> tuple[Any, bool]:
-        """Put real numbers in the places of those in ``changes``, whose walk is ``after``, and in ``result``, which is
-        returned, with whether anything was put anywhere. Attributes that are ``assigned`` do not have their own value
-        among the operands.
+        """Replace deferred numbers and host copies by real ones in ``result``, and in ``changes`` and the places that
+        the walk ``after`` has for them. Attributes that are ``assigned`` do not have their own old value among the
+        operands. Return the result, and whether anything was replaced.
         """
         self._is_over = True
         has_put = bool(self)
@@ -301,13 +301,13 @@ class DeferredReads:
         for copy, _ in self.copies.values():
             self._made.append(weakref.ref(copy))
             if id(copy) not in self._real_copies:
-                # C code may have taken it without the tensor: ``held.data = copy``.
+                # C code may keep its memory without the tensor: ``held.data = copy``.
                 self._memories.append(StorageWeakRef(copy.untyped_storage()))
         self.copies, self._real_copies = {}, {}
         return result, has_put
 
     def _settle_flags(self, changes: Changes, after: Walk) -> None:
-        """Replays compute owners' numbers there, a learning rate say; of others they leave the traced steps' values."""
+        """Replace deferred flags. Replays compute owners' numbers there (a learning rate), and keep other flags."""
         flags = {path: new for path, (_, new) in changes.flags.items() if is_deferred(new)}
         for path, number in flags.items():
             self._is_lost |= not number.is_symbolic
@@ -320,22 +320,22 @@ class DeferredReads:
         return any(is_deferred(leaf) or id(leaf) in self.copies for leaf in flatten_result(tree)[0])
 
     def _real(self, leaf: Any) -> Any:
-        """The number or the tensor for what was deferred; others as they are."""
+        """Return the real number or tensor for a deferred one; anything else as it is."""
         if id(leaf) not in self.copies:
             return value_of(leaf)
-        # Replays would have none of the attributes that code has given it.
+        # Replays would not set attributes that code has given the copy.
         self._is_lost |= bool(vars(leaf))
-        # One for all places that have it.
+        # All places that hold the copy get the same tensor.
         return self._real_copies.setdefault(id(leaf), leaf.detach())
 
     def are_over(self) -> bool:
-        """Whether no number is anywhere, nor was one where this could not follow it."""
+        """Return True if no deferred number is left, and none was where it could not be followed."""
         return not self.are_kept() and not self._is_lost
 
     def are_kept(self) -> bool:
-        """Whether a number is still anywhere."""
+        """Return True if anything still refers to a deferred number."""
         if self._is_anywhere():
-            # Cycles that the step has left are young.
+            # Reference cycles that the step left are in young generations.
             gc.collect(1)
         return self._is_anywhere()
 

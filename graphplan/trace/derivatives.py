@@ -1,8 +1,8 @@
-"""Derivatives of ``prod`` and ``cumprod`` that do not look on the host for zeros.
+"""Derivatives of ``prod`` and ``cumprod`` that do not read on the host whether there are zeros.
 
-In an eager step, torch reads whether there are any, and takes another formula then. A capture cannot, and within a
-dispatch mode torch takes one that is good for all values, and makes an operator for each factor. Here both are computed
-by torch's operators in torch's order, so that each element has the bits of an eager step.
+In an eager step, torch reads whether there are any, and uses another formula then. A capture cannot read it. Within a
+dispatch mode, torch uses a formula for all values, which runs an operator for each factor. Here both formulas are
+computed by torch's operators in torch's order, so that each element has the bits of an eager step.
 
 The formulas are ``prod_backward`` and ``cumprod_backward`` of torch's ``FunctionsManual.cpp``.
 """
@@ -25,7 +25,7 @@ from graphplan.tensors.attributes import PLAIN_KINDS
 
 @contextmanager
 def own_derivatives() -> Iterator[None]:
-    """Have the code that runs in this thread derive by them."""
+    """Use these derivatives for the code that runs in this thread."""
     _FUNCTIONS.enter(get_ident())
     try:
         yield
@@ -41,7 +41,7 @@ _HERE = _Here()
 
 
 def is_derived_here() -> bool:
-    """Whether the operator that this thread runs has one of these derivatives."""
+    """Return True if the operator that this thread runs has one of these derivatives."""
     return _HERE.is_deriving
 
 
@@ -55,7 +55,7 @@ def _deriving() -> Iterator[None]:
 
 
 class _Derived(torch.autograd.Function):
-    """A function of torch's, and ``backward(grad, x, out)`` for it; torch's own where that is to be derived too."""
+    """A torch function with ``backward(grad, x, out)`` of this module; for double backward, torch's own derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plain: Callable[[Tensor], Tensor], backward: Callable[..., Tensor]) -> Tensor:
@@ -69,7 +69,7 @@ class _Derived(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, out = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            # Autocast has cast what it was computed of.
+            # Under autocast, ``out`` was computed from a cast ``x``.
             return ctx.derive(grads[0], x.to(out.dtype), out), None, None
         (found,) = torch.autograd.grad(ctx.plain(x), x, grads[0], create_graph=True)
         return found, None, None
@@ -79,7 +79,7 @@ def _derive_cumprod(dim: int, grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
     if x.shape[dim] == 1:
         return grad
     x, out, is_zero = x.conj(), out.conj(), x == 0
-    # Kernels that the step has loaded already take a millisecond less: no integers, and no masks but by torch.where.
+    # Kernels that the step has already loaded save a millisecond: no integers, and masks only in torch.where.
     zeros = is_zero.to(torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32).cumsum(dim)
     is_before, is_from_first = zeros == 0, zeros == 1
     before = torch.where(is_before, out * grad, 0.0).flip(dim).cumsum(dim).flip(dim).div(x)
@@ -89,7 +89,7 @@ def _derive_cumprod(dim: int, grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
 
 
 def _shifted(dim: int, x: Tensor) -> Tensor:
-    """One, and all elements but the last."""
+    """Return ``x`` moved by one along ``dim``: a one, then all elements but the last."""
     return torch.cat([torch.ones_like(x.narrow(dim, 0, 1)), x.narrow(dim, 0, x.shape[dim] - 1)], dim)
 
 
@@ -102,13 +102,13 @@ def _derive_prod(dim: int, keepdim: bool, grad: Tensor, x: Tensor, out: Tensor) 
 
 
 def _derive_product(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
-    """Of all elements."""
+    """Return the gradient for the product of all elements."""
     rows = _derive_prod(0, False, grad, x.reshape(-1), out).view(x.shape)
     return torch.where((x == 0).sum() > 1, 0.0, rows)
 
 
 def _is_derived(x: Any) -> bool:
-    """Whether this thread's step asks for a derivative of what is computed of ``x``, and for nothing beyond."""
+    """Return True if this thread's step needs a gradient for ``x``, and uses neither functorch nor forward mode."""
     if get_ident() not in _FUNCTIONS.entered or type(x) not in PLAIN_KINDS or not torch.is_grad_enabled():
         return False
     is_plain = x.requires_grad and x.layout is torch.strided and x.dim() > 0 and x.numel() > 1

@@ -1,9 +1,9 @@
-"""What a capture gets from the traces, since it must neither copy from the host nor wait for the device.
+"""Values that a capture gets from the traces, since it must neither copy from the host nor wait for the device.
 
-``torch.tensor(values, device="cuda")`` and ``torch.arange(n).to("cuda")`` copy from a temporary, which a graph cannot
-hold, and a value that the step asserts would be read. The traces made the same constants and knew the values. The
-modes are entered only for steps with such things: torch's modules leave their fast paths in a ``TorchFunctionMode``,
-and compiled code does not run compiled in a dispatch mode.
+``torch.tensor(values, device="cuda")`` and ``torch.arange(n).to("cuda")`` copy from temporary memory, which a graph
+cannot hold, and the host would read a value that the step asserts. The traces have made the same constants and read
+the same values. The modes are entered only for steps that need them: torch's modules leave their fast paths in a
+``TorchFunctionMode``, and compiled code does not run compiled in a dispatch mode.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SUBSCRIPTS = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 class DeviceConstants(TorchFunctionMode):
-    """Gives copies of the traced constants for tensors, and lists in an index, that the step makes on the device."""
+    """A mode that copies traced constants for tensors, and for lists in an index, that the step makes on the device."""
 
     def __init__(self, constants: Sequence[Tensor]) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ class DeviceConstants(TorchFunctionMode):
         return self._copy_of(make(*given, **{**options, "device": "cpu"}))
 
     def _without_lists(self, index: Any) -> Any:
-        """``index`` with tensors in place of its lists of numbers, as torch makes them."""
+        """Return ``index`` with tensors in place of its lists of numbers, as torch makes them."""
         if isinstance(index, tuple):
             return tuple(self._copy_of(_index_tensor(item)) if _is_numbers(item) else item for item in index)
-        # torch reads a list of lists as a tuple.
+        # torch treats a list of lists as a tuple of indices.
         is_flat = _is_numbers(index) and not any(isinstance(item, _LISTS) for item in index)
         return self._copy_of(_index_tensor(index)) if is_flat else index
 
@@ -78,7 +78,7 @@ _LISTS = (list, tuple, range)
 
 
 def _is_numbers(item: Any) -> bool:
-    """Whether ``item`` is a list of integers or bools, or of such lists."""
+    """Return True if ``item`` is a list of integers or bools, or of such lists."""
     return isinstance(item, _LISTS) and all(type(entry) in (int, bool) or _is_numbers(entry) for entry in item)
 
 
@@ -88,8 +88,8 @@ def _index_tensor(numbers: Any) -> Tensor:
 
 
 class GivenValues(OperatorMode):
-    """Answers reads of the device as in the traces, and replaces what is copied from the host by the traces' copies.
-    ``on_expected`` is told of reads that replays compare, with the tensor.
+    """A dispatch mode that answers reads of the device as in the traces, and replaces copies from the host by those of
+    the traces. ``on_expected(tensor, read)`` is called for reads that replays compare.
     """
 
     def __init__(
@@ -105,24 +105,24 @@ class GivenValues(OperatorMode):
         self._constants = [transfer for transfer in transfers if transfer.is_constant]
         made_again = {transfer.place for transfer in transfers if not transfer.is_constant}
         self._next = {place: iter([each for each in transfers if each.place == place]) for place in made_again}
-        """Transfers at places where not all are of constants, in their order."""
+        """Transfers in order, by place, for places where some are not constant."""
         self._missing: CaptureError | None = None
 
     def check(self) -> None:
-        """Raise CaptureError if the step has copied from host memory what the traced steps did not."""
+        """Raise CaptureError if the step copied host memory that the traced steps did not copy."""
         self.faults.check()
         if self._missing is not None:
             raise self._missing
 
     def operate(self, aside: Aside, call: OperatorCall) -> Any:
-        """Run an operator, or say what it read."""
+        """Run an operator, or return what it read in the traces."""
         schema = call.schema
         is_shape = call.has_dynamic_shape()
         if (call.reads_values() or is_shape) and (place := find_place()) in self._known:
             read = self._known.take(place)
             if read.expected and self._on_expected is not None:
                 self._on_expected(call.args[0], read)
-            # What lies on the host is read as in other steps.
+            # A read of host memory does not wait: it runs as in other steps.
             if read.waits and (read.asserted or not is_shape):
                 return read.value
             if read.waits and schema.name in NONZERO:

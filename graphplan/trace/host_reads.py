@@ -1,11 +1,10 @@
-"""Reads of tensors on the host that a replay can do without, and what a capture gives for them.
+"""Host reads of tensors that do not refuse a step, and the values that a capture gets for them.
 
-A value that code only asserts decides nothing but whether the step goes on (:mod:`graphplan.observe.branches`). Eager
-steps read it, and those that replays are checked with; a replay does not, and a capture on a device cannot. A truth
-value on which code branches is expected to be the one that the traces have read: a replay reads it where the step does,
-and ends there if it is another one. What is computed from Python's numbers alone is the same in each step: a mask of
-that kind, which selects a number of rows that torch would have to read, is given to the capture as the positions that
-it selects.
+A value that code only asserts decides only whether the step goes on (:mod:`graphplan.observe.branches`). Eager steps
+read it, also those of checks; a replay does not, and a capture on a device cannot. A truth value on which code branches
+is expected to equal that of the traces: a replay reads it where the step does, and ends there if it differs. Values
+that are computed from Python numbers alone are the same in each step. For a mask of that kind, torch would read on the
+host how many rows it selects: a capture gets the positions that it selects instead.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from graphplan.observe.subscripts import begins_slices
 _MACHINERY = tuple(
     os.path.join(TORCH, name) for name in ("_compile.py", "_ops.py", "_dynamo", "utils/_python_dispatch.py")
 )
-"""What calls a dispatch mode."""
+"""Code that calls a dispatch mode."""
 _SUMS_DIFFER = sys.version_info >= (3, 12)
-"""From then on ``sum()`` makes up for what additions round off."""
+"""Since Python 3.12, ``sum()`` compensates for the rounding errors of additions."""
 
 
 class Place(NamedTuple):
-    """An expression in a file. One is several instructions: which of them calls differs while a profile is on. For one
-    in torch's own code, which many calls come to, ``caller`` is the expression that calls torch.
+    """An expression in a file, not an instruction: which of its instructions makes a call differs under a profile
+    function. Many calls reach an expression in torch's own code: ``caller`` is the expression that calls torch.
     """
 
     filename: str
@@ -54,12 +53,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """A read that does not refuse a step, and what a capture is given for it: the value that was read, the tensors of
-    a shape that depends on values, or the positions that ``nonzero`` has found.
+    """A read that does not refuse a step, and the value that a capture gets for it: the value read, the tensors whose
+    shape depends on values, or the positions that ``nonzero`` has found.
 
-    It is ``asserted`` by the step's code, ``constant`` (the same in each step), or torch itself looks whether it is in
-    range. Or it is ``expected`` to be the same in most steps, and replays compare it; ``error`` refuses a step in which
-    it is not. ``waits``: a capture would have to wait for it.
+    It is ``asserted`` by the step's code, ``constant`` (the same in each step), or torch itself checks its range. Or it
+    is ``expected`` to be the same in most steps: replays compare it, and ``error`` refuses a step in which it differs.
+    ``waits``: a capture would have to wait for it.
     """
 
     place: Place
@@ -71,11 +70,11 @@ class HostRead:
 
     @property
     def expected(self) -> bool:
-        """Return True if replays compare the value."""
+        """Whether replays compare the value."""
         return self.error is not None
 
     def compare(self, value: Any) -> None:
-        """Raise OutcomeError if another step has read another ``value``."""
+        """Raise OutcomeError if another step has read a different ``value``."""
         if value != self.value:
             assert self.error is not None
             raise OutcomeError(
@@ -86,30 +85,30 @@ class HostRead:
 
 
 def _asking(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame around ``frame`` that is neither graphplan's nor a dispatch mode's: the one that reads."""
+    """Return the frame that reads: the innermost one, from ``frame`` on, outside graphplan and dispatch modes."""
     while frame is not None and ((file := frame.f_code.co_filename).startswith(_MACHINERY) or is_ours(file)):
         frame = frame.f_back
     return frame
 
 
 def begins_slice() -> bool:
-    """Return True if the code that reads a tensor only writes to slices with what it reads."""
+    """Return True if the integer being read begins slices, and the code only writes to these."""
     frame = _asking(sys._getframe(1))
     return frame is not None and begins_slices(frame.f_code, frame.f_lasti)
 
 
 def is_torchs() -> bool:
-    """Return True if it is torch's own code that reads a tensor."""
+    """Return True if torch's own code makes the current read."""
     frame = _asking(sys._getframe(1))
     return frame is not None and frame.f_code.co_filename.startswith(TORCH)
 
 
 ENGINE = Place("", 0, "autograd's engine", ())
-"""Where autograd's own thread reads a tensor: no frame there is anyone's but this package's."""
+"""The place of reads in the autograd engine's own thread, which has no Python frames but this package's."""
 
 
 def find_place() -> Place:
-    """Where the tensor is read that is being read."""
+    """Return the place of the current read."""
     frame = _asking(sys._getframe(1))
     if frame is None:
         return ENGINE
@@ -128,33 +127,33 @@ def _place_of(frame: FrameType, caller: Place | None = None) -> Place:
 
 
 def is_asserted() -> bool:
-    """Return True if the value that is being read is only asserted, and the step ends where that fails."""
+    """Return True if the value being read is only asserted, and a failed assertion ends the step."""
     frame = _asking(sys._getframe(1))
     while frame is not None and not is_ours(frame.f_code.co_filename):
         use = branches_of(frame).use_at(frame.f_lasti)
         frame = frame.f_back
         if use is not Use.RETURNED:
             return use is Use.ASSERTED and _ends_step(frame)
-        # Code that returns the value may have asserted it, too.
+        # A function that returns the value may assert it, too: its caller must not catch the exception.
         if frame is None or not branches_of(frame).lets_out(frame.f_lasti):
             return False
     return False
 
 
 def sums_otherwise() -> bool:
-    """Return True if ``sum()`` adds the numbers that are being added, and does not round as ``+`` does."""
+    """Return True if ``sum()`` is adding the numbers, and rounds differently from ``+``."""
     frame = _asking(sys._getframe(1)) if _SUMS_DIFFER else None
     return frame is not None and not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("BINARY_", "INPLACE_"))
 
 
 def ends_step(*kinds: type[BaseException]) -> bool:
-    """Return True if an exception of ``kinds`` that what runs now raises goes through all of the step's code."""
+    """Return True if no code of the step would catch an exception of ``kinds`` that is raised now."""
     frame = _asking(sys._getframe(1))
     return frame is not None and _ends_step(frame, kinds)
 
 
 def _ends_step(frame: FrameType | None, kinds: tuple[type[BaseException], ...] = (BaseException,)) -> bool:
-    """Whether an exception of ``kinds`` that comes to ``frame`` goes through all of the step's code."""
+    """Return True if no code of the step would catch an exception of ``kinds`` that reaches ``frame``."""
     while frame is not None and not runs_steps(frame.f_code):
         if not is_ours(frame.f_code.co_filename):
             kinds = branches_of(frame).lets_out(frame.f_lasti, kinds)
@@ -165,7 +164,7 @@ def _ends_step(frame: FrameType | None, kinds: tuple[type[BaseException], ...] =
 
 
 class KnownReads:
-    """What the traced steps were seen to read, for a capture of the same step."""
+    """The reads of the traced steps, for a capture of the same step."""
 
     def __init__(self, reads: Sequence[HostRead] = ()) -> None:
         self._reads: dict[Place, list[HostRead]] = {}
@@ -176,6 +175,6 @@ class KnownReads:
         return place in self._reads
 
     def take(self, place: Place) -> HostRead:
-        """Return the next recorded read at ``place``; where all were returned, the last one again."""
+        """Return the next recorded read at ``place``; after the last one, that one again."""
         reads = self._reads[place]
         return reads.pop(0) if len(reads) > 1 else reads[0]

@@ -1,7 +1,7 @@
-"""What comes of an operator in a trace for which the host may wait: a fact, or a refusal.
+"""Host synchronizations of operators in a trace: each is recorded as a fact, or refuses the step.
 
-A read of what is computed from Python's numbers alone, or from the batch alone, is a fact, and so is one that code only
-asserts, or branches on. Others refuse the step, with the line of code and the way out.
+A read of values that are computed from Python numbers alone, or from the batch alone, is a fact, and so is one that
+code only asserts, or branches on. Others refuse the step, with the line of code and the fix.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _METRIC_FIX = (
 )
 _VALUE = "aten._local_scalar_dense.default"
 _Given = Sequence[tuple[Tensor, Operand]]
-"""The tensors that an operator is given."""
+"""The tensors that an operator gets, with their operands."""
 
 
 class HostSyncs:
-    """Notes in ``trace`` what its operators have the host wait for. The step runs in the thread that makes this."""
+    """A record in ``trace`` of host synchronizations. The step runs in the thread that makes this object."""
 
     def __init__(self, trace: Trace, operands: Operands, host: HostRecorder | None) -> None:
         self._trace, self._operands, self._host = trace, operands, host
@@ -61,7 +61,7 @@ class HostSyncs:
         self._is_answered = False
 
     def read(self, name: str, tensor: Tensor | None) -> None:
-        """Note a read of a tensor's memory that is no operator."""
+        """Record a read of a tensor's memory that bypasses the dispatcher."""
         given = [(tensor, self._operands.internal(tensor))] if tensor is not None and name == "Tensor.tolist" else []
         if given and self._is_constant_read(given):
             return
@@ -73,8 +73,8 @@ class HostSyncs:
         )
 
     def check(self, call: OperatorCall, out: Any, source: Source, given: _Given) -> bool:
-        """Note what the host has waited for in an operator that was ``given`` these tensors, and gave ``out``. Return
-        True for a read that is made before the step from now on, which then does not run the operator.
+        """Record the host synchronization of an operator that got the tensors ``given`` and returned ``out``. Return
+        True for a read that is made before the step from now on: the step then does not run the operator.
         """
         name, self._is_answered = call.schema.name, False
         if call.reads_values():
@@ -104,13 +104,13 @@ class HostSyncs:
                 )
         hidden = hidden_read(name, [tensor for tensor, _ in given])
         if hidden is not None:
-            # The first argument is what is worked on, if there is another tensor. A graph cannot look at a device's.
+            # The operator reads its other tensors, or its only one. A capture cannot read constants on a device either.
             read = [pair for pair in given if pair[0] is not call.args[0]] or given
             if not self._are_constants(read):
                 of_batch = (call, out) if name == PACKING else None
                 self._refuse(f"{name} {hidden.what}", source, of_batch, fix=self._fix_of(read) or hidden.fix)
             if name == PACKING:
-                # How many rows there are at each step follows from the lengths alone.
+                # The batch sizes of the time steps depend on the lengths alone.
                 self._operands.add_constant(out[1])
         return self._is_answered
 
@@ -123,7 +123,7 @@ class HostSyncs:
         constant: Tensor | None,
         source: Source,
     ) -> None:
-        """Take in what an operator ``made`` in host memory, or computes with from there; ``constant`` is Python's."""
+        """Record tensors in host memory that an operator ``made`` or uses. A ``constant`` is made of Python numbers."""
         host, name = self._host, call.schema.name
         if host is None:
             return
@@ -135,13 +135,13 @@ class HostSyncs:
             for tensor, operand in zip(given, operands, strict=True):
                 if tensor.dim() or not tensor.is_cpu or operand in self._operands.fixed:
                     continue
-                # Others are an operator's own, such as the seed of a dropout.
+                # A scalar that the host recorder does not know is the operator's own, such as the seed of a dropout.
                 is_sent = any(tensor is sent for sent in call.host_operands())
                 if host.has(tensor) and not is_sent:
                     self._compute_with(call, tensor, made[0], source)
 
     def _compute_with(self, call: OperatorCall, number: Tensor, out: Tensor, source: Source) -> None:
-        """Take in a number in host memory with which an operator computes on the device."""
+        """Record a number in host memory with which an operator computes on the device."""
         transfer = Transfer.of(find_place(), number, out.device)
         if call.host_scalar() is number and self._may_send(transfer, number):
             self._trace.transfers.append(transfer)
@@ -154,7 +154,7 @@ class HostSyncs:
         )
 
     def _may_send(self, transfer: Transfer, tensor: Tensor) -> bool:
-        """Return True if replays can make a tensor again that is no constant."""
+        """Return True if replays can compute and copy a tensor that is no constant."""
         return self._host is not None and get_ident() == self._thread and self._host.send(transfer, tensor)
 
     def _check_value(self, call: OperatorCall, out: Any, source: Source, given: _Given) -> None:
@@ -169,7 +169,7 @@ class HostSyncs:
         is_comparison = name.startswith(("aten.equal", "aten.allclose"))
         what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
         is_of_step = get_ident() == self._thread and tensor.device == self._trace.device
-        # A replay can compare a truth value.
+        # Replays compare truth values only.
         may_be_expected = type(out) is bool and is_of_step and self._trace.expects and name == _VALUE
         what = f"{name} {what} (.item(), float(), bool(), if, an index or a size)"
         fix = self._fix_of(given) or _FIX
@@ -183,7 +183,7 @@ class HostSyncs:
             self._refuse(f"{name} copies from {origin.device} to the host", source, of_batch)
 
     def _fix_of(self, given: _Given) -> str | None:
-        """What to do about a read of such tensors, where it is known what they are."""
+        """Return the fix for a read of these tensors, if their origin is known."""
         operands, trace = {operand for _, operand in given}, self._trace
         externals = trace.externals
         random, fed = self._operands.random, trace.leaf_storages.values()
@@ -197,22 +197,22 @@ class HostSyncs:
         return None
 
     def _are_fixed(self, given: _Given) -> bool:
-        """Return True if all values are computed from Python's numbers alone."""
+        """Return True if all values are computed from Python numbers alone."""
         return all(operand in self._operands.fixed for _, operand in given)
 
     def _are_constants(self, given: _Given) -> bool:
-        """Return True if all values are computed on the host from Python's numbers alone."""
+        """Return True if all values are computed on the host from Python numbers alone."""
         return self._are_fixed(given) and not _waits(given)
 
     def _is_constant_read(self, given: _Given) -> bool:
-        """Note a read of constants on the host, which a capture may make as well; False if they are none."""
+        """Record a read of constants on the host, which a capture may make as well. Return False if they are none."""
         if not self._are_constants(given):
             return False
         self._trace.host_reads.append(HostRead(find_place(), None))
         return True
 
     def _has_constant_shape(self, call: OperatorCall, out: Any, given: _Given) -> bool:
-        """Return True if the shape of ``out`` follows from Python's numbers. A capture gets the positions."""
+        """Return True if the shape of ``out`` depends on Python numbers alone. A capture gets the positions."""
         if call.schema.name not in NONZERO:
             return self._is_constant_read(given)
         if not self._are_fixed(given):
@@ -230,11 +230,11 @@ class HostSyncs:
         fix: str = _FIX,
         may_be_expected: bool = False,
     ) -> None:
-        """Note a violation, unless it is a ``read`` (operator, result) of the batch alone, or replays compare it."""
+        """Refuse the step, unless it is a ``read`` (operator, result) of the batch alone, or replays compare it."""
         trace = self._trace
         refusal = partial(self._error, what, source, fix)
         place = find_place() if may_be_expected else None
-        # Reads of both kinds at one place could not be told apart.
+        # Reads are known by place: one place cannot have expected reads and reads of the batch.
         is_expected = any(known.expected and known.place == place for known in trace.host_reads)
         batch = None if is_expected else trace.batch
         if read is not None and batch is not None and batch.read(*read, error=refusal, may_be_expected=may_be_expected):
@@ -264,7 +264,7 @@ class HostSyncs:
         return error
 
     def _told(self, source: Source) -> Source:
-        """What a message names: the backward that is waited for, if autograd's own thread runs the operator."""
+        """Return the source for a message: the call of backward, if the autograd engine's thread runs the operator."""
         return find_source(sys._current_frames()[self._thread]) if is_ours(source.filename) else source
 
 

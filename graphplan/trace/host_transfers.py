@@ -1,8 +1,8 @@
-"""What a step makes in host memory and copies to the device: ``torch.randn(n).type_as(x)``, ``weights.to(device)``.
+"""Tensors that a step copies from host memory to the device: ``torch.randn(n).type_as(x)``, ``weights.to(device)``.
 
-No graph holds a copy from temporary host memory. What is made of Python's numbers alone is the same in each step, and
-is copied once. What the step draws on the host, or takes from a tensor that an owner has there, is made again before
-each replay by the operators that the trace has found, and copied to where the recording reads it.
+A graph cannot hold a copy from temporary host memory. A tensor that is made from Python numbers alone is the same in
+each step, and is copied once. A tensor that the step draws on the host, or computes from an owner's tensor there, is
+made again before each replay by the traced operators, and copied to where the recording reads it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A tensor in host memory that a step copies to the device at ``place``, or indexes a device's tensor with.
+    """A tensor in host memory that a step copies to the device at ``place``, or uses as an index of a device's tensor.
 
     Attributes:
-        value: what it held in the trace, or in the latest capture.
+        value: its value in the trace, or in the latest capture.
         copy: memory on the device, which recordings read in its place.
-        is_constant: whether it is made of Python's numbers alone.
+        is_constant: whether it is made from Python numbers alone.
     """
 
     place: Place
@@ -41,13 +41,13 @@ class Transfer:
 
     @classmethod
     def of(cls, place: Place, tensor: Tensor, device: torch.device, *, is_constant: bool = False) -> Transfer:
-        """The transfer of ``tensor``, as it is now, to ``device``."""
+        """Return the transfer of ``tensor``, with its current value, to ``device``."""
         with torch.inference_mode(False), torch.no_grad():
             value = tensor.detach().clone()
             return cls(place, value, value.to(device), is_constant)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Return True if a capture may read the copy where it copies ``tensor``, whose values it then has."""
+        """Return True if a capture may read the copy in place of ``tensor``, whose value this transfer then takes."""
         if self.is_constant:
             return same_bits(self.value, tensor)
         if (self.value.shape, self.value.dtype) != (tensor.shape, tensor.dtype):
@@ -56,19 +56,19 @@ class Transfer:
         return True
 
     def load(self, tensor: Tensor) -> None:
-        """Have recordings read what ``tensor`` holds."""
+        """Copy ``tensor`` to the memory that recordings read."""
         self.copy.copy_(tensor, non_blocking=True)
 
 
 class HostRecorder(CallRecorder):
-    """Follows what a step on a device makes in host memory of Python's and random numbers and owners' tensors."""
+    """A recorder of what a step on a device computes in host memory from numbers, draws and owners' tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self._sources: dict[int, tuple[str, Tensor]] = {}
 
     def meet(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
-        """Take in a tensor of an owner, which is in one of ``slots``."""
+        """Record the first use of a tensor, which owners hold in ``slots``."""
         for slot in slots if tensor.device.type == "cpu" else ():
             held = slot.get()
             if type(held) in PLAIN_KINDS and is_dense(held) and storage_id(held) == storage_id(tensor):
@@ -78,14 +78,14 @@ class HostRecorder(CallRecorder):
         return call.schema.is_certain or (call.schema.is_native and call.schema.is_random)
 
     def send(self, transfer: Transfer, tensor: Tensor) -> bool:
-        """Take in a transfer of ``tensor``; False if it cannot be made again before a replay."""
+        """Record a transfer of ``tensor``. Return False if it cannot be made again before a replay."""
         if tensor.requires_grad or not self.has(tensor):
             return False
         self._add(transfer.load, "transfer", (tensor,), {}, [], has_effect=True)
         return True
 
     def program(self) -> HostProgram | None:
-        """What makes it all again; None if the step makes nothing of that kind."""
+        """Return the operators that repeat the transfers and draws; None if there are none."""
         draws = any(call.draws for call in self._calls)
         calls = self._leading_to(lambda call: call.has_effect and (draws or call.name != RESTORE))
         used = {slot.number for call in calls for slot in call.slots()}
@@ -93,7 +93,7 @@ class HostRecorder(CallRecorder):
         return HostProgram(calls, sources, self._covered(calls)) if calls else None
 
     def _covered(self, calls: Sequence[Call]) -> frozenset[str]:
-        """The paths of owners' tensors that nothing but ``calls`` needs."""
+        """Return the paths of owners' tensors that only ``calls`` use."""
         repeated, covered = set(map(id, calls)), set[str]()
         for path, held in self._sources.values():
             of_source = {storage_id(held)}
@@ -108,9 +108,9 @@ class HostRecorder(CallRecorder):
 
 
 class HostProgram:
-    """Operators that run on the host before each replay: those that draw there, those that copy to the device, and what
-    leads to them. ``sources`` are the paths of owners' tensors that they begin with, by number; of those that it
-    ``covers`` the step needs nothing else.
+    """Operators that run on the host before each replay: those that draw there, those that copy to the device, and all
+    that they depend on. ``sources`` are the paths of owners' tensors from which they start, by number. The step uses
+    the paths in ``covers`` for nothing else.
     """
 
     def __init__(self, calls: Sequence[Call], sources: Mapping[int, str], covers: frozenset[str]) -> None:

@@ -1,4 +1,4 @@
-"""The dispatch mode that writes down a step's operators."""
+"""The dispatch mode that records a step's operators."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def _current() -> TraceMode | None:
 
 
 def refuse_trace(error: type[RefusalError], message: str) -> None:
-    """Note a violation in the trace that is going on, if one is."""
+    """Note a violation in the active trace, if there is one."""
     if (mode := _current()) is not None:
         mode.record.violate(error, message)
 
 
 def is_traced() -> bool:
-    """Return True if a trace is going on."""
+    """Return True if a trace is active."""
     return _current() is not None
 
 
 class TraceMode(OperatorMode):
-    """Fills a :class:`Trace`. ``before`` is the step's previous trace, ``answers`` what was read before the step."""
+    """A mode that fills a :class:`Trace`. ``before`` is the last trace, ``answers`` has the reads before the step."""
 
     def __init__(
         self, record: Trace, rates: RateWatch, before: Trace | None = None, answers: BatchAnswers | None = None
@@ -63,7 +63,7 @@ class TraceMode(OperatorMode):
         self.generators = TracedGenerators(record.violate, self.recorders)
         self._rates = rates
         self._source: Source | None = None
-        """Where the operator at hand comes from, if that was looked for."""
+        """Source of the current operator, if it was looked up."""
         self._sources = Sources()
         self._thread = get_ident()
         for generator in before.generators if before is not None else ():
@@ -74,7 +74,7 @@ class TraceMode(OperatorMode):
         self._sources.forget()
 
     def operate(self, aside: Aside, call: OperatorCall) -> Any:
-        """Run an operator and write it down."""
+        """Run an operator and record it."""
         schema, record, fixed = call.schema, self.record, self.operands.fixed
         name = schema.name
         self._source = None
@@ -82,7 +82,7 @@ class TraceMode(OperatorMode):
         tensors, scalars = call.tensors_and_others()
         operands, offsets = self._take_operands(tensors, name)
         source = self._source or self._find()
-        # A constant that others are added to is one, too: the step counter of an optimizer that the step makes.
+        # A constant to which constants are added stays one: the step counter of an optimizer that the step makes.
         stay_fixed = schema.is_certain and fixed.issuperset(operands)
         written = call.written() if schema.may_write else ()
         for tensor in written:
@@ -104,7 +104,7 @@ class TraceMode(OperatorMode):
         made = tensors_in(out)
         self._rates.check(name, tensors, made, source)
         if schema.may_synchronize and self.syncs.check(call, out, source, list(zip(tensors, operands, strict=True))):
-            # What comes of it is met as what is fed.
+            # From now on the result is fed: operators that use it meet it as an external.
             self._follow_batch(call, tensors, out, made, constant)
             return out
         if self._host is not None:
@@ -134,7 +134,7 @@ class TraceMode(OperatorMode):
         return out
 
     def _note_gradients(self, call: OperatorCall, tensors: list[Tensor], *, is_threaded: bool) -> None:
-        """Note what autograd would do otherwise with an operator in an eager step, or in another thread."""
+        """Note derivatives that differ from an eager step's, and operators that other threads run with gradients."""
         record = self.record
         if call.schema.derives_otherwise:
             asks = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -146,7 +146,7 @@ class TraceMode(OperatorMode):
     def _follow_batch(
         self, call: OperatorCall, given: list[Tensor], out: Any, made: list[Tensor], constant: Tensor | None
     ) -> None:
-        """Take in an operator that may follow from the batch alone."""
+        """Record an operator that may depend on the batch alone."""
         batch, asked = self.record.batch, call.asked or call
         if batch is None:
             return
@@ -156,7 +156,7 @@ class TraceMode(OperatorMode):
             batch.note(asked, made, given if call is asked else asked.tensors())
 
     def finish(self) -> None:
-        """Check what only shows once the step is over."""
+        """Check the generators, and complete the record once the step is over."""
         self.generators.check()
         record = self.record
         for storage, external in record.externals.items():
@@ -168,14 +168,14 @@ class TraceMode(OperatorMode):
 
     def _find(self) -> Source:
         frame: FrameType | None = sys._getframe(3)
-        # Beyond this mode's own frames.
+        # Skip this mode's own frames.
         while frame is not None and frame.f_code is not _DISPATCH:
             frame = frame.f_back
         caller = None if frame is None else frame.f_back
         return find_source() if caller is None or get_ident() != self._thread else self._sources.find(caller)
 
     def _take_operands(self, tensors: list[Tensor], name: str) -> tuple[tuple[Operand, ...], tuple[int, ...]]:
-        """What an operator gets, and where in what came from outside: the rest follows from the operators before."""
+        """Return the operands, and the offsets of external ones: earlier operators determine the internal offsets."""
         operands, offsets = [], []
         known = self.operands.by_storage
         for tensor in tensors:
@@ -187,7 +187,7 @@ class TraceMode(OperatorMode):
         return tuple(operands), tuple(offsets)
 
     def _meet(self, tensor: Tensor, storage: int | None, name: str) -> Operand:
-        """The operand of a storage that turns up for the first time."""
+        """Return the operand of a storage that the trace meets for the first time."""
         source = self._source = self._source or self._find()
         record, known = self.record, self.operands.by_storage
         if storage is None:
@@ -232,7 +232,7 @@ class TraceMode(OperatorMode):
             external.mutated, external.mutated_by, external.mutated_at = True, call.schema.name, source
 
     def _lift(self, value: Tensor) -> Tensor:
-        """A constant made from Python values: not an external, but its value must stay the same."""
+        """Record a constant made from Python values: it is no external, but its value must stay the same."""
         self.operands.add(value)
         constant = value.detach().clone()
         if value.device.type != "cpu":
@@ -240,7 +240,7 @@ class TraceMode(OperatorMode):
         return constant
 
     def _note_draw(self, call: OperatorCall, source: Source) -> None:
-        """Take in what a random operator is about to draw from."""
+        """Record the state and the generator that an operator is about to draw from."""
         state = call.drawn_from()
         if state is not None:
             if storage_id(state) in self.record.externals:
@@ -254,15 +254,15 @@ class TraceMode(OperatorMode):
                 self.record.drawings.append((generator, source))
 
     def _watch_generator(self, generator: torch.Generator) -> None:
-        """From here on, nothing but random operators may change the state of a generator of the step's own."""
+        """Watch a generator that is not torch's default: from now on, only random operators may change its state."""
         state = self.generators.add(generator)
         if state is not None:
             self.record.unowned_draws.append((generator, state))
 
     def takes(self, answer: Answer, call: OperatorCall) -> bool:
-        """Take in a read that was made before the step; False if it gives something else now."""
+        """Record a read that was made before the step. Return False if it gives something else now."""
         assert self.record.batch is not None
-        # What it reads may be an owner's.
+        # The read may be the first use of an owner's tensor.
         self._take_operands(call.tensors(), call.schema.name)
         if not self.record.batch.takes(answer, call):
             return False

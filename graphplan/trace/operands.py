@@ -1,4 +1,4 @@
-"""Numbers for the memory that a traced step's operators get, and which of it holds the same values in each step."""
+"""Numbers for the memory that a traced step's operators use, and the memory with the same values in each step."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from graphplan.tensors.storages import storage_id
 from graphplan.trace.operator_schemas import OperatorCall
 
 Operand = tuple[str, int]
-"""``("external" | "internal", number)``: memory from outside and the step's own are numbered separately."""
+"""``("external" | "internal", number)``: memory from outside and memory that the step makes have separate numbers."""
 NOWHERE: Operand = ("internal", -1)
 _STRIDE = 1.1
-"""Freed memory is subtracted once the count exceeds the largest so far by this factor, as the peak may be too large."""
+"""Recount living memory once the total exceeds the largest recount by this factor, which bounds the peak's error."""
 _UNIFORM = ("aten.rand.default", "aten.rand.generator")
 _SPLITTING = ("aten.lt.Scalar", "aten.ge.Scalar")
-"""Comparisons whose result is certain where no number from 0 to 1, without 1, lies on one side of the bound."""
+"""Comparisons whose result is certain if all numbers in [0, 1) lie on one side of the bound."""
 
 
 class Operands:
-    """The operands of one trace, by storage, in which ``device`` computes."""
+    """The operands of one trace, by storage. The step computes on ``device``."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._held: list[StorageWeakRef] = []
-        """All that the step made: no other storage gets their identities, and what is alive can be counted."""
+        """Storages that the step made, held weakly: no others get their ids, and those alive can be counted."""
         self._counting: list[StorageWeakRef] = []
         self._current = self._peak = self._counted = self._total = 0
         self.by_storage: dict[int | None, Operand] = {}
         self.fixed: set[Operand] = set()
-        """What is made of Python's numbers alone, or is certain whatever is drawn. It is the same in each step."""
+        """Memory computed from Python numbers alone, or certain whatever is drawn: it is the same in each step."""
         self.drawn: dict[Operand, torch.dtype] = {}
-        """What was drawn on the host from 0 to 1, without 1, with its type, and was not written to since."""
+        """Uniform draws on the host from [0, 1) that were not written since, with their dtype."""
 
         self.random: set[Operand] = set()
-        """What was drawn in the step, or is computed of that and of Python's numbers alone."""
+        """Memory drawn in the step, or computed from draws and Python numbers alone."""
 
     @property
     def footprint(self) -> Footprint:
-        """The bytes that the step makes, and how many are alive at once."""
+        """The bytes that the step makes on its device: the most alive at once, and all together."""
         return Footprint(self._peak, self._total)
 
     def internal(self, tensor: Tensor) -> Operand:
-        """The number of memory that the step made; ``NOWHERE`` for other memory."""
+        """Return the operand of memory that the step made; ``NOWHERE`` for other memory."""
         operand = self.by_storage.get(storage_id(tensor), NOWHERE)
         return operand if operand[0] == "internal" else NOWHERE
 
     def add(self, tensor: Tensor) -> bool:
-        """Number memory that the step made; False if it was known (a view, or a result written in place)."""
+        """Number memory that the step made. Return False if it is known (a view, or a result written in place)."""
         storage = storage_id(tensor)
         if storage is None or storage in self.by_storage:
             return False
@@ -69,38 +69,38 @@ class Operands:
         if self._current > self._counted * _STRIDE:
             living = [(held, UntypedStorage._new_with_weak_ptr(held.cdata)) for held in self._counting]
             self._counting = [held for held, storage in living if storage is not None]
-            # One may have been resized.
+            # The step may have resized one.
             self._current = sum([storage.nbytes() for _, storage in living if storage is not None])
             self._counted = max(self._counted, self._current)
         self._peak = max(self._peak, self._current)
 
     def add_constant(self, tensor: Tensor) -> None:
-        """Number memory whose contents are always the same."""
+        """Number memory whose contents are the same in each step."""
         self.add(tensor)
         self.fixed.add(self.internal(tensor))
 
     def note_draw(self, name: str, out: Tensor) -> None:
-        """Note what a random operator gives."""
+        """Record the result of a random operator if it is a uniform draw on the host."""
         if name in _UNIFORM and out.device.type == "cpu" and out.dtype in (torch.float32, torch.float64):
             self.drawn[self.internal(out)] = out.dtype
 
     def follow_draws(self, call: OperatorCall, operands: Sequence[Operand], made: Sequence[Tensor]) -> None:
-        """Note what an operator has ``made`` of draws alone."""
+        """Record the results of an operator that depend on draws and Python numbers alone."""
         if call.schema.is_random and "_like." in call.schema.name:
-            # Of what it is given only the shape counts.
+            # It uses only the shape of its argument.
             operands = ()
         draws = call.schema.is_random or not self.random.isdisjoint(operands)
         if draws and (self.random | self.fixed).issuperset(operands):
             self.random.update(map(self.internal, made))
 
     def is_certain(self, call: OperatorCall, operands: Sequence[Operand]) -> bool:
-        """Return True if an operator compares a draw, with a certain result: code that leaves out a layer by chance
-        draws with a share of 0, too (``torch.rand([]) < share``).
+        """Return True if an operator compares a draw with a certain result: code that drops a layer at random also
+        draws if the probability is 0 (``torch.rand([]) < share``).
         """
         dtype = self.drawn.get(operands[0]) if call.schema.name in _SPLITTING else None
         if dtype is None:
             return False
         tensor, bound = call.args
-        # A view may see the same memory otherwise.
+        # A view may interpret the same memory differently.
         is_number = tensor.dtype is dtype and not tensor.is_neg() and isinstance(bound, int | float)
         return is_number and (bound <= 0 or bound >= 1)

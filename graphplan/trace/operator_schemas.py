@@ -1,4 +1,4 @@
-"""What an operator's schema and arguments tell of it."""
+"""Properties of operators that follow from their schemas and arguments."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.trace.collectives import is_collective, name_object, written_positions
 
 HIDDEN_WRITES = ("running_mean", "running_var")
-"""Arguments that batch-norm operators update although their schemas do not say so."""
+"""Arguments that batch-norm operators update although their schemas do not declare it."""
 OWN_STATE = "dropout_state"
 """An argument with memory that torch keeps for an operator: cuDNN draws the dropout between an RNN's layers from a
-state of its own, which it moves on although its schema does not say so. torch makes a new one once the device's
+state of its own, and advances it although the schema does not declare it. torch makes a new state after the device's
 generator was seeded or its state was set.
 """
 _TRAINING = ("training", "train", "use_input_stats")
-"""Arguments that say whether they do."""
+"""Arguments that say whether operators update these, or draw."""
 ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
-"""Types of arguments that are no tensors and hold none."""
+"""Types of arguments that are no tensors and contain none."""
 _UNTOLD = (torch.Generator, torch.UntypedStorage, torch.TypedStorage)
-"""Types of arguments that differ from call to call without telling anything."""
+"""Types of arguments that are not compared: they differ from call to call although the step does the same."""
 _IGNORED = ("profiler.", "prim.")
 _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
-"""What only allocates: its contents are undefined, so it need not run again."""
+"""Operators that only allocate: the contents are undefined, so they need not run again."""
 _KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "BackendSelect")
-"""Where :mod:`torch.library` may have a kernel in Python for one of torch's own operators."""
+"""Dispatch keys under which :mod:`torch.library` may have a Python kernel for one of torch's own operators."""
 _INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
 INDEXING = ("aten.index.Tensor", *_INDEX_PUTS)
 PACKING = "aten._pack_padded_sequence.default"
 TO_COPY = "aten._to_copy.default"
 AS_ON_DEVICE = ContextVar("as_on_device", default=False)
-"""Whether steps that compute on the CPU are judged as if they computed on a device."""
+"""Whether steps that compute on the CPU are checked as if they computed on a device."""
 
 
 def _on_device(given: Sequence[Tensor]) -> bool:
-    # The tape repeats these operators, reads and all.
+    # On a CPU, the tape runs these operators again, with their reads.
     return given[0].device.type != "cpu" or AS_ON_DEVICE.get()
 
 
 class HiddenRead(NamedTuple):
-    """What an operator reads on the host although no tag says so, what to do instead, and of which tensors it does."""
+    """A host read that no tag of the operator declares: what it reads, the fix, and for which tensors it ``reads``."""
 
     what: str
     fix: str
@@ -93,16 +93,16 @@ _HOST_READS = {
     ),
 }  # fmt: skip
 POSITIONS = "aten.nonzero_numpy.default"
-"""What finds the positions that a mask selects, a tensor for each dimension: torch takes it apart where code calls it,
-so that it stands for what a mask does in an index (:meth:`OperatorCall.masks`).
+"""The operator that finds the positions that a mask selects, a tensor for each dimension. torch decomposes it if code
+calls it, so that a dispatched one always comes from a mask in an index (:meth:`OperatorCall.masks`).
 """
 NONZERO = ("aten.nonzero.default", POSITIONS)
 _EQUAL = "aten.equal.default"
 _SELECT = "aten.masked_select.default"
 _FROM_OUTSIDE = ("aten.from_file.default",)
-"""What gives other values than those of its arguments."""
+"""Operators whose results do not depend on their arguments alone."""
 _CASTS_WITHIN = ("aten._transformer_encoder_layer_fwd.", "aten._native_multi_head_attention.")
-"""What torch's modules run in one piece for inference, of kernels that go through autocast."""
+"""Fused operators of torch's modules for inference, whose kernels run others that go through autocast."""
 _DERIVED_OTHERWISE = ("aten.prod.", "aten.cumprod.")
 UNORDERED = tuple(
     f"aten.{name}" for name in (
@@ -114,26 +114,26 @@ UNORDERED = tuple(
         "_segment_reduce_backward",
     )
 )  # fmt: skip
-"""How names of operators begin that add in any order on a device, by the list of torch.use_deterministic_algorithms."""
+"""Prefixes of operators that add in any order on a device, from the list of torch.use_deterministic_algorithms."""
 TRANSFERS = (TO_COPY, "aten.copy_.default")
 """Operators that may copy from one device to another."""
 OF_GEOMETRY = frozenset(
     f"aten.{name}.default" for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 )
-"""Operators that only look at what their first argument is like."""
+"""Operators that use no values of their first argument, only its shape, strides, dtype and device."""
 _ALIKE = frozenset(f"aten.{name}.Tensor" for name in ("mul", "mul_", "add", "add_", "sub", "sub_"))
-"""Operators that round alike for a number and for a scalar tensor."""
+"""Operators that round alike for a Python number and for a scalar tensor."""
 _index: Any = torch.ops.aten.index.Tensor
 _BY_ARGUMENTS = (
     *INDEXING, POSITIONS, "aten.repeat_interleave.Tensor", "aten.one_hot.default", "aten._ctc_loss.default",
 )  # fmt: skip
-"""Operators whose results may have a shape that depends on values, and sometimes do."""
+"""Operators whose arguments decide whether the shape of the result depends on values."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Tensors in an operator's argument or result, lists included."""
+    """Return the tensors in an operator's argument or result, lists included."""
     kind = type(value)
-    # Asked several times for each operator of a trace: most are decided by their type, without a call.
+    # A trace calls this several times for each operator: for most values their type decides, without a further call.
     if kind in ATOMS:
         return []
     if kind in PLAIN_KINDS or isinstance(value, Tensor):
@@ -150,22 +150,22 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 class Schema:
-    """An operator, and what is asked about it for each of its calls. Nothing in it changes.
+    """An operator, with the properties that all of its calls share. Nothing in it changes.
 
     Attributes:
-        call: the operator's entry in C++: it saves the frame of the one in Python.
-        is_native: whether it is one of torch's own, in which no Python runs.
+        call: the operator's entry point in C++, which saves a Python frame.
+        is_native: whether it is one of torch's own, and runs no Python code.
         written: positions of the arguments that it writes.
-        hidden: those that it updates although it does not say so, if none of ``flags`` is False.
+        hidden: positions of arguments that it updates undeclared, if none of the arguments at ``flags`` is False.
         own_state: position of a state of its own to draw from.
-        is_ignored: whether it is no part of what a step computes.
-        is_composite: whether torch puts it together from other operators, on every device.
-        casts_within: whether its kernel is put together from others, for which autocast casts as if code ran these.
-        turns: whether all that it does is to give a tensor another shape or memory (``squeeze_``, ``set_``).
-        may_synchronize: whether the host may have to wait for what it reads or makes.
-        is_certain: whether its results follow from its arguments. Those of collectives and of extensions may differ.
-        derives_otherwise: whether autograd, within a dispatch mode, takes a formula for its derivative that does not
-            look on the host for zeros.
+        is_ignored: whether it is no part of a step's computation.
+        is_composite: whether torch decomposes it into other operators, on every device.
+        casts_within: whether its kernel runs other operators, for which autocast casts as if code ran them.
+        turns: whether it only gives a tensor another shape or memory in place (``squeeze_``, ``set_``).
+        may_synchronize: whether the host may have to wait for values that it reads.
+        is_certain: whether its results depend on its arguments alone. Those of collectives and of extensions may not.
+        derives_otherwise: whether autograd, within a dispatch mode, uses a formula for its derivative that does not
+            read on the host whether there are zeros.
     """
 
     def __init__(self, operator: Any) -> None:
@@ -184,7 +184,7 @@ class Schema:
         self.is_random = torch.Tag.nondeterministic_seeded in tags
         self.reads_values = torch.Tag.data_dependent_output in tags
         self.has_dynamic_shape = torch.Tag.dynamic_output_shape in tags
-        # Tensor subclasses are asked for their sizes through operators that have no kernels.
+        # torch asks tensor subclasses for their sizes through operators without kernels.
         is_known = torch._C._dispatch_has_kernel(operator.name())
         self.is_ignored, self.allocates = name.startswith(_IGNORED) or not is_known, name.startswith(_ALLOCATIONS)
         self.communicates = is_collective(name)
@@ -197,11 +197,11 @@ class Schema:
 
 
 _SCHEMAS: dict[int, Schema] = {}
-"""By the identity of operators, which each holds: their hash is computed in Python."""
+"""By the id of the operator, which the schema keeps alive: the hash of an operator is computed in Python."""
 
 
 def schema_of(func: Any) -> Schema:
-    """The schema of an operator, remembered: torch makes its own anew whenever it is asked."""
+    """Return the schema of an operator, from a cache: torch makes its own schema anew for each access."""
     known = _SCHEMAS.get(id(func))
     if known is None:
         known = _SCHEMAS[id(func)] = Schema(func)
@@ -209,7 +209,7 @@ def schema_of(func: Any) -> Schema:
 
 
 def _is_composite(name: str) -> bool:
-    # Some have a kernel of their own on devices that they were not written for at first.
+    # An operator may have both: torch does not decompose it on a device for which it has a kernel of its own.
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(name, "CompositeImplicitAutograd") and not (has_kernel(name, "CPU") or has_kernel(name, "CUDA"))
 
@@ -221,28 +221,28 @@ def _has_python_kernel(func: Any) -> bool:
 
 
 class OperatorCall:
-    """One call of an operator, as a dispatch mode hears of it, or one that is made instead of what was ``asked``."""
+    """One call of an operator, as a dispatch mode receives it, or one that replaces the call ``asked``."""
 
     __slots__ = ("args", "asked", "kwargs", "schema")
 
     def __init__(
         self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], asked: OperatorCall | None = None
     ) -> None:
-        # Not a dataclass's: a trace would hear of each call of code that is in no file.
+        # Not a dataclass: a trace would record each call of its code, which is in no file.
         self.schema, self.args, self.kwargs, self.asked = schema, args, kwargs, asked
 
     def given(self, position: int) -> Any:
-        """The argument at ``position``; None if it has its default."""
+        """Return the argument at ``position``; None if it has its default."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(self.schema.arguments[position])
 
     def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, lists included."""
+        """Return the tensors among the arguments, lists included."""
         return tensors_in([*self.args, *self.kwargs.values()] if self.kwargs else self.args)
 
     def tensors_and_others(self) -> tuple[list[Tensor], list[tuple[str, Any]]]:
-        """The tensors among the arguments, lists included, and the other arguments by name."""
+        """Return the tensors among the arguments, lists included, and the other arguments by name."""
         tensors: list[Tensor] = []
         others: list[tuple[str, Any]] = []
         named = zip(self.schema.arguments, self.args, strict=False)
@@ -266,7 +266,7 @@ class OperatorCall:
         return tensors, others
 
     def written(self) -> list[Tensor]:
-        """Tensors that the operator writes: by its schema, and the running statistics that schemas leave out."""
+        """Return the tensors that the operator writes, with running statistics, which schemas do not declare."""
         schema = self.schema
         positions = schema.written
         if schema.hidden and all(self.given(at) is not False for at in schema.flags):
@@ -274,7 +274,7 @@ class OperatorCall:
         return [tensor for at in positions for tensor in tensors_in(self.given(at))]
 
     def drawn_from(self) -> Tensor | None:
-        """The state of its own that the operator draws from: torch hands one on where it draws nothing, too."""
+        """Return the state of its own that the operator draws from, or None. torch passes one even without a draw."""
         schema = self.schema
         if schema.own_state is None or any(self.given(at) is False for at in schema.flags):
             return None
@@ -286,11 +286,11 @@ class OperatorCall:
         """Return True if the host gets a number or a truth value that depends on values."""
         if not self.schema.reads_values:
             return False
-        # Of tensors that differ in shape it looks at no more than that.
+        # ``equal`` reads no values of tensors that differ in shape.
         return self.schema.name != _EQUAL or self.args[0].shape == self.args[1].shape
 
     def has_dynamic_shape(self) -> bool:
-        """Return True if the shape of what the operator gives depends on values."""
+        """Return True if the shape of the operator's result depends on values."""
         name, args = self.schema.name, self.args
         if not self.schema.may_synchronize:
             # Most operators.
@@ -302,7 +302,7 @@ class OperatorCall:
         if name == "aten.one_hot.default":
             return self.given(1) in (None, -1)
         if name == "aten._ctc_loss.default":
-            # Its lengths are numbers, which it copies to a device.
+            # The lengths are Python numbers, which the operator copies to the device.
             return bool(args[0].device.type != "cpu")
         return self.schema.has_dynamic_shape or name == POSITIONS
 
@@ -311,7 +311,7 @@ class OperatorCall:
         return len(self.args) > 2 and self.args[2].numel() == 1 and self.args[2].device.type == "cpu"
 
     def masks(self) -> list[Tensor]:
-        """The masks that decide on the shape of what the operator gives, if they fit to what is indexed."""
+        """Return the masks that decide the shape of the result, if their shapes fit the indexed tensor."""
         name, args = self.schema.name, self.args
         if name == _SELECT:
             return [args[1]] if args[0].shape == args[1].shape and args[1].dim() else []
@@ -327,7 +327,7 @@ class OperatorCall:
         return masks
 
     def with_positions(self, positions: Sequence[Sequence[Tensor]]) -> OperatorCall:
-        """The operator with the ``positions`` that each of its masks selects in the place of the masks."""
+        """Return the operator with the ``positions`` that each of its masks selects in place of the masks."""
         if self.schema.name == _SELECT:
             return OperatorCall(schema_of(_index), (self.args[0], list(*positions)), {})
         found = iter(positions)
@@ -337,7 +337,7 @@ class OperatorCall:
         return OperatorCall(self.schema, (self.args[0], indices, *self.args[2:]), self.kwargs)
 
     def host_scalar(self) -> Tensor | None:
-        """A scalar in host memory that an operator computes with on a device, if one there would give the same bits."""
+        """Return a host scalar with which the operator computes on a device, if one there would give the same bits."""
         one, other = self.args[:2] if self.schema.name in _ALIKE and not self.kwargs else (None, None)
         if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or one.dtype != other.dtype:
             return None
@@ -346,13 +346,13 @@ class OperatorCall:
         return one if is_scalar and one.dtype in (torch.float32, torch.float64) else None
 
     def host_operands(self) -> list[Tensor]:
-        """The tensors in host memory that a transfer to a device, or what indexes a device's tensor, copies from."""
+        """Return the tensors in host memory that a transfer to a device, or an index of a tensor there, copies from."""
         name, args = self.schema.name, self.args
         if name == TO_COPY:
             target = self.kwargs.get("device")
             given, is_on_device = args[:1], target is not None and target.type != "cpu"
         elif name == "aten.copy_.default" or name in INDEXING:
-            # A number that is put at an index lies on the host; one that is put where a mask says so is filled in.
+            # A host value that is put at an index is copied; one that is put where a mask selects is a fill instead.
             is_put = name in _INDEX_PUTS and not _has_mask(args[1])
             given, is_on_device = args[1 : 3 if is_put else 2], args[0].device.type != "cpu"
         else:
@@ -361,13 +361,13 @@ class OperatorCall:
 
 
 def hidden_read(name: str, given: Sequence[Tensor]) -> HiddenRead | None:
-    """What an operator that is ``given`` these tensors reads on the host although no tag says so."""
+    """Return the undeclared host read of an operator that gets the tensors ``given``; None if there is none."""
     read = _HOST_READS.get(name)
     return read if read is not None and read.reads(given) else None
 
 
 def is_mask(index: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether an index selects by whether its values are zero."""
+    """Return True if an index selects the positions where its values are not zero."""
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Whether a traced step's own code uses a learning rate that only its optimizer may read from the device."""
+"""A check that only the optimizer of a traced step, not the step's own code, uses a learning rate on the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SCHEDULED = "Call scheduler.step() after the step: a replay reads the rate that
 
 
 class RateWatch:
-    """Follows learning rates, whose storages ``rates`` gives, and their copies. A step may copy one, to log it."""
+    """A watch on learning rates, whose storages ``rates`` returns, and their copies. A step may copy one, to log it."""
 
     def __init__(self, trace: Trace, rates: Callable[[], Collection[int]]) -> None:
         self._trace = trace
@@ -31,12 +31,12 @@ class RateWatch:
         self._seen: set[int | None] = set()
 
     def meet(self, storage: int) -> None:
-        """A storage from outside turned up."""
+        """Note a storage from outside that the step uses."""
         if storage in self._rates():
             self._seen.add(storage)
 
     def check(self, name: str, operands: Sequence[Tensor], results: Iterable[Tensor], source: Source) -> None:
-        """Look at an operator that has run."""
+        """Check an operator that has run."""
         if not self._seen or source.component == "optimizer" or self._seen.isdisjoint(map(storage_id, operands)):
             return
         if name in _COPIES:
@@ -46,7 +46,7 @@ class RateWatch:
             self._refuse(f"computes with a learning rate at {source}", fix)
 
     def finish(self, after: Walk, returned: Iterable[object]) -> None:
-        """Look at what the step returned, and at what is left where."""
+        """Check the values that the step returned, and the owners' slots after the step."""
         rates = self._rates()
         if not rates:
             return

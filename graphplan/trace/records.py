@@ -1,4 +1,4 @@
-"""The records of a traced step, and refusals that ``graphplan check`` collects while the way to a plan goes on."""
+"""The records of a traced step, and the refusals that ``graphplan check`` collects while planning goes on."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from graphplan.trace.rng import SavedStates
 from graphplan.trace.symbolic_numbers import NumberTensor, SymbolicNumbers
 
 _MOST = 64
-"""Refusals that are collected; a step that reads the device in a loop over rows has a text for each."""
+"""Maximum number of collected refusals: a step that reads the device in a loop over rows has one text for each row."""
 _collected: list[dict[str, RefusalError]] = []
 
 
 @contextmanager
 def collecting() -> Iterator[dict[str, RefusalError]]:
-    """Collect refusals, by their texts, from the steps that any thread traces in the block."""
+    """Collect the refusals, by text, of the steps that any thread traces in the block."""
     found: dict[str, RefusalError] = {}
     _collected.append(found)
     try:
@@ -47,7 +47,7 @@ def collecting() -> Iterator[dict[str, RefusalError]]:
 
 
 def collect(error: RefusalError) -> bool:
-    """Return True if ``error`` was collected, so that the way to a plan can go on."""
+    """Collect ``error`` if a :func:`collecting` block is active. Return True if so: planning then goes on."""
     if not _collected:
         return False
     found = _collected[-1]
@@ -58,9 +58,9 @@ def collect(error: RefusalError) -> bool:
 
 class Operator:
     """One dispatched operator. ``operands`` are ``("external" | "internal", number)`` in argument order, numbered by
-    first appearance; ``offsets`` are those of the external ones within their storages; ``scalars`` are the other
-    arguments by name; ``launches`` is False for views and allocations; ``threaded``: autograd's engine ran it in a
-    thread of its own; ``is_instead``: an eager step reads a number in its place, or makes a tensor of that.
+    first appearance; ``offsets`` are the storage offsets of the external ones; ``scalars`` are the other arguments by
+    name; ``launches`` is False for views and allocations; ``threaded``: the autograd engine ran it in a thread of its
+    own; ``is_instead``: in its place, an eager step reads a number, or makes a tensor of that number.
     """
 
     __slots__ = (
@@ -80,7 +80,7 @@ class Operator:
         threaded: bool,
         is_instead: bool = False,
     ) -> None:
-        # No tuple with names, nor a dataclass: a trace would hear of code that is in no file, for each operator.
+        # Not a NamedTuple or dataclass: a trace would record calls of their code, which is in no file.
         self.name, self.operands, self.offsets, self.scalars, self.source = name, operands, offsets, scalars, source
         self.launches, self.constant, self.random, self.threaded = launches, constant, random, threaded
         self.is_instead = is_instead
@@ -88,7 +88,7 @@ class Operator:
 
 @dataclass(slots=True)
 class TracedExternal:
-    """A storage that existed before the step, through the tensor that first brought it in (held alive)."""
+    """A storage that existed before the step, and the tensor through which the step first used it (held alive)."""
 
     tensor: Tensor
     operator: str
@@ -98,13 +98,13 @@ class TracedExternal:
     mutated_at: Source | None = None
     communicated: bool = False
     is_scripted: bool = False
-    """Scripted code had it first, and was not given it."""
+    """Whether scripted code used it first, without getting it as an argument."""
     is_passing: bool = False
-    """Scripted code made it of a number on the host, and nothing refers to it after the step: ``tensor`` is a copy."""
+    """Whether scripted code made it from a host number, and nothing refers to it any more: ``tensor`` is a copy."""
     _storage: torch.UntypedStorage | None = None
 
     def let_go(self) -> None:
-        """Find out whether it is passing. Its address stays taken."""
+        """Set :attr:`is_passing`. Keep the storage, so that its address is not used again."""
         tensor = self.tensor
         is_number = type(tensor) is Tensor and not tensor.dim() and tensor.device.type == "cpu"
         if not (self.is_scripted and is_number) or self.mutated:
@@ -119,7 +119,7 @@ class TracedExternal:
 
     @property
     def is_buffer_of_collective(self) -> bool:
-        """Whether the step fills it, lets a collective work on it, and cares for nothing that it held before."""
+        """Whether the step overwrites it and passes it to a collective, so that its earlier contents do not matter."""
         fills = self.operator.endswith((".out", ".copy_.default")) or is_collective(self.operator)
         return self.communicated and fills and (self.operator, self.source) == (self.mutated_by, self.mutated_at)
 
@@ -128,11 +128,11 @@ class TracedExternal:
 class Trace:
     """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index.
 
-    ``batch`` follows what is computed from the batch alone, where reads of that may be made before the step.
-    ``deferred`` defers reads of numbers until their values are needed.
+    ``batch`` records what is computed from the batch alone, if the step may read such values before it runs.
+    ``deferred`` delays reads of numbers until code needs their values.
 
-    ``graph_elsewhere``: another thread than the step's worked with gradients enabled, as autograd's engine does in
-    double backward, and not to recompute an activation.
+    ``graph_elsewhere``: a thread other than the step's ran operators with gradients enabled, as the autograd engine
+    does in double backward. Recomputed activations do not count.
     """
 
     operators: list[Operator] = field(default_factory=list)
@@ -151,64 +151,64 @@ class Trace:
     entry_scalars: dict[str, Any] = field(default_factory=dict)
     entry_metadata: dict[str, Any] = field(default_factory=dict)
     read_before: set[str] = field(default_factory=set)
-    """Paths of values in objects that the step makes anew, which code may have read before the step made them."""
+    """Paths of values whose container the step replaces, and whose old value its code may have read."""
     reads: Reads = field(default_factory=Reads)
     unowned_gradients: list[str] = field(default_factory=list)
     leaves: set[str] = field(default_factory=set)
-    """Paths of tensors that are no parameters, and that the step gives gradients as if they were."""
+    """Paths of tensors that get gradients in the step although they are no parameters."""
     host_reads: list[HostRead] = field(default_factory=list)
     expects: bool = True
-    """Whether the step may read truth values on the host that replays compare."""
+    """Whether the step may read truth values on the host: replays then compare them with the trace."""
     undone: frozenset[int] = frozenset()
-    """Externals that the step has changed when it comes to the last of these reads, by storage."""
+    """Storages of externals that the step has changed before the last of these reads."""
     batch: BatchRecorder | None = None
     is_to_be_repeated: bool = False
-    """Whether the next trace comes to a plan in another way, and what this one has noted does not count."""
+    """Whether the next trace handles reads in another way, so that the facts of this one do not count."""
     deferred: DeferredReads | None = None
     draws: list[str] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
-    """Where the step left tensors that it had made, and that have a gradient."""
+    """Paths of tensors with a gradient that the step made and left or returned."""
     states: SavedStates = field(default_factory=SavedStates)
-    """The states of generators that the step saved and put back."""
+    """The generator states that the step saved and restored."""
     prints: list[str] = field(default_factory=list)
     executed: ExecutedCode = field(default_factory=ExecutedCode)
     drawings: list[tuple[torch.Generator, Source]] = field(default_factory=list)
-    """What each random operator that is given a generator draws from, and where."""
+    """The generator and the source of each random operator that is given a generator."""
     device: torch.device | None = None
     dtypes: set[torch.dtype] = field(default_factory=set)
     footprint: Footprint = field(default_factory=Footprint)
     device_constants: list[Tensor] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     host_program: HostProgram | None = None
-    """What makes again what a step draws on the host, or copies from there to its device."""
+    """The operators that repeat the step's draws on the host and its copies from there to the device."""
     graph_elsewhere: bool = False
     derives_here: bool = False
-    """Whether it has derivatives of this package's (:mod:`graphplan.trace.derivatives`)."""
+    """Whether the step uses derivatives of :mod:`graphplan.trace.derivatives`."""
     derives_otherwise: bool = False
-    """Whether the step derives an operator whose derivative has another formula in traces than in eager steps."""
+    """Whether autograd records an operator whose derivative has another formula in traces than in eager steps."""
     own_states: list[Tensor] = field(default_factory=list)
-    """Memory from outside that torch keeps for operators, which draw from it: cuDNN's RNNs."""
+    """External tensors with random state that torch keeps for operators, such as the dropout of cuDNN's RNNs."""
     unowned_writes: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    """Tensors, each as it was before the step, and with a copy."""
+    """Written tensors that no snapshot has: the tensor, an alias with its geometry before the step, and a copy."""
     unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """The generators other than torch's default ones that the step draws from."""
+        """The generators that the step draws from, without torch's default ones."""
         return list({id(generator): generator for generator, _ in self.drawings}.values())
 
     @property
     def symbolic(self) -> SymbolicNumbers:
-        """The owners' numbers that stand-ins were put in the places of."""
+        """The owners' numbers that stand-ins replaced in this step."""
         return SymbolicNumbers() if self.deferred is None else self.deferred.symbolic
 
     def repeated(self) -> tuple[Sequence[Operator], Mapping[Operand, NumberTensor]]:
-        """The operators, which eager steps run as well, and those of their operands that stand for numbers."""
+        """Return the operators, which an eager step should run again, and their operands that stand for numbers."""
         found = (self.symbolic.given.get(id(each.tensor)) for each in self.externals.values())
         return self.operators, {("external", at): number for at, number in enumerate(found) if number is not None}
 
     def find_owned(self, tensors: Iterable[Tensor], walk: Walk) -> None:
-        """Take ``tensors`` for those of the owners in whose slots they are in a ``walk`` after the step."""
+        """Record new slots of the owners, found in a ``walk`` after the step, that hold one of ``tensors``."""
         storages = set(map(storage_id, tensors))
         new = (slot for path, slot in walk.slots.items() if path not in self.entry_paths)
         for slot in list(new):
@@ -218,8 +218,8 @@ class Trace:
                 self.entry_paths |= {slot.path}
 
     def refuse(self, error: RefusalError) -> None:
-        """Note that the step cannot be replayed. What is noted first counts, but for a learning rate that the step's
-        own code uses: an eager step would have seen a number there.
+        """Note that the step cannot be replayed. The first refusal counts, unless a later one says that the step's own
+        code uses a learning rate: an eager step would have seen a number there.
         """
         first = self.violation
         if not collect(error) and (
@@ -228,17 +228,17 @@ class Trace:
             self.violation = error
 
     def violate(self, error: type[RefusalError], message: str, *, component: str | None = None) -> None:
-        """Note a violation; the first one counts."""
+        """Refuse the step with an error of this class; the first refusal counts."""
         if self.violation is None:
             self.refuse(error(message, component=component or find_source().component))
 
     def note_write(self, tensor: Tensor) -> None:
-        """Note that the step is about to write to ``tensor``, of which no snapshot has a copy."""
+        """Record that the step is about to write to ``tensor``, of which no snapshot has a copy."""
         before = tensor.detach()
         self.unowned_writes.append((tensor, before, before.clone()))
 
     def undo_unowned_writes(self) -> None:
-        """Put back what the step changed in tensors and generators that no snapshot has: no owner has them."""
+        """Restore the tensors and generators that the step changed and that no snapshot has, as no owner holds them."""
         with torch.no_grad():
             for tensor, before, value in self.unowned_writes:
                 if not is_freed(tensor):
@@ -249,7 +249,7 @@ class Trace:
             set_generator(generator, state)
 
     def moved_since(self, before: Trace) -> str | None:
-        """What ``before``'s step made where nothing was, or what was moved, made or taken away after it; or None."""
+        """Return the first path whose storage differs from ``before``, except where that step replaced a tensor."""
         then, now = (
             {slot.path: storage for storage, slots in trace.entry_slots.items() for slot in slots if slot.param is None}
             for trace in (before, self)
@@ -260,15 +260,15 @@ class Trace:
 
     @property
     def rounding(self) -> float:
-        """Relative error of rounding to the coarsest floating-point type, at most that of bfloat16; 0 without any."""
+        """Relative rounding error of the coarsest floating-point type used, at most that of bfloat16; 0 without any."""
         steps = [torch.finfo(dtype).eps for dtype in self.dtypes if dtype.is_floating_point]
         return min(max(steps, default=0.0), torch.finfo(torch.bfloat16).eps) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor that the step returned: ``leaf`` or ``path`` if it went in, else internal with attributes. One that
-    ``is_copied`` was copied to the host, where no code needed it. Fed values that no code reads are leaves, too.
+    """A tensor that the step returned: ``leaf`` or ``path`` if it was fed or is owned, else one that the step made,
+    with attributes. ``is_copied``: a host copy whose values no code needed. Unread fed values are leaves, too.
     """
 
     leaf: int | None = None

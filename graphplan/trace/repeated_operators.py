@@ -1,4 +1,4 @@
-"""What of a second step is compared with one trace: which operators run, and what they get beside tensors."""
+"""Facts of a second step to compare with one trace: the operators that run, and their arguments beside tensors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from graphplan.trace.records import Operator
 from graphplan.trace.symbolic_numbers import NumberTensor
 
 _NUMBER = "other"
-"""What operators call their last argument that take a number or a tensor there."""
+"""The name of the last argument of operators that take a number or a tensor there."""
 
 
 class RepeatedOperators(OperatorMode):
-    """Notes what a step does that should run the operators ``expected`` again: a small part of what a trace notes. What
-    they work on is left to those who compare what the step leaves. ``answers`` is what the traced step was given in
-    place of reads, which are made here, and noted as they were in the trace; ``numbers`` are operands that stand for
-    numbers, which a replay of the same step has filled.
+    """A mode that records the operators of a step that should run those ``expected`` again: a small part of a trace.
+    Callers compare the tensors that the step leaves. ``answers`` replaced reads in the traced step: this mode makes
+    these reads, and records them as in the trace. ``numbers`` are operands that stand for numbers, which a replay of
+    the same step has filled.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class RepeatedOperators(OperatorMode):
         self._is_unlike = False
 
     def takes(self, answer: Answer, call: OperatorCall) -> bool:
-        """False: the read is made."""
+        """Return False: the read is made here."""
         self._answer = answer
         return False
 
     def operate(self, aside: Aside, call: OperatorCall) -> Any:
-        """Run an operator, and note its name and numbers. It comes from where the one in its place does, if alike."""
+        """Run an operator, and record its name and numbers, with the source of the expected operator if it is alike."""
         answer, self._answer = self._answer, None
         noted = call if answer is None else answer.call
         if noted is not None:
@@ -59,7 +59,7 @@ class RepeatedOperators(OperatorMode):
         name, scalars = call.schema.name, tuple(call.tensors_and_others()[1])
         known = (self.expected or self._traced)[min(len(self.found), len(self.expected) - 1)]
         if self._reads_more and name != known.name and (call.reads_values() or name in LIFTS):
-            # The traced step has left it for later.
+            # The traced step has deferred this read.
             return
         number = self._numbers.get(known.operands[-1]) if known.operands else None
         if number is not None:
@@ -69,7 +69,7 @@ class RepeatedOperators(OperatorMode):
             return
         source = known.source
         if name != known.name and not self._is_unlike:
-            # What follows is unlike, too, and only this one is told of.
+            # Later operators differ, too, and only the first one is reported: look up its source alone.
             source, self._is_unlike = find_source(), True
         constant = call.args[0].detach().clone() if name in LIFTS else None
         self.found.append(

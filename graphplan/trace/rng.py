@@ -1,8 +1,8 @@
-"""States of torch's default generators that a step saves and puts back within itself, as activation checkpointing does.
+"""States of torch's default generators that a step saves and restores itself, as activation checkpointing does.
 
 The tape saves and restores where the step did. A CUDA graph cannot set a generator's state, but it can draw from
-several: each restore goes over to a generator of its own, which before each replay is set to where the state was saved,
-counted from where the replay begins. A state from outside the step is refused where the step goes on to draw.
+several generators: each restore changes to a generator of its own. Before each replay, that one is set to the offset of
+the save, counted from the start of the replay. A state from outside the step is refused if the step draws afterwards.
 
 The functions of ``torch`` that save and restore are replaced while a step is traced or recorded, for its threads.
 """
@@ -33,8 +33,8 @@ _ACCELERATORS = [kind for kind in ("cuda", "xpu") if hasattr(torch, kind)]
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """A state that the step puts back: of which device's generator, saved as which one of the step (from 0), and by how
-    much its offset had grown then since the step's start (0 on the CPU, which has none).
+    """A state that the step restores: the device of its generator, the number of the save in the step (from 0), and
+    the growth of the offset from the step's start to the save (0 on the CPU, which has no offset).
     """
 
     device: torch.device
@@ -44,7 +44,7 @@ class Restore:
 
 @contextmanager
 def saving_states(save: Save, put: Put) -> Iterator[None]:
-    """Have ``save(generator)`` and ``put(generator, state)`` called where the step saves and restores states."""
+    """Call ``save(generator)`` and ``put(generator, state)`` where the step saves and restores states."""
     modules = [("cpu", torch), ("cpu", torch.random)]
     for kind in _ACCELERATORS:
         modules += [(kind, module) for module in (getattr(torch, kind), getattr(torch, kind).random)]
@@ -89,7 +89,7 @@ def _generator_of(kind: str, device: Any = None) -> torch.Generator:
 
 @dataclass(frozen=True, slots=True)
 class SavedStates:
-    """How often a traced step saved a state, what it put back, in order, and how much its device's offset grew."""
+    """The number of saves of a traced step, its restores in order, and the growth of its device's offset."""
 
     saves: int = 0
     restores: tuple[Restore, ...] = ()
@@ -97,8 +97,8 @@ class SavedStates:
 
 
 class TracedGenerators:
-    """The generators of a traced step: saves and restores their states as the step asks, and notes a violation with
-    ``refuse`` where a state is set otherwise, since a replay only draws on. ``recorders`` are told of the host's.
+    """The generators of a traced step, whose states it saves and restores for the step. ``refuse`` is called if a state
+    is set in another way, since a replay can only draw. ``recorders`` record saves and restores on the host.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TracedGenerators:
         self._restores: list[Restore] = []
 
     def add(self, generator: torch.Generator) -> Tensor | None:
-        """Watch a generator of the step's own, too; returns its state, None if it was watched already."""
+        """Watch a generator of the step's own, too. Return its state; None if it was watched already."""
         if any(generator is known for known, _ in self._states):
             return None
         state = generator.get_state()
@@ -119,7 +119,7 @@ class TracedGenerators:
         return state
 
     def check(self, source: Source | None = None) -> None:
-        """Compare the states with those that random operators left: before one at ``source``, or at the step's end."""
+        """Check that only random operators changed the states: before one at ``source``, or at the step's end."""
         for position, (generator, state) in enumerate(self._states):
             now = generator.get_state()
             if not torch.equal(now, state):
@@ -134,11 +134,11 @@ class TracedGenerators:
                 )
 
     def take(self) -> None:
-        """Take the states for those that random operators left."""
+        """Remember the current states as those that random operators left."""
         self._states = [(gen, gen.get_state()) for gen, _ in self._states]
 
     def save(self, generator: torch.Generator) -> Tensor:
-        """The generator's state."""
+        """Return the generator's state, and record the save."""
         state = generator.get_state()
         restore = Restore(generator.device, len(self._saved), self._growth_of(generator))
         self._saved[id(state)] = state, generator, restore
@@ -148,7 +148,7 @@ class TracedGenerators:
         return state
 
     def put(self, generator: torch.Generator, state: Tensor) -> None:
-        """Put a state back."""
+        """Restore a state, and record it if the step has saved it."""
         known = self._saved.get(id(state))
         if known is None or known[1] is not generator:
             generator.set_state(state)
@@ -163,11 +163,11 @@ class TracedGenerators:
                 recorder.note_restored(state)
 
     def facts(self, device: torch.device | None) -> SavedStates:
-        """What the step did, which computes on ``device``."""
+        """Return the saves and restores of the step, which computes on ``device``."""
         growth = self._growth_of(_generator_of(device.type, device)) if device in self._starts and device else 0
         return SavedStates(len(self._saved), tuple(self._restores), growth)
 
     def _growth_of(self, generator: torch.Generator) -> int:
-        """By how much the offset has grown since the step's start."""
+        """Return the growth of the offset since the step's start."""
         start = self._starts.get(generator.device)
         return 0 if start is None else generator.get_offset() - start

@@ -1,4 +1,4 @@
-"""Tracing one real call of a step."""
+"""The trace of one real call of a step."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def trace(
     rates: Callable[[], Collection[int]] = tuple,
     before: Trace | None = None,
 ) -> tuple[Any, Walk]:
-    """Run ``fn`` on ``feed`` for real, whose containers are ``fed``; return its result, and a walk over the owners
-    after it. The facts go to ``record``, so that a step that was broken off can be undone. ``rates`` has the storages
-    of learning rates that only optimizers may use, ``before`` is the step's previous trace.
+    """Run ``fn`` on ``feed``, whose containers are ``fed``. Return its result, and a walk over the owners after it.
+    The facts go to ``record``, so that a step that raises can be undone. ``rates`` returns the storages of learning
+    rates that only optimizers may use; ``before`` is the step's previous trace.
 
-    The step is carried through even where a fact will lead to a refusal: it is a real step.
+    The step runs to its end even if a fact will lead to a refusal: it is a real step.
     """
     record.device = device
     sharding, walk = come_to_rest(owners)
@@ -95,7 +95,7 @@ def trace(
     record.output_names = [name for name, _ in named]
     if record.deferred is not None and record.deferred.has_stand_ins:
         result, has_put = record.deferred.settle(result, changes, after, record.reads.assigned)
-        # This one may have met containers with deferred numbers in them, which others have replaced.
+        # This walk may have found containers with deferred numbers, which have been replaced by others.
         after = walk_owners(owners) if has_put else after
     return result, after
 
@@ -105,7 +105,7 @@ def _may_read(record: Trace, scalar: Scalar) -> bool:
 
 
 def _check_reads(record: Trace, batch: BatchRecorder) -> None:
-    """Leave reads that cannot be made before the step to replays, in the traces that follow, or refuse them."""
+    """Find reads that cannot be made before the step: have replays compare them from the next trace on, or refuse."""
     changed = {storage for storage, outer in record.externals.items() if outer.mutated}
     if record.deferred is not None and record.deferred.whole:
         batch.note_waited(for_good=record.deferred.waits_for_good)
@@ -129,7 +129,7 @@ def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Shardin
     record.entry_paths = frozenset(recorder.places)
     record.entry_slots = recorder.entry_slots()
     record.entry_scalars = {**recorder.scalars, **recorder.objects}
-    # What stands in for a learning rate is no tensor that code may look at: before a replay, a number lies there.
+    # Code must not see the tensor that replaces a learning rate during the step: before a replay it is a number.
     lent = {slot.path for storage in rates for slot in record.entry_slots.get(storage, ())}
     record.entry_metadata = {path: found for path, found in recorder.metadata.items() if path not in lent}
     record.gathered = {storage_id(tensor) for tensor in sharding.gathered()}
@@ -138,7 +138,7 @@ def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Shardin
 def _run(
     fn: Callable[..., Any], feed: Feed, fed: CallArguments, mode: TraceMode, record: Trace, sharding: Sharding
 ) -> Any:
-    """Run the step under everything that watches it, and note what it ran, read and drew."""
+    """Run the step under the dispatch mode and the profile function, and record what it ran, read and drew."""
     profile = Profile(
         mode.syncs.read,
         lambda: record.prints.append(str(with_users_line(find_source()))),
@@ -178,8 +178,8 @@ def _run(
 
 
 def _refuse_to_write(record: Trace, values: Iterable[Any]) -> None:
-    """Raise ReadSignal if there are stand-ins among ``values``, or tensors of which a logger makes some, before these
-    are written: what a logger or a file has got stays there when a call is undone.
+    """Raise ReadSignal before ``values`` are written to a logger or a file if they contain stand-ins, or tensors from
+    which a logger would make some: undoing the call would not undo the write.
     """
     leaves = pytree.tree_leaves(list(values))
     numbers = [leaf for leaf in leaves if is_deferred(leaf)]
@@ -191,7 +191,7 @@ def _refuse_to_write(record: Trace, values: Iterable[Any]) -> None:
 
 
 def _note_left(record: Trace, left: Mapping[str, list[Any]], fed: Collection[int]) -> None:
-    """Note of what the step has ``left`` or returned, by path, what replays could not leave. ``fed`` are identities."""
+    """Note tensors that the step ``left`` or returned, by path, and that replays could not leave. ``fed`` are ids."""
     for path, parts in left.items():
         own = [part for part in parts if isinstance(part, Tensor) and id(part) not in fed]
         if any(tensor.requires_grad and _gradient_of(tensor) is not None for tensor in own):
@@ -207,8 +207,8 @@ def _note_left(record: Trace, left: Mapping[str, list[Any]], fed: Collection[int
 def _note_unowned(
     record: Trace, after: Walk, recorder: Recorder, paths: Mapping[int, str], fed: Collection[int], operands: Operands
 ) -> None:
-    """Note the tensors that get gradients and are no parameters: of those that are where they were, the paths, since
-    gradients that the step drops may be there when it begins.
+    """Note tensors that get gradients and are no parameters. For those still in their place, note the paths: gradients
+    that the step drops may be there when it begins.
     """
     with_slots = {id(slot.param) for slot in after.slots.values() if slot.param is not None}
     found = [
@@ -227,7 +227,7 @@ def _note_unowned(
 
 
 def _left(after: Walk, changes: Changes) -> dict[str, list[Any]]:
-    """What the step left in slots, but for parameters, and appended to lists, by path."""
+    """Return what the step left in slots, other than parameters and gradients, and appended to lists, by path."""
     rebound = (path for path, change in changes.rebindings.items() if path in after.slots and not change.moved)
     slots = (after.slots[path] for path in rebound)
     left = {slot.path: slot.tensors() for slot in slots if slot.param is None and not slot.is_parameter}
@@ -235,12 +235,12 @@ def _left(after: Walk, changes: Changes) -> dict[str, list[Any]]:
 
 
 def _gradient_of(tensor: Tensor) -> Tensor | None:
-    # torch warns where another one is asked for its gradient.
+    # For any other tensor, torch warns when ``grad`` is read.
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
 def _lasting_paths(after: Walk, changes: Changes) -> dict[int, str]:
-    """The paths of tensors, by identity. Items that this step appended have none: a later step appends elsewhere."""
+    """Return the paths of tensors by id. Items that this step appended have none: a later step appends elsewhere."""
     new = tuple(
         f"{path}[{len(after.lists[path]) - number}]"
         for path, items in changes.appended.items()
@@ -251,7 +251,7 @@ def _lasting_paths(after: Walk, changes: Changes) -> dict[int, str]:
 
 
 def _describe_output(value: Any, feed: Feed, paths: Mapping[int, str], copies: Collection[int]) -> Any:
-    """``value``, or what stands for a tensor: a trace must not keep results alive. ``copies`` are identities."""
+    """Return ``value``, or a description of a tensor: a trace must not keep results alive. ``copies`` are ids."""
     if is_deferred(value):
         return form_of(value)[0]
     if is_placeholder(value):

@@ -33,12 +33,12 @@ from graphplan.trace.host_reads import sums_otherwise
 
 _LARGEST = torch.finfo(torch.float16).max
 _FEW = 8
-"""Integers, or items, that a random number may choose between, for which each of them is a way through the step."""
+"""Maximum integers or items between which a draw may choose for each of them to be an execution path of its own."""
 
 
 @dataclass(slots=True, eq=False)
 class NumberTensor:
-    """A scalar tensor for what ``form`` computes of the numbers at ``paths``, which replays fill. It holds ``held``."""
+    """A scalar tensor that replays fill with the ``form`` of the numbers at ``paths``. It now holds ``held``."""
 
     tensor: Tensor
     form: NumberForm
@@ -46,14 +46,14 @@ class NumberTensor:
     held: Any = None
 
     def fill(self, numbers: Mapping[str, Any]) -> None:
-        """Fill it for ``numbers`` by path."""
+        """Fill it from ``numbers`` by path."""
         self.hold(self.form.compute([numbers[path] for path in self.paths]))
 
     def hold(self, value: Any) -> None:
-        """Fill it with ``value``, unless it holds that: a fill is a launch."""
+        """Fill it with ``value``, unless it holds that already: a fill is a launch."""
         if not same_value(value, self.held):
             if isinstance(value, float) and abs(value) > _LARGEST:
-                # Operators round numbers that are too large to an infinity, which a fill refuses to do.
+                # Operators round numbers that are too large to infinity, where ``fill_`` would raise.
                 value = torch.tensor(value, dtype=torch.float64).to(self.tensor.dtype).item()
             with torch.no_grad():
                 self.tensor.fill_(value)
@@ -61,39 +61,39 @@ class NumberTensor:
 
 
 class SymbolicNumbers:
-    """Puts stand-ins in the places of numbers while it is entered.
+    """A context that replaces owners' numbers by stand-ins.
 
     Args:
-        places: where they lie, by path: see :func:`may_be_symbolic`.
+        places: the places of the numbers, by path: see :func:`may_be_symbolic`.
         device: where the step computes.
-        filled: the tensors that hold numbers in the traced steps, of a step that is captured: they were filled before.
-        expected: what the traced steps draw from Python's and NumPy's generators, of a step that is captured.
-        follows: the names of generators whose draws have stand-ins, too: replays draw again.
-        questions: all that the traced step has branched on, of a step that is captured after a single trace.
-        tables: where containers lie in which the step may look up numbers, as :meth:`Walk.tables` finds them.
-        is_shared: whether other ranks take the same steps, which may draw other numbers.
-        may_fill: whether tensors can be filled while the step runs; else that is :attr:`pending`.
+        filled: for a capture: the tensors that hold numbers in the traced steps, which have been filled.
+        expected: for a capture: the traced steps' draws from Python's and NumPy's generators.
+        follows: the names of generators whose draws get stand-ins, too: replays draw again.
+        questions: for a capture after a single trace: everything that the traced step has branched on.
+        tables: the places of containers in which the step may look up numbers, as :meth:`Walk.tables` finds them.
+        is_shared: whether other ranks take the same steps, where draws may give other numbers.
+        may_fill: whether tensors can be filled while the step runs; else :attr:`pending` has what to fill.
 
     Attributes:
-        asked: what the step has branched on, and what it has computed and needed the values of, with the answers.
-        needed: of those whose values it needs, the numbers and where, in words.
+        asked: the conditions that the step has branched on, and the computed values that it has needed, with answers.
+        needed: the numbers of the needed ones, and the line of code, in words.
         device: where the step computes, if that is known.
         used: the paths of numbers whose values code has needed, and where.
-        needs: for what, by path, if that is known.
-        given: the tensors that the step was given, by identity.
-        rewrites: whether other operators work with one of these than with the number in an eager step.
+        needs: what needed the value, by path, if that is known.
+        given: the tensors that the step got in place of numbers, by id.
+        rewrites: whether an operator that no eager step runs works with one of these.
         touched: the paths of numbers that the step has compared or computed with.
-        kinds: the classes of all numbers, and of truth values that count as asked, by path: code may ask for them.
-        lies: by path, the first path of the same place, by which the step is given the number, and whether an object or
-            a subclass shows it of a class.
-        counted: paths at which the step has left the integer that lay there and a constant one.
-        draws: what the step has drawn, in order, and ``drawn`` the numbers, by path; ``few`` are integers of which
-            there are few, so that each may be a way.
+        kinds: the classes of all numbers, and of truth values that count as asked, by path: code may check them.
+        lies: by path, the first path of the same place, which names its stand-in, and whether an object or a subclass
+            inherits the number from a class.
+        counted: paths at which the step has left the previous integer plus a constant.
+        draws: the draws of the step, in order; ``drawn`` has the numbers, by path; ``few`` has the paths of those among
+            few integers, each of which may be an execution path.
         deciding: the paths of numbers that are arguments of draws.
-        refusal: why the step is not replayed, with what it draws.
-        unlike: what the captured step does otherwise than the traced one. Code of the step's may have caught the error.
-        looking: code that has needed the value of a number as an index, by identity.
-        behind: the paths of properties that gave other numbers, since the step has changed what these are computed of.
+        refusal: the error if replays cannot do what the step does with a draw.
+        unlike: the error if the captured step differs from the traced one. Code of the step may have caught it.
+        looking: code objects that have needed the value of a number as an index, by id.
+        behind: the paths of properties with new values, since the step has changed the values they are computed from.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class SymbolicNumbers:
         self.looking: dict[int, CodeType] = {}
         self._made: list[weakref.ref[Any]] = []
         self._shown: dict[str, SymbolicNumber] = {}
-        """What properties give, by path. Their classes have none of it: only the collector frees a class."""
+        """Stand-ins for properties, by path. The classes do not hold them: only the garbage collector frees a class."""
         self._is_over = False
         self._thread, self._modes, self._functions = get_ident(), 0, 0
 
@@ -144,7 +144,7 @@ class SymbolicNumbers:
         self._modes, self._functions = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
         shown: dict[int, tuple[Any, dict[Any, str]]] = {}
         with ExitStack() as undo:
-            # Before what a property computes one of has a stand-in.
+            # Read all numbers first: a property may compute one from a number that gets a stand-in.
             known = {path: place.get() for path, place in self.places.items()}
             for path, place in self.places.items():
                 number = SymbolicNumber(self, known[path], path)
@@ -158,7 +158,7 @@ class SymbolicNumbers:
                 else:
                     undo.callback(_take_back, container, place.key, number, known[path])
                     container[place.key] = number
-            # Each object may come to have a number of its own, which hides that of its class.
+            # An object may get a number of its own, which hides that of its class: each path needs its kind.
             self.kinds.update((path, self.kinds[first]) for path, (first, is_class) in self.lies.items() if is_class)
             undo.callback(self._shown.clear)
             for thing, paths in shown.values():
@@ -174,7 +174,7 @@ class SymbolicNumbers:
     def _put_tables(self, undo: ExitStack) -> None:
         for space, name, _ in self.tables:
             if type(space[name]) is Table:
-                # There are several ways to one place.
+                # Several entries may lead to one place.
                 continue
             table = Table(space[name])
             self._made.append(weakref.ref(table))
@@ -186,14 +186,14 @@ class SymbolicNumbers:
         self._undo.close()
         if isinstance(exc[1], BaseException):
             _put_numbers(exc[1])
-            # Nothing settles what the step has left.
+            # After an error, nothing else replaces the stand-ins that the step has left.
             for place in self.places.values():
                 _put_number(_container_of(place), place.key)
         if self.unlike is not None and (exc[1] is None or isinstance(exc[1], Exception)):
             raise self.unlike from None
 
     def put_numbers(self, walk: Walk) -> None:
-        """After a step that has failed: put numbers where it has left stand-ins in attributes, lists and groups."""
+        """Put numbers in place of the stand-ins that a failed step has left in attributes, lists and groups."""
         for group in (group for optimizer in walk.optimizers.values() for group in optimizer.param_groups):
             for key in list(group):
                 _put_number(group, key)
@@ -204,7 +204,7 @@ class SymbolicNumbers:
                 _put_number(items, index)
 
     def _showing(self, kind: type, paths: Mapping[Any, str]) -> type:
-        """A class that shows numbers in place of properties of ``kind``, whose ``paths`` are given by name."""
+        """Return a subclass of ``kind`` whose properties return stand-ins. ``paths`` are by property name."""
         space: dict[str, Any] = {"__slots__": (), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         for name, path in paths.items():
             space[name] = property(self._getter(getattr(kind, name), path, self._shown[path]._known))
@@ -215,7 +215,7 @@ class SymbolicNumbers:
         def get(thing: Any) -> Any:
             now = plain.__get__(thing)
             if type(now) is SymbolicNumber:
-                # What it is computed of has a stand-in, too.
+                # The property is computed from a number that has a stand-in, too.
                 return now
             if same_value(now, known):
                 return self._shown[path]
@@ -227,17 +227,17 @@ class SymbolicNumbers:
 
     @property
     def are_there(self) -> bool:
-        """Whether the step has been given any."""
+        """Whether the step has got any stand-ins."""
         return bool(self.places or self.draws)
 
     def _draw(self, generator: str, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Draw for the step; a stand-in for what is drawn if replays can draw it again."""
+        """Draw for the step. Return a stand-in for the number if replays can draw it again."""
         for argument in (*args, *kwargs.values()):
             nodes = in_order(argument) if type(argument) is SymbolicNumber else ()
             self.deciding |= {node._source for node in nodes if node._source is not None}
         args, kwargs = tuple(map(value_of, args)), {name: value_of(value) for name, value in kwargs.items()}
         if function.__name__ == "choice" and generator in self._follows and _are_few(args):
-            # Which takes an item in the same way.
+            # ``choice`` makes the same draw to take an item.
             return args[0][self._draw(generator, function.__self__.randrange, (len(args[0]),), {})]  # type: ignore[attr-defined]
         value = function(*args, **kwargs)
         is_number = has_stand_ins(type(value))
@@ -256,12 +256,12 @@ class SymbolicNumbers:
         return number
 
     def _differ(self, what: str) -> NoReturn:
-        """End a capture in which the step does ``what``."""
+        """End the capture with an error that says ``what`` the step does."""
         self.unlike = self.unlike or CaptureError(f"the captured step {what}")
         raise self.unlike
 
     def _refuse_drawn(self, path: str, does: str) -> None:
-        """Note that the step does with a random number what replays could not do with another one."""
+        """Refuse a use of a random number that replays cannot repeat with another number."""
         self.touched.add(path)
         if self.refusal is None:
             where = with_users_line(find_source())
@@ -273,7 +273,7 @@ class SymbolicNumbers:
             )
 
     def ask(self, question: Question, answer: Any) -> None:
-        """Code depends on the answer."""
+        """Record that the step depends on the answer."""
         drawn = next((path for path in question.paths if path in self.drawn), None)
         if drawn is not None and self._is_shared:
             self._refuse_drawn(drawn, "branches on")
@@ -289,17 +289,17 @@ class SymbolicNumbers:
             self.touched.update(question.paths)
 
     def look_up(self, code: CodeType) -> None:
-        """Code needs the value of a number as an index."""
+        """Record that ``code`` needs the value of a number as an index."""
         if self._hears():
             self.looking[id(code)] = code
 
     def touch(self, number: SymbolicNumber) -> None:
-        """Code computes with the number."""
+        """Record that code computes with the number."""
         if number._source is not None:
             self.touched.add(number._source)
 
     def use(self, number: SymbolicNumber, needs: str = "") -> None:
-        """Code needs the value, for what it ``needs`` that."""
+        """Record that code needs the value; ``needs`` says for what."""
         for node in in_order(number):
             if node._source is not None:
                 self._note_use(node._source, needs)
@@ -313,27 +313,27 @@ class SymbolicNumbers:
             self.touched.add(path)
 
     def told(self, path: str) -> str:
-        """A ``path`` of :attr:`used` and where that is used, for a message."""
+        """Return a ``path`` of :attr:`used`, and where its value is used, for a message."""
         return f"{path} at {self.used[path]}"
 
     def _hears(self) -> bool:
-        """Whether the step runs: in the thread that entered this, or in autograd's, which Python does not know."""
+        """Return True in the step: in the thread that entered this, or in autograd's, which Python does not know."""
         own = get_ident()
         return not self._is_over and (own == self._thread or all(own != other.ident for other in threading.enumerate()))
 
     def is_summed(self) -> bool:
-        """Whether numbers are added that ``sum()`` is given, where that does not round as ``+`` does."""
+        """Return True if ``sum()`` is adding the numbers, and rounds differently from ``+``."""
         return sums_otherwise()
 
     def may_fail(self) -> bool:
-        """False: what may raise an exception is not computed again."""
+        """Return False: replays do not repeat computations that may raise an exception."""
         return False
 
     def tensor_of(
         self, number: SymbolicNumber, dtype: torch.dtype, device: torch.device, *, is_operand: bool = False
     ) -> Tensor | None:
-        """A scalar tensor that holds the value in every step; None if that is not where the step computes. If it
-        ``is_operand``, the operator that gets it is one that an eager step gives the number.
+        """Return a scalar tensor that holds the value in every step; None if the step computes elsewhere.
+        ``is_operand``: an eager step calls the same operator with the number.
         """
         self.rewrites |= not is_operand
         if self.device is None or device.type != self.device.type or self.is_seen():
@@ -357,37 +357,37 @@ class SymbolicNumbers:
                 with _disable_current_modes():
                     found.hold(number._known)
             except (RuntimeError, OverflowError):
-                # So does the operator, if it gets the number itself.
+                # The operator raises the same error if it gets the number itself.
                 return None
         self.given[id(found.tensor)] = found
         return found.tensor
 
     @property
     def may_be_there(self) -> bool:
-        """Whether code may get stand-ins: for numbers of owners, or for what it draws."""
+        """Whether code may get stand-ins: for owners' numbers, or for draws."""
         return bool(self.places or self._follows)
 
     def is_seen(self) -> bool:
-        """Return True if code of the step's own would see a tensor where it expects a number: in modes, and in hooks on
-        what autograd saves, which are not called for numbers.
+        """Return True if other code of the step would see a tensor where it expects a number: in modes, and in hooks on
+        saved tensors, which autograd does not call for numbers.
         """
         is_in_mode = torch._C._len_torch_dispatch_stack() > self._modes
         is_in_mode |= torch._C._len_torch_function_stack() > self._functions
         return is_in_mode or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
     def tracks(self, path: str) -> bool:
-        """Return True if all is known of what code has done with the number at ``path``."""
+        """Return True if a stand-in has recorded all that code has done with the number at ``path``."""
         path = self.lies.get(path, (path,))[0]
         return path in self.kinds and path not in self.used
 
     def ask_truth(self, path: str, value: bool) -> None:
-        """Count the truth value at ``path`` as asked: it is one of two."""
+        """Count the truth value at ``path`` as asked: it has two values only."""
         self.kinds[path] = bool
         self.asked[Question.about(path)] = value
 
     def settle(self, path: str, number: Any, own: Any) -> Any:
-        """What the step has left at ``path``: how it is computed; the number itself if it is the integer that lay
-        there, and a constant. ``own`` is the object that lay there, or None.
+        """Return how the number that the step has left at ``path`` is computed, or the number itself if it is the
+        previous integer plus a constant. ``own`` is the object that was there before, or None.
         """
         form, paths = form_of(number, own)
         if paths == [path] and len(form) > 1 and number._kind is self.kinds.get(path) is int and _counts(form):
@@ -396,7 +396,7 @@ class SymbolicNumbers:
         return form
 
     def are_over(self) -> bool:
-        """Return True if no stand-in is anywhere."""
+        """Return True if nothing refers to a stand-in any more."""
         if self._is_anywhere():
             gc.collect(1)
         return not self._is_anywhere()
@@ -406,18 +406,18 @@ class SymbolicNumbers:
 
 
 def _are_few(args: tuple[Any, ...]) -> bool:
-    """Whether ``random.choice`` is to take one of a few items."""
+    """Return True if ``random.choice`` takes one of a few items."""
     return len(args) == 1 and type(args[0]) in (list, tuple) and 0 < len(args[0]) <= _FEW
 
 
 def _span(args: tuple[Any, ...]) -> float:
-    """How many numbers there are between the bounds that ``random.randint`` or ``randrange`` was given."""
+    """Return the distance of the bounds of ``random.randint`` or ``randrange``; infinity if they are no integers."""
     bounds = (0, *args) if len(args) == 1 else args
     return abs(bounds[1] - bounds[0]) if len(bounds) == 2 and all(type(each) is int for each in bounds) else math.inf
 
 
 def _counts(form: NumberForm) -> bool:
-    """Whether an integer's form raises it by a constant, perhaps several times."""
+    """Return True if an integer's form only adds or subtracts constants."""
     steps = form[1:]
     is_chain = all(operands[0] == number and type(operands[0]) is not int for number, (_, operands) in enumerate(steps))
     constants = (type(operands[1]) is int for _, operands in steps if len(operands) == 2)
@@ -426,8 +426,8 @@ def _counts(form: NumberForm) -> bool:
 
 
 def may_be_symbolic(place: Scalar) -> bool:
-    """Return True if ``place`` is an attribute itself, of an object or a class that can be given another value there, a
-    variable, or an item in a list or dictionary that either holds.
+    """Return True if a stand-in can be put at ``place``: an attribute of an object or a class that can be assigned, a
+    property, a variable, or an item in a list or dictionary that one of these holds.
     """
     if type(lasting(place)) is Item:
         return True
@@ -442,7 +442,7 @@ def may_be_symbolic(place: Scalar) -> bool:
 
 
 def lies_of(places: Mapping[str, Scalar]) -> dict[str, tuple[str, bool]]:
-    """Of each of ``places``, the first path of the same one, and whether it is shown of a class."""
+    """Return, for each of ``places``, the first path of the same place, and whether it is inherited from a class."""
     first: dict[tuple[int, Any], str] = {}
     names = {path: first.setdefault(_identity(lasting(place)), path) for path, place in places.items()}
     return {path: (name, type(places[path].container) is Inherited) for path, name in names.items()}
@@ -454,7 +454,7 @@ def _identity(place: Scalar) -> tuple[int, Any]:
 
 
 def _container_of(place: Scalar) -> Any:
-    """The object's dictionary where the number is an attribute, or what it is an item of; None for a property's."""
+    """Return the object's dictionary for an attribute, or the container of an item; None for a property."""
     container = place.container
     if type(container) in (Numbers, Given):
         inner = attributes_of(container.thing)
@@ -462,7 +462,7 @@ def _container_of(place: Scalar) -> Any:
     if type(place) is Item:
         return place.items
     if isinstance(container, Members):
-        # A metaclass may have code of its own.
+        # A metaclass may run code of its own when an attribute is set.
         return container if type(container.kind).__setattr__ is type.__setattr__ else None
     if isinstance(container, (Attributes, Cell)):
         return container
@@ -479,7 +479,7 @@ def _put_number(container: Any, key: Any) -> None:
 
 
 def _put_numbers(error: BaseException | None) -> None:
-    """Put numbers where an error of the step's, or one that led to it, has stand-ins."""
+    """Put numbers in place of stand-ins in an error of the step, and in the errors that led to it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
