@@ -244,7 +244,7 @@ class CUDAGraphBackend(Backend):
 
     def record(self, body: Callable[[], Any], traced: TracedValues = NOTHING_TRACED) -> tuple[GraphRecording, Any]:
         """See :meth:`graphplan.backends.backend.Backend.record`."""
-        if self._pool is None or not self._is_pool_used():
+        if self._pool is None or not self._in_pool():
             # torch drops a pool with its last graph, so its handle must not be used again.
             self._pool = torch.cuda.graph_pool_handle()
         self._has_recorded = True
@@ -278,8 +278,7 @@ class CUDAGraphBackend(Backend):
         """Return the peak bytes, less the memory that the pool already has for them."""
         if alone or self._pool is None:
             return footprint.peak
-        others = (r.nbytes for r in self._living if r.is_open and r.generation == self._pool)
-        return max(0, footprint.peak - sum(others))
+        return max(0, footprint.peak - sum(recording.nbytes for recording in self._in_pool()))
 
     def begin_generation(self) -> None:
         """See :meth:`graphplan.backends.backend.Backend.begin_generation`."""
@@ -289,8 +288,9 @@ class CUDAGraphBackend(Backend):
         """See :meth:`graphplan.backends.backend.Backend.trim`."""
         _empty_cache()
 
-    def _is_pool_used(self) -> bool:
-        return any(recording.is_open for recording in self._living)
+    def _in_pool(self) -> list[GraphRecording]:
+        """Return the open recordings whose memory is in the current pool."""
+        return [recording for recording in self._living if recording.is_open and recording.generation == self._pool]
 
     def _capture(self, capture: _Capture, body: Callable[[], Any], traced: TracedValues) -> Any:
         current = torch.cuda.current_stream(self.device)
@@ -365,7 +365,7 @@ class CUDAGraphBackend(Backend):
         # If torch has already done this, the calls raise RuntimeError.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(*place)
-        if not self._is_pool_used():
+        if not self._in_pool():
             with suppress(RuntimeError):
                 torch._C._cuda_releasePool(*place)
 

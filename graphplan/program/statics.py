@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
@@ -159,12 +160,8 @@ def _held(external: External, walk: Walk) -> Tensor:
 
 def _short_names(externals: list[External]) -> dict[tuple[Role, str], External]:
     """Return externals by full name, and by the name within their owner (as in a ``state_dict``) if it is unique."""
-    names: dict[tuple[Role, str], External] = {}
-    for external in externals:
-        short = (external.role, external.name.split(".", 1)[-1])
-        if short in names:
-            del names[short]
-        else:
-            names[short] = external
+    shorts = [(external.role, external.name.split(".", 1)[-1]) for external in externals]
+    counts = Counter(shorts)
+    names = {short: external for short, external in zip(shorts, externals, strict=True) if counts[short] == 1}
     names.update({(external.role, external.name): external for external in externals})
     return names

@@ -89,6 +89,25 @@ def test_hot_weight_swap() -> None:
     assert_same(before, flatten(model=model))
 
 
+def test_a_name_that_several_owners_have_is_no_short_one() -> None:
+    """Three models have a ``0.weight``, so that name alone sets none of them."""
+    models = {name: Mlp().eval() for name in ("first", "second", "third")}
+
+    def logits(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return sum((model(x) for model in models.values()), start=torch.zeros(()))
+
+    x = float_batches(1)[0][0]
+    plan = compile_plan(logits, x, owners=models)
+    policy = Policy("inference", static_roles=("input", "param"), copy_roles=("input", "param"))
+    program = capture(plan, feed=(x,), policy=policy, backend="tape")
+    every = {f"{name}.{key}": value for name, model in models.items() for key, value in model.state_dict().items()}
+    ambiguous = {**every, "0.weight": torch.zeros_like(every["third.0.weight"])}
+    assert torch.equal(program.replay((x,), params=ambiguous), logits(x))
+    with pytest.raises(FeedError, match=r"first\.0\.weight is missing \(24 of the param values are\)"):
+        program.replay((x,), params=models["third"].state_dict())
+
+
 def _short(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if name != "0.weight"}
 
