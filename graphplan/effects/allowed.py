@@ -31,7 +31,7 @@ def allowed_by(allow: tuple[str, ...]) -> Callable[[str], bool]:
 
 def allowing(*paths: str) -> str:
     """Return the advice to name ``paths`` in ``allow=``, and the condition under which that is correct."""
-    return f"if nothing that the step does depends on it, values that it logs or appends included, pass allow={paths!r}"
+    return f"if nothing in the step depends on it, logged and appended values included, pass allow={paths!r}"
 
 
 def describe(pair: tuple[Any, Any] | None) -> str:

@@ -30,10 +30,10 @@ def find_appends(pair: TracePair) -> dict[str, int]:
     appends: dict[str, int] = {}
     for path, one, two in pair.changed("moved"):
         old, new = two or one
-        what = "shortens" if new < old else "adds to other places than the end of"
+        what = "shortens" if new < old else "adds items elsewhere than at the end of"
         raise HostEffectError(
-            f"the step {what} {path}, from {old} to {new} items, which a replay cannot repeat: append, "
-            f"clear it outside the step, or, if replays may leave it alone, pass allow=({path!r},)",
+            f"the step {what} {path}, from {old} to {new} items, which a replay cannot repeat. Only append to it and "
+            f"clear it outside the step, or, if replays may leave it unchanged, pass allow=({path!r},)",
             path=path,
         )
     for path, before, after in pair.changed("appended"):
@@ -42,8 +42,8 @@ def find_appends(pair: TracePair) -> dict[str, int]:
                 told_apart(before, after, lambda items: "nothing" if items is None else shorten(items))
             )
             raise HostEffectError(
-                f"the step appends {what} to {path}; expected tensors, or the same values each time, since a "
-                f"replay repeats them. Append tensors, or, if replays may leave it alone, pass allow=({path!r},)",
+                f"the step appends {what} to {path}; expected tensors, or the same values each time, because a replay "
+                f"repeats them. Append tensors, or, if replays may leave the list unchanged, pass allow=({path!r},)",
                 path=path,
             )
         appends[path] = len(after)

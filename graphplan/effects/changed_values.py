@@ -33,9 +33,9 @@ def find_counters(pair: TracePair) -> dict[str, int | float]:
             continue
         if any(isinstance(value, OptState) for value in (*(old or ()), *(new or ()))):
             raise HostEffectError(
-                f"the step changes {path} ({describe(new)}): part of the gradient scaler's work lies outside the "
-                "step, and a replay does not tell the scaler how far it came. Expected unscale_, step and update "
-                "all in one step, or all outside: move them together"
+                f"the step changes {path} ({describe(new)}): a part of the gradient scaler's work is outside the "
+                "step, and a replay does not update the scaler's progress. Expected unscale_, step and update all "
+                "inside the step, or all outside it: move them together"
             )
         delta = _constant_delta(old, new)
         scalar = pair.walk.scalars.get(path)
@@ -43,12 +43,13 @@ def find_counters(pair: TracePair) -> dict[str, int | float]:
         is_item = scalar is not None and _is_item_of_optimizer(scalar)
         is_read = scalar is not None and not pair.tracks(path) and _is_read(scalar, pair.second)
         if delta is not None and is_read:
-            whose, fix = "the step's", "Count in a tensor, or count and decide outside the step"
+            whose, fix = "the step's", "Count in a tensor, or move the counter and its use out of the step"
             if component == "optimizer":
-                whose, fix = "the optimizer's", "Step the optimizer outside (in a Trainer that is done for you)"
+                whose = "the optimizer's"
+                fix = "Move optimizer.step() out of the step (in a Trainer, graphplan does this)"
             raise HostScalarError(
-                f"{whose} code reads {path}, which it also counts up ({describe(old)}, then {describe(new)}); a "
-                f"replay would act on one value for ever. {fix}, or, {allowing(path)}",
+                f"{whose} code reads {path}, which it also increases ({describe(old)}, then {describe(new)}); a "
+                f"replay would always use one value. {fix}, or, {allowing(path)}",
                 component=component,
                 path=path,
             )
@@ -58,9 +59,9 @@ def find_counters(pair: TracePair) -> dict[str, int | float]:
         is_set &= not all(path in trace.symbolic.counted for trace in pair.both)
         if delta is None or is_set:
             raise HostEffectError(
-                f"the step changes {path} in Python ({describe(old)}, then {describe(new)}), and a replay runs no "
-                "Python. Expected a number that `+=` raises by the same amount each time, or a list that grows. "
-                "Keep it in a tensor, update it outside the step, or, if replays may leave it alone, pass "
+                f"the step changes {path} in Python ({describe(old)}, then {describe(new)}), but a replay runs no "
+                "Python. Expected a number that `+=` increases by the same amount each time, or a list that grows. "
+                "Keep it in a tensor, update it outside the step, or, if replays may leave it unchanged, pass "
                 f"allow=({path!r},)",
                 component=component,
                 path=path,
@@ -127,17 +128,18 @@ def find_left_flags(pair: TracePair) -> dict[str, Any]:
     left: dict[str, Any] = {}
     for path, one, two in pair.changed("flags"):
         if one is None or two is None or not same_value(one[1], two[1]):
-            rates = ": each replay reads the learning rate that is there" if path.endswith(".lr") else ""
+            rates = ": each replay reads the current learning rate" if path.endswith(".lr") else ""
             raise HostEffectError(
-                f"the step leaves {path} otherwise on one call ({describe(one)}) than on the next ({describe(two)}), "
-                f"and a replay leaves one value. Set it outside the step{rates}, put it back within the step, or, if "
-                f"replays may leave it alone, pass allow=({path!r},)",
+                f"the step changes {path} in one way on one call ({describe(one)}) and in another way on the next "
+                f"({describe(two)}), but a replay always sets the same value. Set it outside the step{rates}, restore "
+                f"it within the step, or, if replays may leave it unchanged, pass allow=({path!r},)",
                 path=path,
             )
         if two[1] is ABSENT or not is_assignable(path, two[1]):
             raise HostEffectError(
-                f"the step leaves {path} changed ({describe(two)}), which cannot be set after a replay. Put it back "
-                f"within the step, as a with statement does, or, if replays may leave it alone, pass allow=({path!r},)",
+                f"the step changes {path} ({describe(two)}) and does not restore it, but graphplan cannot set it "
+                "after a replay. Restore it within the step, for example by a with statement, or, if replays may "
+                f"leave it unchanged, pass allow=({path!r},)",
                 path=path,
             )
         left[path] = two[1]
@@ -153,19 +155,19 @@ def find_numbers(pair: TracePair) -> dict[str, NumberForm]:
         scalar = pair.walk.scalars.get(path)
         if scalar is not None and not pair.tracks(path) and pair.second.reads.uses(scalar):
             raise HostScalarError(
-                f"the step's code reads {path}, which it also sets to what it reads or computes; a replay "
-                f"would act on one value for ever. Keep it in a buffer: a few values that are read there before the "
-                f"step changes them (int(self.pointer)) have a program each. Or read it outside the step; or, "
-                f"{allowing(path)}",
+                f"the step's code reads {path}, which it also sets to a number that it reads from a tensor or "
+                "computes; a replay would always use one value. Keep it in a buffer: if the step reads the buffer "
+                "before it changes it (int(self.pointer)), each of a few values gets a program. Or read it outside "
+                f"the step; or, {allowing(path)}",
                 path=path,
             )
         is_there = path in pair.second.entry_scalars and new is not None and new[0] is not ABSENT
         if old is None or new is None or not same_value(old[1], new[1]) or not is_there:
             raise HostEffectError(
-                f"the step sets {path} to what it reads or computes in one call, and to something else, or from "
-                "other numbers, in the next, or it is not there before the step; a replay does the same each time. "
-                "Set it to a number before the first step, keep it in a tensor, or compute it after the step from "
-                f"what that returns; or, {allowing(path)}",
+                f"the step sets {path} to a number that it reads from a tensor or computes, but to something else, or "
+                f"from other numbers, in the next call, or {path} does not exist before the step; a replay does the "
+                "same each time. Set it to a number before the first step, keep it in a tensor, or compute it after "
+                f"the step from the step's result; or, {allowing(path)}",
                 path=path,
             )
         found[path] = new[1]

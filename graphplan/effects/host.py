@@ -19,8 +19,10 @@ def check_draws(pair: TracePair) -> None:
     other = next((new or old for old, new in both if old != new), None)
     if other is not None:
         raise HostScalarError(
-            f"the step does not draw the same random numbers on the host as one step before ({other.path} with "
-            f"{other.given}), as replays would. Draw before the step and feed the result",
+            f"the step does not make the same random draws on the host as the step before ({other.path} with "
+            f"{other.given}), but a replay repeats the same ones. Draw before the step and pass the result as an "
+            "argument. In a Trainer, run an environment that draws (reinforcement learning) in on_train_batch_start "
+            "or in an IterableDataset",
             path=other.generator,
         )
     check_generators(pair)
@@ -33,10 +35,11 @@ def check_generators(pair: TracePair) -> None:
             source = find_load((code for code, _ in pair.second.reads.codes), "random")
             place = f" at {source}" if source is not None else ""
             raise HostScalarError(
-                f"the step draws from {name}{place}, or seeds it, as no replay does: replays draw single numbers again "
-                "(random.random(), np.random.beta(1, 1)). Draw those, or with torch on the step's device, or draw "
-                "before the step and feed the result; or, "
-                f"{allowing(name)}",
+                f"the step draws from {name}{place}, or seeds it, and a replay cannot repeat that: it draws only "
+                "single numbers again (random.random(), np.random.beta(1, 1)). Draw single numbers, draw with torch "
+                "on the step's device, or draw before the step and pass the result as an argument. In a Trainer, run "
+                "an environment that draws (reinforcement learning) in on_train_batch_start or in an IterableDataset. "
+                f"Or, {allowing(name)}",
                 path=name,
             )
 
@@ -46,8 +49,8 @@ def check_threads(trace: Trace, allow: Iterable[str]) -> None:
     for name, source in trace.executed.threads.items():
         if not is_allowed(name, allow):
             raise HostEffectError(
-                f"the step calls {name} at {source}: what runs in another thread or process is not recorded, and "
-                "replays would leave it out. Run it in the step's own thread, or before or after the step, or, "
+                f"the step calls {name} at {source}: work in another thread or process is not recorded, so replays "
+                "would leave it out. Run it in the step's own thread, or before or after the step, or, "
                 f"{allowing(name)}",
                 component=source.component,
                 path=name,
@@ -62,9 +65,9 @@ def taken_item(walk: Walk, iterated: Collection[str], allow: Iterable[str]) -> H
         kind = type(scalar.get()) if scalar.attribute in iterated else type
         if hasattr(kind, "__next__") and not is_allowed(path, allow):
             return HostEffectError(
-                f"the step takes the next item of {path} (a {kind.__name__}), which a replay would not: it runs no "
-                "Python. Have the data loader give what it gives (lightning.pytorch.utilities.CombinedLoader joins "
-                "loaders), or take it before the step and feed it",
+                f"the step takes the next item of {path} (a {kind.__name__}), but a replay runs no Python and would "
+                "take none. Let the data loader yield these items (lightning.pytorch.utilities.CombinedLoader "
+                "combines loaders), or take the item before the step and pass it as an argument",
                 path=path,
             )
     return None
@@ -72,15 +75,15 @@ def taken_item(walk: Walk, iterated: Collection[str], allow: Iterable[str]) -> H
 
 def check_gradients(pair: TracePair) -> None:
     """Refuse a step that leaves a new ``.grad`` on a tensor that is not a parameter and was not fed."""
-    made = (f"{path}.grad, of a tensor that it makes anew in each call" for t in pair.both for path in t.gradients)
+    made = (f"{path}.grad, of a tensor that the step creates in each call" for t in pair.both for path in t.gradients)
     unowned = (f"{name}, which is neither a parameter nor an owner" for t in pair.both for name in t.unowned_gradients)
     for what in (*made, *unowned):
         if not pair.allows(what.partition(", ")[0].removesuffix(".grad")):
             raise HostEffectError(
                 f"the step leaves a gradient at {what}; a replay would leave None there, or an earlier gradient. "
-                "Expected gradients at parameters, owners and what is fed alone: name the tensor (owners={'w': w, "
-                "...}), keep or return the gradient itself (torch.autograd.grad, what a hook of the tensor gets), or, "
-                "if it is not needed, leave retain_grad() out, and detached tensors behind"
+                "Expected gradients only of parameters, owners and arguments. Name the tensor (owners={'w': w, ...}), "
+                "or keep or return the gradient itself (from torch.autograd.grad or a hook of the tensor). If the "
+                "gradient is not needed, remove retain_grad(), and detach the tensors that the step keeps"
             )
 
 
@@ -92,20 +95,21 @@ def omissions(trace: Trace, allow: Iterable[str]) -> Iterator[str]:
     """Yield warnings of what replays leave out although no number changes: prints, writes, calls of extensions."""
     if trace.prints and not is_allowed("print", allow):
         yield (
-            f"the step prints at {trace.prints[0]}, and a replay runs no Python: only eager calls will "
-            "print. Print what the step returns, outside it, or pass allow=('print',)"
+            f"the step prints at {trace.prints[0]}, but a replay runs no Python, so only eager calls print. Return "
+            "the value and print it after the step, or pass allow=('print',) to accept this"
         )
     for name, source in trace.executed.writers.items():
         if not is_allowed(name, allow):
             yield (
-                f"the step calls {name} at {source}, and a replay runs no Python: only eager calls will write. Write "
-                f"after the step what it returns (in a Trainer: self.log, or a hook), or pass allow=({name!r},)"
+                f"the step calls {name} at {source}, but a replay runs no Python, so only eager calls write. Return "
+                "the values and write them after the step (in a Trainer: with self.log or in a hook), or pass "
+                f"allow=({name!r},) to accept this"
             )
     for name, source in trace.executed.extensions.items():
         if not is_allowed(name, allow):
             yield (
-                f"the step calls {name}, a function of an extension module, at {source}: what it remembers is "
-                "compared by checks alone, and what it does to memory or on the host is not in a replay unless it "
-                "launches kernels. Register it as a torch operator (torch.library), or, if its results follow from "
-                f"its arguments, pass allow=({name!r},)"
+                f"the step calls {name}, a function of an extension module, at {source}: only checks compare its "
+                "internal state, and a replay repeats the kernels that it launches, but not its work on memory or on "
+                "the host. Register it as a torch operator (torch.library), or, if its results depend only on its "
+                f"arguments, pass allow=({name!r},)"
             )

@@ -93,7 +93,10 @@ class Reads:
             before, was_classes = self.lies[path]
             is_apart = before != self.lies[name][0] or (before in now and now[before][0] != name)
             if is_apart or is_classes != was_classes:
-                return f"{path} is {'its class' if is_classes else 'an object'}'s own number, and was not{when}"
+                return (
+                    f"{path} is {'a number of its class' if is_classes else 'a number of an object'} now, and was "
+                    f"not{when}"
+                )
         for path, old in self.metadata.items():
             if not is_alike(old, walk.metadata(path)):
                 return told(path, old, _found(path, walk), when)
@@ -105,7 +108,7 @@ def _told(path: str, old: Any, value: Scalar | None, walk: Walk, when: str) -> s
     if not (isinstance(path, Path) and path.of is Of.LENGTH):
         return told(path, old, _found(path, walk) if value is None else value.get(), when)
     now = f"has {_extent(value.get())}" if value is not None else is_now(_found(path.place, walk))
-    advice = " (keep its last item in an attribute of its own, if code needs that alone)" if type(old) is int else ""
+    advice = " (if the code needs only its last item, keep that in a separate attribute)" if type(old) is int else ""
     return f"{path.place} had {_extent(old)}{when} and {now}{advice}"
 
 
@@ -127,9 +130,8 @@ def _check_length(path: str, appended: AppendedLists, pair: TracePair) -> None:
     look = appended.look(appended.lengths[path])
     if look is not None and not pair.allows(appended.lengths[path]):
         raise HostScalarError(
-            f"the step's code asks for {path}, which the step itself makes longer, or can tell it otherwise, "
-            f"at {look}; a replay would keep one length. Count in a tensor, append after the step, or, "
-            f"{allowing(path)}",
+            f"the step's code reads {path}, directly or indirectly, at {look}, but the step itself appends to that "
+            f"list; a replay would keep one length. Count in a tensor, append after the step, or, {allowing(path)}",
             path=path,
         )
 
@@ -138,16 +140,16 @@ def _check_comparable(path: str, value: Any) -> None:
     """Refuse a value that the step reads and whose changes no comparison before a replay would detect."""
     if isinstance(value, Iterator) and not isinstance(value, IOBase) and not is_proxy(value):
         raise HostEffectError(
-            f"the step's code reads {path}, a {type(value).__name__}: each eager step may take its next item, and a "
-            f"replay takes none. Take it before the step and feed it, or, if the step takes none, pass "
-            f"allow=({path!r},)",
+            f"the step's code reads {path}, a {type(value).__name__}: each eager step may take its next item, but a "
+            "replay takes none. Take the item before the step and pass it as an argument, or, if the step takes none, "
+            f"pass allow=({path!r},)",
             path=path,
         )
     hidden = unseen(value)
     if hidden is not None:
         raise HostScalarError(
-            f"the step's code reads {path}, {hidden.what} is not compared before each replay, so that a "
-            f"change would go unseen. {hidden.instead}, or, if nothing changes it, pass allow=({path!r},)",
+            f"the step's code reads {path}, {hidden.what} is not compared before each replay, so graphplan would miss "
+            f"a change. {hidden.instead}, or, if nothing changes it, pass allow=({path!r},)",
             path=path,
         )
 
@@ -169,14 +171,16 @@ def _refuse_stale(stale: Mapping[str, Scalar], pair: TracePair) -> NoReturn:
     name = (scalar.via or scalar.attribute).removeprefix(".").removesuffix("[:]")
     used = (trace.symbolic.used.get(path) for trace in pair.both)
     found = next(filter(None, used), None) or find_load((code for code, _ in pair.second.reads.codes), name)
-    instead = "Hold it in a tensor and update that in place, feed it, or, "
+    instead = "Keep it in a tensor and update that in place, pass it as an argument of the step, or, "
     if any(path in trace.symbolic.used for trace in pair.both):
-        needs = next(filter(None, (trace.symbolic.needs.get(path) for trace in pair.both)), "what that line does")
-        instead = f"Replays follow numbers that operators compute with (x * n), but {needs} needs the value. {instead}"
+        needs = next(filter(None, (trace.symbolic.needs.get(path) for trace in pair.both)), "that line")
+        instead = (
+            f"Replays follow numbers that operators compute with (x * n), but {needs} needs the value itself. {instead}"
+        )
     if type(scalar.container) is Given:
         instead = (
-            "Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, variant= "
-            "for a program of its own for each of a few answers, or, "
+            "Move that code to on_train_batch_end, select the batches that run it with eager_if=, or pass variant= to "
+            "get a program for each of a few cases, or, "
         )
     asking = [code for code, _ in pair.second.reads.codes if asks_classes(code)]
     if asking:
@@ -209,8 +213,7 @@ def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedL
             what, was, now = difference(path, old, new)
             raise HostScalarError(
                 f"the step's code reads {what}, which is {was} before one step and {now} before the next; a replay "
-                "would keep one. Leave it what it is, look at it outside the step, or, "
-                f"{allowing(path)}",
+                f"would keep one of them. Keep it the same, read it outside the step, or, {allowing(path)}",
                 path=path,
             )
     return found

@@ -57,8 +57,8 @@ class BatchVariants:
         what = f"{first.what.removesuffix(' on the host')} on the host"
         error = next(filter(None, map(first.differs_from, others)), self._error)
         return HostSyncError(
-            f"what the step reads of {what} differs too much from call to call: {share} were unlike those that were "
-            f"traced. {error}",
+            f"the values that the step reads of {what} differ too much from call to call: {share} did not match the "
+            f"traced ones. {error}",
             component=error.component,
         )
 
@@ -120,9 +120,9 @@ class BatchVariants:
 def unlike_in_shape(error: HostSyncError, number: int) -> HostSyncError:
     """What refuses a step whose batches have ever new shapes, where ``error`` does so for a read of one of them."""
     return HostSyncError(
-        f"{number} signatures of batches were traced for what the step reads of them on the host, first at "
-        f"{error.where}, and none of these came again: pad the batches to a few shapes (shapes='bucket', or in "
-        "collate_fn), or read nothing of them on the host",
+        f"the step reads values of its batches on the host, first at {error.where}: {number} batch signatures were "
+        "traced for these reads, and none was repeated. Pad the batches to a few shapes (shapes='bucket', or in "
+        "collate_fn), or do not read their values on the host",
         component=error.component,
     )
 

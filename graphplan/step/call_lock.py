@@ -48,9 +48,9 @@ class CallLock:
         if not self._turn.acquire(False):
             raise BusyError(
                 "a graphed step was called, closed or invalidated during one of its calls, in another thread or from "
-                "within its own call; expected one call at a time, since all work on the same storages. Give each "
-                "thread a step and a model of its own, or put a lock around the calls; let the step's function call "
-                "the functions that it is made of instead of the step"
+                "within its own call; expected one call at a time, because all calls use the same storages. Give each "
+                "thread its own step and model, or put a lock around the calls. In the step's function, call the "
+                "original functions instead of the step"
             )
 
     def __reduce__(self) -> NoReturn:

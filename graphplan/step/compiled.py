@@ -121,9 +121,9 @@ class Rehearsal:
         if paths:
             by_optimizer = all(isinstance(part, torch.optim.Optimizer) for part in _compiled(self._walk(), fn))
             raise CaptureError(
-                f"the step runs code that torch.compile compiled, and the tape records what it is made of: that leaves "
-                f"another {paths[0]} than the compiled code does. On the CPU, compile with backend='aot_eager' or not "
-                "at all, or pass backend='eager'",
+                "the step runs code that torch.compile compiled, and the tape records its operators instead: they "
+                f"leave another {paths[0]} than the compiled code does. On the CPU, compile with backend='aot_eager' "
+                "or not at all, or pass backend='eager'",
                 component="optimizer" if by_optimizer else "step",
             )
 
@@ -153,7 +153,7 @@ class CompiledModules:
             if how is True and all(parameter.device.type == "cpu" for parameter in module.parameters()):
                 self.notes.append(
                     f"compile: {name} is not compiled on the CPU, where the tape records the operators that compiled "
-                    "code is made of; compile={'backend': 'aot_eager'} compiles it all the same"
+                    "code is made of; compile={'backend': 'aot_eager'} compiles it anyway"
                 )
             elif module._compiled_call_impl is None:
                 with _from_the_top():
@@ -171,8 +171,11 @@ class CompiledModules:
 def name_compiled(error: RefusalError) -> None:
     """Have an ``error`` say what refuses a number or a read that does not refuse other steps."""
     if isinstance(error, (HostScalarError, HostSyncError)):
-        advice = "Have the step's caller work with the number, or leave that part uncompiled"
-        text = "The step runs code that torch.compile compiled, beside which numbers are not followed and no read waits"
+        advice = "Use the number outside the step, or do not compile that part"
+        text = (
+            "The step runs code that torch.compile compiled: in such a step, graphplan neither follows numbers nor "
+            "delays reads"
+        )
         error.args = (f"{error}. {text}. {advice}",)
 
 
@@ -189,7 +192,7 @@ def refuse_beside_compiled(plan: Plan) -> None:
         whats.append(f"copies a tensor of shape {tuple(transfer.value.shape)} from host memory")
     if whats:
         raise HostSyncError(
-            f"the step {whats[0]}, and runs compiled code: a capture of both waits for the device, or copies from that "
-            "address for ever. Expected none of this around compiled code; assert with torch._assert_async, make "
-            "tensors on the device (device=...), or do without torch.compile"
+            f"the step {whats[0]}, and runs compiled code; a capture of both would wait for the device, or always "
+            "copy from one address. Expected none of this in a step with compiled code: assert with "
+            "torch._assert_async, create tensors on the device (device=...), or do not use torch.compile"
         )

@@ -262,8 +262,9 @@ class Entry:
         way.is_known = True
         if self.untried > _WAYS and self.too_many is None:
             self.too_many = HostScalarError(
-                f"the step takes another way through its code in each call, by {self._decides(paths)}: {_WAYS} in a "
-                "row came once, and a replay is good for one way. Feed what decides, or decide outside the step"
+                f"the step takes another path through its code in each call, depending on {self._decides(paths)}: "
+                f"{_WAYS} paths in a row were taken only once, and a replay repeats one path. Pass the deciding value "
+                "as an argument, or decide outside the step"
             )
 
     def need(self, paths: Collection[str], places: Mapping[str, Scalar]) -> None:
@@ -275,11 +276,11 @@ class Entry:
     def _decides(self, paths: Collection[str]) -> str:
         """In words: what numbers at ``paths`` come to decides between ways; without paths, which numbers there are."""
         if paths:
-            return f"what {' and '.join(sorted(paths))} come to"
+            return f"the values of {' and '.join(sorted(paths))}"
         kinds = [way.kinds for way in self.ways]
         paths = {path for known in kinds for path in known if len({each.get(path) for each in kinds}) > 1}
         path = min(paths, default="a number")
-        return f"whether {path} is there, and of which class"
+        return f"whether {path} exists, and on its class"
 
     def _turn(self) -> None:
         """Turn to the way that the numbers of now lead to."""

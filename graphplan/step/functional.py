@@ -311,6 +311,6 @@ def _warm_up(plan: Plan, feed: Feed, backend: Backend, walk: Walk) -> None:
         slot = slots.get(external.path or "")
         if slot is not None and slot.param is None and slot.path not in walk.slots:
             raise CaptureError(
-                f"{slot.path} does not exist yet, and a replay cannot be the step that makes it: run the step eagerly "
-                "once before capture"
+                f"{slot.path} does not exist yet, and a replay cannot create it: run the step eagerly once before "
+                "capture"
             )

@@ -205,10 +205,10 @@ class Gate:
         """Make the error for replays of ``what`` that do not pay."""
         eager, replayed = (self.measured[kind] * 1e6 for kind in ("eager", "replayed"))
         return SlowerError(
-            f"{what} was measured to take {eager:.0f} µs per {'step' if self._loops else 'call'} eagerly and "
-            f"{replayed:.0f} µs with replays{costs}. Expected replays to be at least {self._least:g} times as fast. "
-            "Look for what the host does beside the replay, make batches smaller if the device is busy all the time, "
-            "or pass min_speedup=0, which keeps programs all the same"
+            f"{what} took {eager:.0f} µs per {'step' if self._loops else 'call'} eagerly and {replayed:.0f} µs with "
+            f"replays{costs}. Expected replays to be at least {self._least:g} times as fast. Look for host work "
+            "beside the replay, make batches smaller if the device is busy all the time, or pass min_speedup=0 to "
+            "keep the programs anyway"
         )
 
 

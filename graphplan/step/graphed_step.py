@@ -277,7 +277,7 @@ def check_form(fn: Callable[..., Any]) -> None:
     if any(ask(each) for ask in asks for each in (fn, call)):
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
         raise OptionError(
-            f"{name} is a coroutine or generator function (async def, yield): a call of it computes nothing yet, and "
-            "what it gives back can be run once only, so that there is nothing to replay. Expected a function that "
-            "computes and returns: graph the one that does the computing, and await, or yield, around its calls"
+            f"{name} is a coroutine or generator function (async def, yield): a call computes nothing yet, and its "
+            "result can run only once, so there is nothing to replay. Expected a function that computes and returns: "
+            "graph the function that does the computation, and await or yield around its calls"
         )

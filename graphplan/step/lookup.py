@@ -108,7 +108,7 @@ class Lookup:
         self._managed.refresh()
         if base is not None and base.batch is not None and not base.batch.is_in(self._managed.walk().slots):
             base.batch = None
-            reason = reason or "what the step reads on the host lies in other containers"
+            reason = reason or "the values that the step reads on the host are in other containers"
         if reason is None:
             return True
         if self._trains and entry.may_pause(program, reason):

@@ -58,9 +58,9 @@ def _check_made(optimizer: torch.optim.Optimizer) -> None:
     if not may_be_captured(optimizer):
         refuse_trace(
             OptimizerError,
-            f"the step makes an optimizer ({type(optimizer).__name__}) that steps at {find_source()}, and torch steps "
-            "none such in a capture. Only optimizers from outside the step are made capturable: make this one with "
-            "capturable=True",
+            f"the step creates an optimizer ({type(optimizer).__name__}) and steps it at {find_source()}, which torch "
+            "does not allow in a capture. graphplan makes only optimizers from outside the step capturable: create "
+            "this one with capturable=True",
         )
 
 
@@ -239,10 +239,10 @@ class Managed:
         """Raise HostEffectError if the code that ran last made a module or an optimizer, and left it behind."""
         for path, what in self.kept.items():
             raise HostEffectError(
-                f"the step makes {path} ({what}), which is still there after it; a replay runs no Python, and would "
-                "leave the one of an earlier call there. Make it once, outside the step, and have the step write to "
-                "its tensors in place (load_state_dict, copy_), keep copies of its tensors instead, or make it after "
-                "the step"
+                f"the step creates {path} ({what}), which still exists after the step; a replay runs no Python and "
+                "would leave the object of an earlier call there. Create it once, outside the step, and let the step "
+                "write to its tensors in place (load_state_dict, copy_), keep copies of its tensors instead, or "
+                "create it after the step"
             )
 
     def take_names(
@@ -461,12 +461,12 @@ class Managed:
 
 def _churn_error(changed: Sequence[str]) -> OptimizerError:
     return OptimizerError(
-        f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured, and each needs a capture "
-        "of its own, since the kernel takes a Python number. Expected a constant, or an lr that the optimizer reads on "
-        "the device (AdamW, Adam, SGD, Adagrad with fused=True; on CUDA any with capturable=True). OneCycleLR and "
-        "CyclicLR cycle betas or momentum, too: cycle_momentum=False avoids that. Use one of those, change the value "
-        "once per epoch, or leave optimizer.step() out of the step (in a Trainer that is done for you). A count of "
-        "your own is kept in a tensor or outside the groups",
+        f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured, and each value needs "
+        "its own capture, because the kernel takes a Python number. Expected a constant, or an lr that the optimizer "
+        "reads on the device (AdamW, Adam, SGD, Adagrad with fused=True; on CUDA any with capturable=True). "
+        "OneCycleLR and CyclicLR also cycle betas or momentum: cycle_momentum=False prevents that. Use one of those, "
+        "change the value once per epoch, or move optimizer.step() out of the step (in a Trainer, graphplan does "
+        "this). Keep your own counts in a tensor or outside the groups",
         component="optimizer",
     )
 

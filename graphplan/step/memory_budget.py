@@ -99,8 +99,8 @@ def _mib(nbytes: int) -> str:
 
 def _refusal(plan: Plan, what: str, bound: str) -> MemoryBudgetError:
     return MemoryBudgetError(
-        f"a program of {plan.name} {what}, and {bound}; expected room for it. Make the batch smaller, or raise the "
-        "bound and call invalidate(); steps like this one are eager until then"
+        f"a program of {plan.name} {what}, but {bound}. Make the batch smaller, or provide more memory and call "
+        "invalidate(); until then, such steps run eagerly"
     )
 
 

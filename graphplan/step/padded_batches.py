@@ -64,8 +64,8 @@ class PaddedBatches:
     def __init__(self, machine: StateMachine, shapes: ShapeStats) -> None:
         if machine.peers is not None:
             raise OptionError(
-                "shapes='bucket' is given where several ranks train together: a batch that is compared takes its step "
-                "several times, and the other ranks would wait. Expected one rank, or shapes='exact'"
+                "shapes='bucket' does not work with several ranks: a batch that is compared runs its step several "
+                "times, and the other ranks would wait. Expected one rank, or shapes='exact'"
             )
         self.shapes = shapes
         self._machine = machine
@@ -163,9 +163,9 @@ class PaddedBatches:
             raise
         self._refuse(
             PaddingError(
-                "the step returns something else than in the call that was compared, and what is padding in that "
-                "cannot be told: this call's result is as large as the padded batch. Expected results of one "
-                "structure: return what does not grow with the batch, such as the loss, or pass shapes='exact'",
+                "the step returns another structure than in the compared call, so graphplan cannot remove the "
+                "padding: this call's result is as large as the padded batch. Expected results of one structure: "
+                "return values that do not grow with the batch, such as the loss, or pass shapes='exact'",
                 result=result,
             )
         )
@@ -196,7 +196,9 @@ class PaddedBatches:
         except Exception as error:  # noqa: BLE001 - an error of the step's own comes again in the call as it came
             reason = f"{type(error).__name__}: {first_line(error)}"
             if not is_steps_own(error):
-                self._machine.refusals.warn(f"graphplan does not pad a batch, since comparing it ended with {reason}")
+                self._machine.refusals.warn(
+                    f"graphplan does not pad a batch, because its comparison failed with {reason}"
+                )
         finally:
             # It was a rehearsal.
             self._runner.outcome = None
@@ -316,8 +318,8 @@ class PaddingCheck:
             names = ", ".join(problem.partition(":")[0] for problem in others[:4])
             more = f" (and {len(others)} more: {names})" if others else ""
             raise PaddingError(
-                f"padding from {kind} changes what the step leaves: {first}{more}. Expected the same as without "
-                "padding, within rounding: mask what is padding (in the loss, in statistics), pad with another value "
+                f"padding from {kind} changes the outcome of the step: {first}{more}. Expected the outcome without "
+                "padding, within rounding: mask the padding (in the loss, in statistics), pad with another value "
                 "(pad=), name the dimensions that may be padded (dynamic=), or pass shapes='exact'"
             )
 
@@ -352,7 +354,7 @@ class PaddingCheck:
             excess = apart - share * moves[path] - share**2 / 2 * sizes[path]
             if not excess <= 0:
                 if not (math.isfinite(apart) or bool(came[path].isfinite().all())):
-                    raise ArithmeticError(f"{path} has elements that are infinite or no numbers, without padding too")
+                    raise ArithmeticError(f"{path} has infinite or NaN elements, also without padding")
                 over[path] = excess
         # Without gradients no terms cancel into updates, and other threads may be reading the parameters.
         noise: Mapping[str, float] = {}
@@ -383,10 +385,10 @@ class PaddingCheck:
             draws, change = mode.draws, fed.change()
             if draws:
                 raise PaddingError(
-                    f"the step draws random numbers: {'; '.join(draws[:3])}. For a padded batch it draws others, and "
-                    "more of them, so that effects of padding do not show in what it leaves; dropout is left out "
-                    "of the comparison, other draws cannot be. Expected a step that draws nothing else: draw outside "
-                    "of it and feed it the numbers, or pass shapes='exact'"
+                    f"the step draws random numbers: {'; '.join(draws[:3])}. For a padded batch it draws other and "
+                    "more numbers, so the effect of padding cannot be checked. The check can leave out dropout, but "
+                    "no other draws. Expected a step without other draws: draw outside the step and pass the numbers "
+                    "as an argument, or pass shapes='exact'"
                 )
             if change is not None:
                 raise HostEffectError(change)

@@ -222,8 +222,8 @@ class Padding:
         missing = [dim for dim in self.ladders.dims if dim not in padded and (places or are_expected)]
         if missing:
             raise OptionError(
-                f"buckets has sizes for dimension {missing[0]}, which is a dynamic one of none of the arguments "
-                f"({', '.join(feed.names())}); expected one that may vary: by default, the last of several may not. "
+                f"buckets has sizes for dimension {missing[0]}, but no argument ({', '.join(feed.names())}) has it as "
+                "a dynamic dimension; expected one that may vary: by default, the last of several dimensions may not. "
                 f"Name it: dynamic={{'argument': ({missing[0]},)}}"
             )
         return places
@@ -231,7 +231,7 @@ class Padding:
     def _misfit(self, feed: Feed, places: Sequence[Place]) -> str | None:
         """Why a call fits no capture size; None if it fits one."""
         if not places:
-            return "none of the arguments has a dimension with a ladder"
+            return "no argument has a dimension with capture sizes"
         for index, dim in places:
             size = feed.leaves[index].shape[dim]
             if self.ladders.round_up(dim, size) is None:

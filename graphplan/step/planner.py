@@ -261,7 +261,7 @@ class Planner:
             return False
         moved = pair.second.moved_since(pair.first)
         # For example, a checkpoint was loaded.
-        changed = None if moved is None else f"{moved} is not what it was one step before"
+        changed = None if moved is None else f"{moved} has changed since the step before"
         # Ranks have to trace in the same steps.
         may_reorder = changed is None and self._peers is None and line.reordered < _REORDERED
         if may_reorder and is_reordered(*pair.both):
@@ -305,4 +305,4 @@ def _settled(pair: TracePair) -> str | None:
     """Describe a number that the step changed in the first trace, and left alone in the second: a bound was reached."""
     settled = (path for path, old, new in pair.changed("scalars") if old is not None and new is None)
     path = next((path for path in settled if path in pair.second.symbolic.places), None)
-    return None if path is None else f"the step leaves {path} alone, which it changed one step before"
+    return None if path is None else f"the step does not change {path}, but the step before did"

@@ -27,8 +27,8 @@ _PATIENCE = 4  # A capture is overdue after this many times the calls that it ne
 _GEOMETRIES = 256  # Geometries of feeds whose latest program is remembered.
 _REASONS = 8  # Reasons of recaptures that an error lists.
 EXPECTED = (
-    "Expected what a step depends on to stay for a while. Keep it still, hold it in a tensor that is updated in place, "
-    "or feed it"
+    "Expected a value that stays the same for many steps. Keep it constant, keep it in a tensor that is updated in "
+    "place, or pass it as an argument"
 )
 
 
@@ -207,7 +207,7 @@ class Programs:
         """Why ``entry`` may not have another program; None if it may."""
         is_first, limit = entry.used == entry.since, _PATIENCE * (self._options.warmup_steps + 3)
         if is_first and self._latest and self._misses >= limit and self.progress == self._paid:
-            return f"{self._misses} new signatures came in a row, and none of them again"
+            return f"{self._misses} calls in a row had new signatures, and none of these was repeated"
         begun = [other for other in self._entries.values() if other.programs() or other.progress]
         others = [other.used for other in begun if other is not entry]
         if max(len(self.all()), len(begun)) < self._options.max_graphs or entry in begun or not others:
@@ -216,7 +216,7 @@ class Programs:
         is_unused = oldest < entry.since and not entry.captured
         if is_unused or self._lookups >= oldest + _IDLE * len(self._entries):
             return None
-        return f"all {self._options.max_graphs} programs (max_graphs) are in use, or on the way"
+        return f"all {self._options.max_graphs} programs that max_graphs= allows are in use or in preparation"
 
     def waits(self, entry: Entry) -> str | None:
         """Return why a new signature, another way through the step, or a capture after some that did not pay, has to
@@ -250,8 +250,8 @@ class Programs:
             self._is_tried = True
             return None
         signature = "another signature" if is_further else "what was captured before"
-        what = "another way through the step's code" if has_ways else signature
-        return f"{what} is traced once replays have saved what earlier traces and captures took"
+        what = "a new path through the step's code" if has_ways else signature
+        return f"{what} is traced once replays have saved the time of earlier traces and captures"
 
     def pass_by(self, *, is_for_good: bool) -> None:
         """Count a call without a look at what it is fed: it waits as those before it, or for want of room."""
@@ -267,7 +267,9 @@ class Programs:
 
     def _churn(self, reasons: Iterable[str]) -> str:
         why = "; ".join(reasons) or "its signature or its flags change each time"
-        return f"the step was captured again {self._unpaid} times in a row for fewer than {PAYS} replays each: {why}"
+        return (
+            f"the step was captured again {self._unpaid} times in a row, each time for fewer than {PAYS} replays: {why}"
+        )
 
     def has_spent(self, entry: Entry | None = None) -> bool:
         """Whether starting takes more than replays save, with what has begun and one more, ``entry`` if it is known.
@@ -335,11 +337,11 @@ class Programs:
         before = sorted(self._entries.values(), key=lambda entry: entry.used)[-2:-1]
         found = "".join(first_difference(feed, before[0].key[0][0]) or ()) if before else ""
         return NotCapturedError(
-            f"no step was captured in {self._stats.calls} steps, though {needed} with one signature are enough: the "
-            f"batches differ each time in shape, dtype, structure or Python values ({signatures} signatures so far"
-            f"{'; ' if found else ''}{found}{''.join(f'; the code needs the value of {v}' for v in values)}). "
-            "Expected batches that repeat a signature: pad them, leave Python values that the step does not need out "
-            "of what it is fed, return those that it only keeps, and keep them after it (on_train_batch_end), make "
-            "tensors of numbers and tokenize strings in the data loader's collate_fn, and where the step only decides "
-            "by a value (i % 2 == 0), feed what it decides"
+            f"no step was captured in {self._stats.calls} steps, although {needed} with one signature are enough: the "
+            f"batches differ each time in shape, dtype, structure or Python values ({signatures} signatures so "
+            f"far{'; ' if found else ''}{found}{''.join(f'; the code needs the value of {v}' for v in values)}). "
+            "Expected batches that repeat a signature. Pad the batches. Do not pass Python values that the step does "
+            "not need. If the step only stores a value, return it and store it after the step (on_train_batch_end). "
+            "In the data loader's collate_fn, make tensors of numbers and tokenize strings. If the step only branches "
+            "on a value (i % 2 == 0), pass the result of the condition"
         )

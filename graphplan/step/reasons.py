@@ -134,7 +134,9 @@ class Reasons:
                 self._step.fast_path.forget()
                 return False
             if base.batch.is_full or waits:
-                return "what the step reads of this batch leads to no program, and was not met before"
+                return (
+                    "the step reads values of this batch on the host, and no program has been captured for these values"
+                )
             feed = base.batch.guess(moved) if programs.guesses < MOST_GUESSES else None
         if feed is not None:
             entry, program = lookup.find(feed, base)
@@ -161,13 +163,16 @@ class Reasons:
         if entry.way.is_met and not entry.has_many_values:
             return None
         entry.needing += 1
-        detail = f"the step's code computes with {entry.way.where}, as its comparisons with it come out in these calls"
-        advice = "Compute with a tensor instead (a counter of your own, raised in place), keep it still, or feed it"
+        detail = f"the step's code needs the value of {entry.way.where} on the path that these calls take"
+        advice = (
+            "Use a tensor instead (your own counter, increased in place), keep the value constant, or pass it as an "
+            "argument"
+        )
         if entry.needing > max(_TOO_LONG, _MOSTLY * self._step.stats.replayed):
-            raise HostScalarError(f"{detail}: in {entry.needing} calls, its value led to no program. {advice}")
+            raise HostScalarError(f"{detail}: no program exists for the values of {entry.needing} calls. {advice}")
         if len(entry.unknown) >= _NEVER_AGAIN and not programs.all():
-            others = "those for which they come out otherwise may be replayed"
-            self._step.refusals.warn(f"graphplan runs calls eagerly: {detail}; {others}. {advice}")
+            others = "calls that take another path may be replayed"
+            self._step.refusals.warn(f"graphplan runs some calls eagerly: {detail}; {others}. {advice}")
         return f"{detail}. {advice}"
 
     def _is_timed(self, call: Call) -> Found:
@@ -216,7 +221,7 @@ class Reasons:
         gone = next((path for path in line.state if path not in walk.slots), None)
         if gone is not None:
             # A recording would make it anew in every replay.
-            step.stats.note(f"traced anew: {gone} is gone, which only an eager step can make", "traces")
+            step.stats.note(f"traced anew: {gone} no longer exists, and only an eager step can create it", "traces")
             entry.forget(line)
         return gone is not None
 
@@ -225,7 +230,9 @@ class Reasons:
         line, plan = call.line, call.line.plan
         is_rare = plan is not None and plan.single and len(call.entry.ways) > 1 and not line.has_come_again
         line.has_come_again = True
-        return "one of several ways through the step's code is captured once it has come again" if is_rare else None
+        return (
+            "the step's code has several paths, and each is captured once it has been taken again" if is_rare else None
+        )
 
     def _is_fed_owners_memory(self, call: Call) -> Found:
         plan = call.line.plan

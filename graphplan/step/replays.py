@@ -186,7 +186,7 @@ class Replays:
     def _ask_peers(self, reason: str) -> str:
         """Why this check is impossible, if so: it runs collectives twice, so all ranks have to check the same step."""
         if self._peers is None:
-            return "the step communicates with other ranks, which a check on one of them would keep waiting"
+            return "the step communicates with other ranks, and a check on one rank would keep them waiting"
         can = self._peers.vote(f"check {self._stats.calls}", not reason)
         if can is None:
             self._peers.check()
@@ -208,9 +208,9 @@ class Replays:
             if not program.plan.communicates:
                 raise
             raise CheckMemoryError(
-                f"{first_line(error)}: in the eager step that {program.plan.name} was checked with, whose collectives "
-                "other ranks wait for. A check needs room for an eager step beside the program; make the batch "
-                "smaller, or leave checks out with verify='off'"
+                f"{first_line(error)}: the eager step of a check of {program.plan.name} failed, and other ranks wait "
+                "for its collectives. A check needs memory for an eager step beside the program; make the batch "
+                "smaller, or turn checks off with verify='off'"
             ) from error
 
     def _between(
@@ -279,12 +279,12 @@ def _disagreement(program: Program, verdict: Verdict, result: Any = None) -> Ver
     number = program.replays + 1
     (first, text), *others = verdict.differences.items()
     # Those between two checks were not compared.
-    past = "; replays since the check before it may have gone wrong unseen" if number > 1 else ", nothing is lost"
+    past = "; replays since the previous check may also have differed" if number > 1 else ", nothing is lost"
     more = f" (and {len(others)} more: {', '.join(path for path, _ in others[:4])})" if others else ""
     return VerifyError(
-        f"replay {number} of {program.plan.name} is not what the eager step does: {first}: {text}{more}. Something "
-        "that the step depends on is not in the recording: a Python or NumPy value that changes where graphplan cannot "
-        "see it, an operator that writes memory unseen, or host code. Hold it in a tensor that the step updates, feed "
-        f"it, or keep the step eager. The eager step's outcome stands{past}",
+        f"replay {number} of {program.plan.name} is not what the eager step does: {first}: {text}{more}. The step "
+        "depends on something that is not in the recording: a Python or NumPy value that changes where graphplan "
+        "cannot see it, an operator that writes memory unseen, or host code. Keep the value in a tensor that the step "
+        f"updates, pass it as an argument, or run the step eagerly. The eager step's outcome stands{past}",
         result=result,
     )

@@ -51,7 +51,8 @@ class Backends:
 
 
 _NUMBER = re.compile(r"(?<![\w.:\[])-?\d[\w.+-]*")  # Neither that of a line nor one in a path.
-ADVICE = "Or pass on_failure='eager' to go on without replays"  # What the text of a refusal that is raised ends with.
+ADVICE = "Or pass on_failure='eager' to continue without replays"
+"""The end of the text of a refusal that is raised."""
 
 
 class Refusals:

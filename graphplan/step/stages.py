@@ -159,9 +159,9 @@ class Stages:
         if len(entry.flows_out) >= min(_NO_ACCIDENT, self._options.warmup_steps):
             name = next(iter(entry.flows_out.values()))
             return HostEffectError(
-                f"a backward pass outside the step comes to {name}, which the step returns; a replay "
-                "returns it without a graph. Have the step run the whole training step: the forward pass, the backward "
-                "pass and the optimizer"
+                f"a backward pass outside the step reaches {name}, which the step returns; a replay returns it "
+                "without an autograd graph. Put the whole training step into the function: forward pass, backward "
+                "pass and optimizer step"
             )
         often = max(self._options.warmup_steps, _NO_ACCIDENT)
         if not entry.eager_calls and len(self._changes) >= often:
@@ -269,7 +269,7 @@ class Stages:
         with self._managed.rates:
             changed = outdated(line.plan, call.walk)
         if found is not None and found.is_outdated:
-            changed = changed or "what is read before the step lies in other containers"
+            changed = changed or "the values that are read before the step are in other containers"
         if changed is not None:
             # A single trace is the first of two now.
             line.outdated += not line.plan.single
@@ -431,16 +431,16 @@ class Stages:
         if line.renamed >= _RENAMED:
             name = next(reversed(self._managed.names.entries), "none")
             raise ControlFlowError(
-                f"in {line.renamed} steps in a row, the step's code used names or objects that it had not used before "
-                f"(the latest name is {name}), as code does that each step makes anew (exec, eval, a class or a "
-                "function that it keeps). Make it once, outside the step"
+                f"in {line.renamed} steps in a row, the step's code used new names or objects (the latest name is "
+                f"{name}). This happens if each step creates new code (exec, eval, a class or a function that it "
+                "keeps). Create the code once, outside the step"
             )
 
     def _give_up(self, paths: Collection[str], told: Callable[[str], str] = str) -> bool:
         """Have arguments at ``paths`` in the key again, since code needs their values. Return True if there are any."""
         given = self._given.give_up(paths, told)
         for value in given:
-            self._stats.note(f"each value needs a program of its own: the step's code needs {value}", "traces")
+            self._stats.note(f"each value needs its own program: the step's code needs {value}", "traces")
         if given:
             self._programs.begin_anew()
         return bool(given)

@@ -146,13 +146,15 @@ class StateMachine:
         if around is not None and self.managed.rates.storages and is_traced():
             refuse_trace(
                 CaptureError,
-                f"the step calls another graphed step at {with_users_line(find_source())}; no recording can be part of "
-                "another one. Call the function that was graphed, as a part of this step, or graph the parts alone",
+                f"the step calls another graphed step at {with_users_line(find_source())}; a recording cannot contain "
+                "another one. Call the original function here, or graph only the parts",
             )
             # With learning rates on the device, the other's code would seem to compute with them.
             return self.runner.call(brought_to(self.options.feed_device, args, kwargs))
         if around is not None and changing_mode() is not None and not runs_within_step():
-            self.refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")
+            self.refusals.warn(
+                f"graphplan runs calls eagerly while {around} is active, because a replay would ignore it"
+            )
         return self._within_call(lambda: self._transit(Call(args, kwargs, around)))
 
     def _within_call(self, run: Callable[[], Any]) -> Any:
@@ -190,7 +192,7 @@ class StateMachine:
         """With no program for now: what starting takes has to be saved first."""
         why = self.programs.why_unpaid()
         if why is not None:
-            self.refusals.warn(f"graphplan runs most calls eagerly from here on: {why}. {EXPECTED}")
+            self.refusals.warn(f"graphplan runs most calls eagerly from now on: {why}. {EXPECTED}")
         return self.plainly(call, reason, detail)
 
     def as_traced(self, call: Call, reason: SkipReason | None, detail: str) -> Any:

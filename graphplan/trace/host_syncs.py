@@ -27,25 +27,27 @@ from graphplan.trace.operator_schemas import NONZERO, PACKING, POSITIONS, TO_COP
 from graphplan.trace.records import Trace
 
 _FIX = (
-    "Keep it on the device (torch.where, a mask of fixed shape; as an index, index_copy_ and gather take a tensor), or "
-    "read it after the step from what the step returns (a number of .item() or a copy of .cpu() that only self.log, a "
-    "list or the result gets is read then); where only some calls do it, eager_if= names those"
+    "Keep the value on the device: use torch.where or a mask of fixed shape; for an index, index_copy_ or gather, "
+    "which take a tensor. Or return the tensor and read it after the step. (A number of .item() or a copy of .cpu() "
+    "that only goes to self.log, a list or the result is allowed: it is read after the replay.) If only some calls do "
+    "this, select them with eager_if="
 )
 _SHAPE_FIX = (
-    "Where a tensor of fixed shape does as well (a mask, torch.where, indices of a fixed number), take that; an "
-    "operator that itself reads lengths or sizes on the host, as some losses do, keeps the step eager"
+    "If possible, use a tensor of fixed shape instead (a mask, torch.where, a fixed number of indices). If the "
+    "operator itself reads lengths or sizes on the host, as some losses do, the step stays eager"
 )
 _DRAWN_FIX = (
-    "It is drawn in the step: draw it in the data loader (collate_fn), and feed it, or keep it on the device "
-    "(torch.where, a mask of fixed shape)"
+    "The step draws this value at random: draw it in the data loader (collate_fn) and pass it in the batch, or keep "
+    "it on the device (torch.where, a mask of fixed shape)"
 )
 _UNOWNED_FIX = (
-    "The tensor belongs to no object that graphplan knows (it lies in a closure in C, or in a cache that is cleared in "
-    "each step): keep it as a buffer or an attribute of the model, and replays can compare what is read of it"
+    "The tensor belongs to no object that graphplan knows (it is in a closure in C, or in a cache that is cleared in "
+    "each step). Make it a buffer or an attribute of the model: replays can then compare the values that the step "
+    "reads"
 )
 _METRIC_FIX = (
-    "Update the metric after the step, with what the step returns for it (in a Trainer: return a dictionary with the "
-    "loss, and update in on_train_batch_end)"
+    "Update the metric after the step with values that the step returns (in a Trainer: return them in a dictionary "
+    "with the loss, and update the metric in on_train_batch_end)"
 )
 _VALUE = "aten._local_scalar_dense.default"
 _Given = Sequence[tuple[Tensor, Operand]]
@@ -68,8 +70,8 @@ class HostSyncs:
         self._trace.violate(
             HostSyncError,
             f"{name} reads a tensor's values on the host at {with_users_line(find_source())}; a replay would keep the "
-            "value it saw. Keep the value in a tensor, or read it after the step from what the step returns; where "
-            "only some calls do it, eager_if= names those",
+            "first values. Keep them in a tensor, or return the tensor and read it after the step. If only some calls "
+            "do this, select them with eager_if=",
         )
 
     def check(self, call: OperatorCall, out: Any, source: Source, given: _Given) -> bool:
@@ -98,8 +100,8 @@ class HostSyncs:
             elif name in TRANSFERS:
                 self._trace.violate(
                     TemporaryCopyError,
-                    f"{name} copies host memory to {out.device} at {self._told(source)}; a graph would copy from that "
-                    "address for ever. Feed the tensor to the step, or make it on the device",
+                    f"{name} copies host memory to {out.device} at {self._told(source)}; a graph would always copy "
+                    "from that address. Pass the tensor as an argument of the step, or create it on the device",
                     component=source.component,
                 )
         hidden = hidden_read(name, [tensor for tensor, _ in given])
@@ -149,7 +151,7 @@ class HostSyncs:
         self._trace.violate(
             TemporaryCopyError,
             f"{call.schema.name} computes on {out.device} with a tensor in host memory at {self._told(source)}; a "
-            "graph would keep its first value. Move it to the device (.to(device)), or make it there",
+            "graph would keep its first value. Move it to the device (.to(device)), or create it there",
             component=source.component,
         )
 
