@@ -26,10 +26,10 @@ hands_over = _HANDS_OVER.mark
 """Decorator for a function that calls the user's code: an error that passes through it is the user's own."""
 Contents = dict[Any, Any]
 Changes = tuple[dict[int, Contents], dict[int, list[Any]]]
-_CHANGES = "the step changes a container that it is fed: "
+_CHANGES = "the step changes a container among its arguments: "
 _ADVICE = (
-    ". A replay computes with the tensors that are fed, and would leave the container as it is. Return the value "
-    "instead, change a copy (batch = dict(batch)), or hold the container on an object that is an owner"
+    ". A replay uses only the tensors of its arguments and would not change the container. Return the value instead, "
+    "change a copy (batch = dict(batch)), or keep the container on an object that is an owner"
 )
 
 
@@ -87,12 +87,12 @@ class CallArguments:
             if path not in now:
                 return f"{_CHANGES}{_describe_gone(path, was[path], list(now))}{_ADVICE}"
             if path not in was:
-                return f"{_CHANGES}{path} was not there, and is{_ADVICE}"
+                return f"{_CHANGES}{path} was added{_ADVICE}"
             if not _is_same(was[path], now[path]):
                 return f"{_CHANGES}{_describe(path, was[path], now[path])}{_ADVICE}"
         if _unordered(structure) == _unordered(before):
             return None
-        return f"{_CHANGES}what was {text_of(before)} is {text_of(structure)}{_ADVICE}"
+        return f"{_CHANGES}{text_of(before)} became {text_of(structure)}{_ADVICE}"
 
     def changes(self) -> Changes:
         """Return new items since :meth:`watch` and the keys of changed containers, both by container number."""
@@ -194,7 +194,7 @@ def _describe_gone(path: str, old: Any, now: Sequence[str]) -> str:
     """Describe the leaf ``old`` whose ``path`` is not in ``now``: it is gone, or an object that now holds tensors."""
     new = [name.removeprefix(path) for name in now if name.startswith((f"{path}.", f"{path}["))]
     if not new:
-        return f"{path} was there, and is gone"
+        return f"{path} was removed"
     more = f" and {len(new) - 2} more" if len(new) > 2 else ""
     what = "" if is_literal(old) else " without tensors"
     return f"{path} was {_text(old)}{what}, and has {', '.join(new[:2])}{more} now"
@@ -202,8 +202,8 @@ def _describe_gone(path: str, old: Any, now: Sequence[str]) -> str:
 
 def _describe(path: str, old: Any, new: Any) -> str:
     if isinstance(old, Tensor) and isinstance(new, Tensor):
-        return f"{path} is another tensor than it was"
-    return f"{path} was {_text(old)}, and is {_text(new)}"
+        return f"{path} was replaced by another tensor"
+    return f"{path} was {_text(old)} and is now {_text(new)}"
 
 
 def _text(leaf: Any) -> str:

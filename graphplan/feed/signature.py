@@ -202,20 +202,20 @@ def _without_key(leaf: Any) -> FeedError:
     path = path_of_module(leaf)
     if path:
         return FeedError(
-            f"a {type(leaf).__name__} is fed that holds a module at {path}, and the copies that replays make of what "
-            "is fed could not hold it: leave it out, and hold it on the model, or feed it beside the batch, as an item "
-            "of a tuple or a dict"
+            f"an argument of type {type(leaf).__name__} holds a module at {path}, and a replay's copy of the argument "
+            "could not hold it. Remove the module from the argument and keep it on the model, or pass it beside the "
+            "batch, as an item of a tuple or a dict"
         )
     is_array = hasattr(type(leaf), "__array__")
     advice = "make its class a dataclass, whose fields are part of the key, or " * is_users(type(leaf))
-    advice += "feed torch.as_tensor(array), float(number) of a single number, or " * is_array + (
-        "feed tensors in dicts, tuples, lists, dataclasses or objects, or register the type with torch.utils._pytree"
+    advice += "pass torch.as_tensor(array), float(number) of a single number, or " * is_array + (
+        ("pass tensors in dicts, tuples, lists, dataclasses or objects, or register the type with torch.utils._pytree")
         if isinstance(leaf, Iterable) or not hasattr(leaf, "__dict__")
         else "use it from the enclosing scope, and name it in owners="
     )
     return FeedError(
-        f"a {type(leaf).__name__} is fed, which is neither a tensor nor a literal, so a replay could not tell when it "
-        f"changes: {advice}"
+        f"an argument has the type {type(leaf).__name__}, which is neither a tensor nor a literal, so graphplan "
+        f"cannot detect its changes: {advice}"
     )
 
 
@@ -227,8 +227,8 @@ def without_geometry(key: Sequence[Any]) -> tuple[Any, ...]:
 def _with_attributes(leaf: Any) -> FeedError:
     names = ", ".join(sorted(vars(leaf)))
     return FeedError(
-        f"an argument of type {type(leaf).__name__} is fed that has attributes of its own ({names}), and a replay "
-        "could not tell when they change; expected a plain one: feed what they hold as arguments of their own"
+        f"an argument of type {type(leaf).__name__} has additional attributes ({names}), and graphplan cannot detect "
+        "their changes; expected a plain one: pass their values as separate arguments"
     )
 
 
@@ -289,8 +289,8 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = 
         raise
     except Exception as error:
         raise FeedError(
-            f"what is fed cannot be taken apart ({type(error).__name__}: {error}); expected tensors and "
-            "values in containers whose own code does not fail: feed what they hold as arguments of their own"
+            f"the arguments cannot be flattened ({type(error).__name__}: {error}); expected tensors and values in "
+            "containers whose code raises no errors: pass their contents as separate arguments"
         ) from error
     return Feed(leaves, (structure, *keys), (args, kwargs), unread=unread)
 
@@ -326,42 +326,43 @@ def check_feed(feed: Feed, device: torch.device | None) -> None:
         name = feed.names()[index]
         if is_sharded(leaf):
             raise FeedError(
-                f"{name} is a DTensor, and a replay copies plain tensors in: feed its shard, {name}.to_local(), and "
-                "make the DTensor in the step"
+                f"{name} is a DTensor, but a replay copies only plain tensors: pass its shard, {name}.to_local(), and "
+                "create the DTensor in the step"
             )
         if leaf.is_nested:
             raise FeedError(
-                f"{name} is a nested tensor, whose parts have lengths of their own; expected a dense (strided) "
-                f"tensor: feed torch.nested.to_padded_tensor({name}, 0.0), and the lengths or a mask beside it"
+                f"{name} is a nested tensor, whose parts have different lengths; expected a dense (strided) tensor: "
+                f"pass torch.nested.to_padded_tensor({name}, 0.0), and the lengths or a mask beside it"
             )
         if has_own_operators(leaf):
             raise FeedError(
-                f"{name} is a {type(leaf).__name__}, whose __torch_dispatch__ decides what operators do, and a replay "
-                f"runs those that were recorded; expected a tensor of torch's own: feed what {name} wraps, and make "
-                f"the {type(leaf).__name__} in the step"
+                f"{name} is a {type(leaf).__name__}, whose __torch_dispatch__ changes the operators, but a replay "
+                f"runs the recorded ones; expected a plain tensor: pass the tensor that {name} wraps, and create the "
+                f"{type(leaf).__name__} in the step"
             )
         if type(leaf) not in PLAIN_KINDS and leaf.requires_grad:
             raise FeedError(
-                f"{name} is a {type(leaf).__name__} that asks for gradients, which a replay's copy of it could not "
-                f"hand back; expected a plain tensor: feed {name}.as_subclass(torch.Tensor)"
+                f"{name} is a {type(leaf).__name__} that requires gradients, which a replay's copy cannot pass back; "
+                f"expected a plain tensor: pass {name}.as_subclass(torch.Tensor)"
             )
         if leaf.grad_fn is not None:
             raise FeedError(
                 f"{name} has a grad_fn ({type(leaf.grad_fn).__name__}): gradients would have to flow out of the step "
-                f"through a copy. Expected a leaf; feed {name}.detach(), or move what computes it into the step"
+                f"through a copy. Expected a leaf; pass {name}.detach(), or move its computation into the step"
             )
         if leaf.layout is not torch.strided:
             raise FeedError(
-                f"{name} has layout {leaf.layout}; expected a dense (strided) tensor: feed {name}.to_dense()"
+                f"{name} has layout {leaf.layout}; expected a dense (strided) tensor: pass {name}.to_dense()"
             )
         if leaf.is_meta or is_freed(leaf):
             raise FeedError(
-                f"{name} has no values ({'it lies on the meta device' if leaf.is_meta else 'its memory is gone'}), "
-                "and a replay copies them in: leave it out of what is fed, or feed what the step wants to know of it"
+                f"{name} has no values ({'it is on the meta device' if leaf.is_meta else 'its memory was freed'}), "
+                "but a replay copies values: remove it from the arguments, or pass the facts that the step needs of it"
             )
         if device is not None and leaf.device != device:
             raise DeviceError(
-                f"{name} is on {leaf.device}, the step computes on {device}; move it first, or pass device='{device}'"
+                f"{name} is on {leaf.device}, but the step computes on {device}; move it first, or pass "
+                f"device='{device}'"
             )
 
 
@@ -387,7 +388,7 @@ def first_difference(feed: Feed, before: Key) -> tuple[str, str] | None:
     if feed.key == before:
         return None
     if len(feed.key) != len(before):
-        return f"{len(feed.key) - 1} tensors and values are fed, and {len(before) - 1} were", ""
+        return f"the call has {len(feed.key) - 1} tensors and values, and the earlier one {len(before) - 1}", ""
     if feed.structure != before[0]:
         one, other = (_shortened(text_of(structure)) for structure in (feed.structure, before[0]))
         return f"the structure is {one}, and was {other}", ""
@@ -404,7 +405,7 @@ def _advice_on_strides(name: str, found: Any, known: Any) -> str:
     # `contiguous()` ignores the stride of a dimension of size 1, and would return the same tensor.
     single = any(size == 1 and one != other for size, one, other in zip(*found[:2], known[1], strict=True))
     tensor = f"{name}.clone(memory_format=torch.contiguous_format)" if single else f"{name}.contiguous()"
-    return f": only the strides differ, so feed {tensor}"
+    return f": only the strides differ, so pass {tensor}"
 
 
 def _shortened(text: str) -> str:

@@ -76,9 +76,9 @@ class UnreadValues:
                 keys[index] = leaf_key(leaf)
             elif known.units[index] in self._read:
                 raise FeedError(
-                    f"{names_in(structure)[index]} is on {leaf.device} and the step reads it, beside tensors on "
-                    f"{known.home}; a replay would keep its values. Move it first, feed it as Python numbers, each of "
-                    "which is a program of its own, or leave it out of what is fed"
+                    f"{names_in(structure)[index]} is on {leaf.device} and the step reads it beside tensors on "
+                    f"{known.home}; a replay would keep its first values. Move it before the call, pass Python "
+                    "numbers instead (each value gets its own program), or do not pass it"
                 )
         for group, indices in groups.items():
             for index, key in zip(indices, self._keys(known, group, indices, leaves), strict=True):

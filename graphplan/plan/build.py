@@ -167,19 +167,19 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
         elif has_attributes(new):
             raise OutputError(
                 f"{second.output_names[number]}, which the step returns, is of type {type(new).__name__} and has "
-                f"attributes of its own ({', '.join(sorted(vars(new)))}), and a replay puts its own together without "
-                "them: return what they hold beside it"
+                f"additional attributes ({', '.join(sorted(vars(new)))}); a replay builds the object without them: "
+                "return their values separately"
             )
         elif not same_value(old, new):
             if isinstance(old, NumberForm) and isinstance(new, NumberForm):
                 raise OutputError(
-                    f"{second.output_names[number]}, which the step returns, is computed from what it reads from the "
-                    "device and from a Python number that is another one in each call; a replay would keep the first. "
-                    "Hold that one in a tensor, or compute the result outside the step"
+                    f"{second.output_names[number]}, which the step returns, is computed from a value that the step "
+                    "reads from the device and from a Python number that differs from call to call; a replay would "
+                    "keep the first number. Keep that number in a tensor, or compute the result outside the step"
                 )
             raise OutputError(
                 f"{second.output_names[number]}, which the step returns, is {old!r} on one call and {new!r} on the "
-                "next; a replay would return the first for ever. Return a tensor, or compute it outside the step"
+                "next; a replay would always return the first. Return a tensor, or compute it outside the step"
             )
         else:
             outputs.append(Output("read" if isinstance(new, NumberForm) else "literal", value=new))
@@ -191,9 +191,9 @@ def _marks(old: Any, new: OutputTensor, name: str) -> tuple[tuple[str, Any], ...
     before = old.marks if isinstance(old, OutputTensor) else ()
     if not same_value(before, new.marks) or any(isinstance(value, type) for _, value in new.marks):
         raise OutputError(
-            f"{', '.join(mark for mark, _ in new.marks or before)} hangs on {name}, which the step returns, and is no "
-            "plain value, or not the same on each call; a replay would hang the first on each. Return it beside the "
-            "tensor"
+            f"{', '.join(mark for mark, _ in new.marks or before)} is an attribute of {name}, which the step returns, "
+            "but is not a plain value or differs from call to call; a replay would set the first value each time. "
+            "Return it beside the tensor"
         )
     return new.marks
 

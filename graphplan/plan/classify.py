@@ -108,34 +108,36 @@ def _unowned(traced: TracedExternal, number: int, trace: Trace, *, unchanged: bo
     spec = TensorSpec.of(traced.tensor)
     if is_freed(traced.tensor):
         raise UnownedTensorError(
-            f"the memory of a {spec} tensor that reaches {traced.operator} at {traced.source} is given back before the "
-            "step ends (storage.resize_(0)), so that its contents are unknown; a replay would use it all the "
-            "same. Keep it allocated",
+            f"the memory of a {spec} tensor that reaches {traced.operator} at {traced.source} is freed before the "
+            "step ends (storage.resize_(0)), so its contents are unknown, but a replay would still use it. Keep it "
+            "allocated",
             component=traced.source.component,
         )
     if traced.mutated and not (unchanged and traced.is_buffer_of_collective):
         raise UnownedTensorError(
-            f"a {spec} tensor without an owner is changed by {traced.mutated_by} at {traced.mutated_at}; replays would "
-            "change it where nothing can guard or restore it. Name the object that holds it in owners= (of a gradient, "
-            "the tensor that it belongs to), or feed it",
+            f"{traced.mutated_by} at {traced.mutated_at} changes a {spec} tensor that belongs to no owner; graphplan "
+            "can neither guard nor restore it. Name the object that holds it in owners= (for a gradient, its tensor), "
+            "or pass it as an argument",
             component=traced.source.component,
         )
     if traced.tensor.grad_fn is not None:
         raise UnownedTensorError(
             f"a {spec} tensor that was computed outside the step (by {traced.tensor.grad_fn.name()}) reaches "
-            f"{traced.operator} at {traced.source}, and gradients would flow out of the step; a replay would go on "
-            "reading the old one. Compute it in the step; if it is a cast of a weight that autocast remembers, enter "
-            "torch.autocast in the step, anew for each call, or with cache_enabled=False",
+            f"{traced.operator} at {traced.source}, and gradients would flow out of the step; a replay would keep "
+            "reading the old tensor. Compute it in the step. If it is a cast of a weight from autocast's cache, enter "
+            "torch.autocast in the step in each call, or pass cache_enabled=False to it",
             component=traced.source.component,
         )
     if not unchanged:
         graph = _earlier_graph(trace)
-        instead = "Feed it as an argument of the step, or name the object that holds it in owners="
+        instead = "Pass it as an argument of the step, or name the object that holds it in owners="
         if graph is not None:
-            instead = f"The graph of {graph} was made before the step, and may hold it: have the step make both"
+            instead = (
+                f"The autograd graph of {graph} was made before the step and may hold it: compute both in the step"
+            )
         raise UnownedTensorError(
-            f"a {spec} tensor that is neither fed nor owned reaches {traced.operator} at {traced.source}, and it is "
-            f"another tensor in each step; a replay would go on reading the old one. {instead}",
+            f"a {spec} tensor that is neither an argument nor part of an owner reaches {traced.operator} at "
+            f"{traced.source}, and each step uses another one; a replay would keep reading the old tensor. {instead}",
             component=traced.source.component,
         )
     where = str(traced.source)
@@ -149,7 +151,7 @@ def _check_devices(externals: Sequence[External], device: torch.device | None) -
     for external in externals:
         if external.role is not Role.INPUT and external.spec.device.type != device.type:
             raise HostSyncError(
-                f"{external.name} lies on {external.spec.device} while the step computes on {device} (first used at "
+                f"{external.name} is on {external.spec.device} while the step computes on {device} (first used at "
                 f"{external.where}); a graph would keep the value it had at capture. Move it to {device}",
                 component="optimizer" if is_optimizer_state(external.name) else "step",
             )
@@ -161,14 +163,14 @@ def _check_shared(feed: Feed, externals: Sequence[External], trace: Trace, repla
         path = next((slot.path for slot in trace.entry_slots.get(storage, ()) if slot.path in changed), None)
         if path is not None:
             raise FeedError(
-                f"{feed.names()[index]} shares memory with {path}, which the step changes; a replay has a copy of what "
-                "is fed, in which the change would not show. Feed a clone, or have the step use what the owner holds"
+                f"{feed.names()[index]} shares memory with {path}, which the step changes; a replay uses a copy of "
+                "the argument, which the change would not reach. Pass a clone, or let the step use the owner's tensor"
             )
     written = [e.leaf for e in externals if e.role is Role.INPUT and e.mutated and e.leaf is not None]
     shared = shared_leaf(feed, written)
     if shared is not None:
         names = feed.names()
         raise FeedError(
-            f"the step changes {names[shared[0]]}, which shares memory with {names[shared[1]]}; a replay has a copy of "
-            "each, so that the change would not show in the other. Clone one of them before the call"
+            f"the step changes {names[shared[0]]}, which shares memory with {names[shared[1]]}; a replay uses a copy "
+            "of each, so the change would not reach the other. Clone one of them before the call"
         )

@@ -39,9 +39,9 @@ def check_difference(first: Trace, second: Trace) -> None:
     _check_generators(first, second)
     if first.states != second.states:
         raise GeneratorSeekError(
-            f"the step put {len(first.states.restores)} states of generators back on one step and "
-            f"{len(second.states.restores)} on the next, or others of those that it saves; a replay puts the same ones "
-            "back. Have each step save and restore alike"
+            f"the step restores {len(first.states.restores)} generator states on one step and "
+            f"{len(second.states.restores)} on the next, or restores other saved states; a replay always restores the "
+            "same ones. Save and restore the same states in each step"
         )
 
 
@@ -52,15 +52,15 @@ def check_operators(first: Sequence[Operator], second: Sequence[Operator]) -> It
             extra = a or b
             raise ControlFlowError(
                 f"one step runs {len(first)} operators and the next {len(second)}; the first extra one is operator "
-                f"{number}, {extra.name} at {extra.source}. Give each path a step of its own, or name the calls that "
-                "take the rarer one with eager_if=",
+                f"{number}, {extra.name} at {extra.source}. Make a graph_step for each path (in a Trainer, pass "
+                "variant=), or select the calls of the rarer path with eager_if=",
                 component=extra.source.component,
             )
         if a.name != b.name:
             raise ControlFlowError(
-                f"operator {number} is {a.name} at {a.source} on one step and {b.name} at {b.source} on the next: "
-                "the step's control flow changes, and a replay repeats one path. Use torch.where, give each path a "
-                "step of its own, or name the calls that take the rarer one with eager_if=",
+                f"operator {number} is {a.name} at {a.source} on one step and {b.name} at {b.source} on the next: the "
+                "step's control flow changes, and a replay repeats one path. Use torch.where, make a graph_step for "
+                "each path (in a Trainer, pass variant=), or select the calls of the rarer path with eager_if=",
                 component=b.source.component,
             )
         if a is not b and (a.scalars or b.scalars or a.constant is not None):
@@ -68,9 +68,7 @@ def check_operators(first: Sequence[Operator], second: Sequence[Operator]) -> It
         yield a, b
 
 
-_RATE_FIX = (
-    "The step itself sets the learning rate: set it before the step, since a replay reads the rate that is there"
-)
+_RATE_FIX = "The step itself sets the learning rate: set it before the step, because a replay reads the current rate"
 
 
 def _check_reads(first: Trace, second: Trace) -> None:
@@ -81,16 +79,17 @@ def _check_reads(first: Trace, second: Trace) -> None:
             return
         if old.constant and new.constant and not _is_same_read(old.value, new.value):
             raise HostSyncError(
-                f"{new.place} reads other values than one step before, though they should follow from Python's numbers "
-                "alone; a replay would keep the first. Code of an extension writes them, which graphplan cannot see. "
-                "Keep the value on the device (torch.where, a mask of fixed shape)"
+                f"{new.place} reads other values than in the step before, although they should depend only on Python "
+                "numbers; a replay would keep the first values. Code of an extension writes them, and graphplan "
+                "cannot see that. Keep the value on the device (torch.where, a mask of fixed shape)"
             )
         if old.expected and new.expected:
             old.compare(new.value)
         if new.waits and new.place == ENGINE and (first.graph_elsewhere or second.graph_elsewhere):
             raise HostSyncError(
                 "a derivative of a derivative reads values of a device on the host, in an order that may change from "
-                "step to step; a replay would keep one. Keep them on the device (torch.where, a mask of fixed shape)"
+                "step to step; a replay would keep one order. Keep the values on the device (torch.where, a mask of "
+                "fixed shape)"
             )
 
 
@@ -141,11 +140,14 @@ def _refuse(operator: Operator, values: str) -> NoReturn:
         # An optimizer kernel gets the device learning rate as `lr`, unless the step itself sets a number.
         fix = _RATE_FIX if values.startswith("lr=") else optimizer_fix(operator.source)
     elif operator.source.by is not None and operator.source.by.function == _LOGGING:
-        fix = "Log the number in on_train_batch_end, which follows replays, too, or log a tensor that is updated"
+        fix = (
+            "Log the number in on_train_batch_end, which also runs after replays, or log a tensor that is updated in "
+            "place"
+        )
     else:
         fix = (
-            "Keep the value in a tensor that an owner holds and update that in place, or feed it to the step; draw "
-            "random numbers with torch (torch.rand, torch.randn)"
+            "Keep the value in a tensor that an owner holds and update that in place, or pass it as an argument of "
+            "the step; draw random numbers with torch (torch.rand, torch.randn)"
         )
     made = "a tensor made from a Python value" if operator.constant is not None else f"{operator.name}"
     raise HostScalarError(
@@ -173,7 +175,7 @@ def _offsets(operator: Operator, kept: set[int]) -> list[int]:
 def _check_operands(a: Operator, b: Operator, number: int, kept: set[int]) -> None:
     if a.operands != b.operands or _offsets(a, kept) != _offsets(b, kept):
         raise ControlFlowError(
-            f"operator {number}, {b.name} at {b.source}, works on other tensors than one step before "
+            f"operator {number}, {b.name} at {b.source}, uses other tensors than in the step before "
             f"({' then '.join(told_apart(a, b, _operand_text))}): the step chooses between tensors, and a replay "
             "repeats one choice. Use torch.where or index with a tensor",
             component=b.source.component,
@@ -186,8 +188,9 @@ def _check_externals(first: Trace, second: Trace) -> None:
         if traced.is_passing and not same_bits(first.externals[old].tensor, traced.tensor):
             was, now = _short(first.externals[old].tensor), _short(traced.tensor)
             raise HostScalarError(
-                f"{traced.operator} at {traced.source} gets {was} on one step and {now} on the next, which compiled "
-                "code makes of a number; a replay would freeze the first. Keep the number in a tensor, or feed it",
+                f"{traced.operator} at {traced.source} gets {was} on one step and {now} on the next, a value that "
+                "compiled code computes from a number; a replay would freeze the first. Keep the number in a tensor, "
+                "or pass it as an argument",
                 component=traced.source.component,
             )
         if old == new:
@@ -196,7 +199,7 @@ def _check_externals(first: Trace, second: Trace) -> None:
         if (before or after) and before.isdisjoint(after):
             was, now = told_apart(before, after, partial(min, default="a tensor that has no owner"))
             raise ControlFlowError(
-                f"{traced.operator} at {traced.source} works on another tensor than one step before ({was} then "
+                f"{traced.operator} at {traced.source} uses another tensor than in the step before ({was} then "
                 f"{now}): the step chooses between tensors, and a replay repeats one choice. Use torch.where or index "
                 "with a tensor",
                 component=traced.source.component,
@@ -208,9 +211,10 @@ def _check_generators(first: Trace, second: Trace) -> None:
     for (old, _), (new, source) in zip(first.drawings, second.drawings, strict=True):
         if old is not new:
             raise GeneratorSeekError(
-                f"the random operator at {source} draws from another {new.device} torch.Generator than one step "
-                "before; a replay would go on drawing from one of them, where the step begins anew. Make the generator "
-                "once, outside the step, and seed it there; or draw outside the step and feed what was drawn",
+                f"the random operator at {source} draws from another {new.device} torch.Generator than in the step "
+                "before; a replay would continue with one generator, while the step starts with a new one. Create the "
+                "generator once, outside the step, and seed it there; or draw outside the step and pass the result as "
+                "an argument",
                 component=source.component,
             )
 
@@ -242,12 +246,12 @@ def check_marks(feed: Feed, first: Trace, second: Trace) -> None:
             path = f"{feed.names()[index]}.{name}"
             if not is_literal(value):
                 raise FeedError(
-                    f"the step's code reads {path}, a {type(value).__name__} that hangs on what is fed, and no guard "
-                    "would see that it changed; expected a number, a string or the like there. Feed it as an argument "
-                    "of its own"
+                    f"the step's code reads {path}, a {type(value).__name__} that is an attribute of an argument, and "
+                    "no guard can detect its changes; expected a number, a string or another plain value. Pass it as "
+                    "a separate argument"
                 )
             if leaf.requires_grad:
                 raise FeedError(
-                    f"the step's code reads {path}, which hangs on a tensor that asks for gradients: the copy that a "
-                    "replay works on does not have it. Feed it as an argument of its own"
+                    f"the step's code reads {path}, an attribute of a tensor that requires gradients: the copy that a "
+                    "replay uses does not have it. Pass it as a separate argument"
                 )

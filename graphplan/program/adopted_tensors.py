@@ -144,10 +144,10 @@ class AdoptedTensors:
         for path, aliases in self._aliases.items():
             if places(aliases) != self._places[path]:
                 # An alias shares the storage, whose address only `storage.resize_` changes.
-                return f"the memory of {path} was given back (untyped_storage().resize_)"
+                return f"the memory of {path} was freed (untyped_storage().resize_)"
         for (external, _), fact, now in zip(self._unowned, self._unowned_facts, self._facts_of_unowned(), strict=True):
             if now != fact:
-                what = f"{external.name}, which no owner holds, was given other memory or another shape"
+                what = f"{external.name}, which no owner holds, got other memory or another shape"
                 return f"{what} ({external.where})"
         return None
 
@@ -247,7 +247,7 @@ class AdoptedTensors:
             return f"parameter {path} was replaced by another object"
         if slot.is_parameter and is_sharded(held):
             # FSDP2 keeps its own view of the shard, which would not move.
-            return f"the shard of {path} lies elsewhere"
+            return f"the shard of {path} has another address"
         if len(statics) != len(current):
             return f"{path} holds {len(current)} tensors, expected {len(statics)}"
         for static, tensor in zip(statics, current, strict=True):
@@ -326,11 +326,11 @@ class AdoptedTensors:
         for path in slots:
             still = next((staying[id(held)] for held in left.get(path, ()) if id(held) in staying), None)
             if still is not None:
-                return f"{path} was replaced, and {still}, which lay there too, is still what it was"
+                return f"{path} was replaced, but {still}, which shared its memory, was not"
             if any(count > own[storage] for storage, count in others_uses(self._aliases[path]).items()):
                 is_new = slots[path].get() is not self._held[path]
                 how = "was replaced by a new tensor (a metric's reset() does that)" if is_new else "lies elsewhere"
-                return f"{path} {how}, and something else still has the memory where it was"
+                return f"{path} {how}, but something else still uses its old memory"
         return None
 
     def _shared(self, moved: list[tuple[str, Slot]], walk: Walk) -> str | None:
@@ -345,7 +345,7 @@ class AdoptedTensors:
         new = Counter(storage_id(leaf) for leaf in {id(leaf): leaf for leaf in leaves}.values())
         for path, slot in slots:
             if any(count > new[storage] for storage, count in others_uses(slot.tensors()).items()):
-                return f"{path} was given memory that something else has, too"
+                return f"{path} got memory that something else uses, too"
         return None
 
     def _copy_in(self, moved: list[tuple[str, Slot]]) -> None:

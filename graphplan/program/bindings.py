@@ -36,8 +36,8 @@ from graphplan.tensors.storages import copier, memory_uses, places, storage_id, 
 from graphplan.trace.changes import place_of
 
 _OTHERWISE = (
-    "the step {what} in its capture than in its traces ({path}), by a value that graphplan cannot see; a replay "
-    "repeats one of the two. Feed what decides, or hold it on an owner"
+    "the step {what} in its capture than in its traces ({path}), because of a value that graphplan cannot see; a "
+    "replay repeats one of the two. Pass the deciding value as an argument, or keep it on an owner"
 )
 _get_grad = attrgetter("grad")
 _ACCUMULATED = WeakIdKeyDictionary()
@@ -77,8 +77,8 @@ class _Severed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise GradientError(
-            f"a backward pass outside the step comes to {ctx.path}, which a replay left there; expected that nothing "
-            "flows back into a step that is over, since a replay keeps no autograd graph. Run the whole backward pass "
+            f"a backward pass outside the step reaches {ctx.path}, which a replay left there; expected no gradients "
+            "to flow back into a finished step, because a replay keeps no autograd graph. Run the whole backward pass "
             "in the step, or use a detached copy outside"
         )
 
@@ -146,13 +146,17 @@ class Bindings:
             raised = own if path in self._raised else None
             value = scalar.get()
             if not is_deferred(value) or form_of(value, raised)[0] != self._plan.numbers[path]:
-                raise HostEffectError(_OTHERWISE.format(path=path, what="keeps a number that is computed otherwise"))
+                raise HostEffectError(
+                    _OTHERWISE.format(path=path, what="keeps a number that is computed in another way")
+                )
             self._numbers[path] = self.numbers.take(value, raised)
             scalar.container[scalar.key] = own
         forms = {path: form for path, form in self._plan.left.items() if isinstance(form, NumberForm)}
         for path, value in Flags(after).read().items() if forms else ():
             if path in forms and (not is_deferred(value) or form_of(value)[0] != forms[path]):
-                raise HostEffectError(_OTHERWISE.format(path=path, what="leaves a number that is computed otherwise"))
+                raise HostEffectError(
+                    _OTHERWISE.format(path=path, what="leaves a number that is computed in another way")
+                )
             if path in forms:
                 self._left[path] = self.numbers.take(value)
         for path in self._plan.counters:
@@ -274,7 +278,7 @@ class Bindings:
         for param, alias, pointer in zip(self._written_params, self._aliases, self._addresses.pointers, strict=True):
             if local(alias).data_ptr() != pointer:
                 path = next(path for path, known in self._walk.parameters.values() if known is param)
-                return f"the memory of {path}.grad was given back (untyped_storage().resize_)"
+                return f"the memory of {path}.grad was freed (untyped_storage().resize_)"
         return None
 
     def _release_kept(self) -> None:

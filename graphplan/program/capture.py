@@ -221,8 +221,8 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
     gone = next((path for path in plan.rebindings.carries if path not in walk.slots), None)
     if gone is not None:
         raise HostEffectError(
-            f"the step found a tensor at {gone} in its traces, and finds none now: a replay would read the one that it "
-            "has itself. Put a tensor there that has the same effect (zeros, for a hidden state)"
+            f"the step found a tensor at {gone} in its traces, but there is none now: a replay would read its own old "
+            "one. Put a tensor there that has the same effect (zeros, for a hidden state)"
         )
     _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in bound})
     sharing, own = walk.by_storage(), own_tensors() | set(map(id, homes.values()))
@@ -240,8 +240,9 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
                 slot.set(with_leaves(slot.get(), tensors))
         elif others:
             raise HostEffectError(
-                f"the step binds another tensor to {path}, which begins as {min(others)}: a replay would write the new "
-                f"values there. Begin with a copy: {path} = {min(others)}.detach().clone()"
+                f"the step assigns a new tensor to {path}, which starts as the same tensor as {min(others)}: a replay "
+                f"would write the new values into that tensor. Start with a copy: {path} = "
+                f"{min(others)}.detach().clone()"
             )
 
 
@@ -258,6 +259,6 @@ def _check_shared(plan: Plan, feed: Feed, walk: Walk, inputs: StaticInputs) -> N
     asking = next((index for index in inputs.adopted if feed.leaves[index].requires_grad), None)
     if asking is not None:
         raise FeedError(
-            f"{plan.feed.names()[asking]} asks for gradients, which would stay those of the captured call's tensor, "
-            "since copy_roles lacks input. Feed it detached, or add input to copy_roles"
+            f"{plan.feed.names()[asking]} requires gradients, but copy_roles lacks input, so the gradients would stay "
+            "on the captured call's tensor. Pass it detached, or add input to copy_roles"
         )

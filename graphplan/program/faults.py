@@ -31,8 +31,8 @@ def refusal_of(error: Exception) -> FaultError | None:
     if isinstance(error, GraphPlanError):
         return error if isinstance(error, FaultError) and not error.is_raised else None
     refusal = FaultError(
-        f"{describe(error)}. What the step works with has to be read before it can be recorded: an object whose "
-        "attributes, items or comparisons raise should not be among its owners, nor in what it is fed"
+        f"{describe(error)}. graphplan has to read the step's owners and arguments before it can record the step: "
+        "keep objects whose attributes, items or comparisons raise errors out of them"
     )
     refusal.__cause__ = error
     return refusal
@@ -53,9 +53,9 @@ def refusing() -> Iterator[None]:
 def lost(error: Exception, name: str) -> EffectError:
     """Return the error to raise for ``error`` once the step ``name`` has run."""
     return EffectError(
-        f"{describe(error)}. {name} has run: its tensors are those of the next step, but what it does in Python may be "
-        "half done, and what it returns is lost. Go on from a checkpoint, keep objects whose items raise out of what "
-        "the step counts, appends to or returns, or run it eagerly"
+        f"{describe(error)}. {name} has run: its tensors are those of the next step, but its Python effects may be "
+        "half done, and its result is lost. Continue from a checkpoint. Keep objects whose items raise errors out of "
+        "the values that the step counts, appends to or returns, or run the step eagerly"
     )
 
 

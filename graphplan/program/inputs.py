@@ -29,12 +29,12 @@ _FEW = 3
 
 
 MEMORY_IS_FED = (
-    "memory that the step changes is fed, or fed twice; a replay works on copies, and would not change it there: feed "
-    "clones"
+    "the step changes memory that an argument shares with an owner or with another argument; a replay uses copies and "
+    "would not change that memory: pass clones"
 )
 ELSEWHERE = (
-    "the feed lies elsewhere than in the call that was captured, and copy_roles lacks input, so that it is not copied: "
-    "feed the same memory each time, or add input to copy_roles"
+    "the arguments have other addresses than in the captured call, and copy_roles lacks input, so they are not "
+    "copied: pass tensors in the same memory each time, or add input to copy_roles"
 )
 
 

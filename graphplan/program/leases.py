@@ -81,8 +81,8 @@ class StaticOutput(Tensor):
         lease = self._lease
         if lease.number != self._number:
             raise StaleError(
-                f"{lease.name} of an earlier replay is used after the next one has overwritten it; expected it to be "
-                "used before the function is called again. Keep a .clone() of it, or pass outputs='clone'"
+                f"{lease.name} of an earlier replay is used after a later replay has overwritten it; expected its use "
+                "before the function is called again. Keep a .clone() of it, or pass outputs='clone'"
             )
 
     @classmethod

@@ -42,10 +42,10 @@ def check_result(plan: Plan, result: Any) -> None:
         found = form_of(leaf)[0] if is_deferred(leaf) else leaf
         expected, found = (output.marks, marks_of(leaf)) if is_made else (planned, found)
         if not same_value(expected, found):
-            what = f"what hangs on {name}" if is_made else name
+            what = f"the attributes of {name}" if is_made else name
             raise OutputError(
-                f"{what}, which the step returns, is {expected!r} in its traces and {found!r} in the capture; a replay "
-                "would return the first for ever. Return a tensor, or compute it outside the step"
+                f"{what}, which the step returns, is {expected!r} in its traces and {found!r} in the capture; a "
+                "replay would always return the first. Return a tensor, or compute it outside the step"
             )
 
 
@@ -198,6 +198,6 @@ def _fill(lease: Lease, tensor: Tensor) -> None:
     if (memory.shape, memory.dtype, memory.device) != (tensor.shape, tensor.dtype, tensor.device):
         raise CaptureError(
             f"{lease.name} is {TensorSpec.of(tensor)} in the capture and was {TensorSpec.of(memory)} in the traces; "
-            "expected one geometry. Return the same each time, or pass outputs='clone'"
+            "expected the same in both. Return the same shape, dtype and layout each time, or pass outputs='clone'"
         )
     memory.copy_(tensor)

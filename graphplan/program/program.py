@@ -273,8 +273,9 @@ class Program:
         # Only after a single trace: after two, walks may still refer to tuples whose numbers were replaced in lists.
         if self.plan.single and self.bindings.numbers.are_kept():
             raise HostEffectError(
-                "the step keeps a number that it reads from the device where it kept none in its traces, and a replay "
-                "would leave it as it is. Keep it at one place in each step, return it, or read it after the step"
+                "the step keeps a number that it reads from the device in a place where it kept none in its traces; a "
+                "replay would not update it. Keep it in the same place in each step, return it, or read it after the "
+                "step"
             )
         self.bindings.numbers.are_kept = bool
         return self.collect(leaves)
@@ -327,7 +328,7 @@ class Program:
             None if the program fits again, else why it cannot.
         """
         if self._is_spoiled:
-            return "something that an eager step keeps lies in memory that replays write"
+            return "something that an eager step keeps is in memory that replays overwrite"
         walk = self.plan.handles.walk()
         reason = self.bindings.lost_memory() or self.adopted.follow(walk)
         if reason is not None:
@@ -336,11 +337,11 @@ class Program:
         self.bindings.follow(walk)
         lost = self.bindings.lost_place()
         if lost is not None:
-            return f"{lost} is gone, with what it lay in"
+            return f"{lost} is gone, and so is the object that held it"
         self.bindings.move_homes(walk)
         self._flags = Flags(walk) if self.plan.left else None
         self.adopted.take(walk)
-        return None if self.adopted.guards.hold() else "what the step depends on has changed"
+        return None if self.adopted.guards.hold() else "something that the step depends on has changed"
 
     def close(self) -> None:
         """Release the recording's memory."""

@@ -142,7 +142,7 @@ class CopiedOwned:
             if missing:
                 raise FeedError(
                     f"{missing[0]} is missing ({len(missing)} of the {role} values are); expected a value for every "
-                    f"copied {role}, since half of one set and half of another is rarely meant: pass a whole state_dict"
+                    f"copied {role}, because a mixture of two sets is rarely intended: pass a whole state_dict"
                 )
         return [chosen[e.name] if e.name in chosen else _held(e, walk) for e in self.externals]
 

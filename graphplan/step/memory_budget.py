@@ -99,8 +99,8 @@ def _mib(nbytes: int) -> str:
 
 def _refusal(plan: Plan, what: str, bound: str) -> MemoryBudgetError:
     return MemoryBudgetError(
-        f"a program of {plan.name} {what}, but {bound}. Make the batch smaller, or provide more memory and call "
-        "invalidate(); until then, such steps run eagerly"
+        f"a program of {plan.name} {what}, but {bound}. Make the batch smaller, or raise memory_budget= or free "
+        "device memory and call invalidate(). Until then, such steps run eagerly"
     )
 
 
