@@ -162,7 +162,7 @@ def refusing_memory() -> Iterator[None]:
         # The traceback's frames would keep the tensors of the unfinished step alive.
         traceback.clear_frames(error.__traceback__)
         raise CaptureMemoryError(
-            f"memory ran out while the step was traced or captured ({first_line(error)}): to be able to undo it, that "
-            "keeps a copy of the step's state, and a capture has memory of its own beside what eager steps use. Make "
-            "the batch smaller"
+            f"memory ran out while the step was traced or captured ({first_line(error)}). graphplan keeps a copy of "
+            "the step's state to undo it, and a capture uses its own memory beside that of eager steps. Make the "
+            "batch smaller"
         ) from error

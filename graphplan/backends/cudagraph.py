@@ -33,7 +33,7 @@ from graphplan.tensors.trees import flatten_result
 from graphplan.trace.given_values import DeviceConstants, GivenValues
 from graphplan.trace.host_reads import HostRead
 
-_FIX = "Keep that out of the step"
+_FIX = "Move that operation out of the step"
 _MODE = "thread_local"
 """Other threads (a pin-memory thread) may use CUDA during a capture."""
 
@@ -315,8 +315,8 @@ class CUDAGraphBackend(Backend):
                 intact = self._abandon(capture, traced.generators)
                 if any(text in str(error) for text in _ON_ANOTHER_STREAM):
                     raise CaptureError(
-                        f"the step failed while it was captured{_place(error)}: {first_line(error)}. A result that "
-                        "was computed on another stream may be kept with its graph: detach what is kept"
+                        f"the step failed while it was captured{_place(error)}: {first_line(error)}. Perhaps the step "
+                        "keeps a result of another stream with its autograd graph: detach the results that it keeps"
                     ) from error
                 if _is_own(error, intact=intact):
                     raise

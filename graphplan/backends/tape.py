@@ -404,8 +404,8 @@ class TapeBackend(Backend):
         mode.check_outcome()
         if mode.failure is not None:
             raise CaptureError(
-                f"the tape cannot record the step: {mode.failure}, which the traced steps did not do. Keep that out of "
-                "the step"
+                f"the tape cannot record the step: {mode.failure}, which the traced steps did not do. Move that "
+                "operation out of the step"
             )
         return TapeRecording(mode), result
 

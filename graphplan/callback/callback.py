@@ -226,7 +226,7 @@ class GraphPlanCallback(Callback):
         ThrottledBar(trainer, seam.patches)
         seam.install()
         if self.options.prefetch and not direct:
-            seam.notes.append("prefetch does nothing: the step is not given batches in host memory")
+            seam.notes.append("prefetch has no effect: the step does not get batches in host memory")
         if reason is not None:
             seam.notes.append(f"Lightning's own loop: {reason}")
         else:
@@ -251,7 +251,7 @@ class GraphPlanCallback(Callback):
         if part in self._seams:
             self._take_off(part)
             if part == _TRAINING:
-                self._figures[part].notes.append("graphplan stood down: the rest of the fit ran without it")
+                self._figures[part].notes.append("graphplan removed itself: the rest of the fit ran without it")
                 self._stock.begin(reason, detail)
 
     @override

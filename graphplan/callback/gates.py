@@ -38,9 +38,9 @@ def closed_to_all(trainer: Any) -> str | None:
     """Return why no step of this run, training or evaluation, can be captured, or None if steps can be."""
     if not isinstance(trainer, Trainer):
         return (
-            f"the Trainer is {type(trainer).__module__}'s, and this class of callback works with "
-            f"{Trainer.__module__.partition('.trainer')[0]}'s: a subclass of GraphPlanCallback is of the package that "
-            "it was imported with. Use GraphPlanCallback itself, or a Trainer of that package"
+            f"the Trainer is {type(trainer).__module__}'s, but this callback class works with "
+            f"{Trainer.__module__.partition('.trainer')[0]}'s: a subclass of GraphPlanCallback belongs to the package "
+            "that it was imported with. Use GraphPlanCallback itself, or a Trainer of that package"
         )
     strategy: Any = trainer.strategy
     name = type(strategy).__name__
@@ -49,18 +49,18 @@ def closed_to_all(trainer: Any) -> str | None:
     if isinstance(strategy, _PARALLEL):
         if strategy.device_mesh["tensor_parallel"].size() == 1:
             return None
-        return f"the {name} has tensor parallelism, which is not captured: use tensor_parallel_size=1"
+        return f"the {name} uses tensor parallelism, which graphplan does not capture: use tensor_parallel_size=1"
     if not isinstance(strategy, DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
         return (
             f"the strategy is {name}; only single-device strategies, DDPStrategy and ModelParallelStrategy are "
             "captured: use one of those"
         )
     if strategy._ddp_comm_hook is not None or strategy._model_averaging_period is not None:
-        return f"the {name} has a communication hook, which is Python code that a replay would leave out; drop it"
+        return f"the {name} has a communication hook, and a replay would leave out its Python code; remove the hook"
     if strategy._ddp_kwargs.get("find_unused_parameters"):
         return (
-            f"the {name} has find_unused_parameters=True, which looks at each step's graph on the host; use all "
-            "parameters in each step, or static_graph=True"
+            f"the {name} has find_unused_parameters=True, which inspects each step's autograd graph on the host; use "
+            "all parameters in each step, or static_graph=True"
         )
     return None
 
@@ -79,15 +79,15 @@ def closed_to_training(trainer: Any, module: LightningModule, *, captures_optimi
         return reason
     if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
         return (
-            "training_step takes dataloader_iter and fetches its batches itself, so that nothing could be copied to "
-            "where a replay reads; take batch in training_step, def training_step(self, batch, batch_idx)"
+            "training_step takes dataloader_iter and fetches its batches itself, so graphplan cannot copy a batch "
+            "into a replay's inputs; take the batch as an argument: def training_step(self, batch, batch_idx)"
         )
     if trainer._detect_anomaly:
         return "detect_anomaly=True reads every gradient on the host; turn it off"
     if not module.automatic_optimization and not captures_optimizer:
         return (
-            "components names forward and backward alone, and with manual optimization the module's own code decides "
-            "what comes first: use components='auto', or graph_step in training_step"
+            "components names only forward and backward, but with manual optimization the module's own code decides "
+            "their order: use components='auto', or graph_step in training_step"
         )
     if module.automatic_optimization and len(trainer.optimizers) != 1:
         return (
@@ -100,7 +100,7 @@ def closed_to_training(trainer: Any, module: LightningModule, *, captures_optimi
 def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:
     """Return why a training step cannot take batches from host memory, or None if it can."""
     if trainer.strategy.root_device.type == "cpu":
-        return "the step computes where batches are"
+        return "the step runs on the CPU, where the batches are"
     if any(has_hook(module, hook, LightningModule) for hook in (START, END)):
         return f"{type(module).__name__} has hooks for batches"
     for callback in trainer.callbacks:
@@ -121,14 +121,14 @@ def closed_loop(trainer: Any, module: LightningModule) -> str | None:
     loop: Any = trainer.fit_loop.epoch_loop
     if not is_known("loop"):
         version = sys.modules[Trainer.__module__.partition(".")[0]].__version__
-        return f"the code of Lightning {version}'s loop is none of those that are known here"
+        return f"graphplan does not know the loop of Lightning {version}"
     for name in LOOP_METHODS:
         if getattr(type(loop), name) is not getattr(_TrainingEpochLoop, name) or name in vars(loop):
             return f"the training loop's {name} is not Lightning's own"
     if type(loop.batch_progress) is not _BatchProgress:
-        return f"progress is kept by a {type(loop.batch_progress).__name__}"
+        return f"progress is tracked by a {type(loop.batch_progress).__name__}"
     if type(trainer.profiler) is not PassThroughProfiler:
-        return f"the {type(trainer.profiler).__name__} has rows of Lightning's loop"
+        return f"the {type(trainer.profiler).__name__} records the calls of Lightning's loop"
     if has_hook(module, START, LightningModule):
         return f"{type(module).__name__}.{START} may end the epoch"
     for hook in _TRANSFERS:

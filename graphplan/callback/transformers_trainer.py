@@ -84,7 +84,10 @@ class GraphPlanTrainer(Trainer):
         finally:
             hidden.in_step = False
         if hidden.was_read:
-            self._stand_down("the step reads trainer.state, which changes with each step; expected one that does not")
+            self._stand_down(
+                "the step reads trainer.state, which changes with each step; expected a step that does not read it: "
+                "move that code to a callback"
+            )
         if updates:
             self._grad_norm = tuple(norm)
             # The replay has stepped. The loop's own optimizer.step() does nothing unless gradients are synchronized.
@@ -93,7 +96,7 @@ class GraphPlanTrainer(Trainer):
 
     def _begin(self, model: Any) -> None:
         if self.args.n_gpu > 1 or self.accelerator.distributed_type != DistributedType.NO:
-            self._stand_down("it is on several devices; expected one process with one device")
+            self._stand_down("the Trainer uses several devices; expected one process with one device")
             return
         hooks = {type(callback).on_pre_optimizer_step for callback in self.callback_handler.callbacks}
         is_watched = bool(hooks - {TrainerCallback.on_pre_optimizer_step})

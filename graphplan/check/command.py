@@ -82,7 +82,7 @@ def _result(options: argparse.Namespace) -> Result:
     if not callable(first):
         raise OptionError(f"{name} is a {type(first).__name__}; expected a LightningModule, or a step to call")
     if batches is None:
-        raise OptionError(f"{name} is a step, and is called with --batch, which is missing")
+        raise OptionError(f"{name} is a step and needs its arguments: pass --batch")
     calls = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
     return check_step(first, calls, name=name)
 
@@ -104,7 +104,9 @@ def load(target: str, *, what: str) -> Callable[[], Any]:
         try:
             found = eval(expression, vars(module))
         except (NameError, AttributeError, SyntaxError) as error:
-            raise OptionError(f"{what} is {target!r}, and {expression!r} means nothing in {place}: {error}") from error
+            raise OptionError(
+                f"{what} is {target!r}, but {expression!r} cannot be evaluated in {place}: {error}"
+            ) from error
         return found() if isinstance(found, type) else found
 
     return make

@@ -68,10 +68,10 @@ def _copier(name: str) -> Callable[..., Any]:
                 return copy
             refuse_trace(
                 HostSyncError,
-                f"the step copies a tensor to the host (.cpu(), .to()), and needs its values at {find_source()}: on a "
-                "CUDA device that waits for all work before it, and a replay runs no Python that could use the copy. "
-                "Return the tensor and copy it after the step; a copy that the step only returns or appends is made "
-                "then",
+                f"the step copies a tensor to the host (.cpu(), .to()), and uses its values at {find_source()}: on a "
+                "CUDA device, this waits for all earlier work, and a replay runs no Python that could use the copy. "
+                "Return the tensor and copy it after the step. (A copy that the step only returns or appends is "
+                "allowed: it is made after the replay.)",
             )
         return original(self, *args, **kwargs)
 

@@ -52,9 +52,9 @@ class Rebindings:
                 continue
             if not two.moved and path in pair.walk.slots and pair.walk.slots[path].is_parameter:
                 raise HostEffectError(
-                    f"the step makes {path} anew in each call, and a replay keeps the parameter that is there, as "
-                    f"optimizers do. Write to it in place (with torch.no_grad(): {path}.copy_(...)), or hold what is "
-                    "computed in a buffer"
+                    f"the step creates a new parameter {path} in each call, but a replay keeps the existing one, as "
+                    f"optimizers do. Write to it in place (with torch.no_grad(): {path}.copy_(...)), or keep the "
+                    "computed values in a buffer"
                 )
             if one is not None and one.before is None and two.before is None and two.after is not None:
                 _check_made(path, pair.walk)
@@ -62,8 +62,8 @@ class Rebindings:
             if two.joined is not None:
                 raise HostEffectError(
                     f"the step gives {path} other memory ({path}.data = ...), and before or after that it shares "
-                    f"memory with {two.joined}; a replay leaves tensors in the memory that they have, so that what one "
-                    "of them gets would show in the other, or not. Give each memory of its own, or update it in place: "
+                    f"memory with {two.joined}; a replay keeps each tensor in its memory, so whether a write to one "
+                    "of them reaches the other would differ. Give each tensor its own memory, or update it in place: "
                     f"{path}.data.copy_(...)"
                 )
             is_read = any(place[0] in used for place in two.before or ())
@@ -102,10 +102,10 @@ def _check_made(path: str, walk: Walk) -> None:
     name = next((name for name in walk.optimizers if path.startswith(f"{name}.state[")), None)
     if name is not None:
         raise HostEffectError(
-            f"the step makes {path} in each call, since {name}.state is emptied before it (state.clear(), another "
-            "dictionary, a state dict without state); a replay would begin anew for ever, also where nothing was "
-            f"emptied. Reset it in place (for s in {name}.state.values(): for t in s.values(): t.zero_()), or load a "
-            "state dict that was saved with its state",
+            f"the step creates {path} in each call, because {name}.state is emptied before it (state.clear(), another "
+            "dictionary, a state dict without state); each replay would start from a new state, even if nothing was "
+            f"emptied. Reset the state in place (for s in {name}.state.values(): for t in s.values(): t.zero_()), or "
+            "load a state dict that contains the state",
             component="optimizer",
         )
 
@@ -155,8 +155,8 @@ def _partners(
                 partners.setdefault(other, path)
                 continue
             raise HostEffectError(
-                f"the step binds {path} and {other} to one memory, and reads {path} when it is called again; a "
-                f"replay leaves two tensors, so that what is written to {other} would not be in {path}. Bind a "
+                f"the step assigns tensors that share memory to {path} and {other}, and reads {path} in the next "
+                f"call; a replay leaves two separate tensors, so writes to {other} would not reach {path}. Assign a "
                 f"copy: {other} = {path}.clone()",
                 component="optimizer" if is_optimizer_state(path) else "step",
             )

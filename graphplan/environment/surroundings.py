@@ -39,7 +39,7 @@ def surroundings() -> str | None:
     if _C._get_tracing_state() is not None:
         return "torch.jit.trace"
     mode = changing_mode()
-    return None if mode is None else f"a mode of the caller's ({type(mode).__name__})"
+    return None if mode is None else f"a mode of the caller ({type(mode).__name__})"
 
 
 def changing_mode() -> Any:
@@ -56,6 +56,6 @@ def check_surroundings(doing: str) -> None:
     found = surroundings()
     if found is not None:
         raise SurroundingsError(
-            f"{found} is active while {doing}; expected nothing of the kind, since a replay runs what was recorded and "
-            "would not heed it. Do this outside of it, or call the function itself"
+            f"{found} is active while {doing}; expected no mode or transform, because a replay runs the recorded work "
+            "and would ignore it. Do this outside of it, or call the original function"
         )

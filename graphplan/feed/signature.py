@@ -388,7 +388,7 @@ def first_difference(feed: Feed, before: Key) -> tuple[str, str] | None:
     if feed.key == before:
         return None
     if len(feed.key) != len(before):
-        return f"the call has {len(feed.key) - 1} tensors and values, and the earlier one {len(before) - 1}", ""
+        return f"there are {len(feed.key) - 1} tensors and values, and there were {len(before) - 1}", ""
     if feed.structure != before[0]:
         one, other = (_shortened(text_of(structure)) for structure in (feed.structure, before[0]))
         return f"the structure is {one}, and was {other}", ""

@@ -63,8 +63,8 @@ class Pool:
         if self._thread == get_ident():
             raise BusyError(
                 "a graphed function was called, closed or invalidated from within a call of the same pool; expected "
-                "one call at a time, since all work on the same memory. Let the function call what it is made of "
-                "instead of itself"
+                "one call at a time, because all calls of a pool use the same memory. In the function, call the "
+                "original functions instead of the graphed ones"
             )
         self._lock.acquire()
         self._thread = get_ident()
@@ -203,7 +203,10 @@ class Graphed(GraphedStep):
             OutcomeError: if the function branches on a value that differs from the one in the program.
         """
         if self._padded is not None:
-            raise OptionError("replay is for shapes='exact'; expected calls, which are padded first")
+            raise OptionError(
+                "replay() needs shapes='exact'; with shapes='bucket', call the function itself, which pads its "
+                "arguments first"
+            )
         for _ in range(_LOOKS):
             with self._alone():
                 found = self.machine.find_program(tuple(map(plain, args)))

@@ -53,7 +53,7 @@ class Pieces(Reports):
         if scope not in SCOPES:
             raise OptionError(f"scope is {scope!r}; expected one of: {', '.join(SCOPES)}")
         if options.shapes == "bucket":
-            raise OptionError("shapes is 'bucket', and pieces hand results on as they are; expected 'exact'")
+            raise OptionError("shapes is 'bucket', but pieces pass on their results without padding; expected 'exact'")
         self.pool = options.pool or Pool()
         self.reasons: dict[str, str] = {}
         self.scope = "full" if scope == "auto" else scope

@@ -121,8 +121,9 @@ class SplitModel(Pieces):
         for (name, wanted), leaf in zip(named_leaves(self._model(*args, **kwargs)), found, strict=True):
             if not _is_alike(wanted, plain(leaf)):
                 raise VerifyError(
-                    f"the pieces of {name_of(self._model)} do not come to what it comes to itself: {name} differs. Its "
-                    "code does something that torch.fx does not see. List the pieces yourself: piecewise([…])",
+                    f"the pieces of {name_of(self._model)} do not give the result of the model itself: {name} "
+                    "differs. The model's code does something that torch.fx does not trace. List the pieces yourself: "
+                    "piecewise([…])",
                     result=wanted,
                 )
 
@@ -171,8 +172,8 @@ def _split(
         whole = fx.GraphModule(tracer.root, graph)
     except Exception as error:
         raise SplitError(
-            f"the {type(model).__name__} cannot be taken apart: torch.fx could not follow its code ({error}). Expected "
-            "code without branches on tensors' values or sizes; list the pieces yourself: piecewise([first, second, …])"
+            f"the {type(model).__name__} cannot be split: torch.fx could not follow its code ({error}). Expected code "
+            "without branches on tensors' values or sizes; list the pieces yourself: piecewise([first, second, …])"
         ) from error
     number = 0
     parts: dict[fx.Node, int] = {}

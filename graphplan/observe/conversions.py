@@ -40,7 +40,7 @@ _OF_NUMBERS = (
     "tan", "tanh", "trunc",
 )  # fmt: skip
 """Functions of :mod:`math` that can be computed again for other numbers."""
-_OF_LIST = "torch.tensor, as_tensor, new_tensor or the like of a list with tensors in it (torch.stack does without)"
+_OF_LIST = "torch.tensor, as_tensor, new_tensor or a similar call with a list of tensors (torch.stack does not)"
 
 
 class Conversions:

@@ -273,14 +273,14 @@ def optimizer_fix(source: Source) -> str:
     """Return advice about an operator that the ``step`` of an optimizer, or of a scaler for it, has launched."""
     if source.scaled:
         return (
-            f"It is the gradient scaler's question whether to step {source.optimizer}. Expected torch's own step with "
-            "fused=True (AdamW, Adam, SGD, Adagrad; prepare_optimizers=True sets it), which skips by itself; state "
-            "from a step that was not skipped; no step hooks on the optimizer; and the scaler among owners=. Else step "
-            "the optimizer outside (in a Trainer that is done for you)"
+            f"The gradient scaler reads whether to skip the step of {source.optimizer}. Expected torch's own step "
+            "with fused=True (AdamW, Adam, SGD, Adagrad; prepare_optimizers=True sets it), which skips on the device; "
+            "state from a step that was not skipped; no step hooks on the optimizer; and the scaler among owners=. "
+            "Otherwise, move optimizer.step() out of the step (in a Trainer, graphplan does this)"
         )
     return (
-        f"It comes from the Python code of the optimizer {source.optimizer}: use fused=True or, on CUDA, "
-        "capturable=True where the optimizer has them (prepare_optimizers=True sets them; fused kernels take neither "
-        "complex parameters nor any that lie otherwise in memory than their gradients), keep the value constant, step "
-        "the optimizer outside, or take one that has them (AdamW, Adam, SGD, Adagrad)"
+        f"The Python code of the optimizer {source.optimizer} does this. If the optimizer has fused=True or, on CUDA, "
+        "capturable=True, use it (prepare_optimizers=True sets it; fused kernels take no complex parameters, and none "
+        "whose memory layout differs from that of their gradients). Or keep the value constant, move optimizer.step() "
+        "out of the step, or use an optimizer that has one of them (AdamW, Adam, SGD, Adagrad)"
     )

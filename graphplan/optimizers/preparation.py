@@ -51,9 +51,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             )
     if not all(hasattr(optimizer, name) for name in _HOOKS):
         raise OptimizerError(
-            f"{type(optimizer).__name__} cannot be captured: it did not call torch.optim.Optimizer.__init__, as "
-            "wrappers of another optimizer do, so that it has no room for hooks on its step and its state_dict. Use "
-            "the one that it wraps, or step it eagerly, outside the step (in a Trainer that is done for you)",
+            f"{type(optimizer).__name__} cannot be captured: it did not call torch.optim.Optimizer.__init__ (as is "
+            "usual for wrappers of another optimizer), so its step and its state_dict have no hooks. Use the wrapped "
+            "optimizer, or step it eagerly, outside the step (in a Trainer, graphplan does this)",
             component="optimizer",
         )
 

@@ -36,14 +36,17 @@ def unseen(value: Any) -> Unseen | None:
         return value
     if is_proxy(value) or isinstance(value, _STANDING):
         what = "weak proxy" if is_proxy(value) else type(value).__name__
-        return Unseen(f"a {what}, and what it stands for", "Have the code use that itself")
+        return Unseen(f"a {what}, whose object", "Use the object itself in the code")
     if _holds_objects(value):
-        return Unseen("an array of Python objects; what they hold", "Hold them in a list")
+        return Unseen("an array of Python objects, whose content", "Keep them in a list")
     if size_of(value) > WIDEST:
-        what = f"a {type(value).__name__} of {size_of(value)} bytes; what has more than {WIDEST}"
-        return Unseen(what, "Hold it in a tensor, make it read-only (array.setflags(write=False))")
+        what = f"a {type(value).__name__} of {size_of(value)} bytes; a buffer of more than {WIDEST} bytes"
+        return Unseen(what, "Keep it in a tensor, make it read-only (array.setflags(write=False))")
     if isinstance(value, WeakKeyDictionary | WeakValueDictionary | WeakSet):
-        return Unseen(f"a {type(value).__name__}, which things leave by themselves and", "Hold them in a dict or set")
+        return Unseen(
+            f"a {type(value).__name__}, from which items disappear by themselves and which",
+            "Keep them in a dict or set",
+        )
     return None
 
 

@@ -29,9 +29,10 @@ CODE = frozenset({FunctionType, BuiltinFunctionType})
 MAX_DEPTH = 24
 MAX_ITEMS = 4096
 TOO_DEEP = Unseen(
-    f"which lies more than {MAX_DEPTH} attributes deep; what is there", "Give something on the way there to owners="
+    f"which is more than {MAX_DEPTH} attributes deep; a value at that depth",
+    "Name an object that is nearer to it in owners=",
 )
-TOO_MANY = Unseen(f"of which there are more than {MAX_ITEMS}; what they hold", "Hold numbers in a tensor")
+TOO_MANY = Unseen(f"of which there are more than {MAX_ITEMS}; their content", "Keep numbers in a tensor")
 _FLAT = (Tensor, torch.dtype, torch.device, type, range)
 MAPPINGS = (dict, MutableMapping)
 """Dictionaries come first: ``isinstance`` is slow for an abstract class."""

@@ -89,9 +89,9 @@ class Snapshot:
             self._restore(changed)
         except Exception as error:
             raise EffectError(
-                f"{type(error).__name__} while a step was undone: {str(error)[:200]}. What the step works with is "
-                "neither as it was before nor as it is after it: go on from a checkpoint, and keep objects whose items "
-                "cannot be set out of what the step works with"
+                f"{type(error).__name__} while a step was undone: {str(error)[:200]}. The owners are neither in the "
+                "state before the step nor in the state after it: continue from a checkpoint, and keep objects whose "
+                "items cannot be set out of the owners and arguments"
             ) from error
 
     def _restore(self, changed: Collection[int | None]) -> None:
@@ -144,9 +144,9 @@ def _check_copies(walk: Walk, tensors: Iterable[Tensor]) -> None:
         except Exception as error:
             path = next((path for path, slot in walk.slots.items() if slot.get() is tensor), "an argument")
             raise CaptureError(
-                f"{path} is of type {type(tensor).__name__}, which cannot be copied ({str(error)[:200]}): a step that "
-                "is traced or captured has to be undone where that ends early. Leave what uses it out of the step (an "
-                "optimizer that keeps such state steps outside; in a Trainer that is done for you)",
+                f"{path} is of type {type(tensor).__name__}, which cannot be copied ({str(error)[:200]}): graphplan "
+                "has to undo a step whose trace or capture fails. Move the code that uses it out of the step (for an "
+                "optimizer with such state, optimizer.step(); in a Trainer, graphplan does this)",
                 component="optimizer" if is_optimizer_state(path) else "step",
             ) from error
 

@@ -153,8 +153,8 @@ def contents(items: Any) -> Any:
 def rest(start: int, items: Collection[Any]) -> Any:
     """Return the items of a long list or dictionary from ``start`` on; an :class:`Unseen` if there are too many."""
     if len(items) > _MOST_ITEMS:
-        what = f"of {len(items)} items; what has more than {_MOST_ITEMS}"
-        return Unseen(what, "Hold them in a tensor or a tuple")
+        what = f"of {len(items)} items; a container of more than {_MOST_ITEMS} items"
+        return Unseen(what, "Keep them in a tensor or a tuple")
     values = items.values() if isinstance(items, dict) else items
     return tuple(islice(values, start, None))
 

@@ -70,7 +70,7 @@ class DeviceConstants(TorchFunctionMode):
                 return constant.clone().requires_grad_(wanted.requires_grad)
         raise CaptureError(
             f"the captured step makes a device constant {wanted.tolist()} at {find_source()}, which the traced steps "
-            "did not make; make the same ones in each step, or hold the value in a tensor that an owner has"
+            "did not make; make the same constants in each step, or keep the value in a tensor of an owner"
         )
 
 
@@ -143,7 +143,7 @@ class GivenValues(OperatorMode):
                 return transfer.copy
         if (name in TRANSFERS or at_place is not None) and self._missing is None:
             self._missing = CaptureError(
-                f"the captured step copies host memory to the device at {find_source()}, other values than the traced "
-                "steps made there; make the same ones in each step, or hold the values in a tensor that an owner has"
+                f"the captured step copies values from host memory to the device at {find_source()} that the traced "
+                "steps did not make there; make the same values in each step, or keep them in a tensor of an owner"
             )
         return tensor

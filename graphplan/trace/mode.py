@@ -91,7 +91,7 @@ class TraceMode(OperatorMode):
             record.violate(
                 CaptureError,
                 f"{name} at {source} runs other operators, for which autocast casts; replays run it without autocast. "
-                "Have torch's modules take their slow path: torch.backends.mha.set_fastpath_enabled(False)",
+                "Disable the fast path of torch's modules: torch.backends.mha.set_fastpath_enabled(False)",
                 component=source.component,
             )
         if schema.is_random or schema.own_state is not None:

@@ -52,16 +52,16 @@ class HiddenRead(NamedTuple):
 
 
 NESTED_FIX = (
-    "Make it dense outside the step (torch.nested.to_padded_tensor, with a mask), or where a transformer makes it, "
+    "Make it dense outside the step (torch.nested.to_padded_tensor, with a mask), or, if a transformer makes it, "
     "construct that with enable_nested_tensor=False"
 )
 _FILLED = HiddenRead(
-    "reads the number that it fills in on the host", "Give it as a Python number, or take torch.where",
+    "reads the number that it fills in on the host", "Pass it as a Python number, or use torch.where",
     lambda given: given[-1].device.type != "cpu",
 )  # fmt: skip
 _SCALE = HiddenRead(
     "reads the scale of its quantised result on the host",
-    "Quantise in floating point (torch.fake_quantize_per_tensor_affine), or give scale and zero point as numbers",
+    "Quantise in floating point (torch.fake_quantize_per_tensor_affine), or pass scale and zero point as numbers",
 )
 _HOST_READS = {
     **{f"aten.{name}": _FILLED for name in ("masked_fill.Tensor", "masked_fill_.Tensor")},
@@ -73,22 +73,22 @@ _HOST_READS = {
     "aten._nested_tensor_from_mask_left_aligned.default": HiddenRead("reads the mask on the host", NESTED_FIX),
     PACKING: HiddenRead(
         "reads the lengths of sequences on the host",
-        "Keep the batch padded, under a mask, or give the lengths as a list of numbers, each of which is a program of "
-        "its own",
+        "Keep the batch padded and use a mask, or pass the lengths as a list of numbers (each list gets its own "
+        "program)",
     ),
     "aten._linalg_check_errors.default": HiddenRead(
-        "reads whether an operator could do its work on the host",
-        "Use the form that does not look (torch.linalg.cholesky_ex, inv_ex, solve_ex)", _on_device,
+        "checks on the host whether an operator succeeded",
+        "Use the variant without this check (torch.linalg.cholesky_ex, inv_ex, solve_ex)", _on_device,
     ),
     "aten._grouped_mm.default": HiddenRead(
-        "reads the sizes of its groups on the host where it multiplies in another type than bfloat16",
-        "Have the model in bfloat16, or have it multiply its groups in another way "
+        "reads the sizes of its groups on the host if the dtype is not bfloat16",
+        "Use the model in bfloat16, or another implementation of the grouped product "
         "(experts_implementation='batched_mm' in transformers)",
         lambda given: _on_device(given) and given[0].dtype != torch.bfloat16,
     ),
     "aten.masked_scatter_backward.default": HiddenRead(
         "reads on the host how many elements a mask selects",
-        "Bring what the mask selects from to its shape with an index that is computed (cumsum of the mask), and take "
+        "Compute an index from the mask (its cumsum), index the source with it to get the mask's shape, and use "
         "torch.where", _on_device,
     ),
 }  # fmt: skip

@@ -14,12 +14,12 @@ from graphplan.trace.records import Trace
 
 _COPIES = tuple(f"aten.{name}.default" for name in ("clone", "detach", "_to_copy", "alias", "squeeze"))
 _FIX = (
-    "Set the rate outside the step; where the step needs it, feed the number, hold it in a tensor that is filled "
-    "between steps, or leave optimizer.step() out of the step (in a Trainer with automatic optimization that is done "
-    "for you)"
+    "Set the rate outside the step; if the step needs it, pass the number as an argument, keep it in a tensor that is "
+    "filled between steps, or move optimizer.step() out of the step (in a Trainer with automatic optimization, "
+    "graphplan does this)"
 )
 _LOGGED = "Log it after the step: a parameter group has the number then"
-_SCHEDULED = "Call scheduler.step() after the step: a replay reads the rate that is there then"
+_SCHEDULED = "Call scheduler.step() after the step: a replay reads the current rate"
 
 
 class RateWatch:
@@ -59,7 +59,7 @@ class RateWatch:
 
     def _refuse(self, what: str, fix: str) -> None:
         text = (
-            f"the step's own code {what}; expected that only the optimizer uses it, which reads it from the device, "
-            f"while a replay would freeze a number. {fix}"
+            f"the step's own code {what}; expected only the optimizer to use the learning rate: it reads the rate "
+            f"from the device, but a replay would freeze a number in other code. {fix}"
         )
         self._trace.refuse(LearningRateError(text, component="optimizer"))

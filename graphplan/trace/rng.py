@@ -127,10 +127,10 @@ class TracedGenerators:
                 place = f"before the random operator at {source}" if source else "within the step"
                 self._refuse(
                     GeneratorSeekError,
-                    f"the {generator.device} generator's state was set {place}, to another one than the step had saved "
-                    "itself (manual_seed, Generator.set_state, a state from before the step, or another thread that "
-                    "draws); a replay only draws on. Seed outside the step, or save the state in it with "
-                    "torch.get_rng_state",
+                    f"the {generator.device} generator's state was set {place}, to a state that the step had not "
+                    "saved itself (manual_seed, Generator.set_state, a state from before the step, or another thread "
+                    "that draws); a replay only continues to draw. Seed outside the step, or save the state in the "
+                    "step with torch.get_rng_state",
                 )
 
     def take(self) -> None:

@@ -38,12 +38,12 @@ from graphplan.trace.rng import saving_states
 
 _HELD = (
     "a module under fully_shard keeps gradients that it did not reduce (set_requires_gradient_sync(False), "
-    "set_requires_all_reduce(False)) before or after the step; a replay can neither find nor leave them there. Have "
-    "each step reduce its own, or run those steps eagerly"
+    "set_requires_all_reduce(False)) before or after the step; a replay can neither find nor leave them there. Let "
+    "each step reduce its own gradients, or run those steps eagerly"
 )
 _IN_PLACE = (
-    "(squeeze_, unsqueeze_, t_, resize_); a replay leaves that as it is. Use what returns a view instead (squeeze, "
-    "unsqueeze, t)"
+    "(squeeze_, unsqueeze_, t_, resize_); a replay does not repeat that. Use the function that returns a view instead "
+    "(squeeze, unsqueeze, t)"
 )
 
 
@@ -155,11 +155,14 @@ def _run(
     turned = next((index for index, leaf in feed.tensors() if place_of(leaf)[1:4] != geometry[index]), None)
     if turned is not None:
         name = feed.names()[turned]
-        what = "what it reads of its batch" if BATCH_READS in name else f"{name}, which it is fed,"
+        what = "a tensor that it reads of its batch" if BATCH_READS in name else f"its argument {name}"
         record.refuse(HostEffectError(f"the step gives {what} another shape or other strides in place {_IN_PLACE}"))
     change = fed.change()
     if change is None and (changed := changed_object(feed)) is not None:
-        change = f"the step changes {changed}, an object that it is fed, as no replay does. Keep such state on an owner"
+        change = (
+            f"the step changes {changed}, an object among its arguments, but a replay does not. Keep such state on an "
+            "owner"
+        )
     if change is not None:
         record.refuse(HostEffectError(change))
     if held or sharding.holds_gradients():
@@ -198,8 +201,8 @@ def _note_left(record: Trace, left: Mapping[str, list[Any]], fed: Collection[int
             record.gradients.append(path)
         if any(has_memory(tensor) and is_freed(tensor) for tensor in own):
             text = (
-                f"the step leaves or returns {path}, whose memory it has given back (untyped_storage().resize_(0)); a "
-                "replay would copy what is not there. Leave or return what has memory, or nothing"
+                f"the step leaves or returns {path}, whose memory it has freed (untyped_storage().resize_(0)); a "
+                "replay would copy memory that does not exist. Leave or return a tensor with memory, or nothing"
             )
             record.refuse(HostEffectError(text))
 

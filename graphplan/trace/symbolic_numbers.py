@@ -266,9 +266,11 @@ class SymbolicNumbers:
         if self.refusal is None:
             where = with_users_line(find_source())
             self.refusal = HostScalarError(
-                f"the step {does} a random number that Python draws ({path}), at {where}. Replays draw again, "
-                "and compute with what they draw, but an index, a size or a text is the traced one, and several ranks "
-                "take one way. Draw with torch on the step's device, or draw before the step and feed the result",
+                f"the step {does} a random number that Python draws ({path}), at {where}. Replays draw again and "
+                "compute with the new number, but an index, a size or a text stays the traced one, and several ranks "
+                "take one path. Draw with torch on the step's device, or draw before the step and pass the result as "
+                "an argument. In a Trainer, run an environment that draws (reinforcement learning) in "
+                "on_train_batch_start or in an IterableDataset",
                 path=next(draw.generator for draw in self.draws if draw.path == path),
             )
 
@@ -281,7 +283,7 @@ class SymbolicNumbers:
             if self._questions is not None and question not in self._questions:
                 self._differ(
                     f"branches on {' and '.join(question.paths)} at {find_source()}, otherwise than the traced step "
-                    "did; ask the same of the same numbers in each step"
+                    "did; compare the same numbers in the same way in each step"
                 )
             if question.needs_value and question not in self.asked:
                 self.needed[question] = f"{' and '.join(question.paths)} at {with_users_line(find_source())}"
@@ -342,8 +344,8 @@ class SymbolicNumbers:
         found = self._tensors.get((form.key, dtype, device))
         if found is None and self._is_final:
             self._differ(
-                f"uses a number as a tensor at {find_source()}, which the traced steps did not; compute it in the same "
-                "way in each step, or hold it in a tensor that an owner has"
+                f"uses a number as a tensor at {find_source()}, which the traced steps did not; compute it in the "
+                "same way in each step, or keep it in a tensor of an owner"
             )
         if found is None:
             with torch.inference_mode(False), _disable_current_modes():

@@ -128,7 +128,7 @@ class Check:
             return Verdict(detached(result), {"result": raised})
         seconds = perf_counter() - start
         drawn = (name for name in hosts.moved() if not self._is_allowed(name))
-        found = dict.fromkeys(drawn, "the eager step draws from it, which a replay does not")
+        found = dict.fromkeys(drawn, "the eager step draws from it, but a replay does not")
         reason = ""
         try:
             found |= self.compare(result, walk)

@@ -361,9 +361,9 @@ def _shown_by(call: LogCall, metric: Any) -> LogCall:
         return replace(call, latest=None)
     refuse_trace(
         HostEffectError,
-        f"{call} at {call.source} is given a metric that the step updates or resets later on, and Lightning logs what "
-        "it was; a replay would log what it is at the end. Log it after its last change in the step, or reset it in a "
-        "hook",
+        f"{call} at {call.source} gets a metric that the step updates or resets later. Lightning logs its value at "
+        "the call, but a replay would log its value at the end of the step. Log it after its last change in the step, "
+        "or reset it in a hook",
     )
     return call
 

@@ -84,7 +84,7 @@ class AutomaticSeam(Seam):
             name = type(self._module).__name__
             self._keep_optimizer_outside(f"{name}.optimizer_step is overridden, so it runs on the host for each step")
         elif not self._given.captures_optimizer:
-            self._keep_optimizer_outside("components names forward and backward alone")
+            self._keep_optimizer_outside("components names only forward and backward")
 
     def _all_owners(self) -> dict[str, Any]:
         progress = self._loop.optim_progress.optimizer

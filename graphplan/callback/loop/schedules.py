@@ -61,7 +61,7 @@ class Schedules:
         """Run in place of a scheduler's ``step``."""
         scheduler = self._schedulers[name]
         if args or kwargs:
-            self._use(f"hands a value to {name}.step()")
+            self._use(f"passes a value to {name}.step()")
             type(scheduler).step(scheduler, *args, **kwargs)
             return
         if name not in self._noted:
@@ -95,8 +95,8 @@ class Schedules:
         """Handle a use of values that deferred scheduler steps change: refuse a trace, or make the steps now."""
         refuse_trace(
             HostEffectError,
-            f"the step {what} at {find_source()}; after a replay its schedulers step with nothing handed to them, when "
-            "all else is over. Step a scheduler last in training_step and without a value, or in on_train_batch_end or "
+            f"the step {what} at {find_source()}; graphplan steps the schedulers after each replay, without a value. "
+            "Call scheduler.step() at the end of training_step and without a value, or in on_train_batch_end or "
             "on_train_epoch_end",
         )
         self._watch.close()

@@ -214,8 +214,8 @@ class Seam(ABC):
         """Return how the optimizers or hooks in the step changed, or None. Programs depend on the captured ones."""
         if self._trainer.optimizers != self._optimizers:
             return (
-                "the Trainer got other optimizers in the middle of the run, and programs read those that they were "
-                "captured with. Keep one, and change its groups or load a state into it (optimizer.load_state_dict)"
+                "the Trainer got other optimizers in the middle of the run, but the programs use the captured ones. "
+                "Keep the optimizer, and change its groups or load a state into it (optimizer.load_state_dict)"
             )
         if self._unchanged.hold():
             return None
@@ -225,8 +225,8 @@ class Seam(ABC):
         if not has_begun or list(map(id, before)) == list(map(id, self._hooks)):
             return None
         return (
-            "the hooks that Lightning calls inside the step changed in the middle of the run: those of callbacks that "
-            "came or went, or methods that the module got as attributes. Have one that looks at a flag"
+            "the hooks that Lightning calls inside the step changed in the middle of the run: a callback was added or "
+            "removed, or a method of the module was replaced. Keep the hooks, and let them check a flag"
         )
 
     def _has_left(self) -> bool:
@@ -237,7 +237,7 @@ class Seam(ABC):
         error = RecaptureError(reason)
         if self._escalates(error):
             raise error
-        warnings.warn(f"graphplan leaves the rest to Lightning: {error}", UserWarning, stacklevel=4)
+        warnings.warn(f"graphplan leaves the rest of the run to Lightning: {error}", UserWarning, stacklevel=4)
         self._stock_stats.count_stock(1, error.reason, str(error))
         self._stand_down(error.reason, str(error))
         return True
