@@ -135,7 +135,7 @@ def _batches(expression: str) -> list[Any]:
     try:
         batch = eval(expression, {"torch": torch})
     except Exception as error:
-        raise OptionError(f"--batch is {expression!r}, which does not make a batch: {error!r}") from error
+        raise OptionError(f"--batch is {expression!r}, which cannot be evaluated: {error!r}") from error
     return [batch] * 64
 
 

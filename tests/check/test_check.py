@@ -74,7 +74,7 @@ def test_a_copy_to_the_host_that_does_nothing_on_the_host() -> None:
     """CUDA's rules: ``.to("cpu")`` is a copy there, ``.to(x.device)`` is none anywhere."""
     result = check_step(subjects.moves, [(torch.randn(2, 4),)])
     assert len(result.blockers) == 1
-    assert "needs its values at subjects.py" in result.blockers[0]
+    assert "uses its values at subjects.py" in result.blockers[0]
     assert result.replayed == "replayed on the CPU, and not on a CUDA device"
     assert "to" not in vars(torch.Tensor)
 
@@ -130,12 +130,12 @@ def test_a_fit_that_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> No
         (["nowhere"], "expected a module and an expression in it"),
         (["nowhere:Module"], "which cannot be imported: No module named 'nowhere'"),
         (["nowhere.py:Module"], "which cannot be imported"),
-        ([f"{HERE}:Missing"], "'Missing' means nothing in"),
+        ([f"{HERE}:Missing"], "'Missing' cannot be evaluated in"),
         ([f"{HERE}:Good"], "data is NoneType; expected a LightningDataModule, a DataLoader"),
         ([f"{HERE}:FILE_OF_A_STEP"], "means nothing"),
         ([f"{HERE}:HERE if False else 3"], "is a int; expected a LightningModule, or a step to call"),
-        ([f"{HERE}:step"], "is called with --batch, which is missing"),
-        ([f"{HERE}:step", "--batch", "torch.nothing"], "which does not make a batch: AttributeError"),
+        ([f"{HERE}:step"], "is a step and needs its arguments: pass --batch"),
+        ([f"{HERE}:step", "--batch", "torch.nothing"], "which cannot be evaluated: AttributeError"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )

@@ -93,4 +93,4 @@ def test_another_kind_of_container() -> None:
     call = managed(rig, verify="off")
     assert_same_runs(expected, drive(rig, call))
     assert call.stats.captured == 2
-    assert "model.cache.h is gone, with what it lay in" in call.report()
+    assert "model.cache.h is gone, and so is the object that held it" in call.report()

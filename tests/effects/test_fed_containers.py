@@ -154,12 +154,12 @@ def _labelled(x: Tensor) -> dict[str, Tensor]:
 
 
 CHANGES: list[tuple[Any, Any, str]] = [
-    (appends, _kept(list), r"args\[1\]\[0\] was not there, and is"),
-    (carries, _kept(lambda: {"h": torch.ones(6, 4)}), r"args\[1\]\['h'\] is another tensor than it was"),
+    (appends, _kept(list), r"args\[1\]\[0\] was added"),
+    (carries, _kept(lambda: {"h": torch.ones(6, 4)}), r"args\[1\]\['h'\] was replaced by another tensor"),
     (counts, _kept(lambda: {"n": 0}), r"args\[1\]\['n'\] was 0, and is 1"),
-    (puts, _fresh(lambda x: {"x": x}), r"args\[0\]\['y'\] was not there, and is"),
-    (puts, _fresh(lambda x: OrderedDict(x=x)), r"args\[0\]\['y'\] was not there, and is"),
-    (pops, _fresh(_labelled), r"args\[0\]\['labels'\] was there, and is gone"),
+    (puts, _fresh(lambda x: {"x": x}), r"args\[0\]\['y'\] was added"),
+    (puts, _fresh(lambda x: OrderedDict(x=x)), r"args\[0\]\['y'\] was added"),
+    (pops, _fresh(_labelled), r"args\[0\]\['labels'\] was removed"),
     (
         puts_nothing,
         _fresh(lambda x: {"x": x}),
@@ -170,15 +170,15 @@ CHANGES: list[tuple[Any, Any, str]] = [
         _fresh(lambda x: {"x": x, "more": None}),
         r"args\[0\]\['more'\] was None, and has \['a'\], \['b'\] and 2 more now",
     ),
-    (replaces, _fresh(lambda x: [x, x]), r"args\[0\]\[0\] is another tensor than it was"),
+    (replaces, _fresh(lambda x: [x, x]), r"args\[0\]\[0\] was replaced by another tensor"),
     (sets, _fresh(Held), r"args\[0\]\.seen was None, and is a Tensor"),
-    (adds_attribute, _fresh(Held), r"args\[0\]\.new was not there, and is"),
+    (adds_attribute, _fresh(Held), r"args\[0\]\.new was added"),
     (
         notes,
         _fresh(lambda x: ({"inner": Pair(x, [])}, x)),
-        r"args\[0\]\[0\]\['inner'\]\.notes\[0\] was not there, and is",
+        r"args\[0\]\[0\]\['inner'\]\.notes\[0\] was added",
     ),
-    (enqueues, _kept(lambda: deque(maxlen=50)), r"args\[1\]\[0\] was not there, and is"),
+    (enqueues, _kept(lambda: deque(maxlen=50)), r"args\[1\]\[0\] was added"),
 ]
 NAMES = [f"{step.__name__}-{number}" for number, (step, _, _) in enumerate(CHANGES)]
 
@@ -188,7 +188,7 @@ def test_a_change_is_refused_by_name(step: Any, calls: Any, text: str) -> None:
     """The eager calls before are as eager code is, containers included, and the refused one has not happened."""
     make = partial(rig_of, step, calls)
     assert_refused(
-        make, HostEffectError, rf"the step changes a container that it is fed: {text}\. .*on_failure='eager'"
+        make, HostEffectError, rf"the step changes a container among its arguments: {text}\. .*on_failure='eager'"
     )
 
 
@@ -203,7 +203,7 @@ def test_what_a_trace_changes_is_put_back_or_stands(on_failure: str) -> None:
     """After one warm-up step, a trace is the first to know."""
     rigs = [build(lambda: rig_of(carries, _kept(lambda: {"h": torch.ones(6, 4)}))) for _ in range(2)]
     step = managed(rigs[0], on_failure=on_failure, warmup_steps=1)
-    text = r"args\[1\]\['h'\] is another tensor than it was"
+    text = r"args\[1\]\['h'\] was replaced by another tensor"
     x, memory = rigs[0].calls[0]
     step(x, memory)
     after_one = memory["h"]
@@ -224,14 +224,14 @@ def test_what_a_trace_changes_is_put_back_or_stands(on_failure: str) -> None:
 def test_state_that_the_first_call_makes() -> None:
     """The structure is another one only once: a trace comes one call later."""
     make = partial(rig_of, carries, _kept(dict))
-    text = r"args\[1\]\['h'\] is another tensor than it was"
+    text = r"args\[1\]\['h'\] was replaced by another tensor"
     assert_refused(make, HostEffectError, text, done=WARMUP + 1)
     assert_falls_back(make, SkipReason.HOST_EFFECT, text)
 
 
 def test_what_is_changed_in_every_call_of_another_signature() -> None:
     """No trace would ever come, since each call has one item more."""
-    assert_refused(partial(rig_of, appends, _kept(list)), HostEffectError, "was not there", done=2, warmup_steps=1)
+    assert_refused(partial(rig_of, appends, _kept(list)), HostEffectError, "was added", done=2, warmup_steps=1)
 
 
 def first_call_only(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -312,7 +312,7 @@ def test_keyword_arguments() -> None:
     history: list[Tensor] = []
     for x in _xs()[:WARMUP]:
         step(x, history=history)
-    with pytest.raises(HostEffectError, match=r"kwargs\['history'\]\[0\] was not there, and is"):
+    with pytest.raises(HostEffectError, match=r"kwargs\['history'\]\[0\] was added"):
         step(_xs()[0], history=history)
     assert len(history) == WARMUP
 
@@ -404,7 +404,7 @@ def test_pieces() -> None:
         x = torch.full((3,), float(number))
         assert torch.equal(chain(x, seen), 2 * x + 1)
         assert seen["sum"] == 6 * number
-    assert "args[1]['sum'] is another tensor" in chain.reasons["note"]
+    assert "args[1]['sum'] was replaced by another tensor" in chain.reasons["note"]
     assert chain.num_graphs == 1
 
 
@@ -412,7 +412,7 @@ def test_a_plan_is_not_compiled_of_such_a_step() -> None:
     """And the container of the call is left alone."""
     history: list[Tensor] = []
     rig = build(lambda: rig_of(appends, list))
-    with pytest.raises(HostEffectError, match=r"args\[1\]\[0\] was not there, and is"):
+    with pytest.raises(HostEffectError, match=r"args\[1\]\[0\] was added"):
         compile_plan(rig.step, _xs()[0], history, owners=rig.owners)
     assert history == []
 
@@ -429,7 +429,7 @@ def test_a_graphed_function(options: Any) -> None:
     for on_failure in ("raise", "eager"):
         fast = graphed(score, owners={"model": model}, backend="tape", on_failure=on_failure, **options)
         found = {"best": torch.zeros(())}
-        text = r"args\[1\]\['best'\] is another tensor than it was"
+        text = r"args\[1\]\['best'\] was replaced by another tensor"
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")
             fast(torch.ones(3, 8), found)
@@ -460,14 +460,14 @@ def test_a_padded_function_that_is_called_at_a_capture_size() -> None:
     fast = graphed(score, backend="tape", shapes="bucket", buckets=[4], on_failure="eager")
     found = {"best": torch.zeros(())}
     fast(torch.ones(4, 8), found)
-    with pytest.warns(UserWarning, match=r"args\[1\]\['best'\] is another tensor than it was"):
+    with pytest.warns(UserWarning, match=r"args\[1\]\['best'\] was replaced by another tensor"):
         fast(torch.ones(4, 8), found)
     for number in (1.0, 2.0, 3.0):
         fast(torch.full((4, 8), number), found)
         assert found["best"] == number
     fast = graphed(score, backend="tape", shapes="bucket", buckets=[4])
     fast(torch.ones(4, 8), found)
-    with pytest.raises(HostEffectError, match=r"args\[1\]\['best'\] is another tensor than it was"):
+    with pytest.raises(HostEffectError, match=r"args\[1\]\['best'\] was replaced by another tensor"):
         fast(torch.ones(4, 8), found)
 
 
@@ -574,7 +574,7 @@ def test_a_registered_container() -> None:
     held.cache["seen"] = held.x
     assert fed.change() is None
     old, held.x = held.x, torch.ones(2)
-    assert "args[0][0] is another tensor than it was" in str(fed.change())
+    assert "args[0][0] was replaced by another tensor" in str(fed.change())
     fed.restore()
     assert held.x is old
     assert held.cache == {}
@@ -625,7 +625,11 @@ class Described:
             lambda described: described.scale,
             r"a Described is fed, .*: make its class a dataclass, whose fields",
         ),
-        (lambda: {1, 2}, len, r"a set is fed, .*: feed tensors in dicts, tuples, lists, dataclasses or objects"),
+        (
+            lambda: {1, 2},
+            len,
+            r"an argument has the type set, .*: pass tensors in dicts, tuples, lists, dataclasses or objects",
+        ),
     ],
 )
 def test_advice_for_what_cannot_be_fed(thing: Any, read: Any, text: str) -> None:

@@ -88,7 +88,7 @@ def test_what_is_only_appended_to(name: str) -> None:
 
 def test_a_list_that_gets_another_name() -> None:
     """Nothing follows a variable of the function's own to what is done with it."""
-    text = rf"asks for len\(model\.kept\.hist\.loss\), .* can tell it otherwise, at {line_of(_Kept.by_alias)}"
+    text = rf"reads len\(model\.kept\.hist\.loss\), directly or indirectly, at {line_of(_Kept.by_alias)}"
     rig = partial(updating_rig, *_by("by_alias"))
     assert_refused(rig, HostScalarError, text, done=SECOND_TRACE + 2, verify="off")
 
@@ -143,7 +143,10 @@ def test_a_list_beside_what_the_step_reads() -> None:
 def test_a_list_that_another_key_leads_to(look: Update) -> None:
     """One that is spelt otherwise, for the same list, and one that is not spelt."""
     make = partial(updating_rig, look, attributes(hist=_record))
-    text = r"asks for len\(model\.hist\.(loss|twice|same)\), which the step itself makes longer"
+    text = (
+        r"reads len\(model\.hist\.(loss|twice|same)\), directly or indirectly, at .*, but the step "
+        r"itself appends to that list"
+    )
     assert_refused(make, HostScalarError, text, done=SECOND_TRACE + 2, verify="off")
 
 
@@ -261,7 +264,10 @@ def _private(method: str) -> tuple[Update, Callable[[nn.Module], object]]:
 
 def test_lists_with_private_names() -> None:
     assert_equals_eager(partial(updating_rig, *_private("add")), verify="off")
-    text = r"asks for len\(model\.log\._Private__seen\), which the step itself makes longer"
+    text = (
+        r"reads len\(model\.log\._Private__seen\), directly or indirectly, at .*, but the step "
+        r"itself appends to that list"
+    )
     rig = partial(updating_rig, *_private("add_and_look"))
     assert_refused(rig, HostScalarError, text, done=SECOND_TRACE + 2, verify="off")
 
@@ -281,7 +287,7 @@ def test_code_without_source() -> None:
     exec(compile(NO_SOURCE, "<nowhere>", "exec"), space)
     prepare = attributes(seen=list)
     assert_equals_eager(partial(updating_rig, space["appends"], prepare), verify="off")
-    text = r"asks for len\(model\.seen\), which the step itself makes longer"
+    text = r"reads len\(model\.seen\), directly or indirectly, at .*, but the step itself appends to that list"
     rig = partial(updating_rig, space["looks"], prepare)
     assert_refused(rig, HostScalarError, text, done=SECOND_TRACE + 2, verify="off")
 
@@ -437,7 +443,7 @@ def test_what_shows_how_long_a_list_is(look: Update) -> None:
     """However the code comes to know: list, line and what to do instead."""
     path = r"len\(model\.hist\.loss\)" if look in LOOKS_IN_A_DICTIONARY else r"len\(model\.seen\)"
     make = partial(updating_rig, look, attributes(seen=list, hist=lambda: {"loss": []}))
-    text = rf"asks for {path}, which the step itself makes longer, or can tell it otherwise, at {line_of(look)}"
+    text = rf"reads {path}, directly or indirectly, at {line_of(look)}, but the step itself appends to that list"
     fix = r"Count in a tensor, append after the step, or, .*, pass allow=\('len\(model\."
     # That there are more tensors is first taken for the work of somebody else between the steps, and traced again.
     done = SECOND_TRACE + (0 if look in (_joined, _compared) else 2)
@@ -461,7 +467,7 @@ def _seen_of(model: Any) -> Any:
 def test_a_list_that_is_allowed() -> None:
     """A function gives the list away, and nobody can tell what is done with it: its length is declared harmless."""
     make = partial(updating_rig, _returns_it, attributes(seen=list))
-    text = rf"asks for len\(model\.seen\), .* can tell it otherwise, at {line_of(_seen_of)}"
+    text = rf"reads len\(model\.seen\), directly or indirectly, at {line_of(_seen_of)}"
     assert_refused(make, HostScalarError, text, done=SECOND_TRACE + 2, verify="off")
     assert_equals_eager(make, verify="off", allow=("len(model.seen)",))
 
@@ -477,7 +483,10 @@ def test_a_list_in_a_dictionary_that_two_owners_have() -> None:
 
     holder = SimpleNamespace(log=log)
     call = graph_step(step, owners={"held": log}, backend="tape", warmup_steps=1, verify="off")
-    with pytest.raises(HostScalarError, match=r"asks for len\(\w+\.loss\), which the step itself makes longer"):
+    with pytest.raises(
+        HostScalarError,
+        match=r"reads len\(\w+\.loss\), directly or indirectly, at .*, but the step itself appends to that list",
+    ):
         for _ in range(8):
             call(x)
 
@@ -572,5 +581,8 @@ def test_a_list_in_what_stands_for_a_dictionary(kind: Callable[..., Any], looks:
     if not looks:
         assert_equals_eager(make, verify="off")
         return
-    text = r"asks for len\(model\.hist(\.data)?\.loss\), which the step itself makes longer"
+    text = (
+        r"reads len\(model\.hist(\.data)?\.loss\), directly or indirectly, at .*, but the step "
+        r"itself appends to that list"
+    )
     assert_refused(make, HostScalarError, text, done=SECOND_TRACE + 2, verify="off")

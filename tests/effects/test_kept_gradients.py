@@ -119,8 +119,8 @@ def keeping_rig(keep: Keep) -> Rig:
 )
 def test_a_gradient_that_is_left_at_what_the_step_made_is_refused(keep: Keep, path: str) -> None:
     make = partial(keeping_rig, keep)
-    left = rf"the step leaves a gradient at {path}\.grad, of a tensor that it makes anew in each call"
-    advice = r"keep or return the gradient itself \(torch\.autograd\.grad"
+    left = rf"the step leaves a gradient at {path}\.grad, of a tensor that the step creates in each call"
+    advice = r"keep or return the gradient itself \(from torch\.autograd\.grad"
     # What one trace appends, the next one finds: that alone is reason enough for two more.
     done = SECOND_TRACE + (TRACED if keep is appended else 0)
     assert_refused(make, HostEffectError, left, advice, done=done)

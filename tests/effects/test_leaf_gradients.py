@@ -210,10 +210,10 @@ class HiddenAndFresh(Hidden):
 
 def test_one_that_nothing_leads_to_is_refused_with_what_to_do() -> None:
     wrap = lambda net: graph_step(net.step, owners={"net": net}, backend="tape")  # noqa: E731
-    text = r"tensor without an owner is changed by .* in owners= \(of a gradient, the tensor that it belongs to\)"
+    text = r"changes a .* tensor that belongs to no owner; .* in owners= \(for a gradient, its tensor\)"
     with pytest.raises(UnownedTensorError, match=text):
         drive(Hidden, stay, wrap)
-    with pytest.raises(HostEffectError, match=r"leaves a gradient at net\.held.*name the tensor \(owners="):
+    with pytest.raises(HostEffectError, match=r"leaves a gradient at net\.held.*Name the tensor \(owners="):
         drive(HiddenAndFresh, stay, wrap)
 
 

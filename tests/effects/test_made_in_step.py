@@ -279,21 +279,21 @@ KEPT: dict[str, tuple[Step, str, str]] = {
 @pytest.mark.parametrize("name", KEPT)
 def test_what_outlives_the_step_is_refused_by_name(name: str) -> None:
     step, path, kind = KEPT[name]
-    found = assert_refused(partial(rig_of, step), HostEffectError, line_of(step), "which is still there after it")
-    assert f"the step makes {path} ({kind}, at " in str(found)
+    found = assert_refused(partial(rig_of, step), HostEffectError, line_of(step), "which still exists after the step")
+    assert f"the step creates {path} ({kind}, at " in str(found)
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_steps_that_keep_what_they_make_go_on_eagerly(name: str) -> None:
     step, *_ = KEPT[name]
-    assert_falls_back(partial(rig_of, step), SkipReason.HOST_EFFECT, "which is still there after it")
+    assert_falls_back(partial(rig_of, step), SkipReason.HOST_EFFECT, "which still exists after the step")
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_steps_that_keep_what_they_make_leave_no_owners(name: str) -> None:
     rig = build(partial(rig_of, KEPT[name][0]))
     step = managed(rig, on_failure="eager")
-    with pytest.warns(UserWarning, match="which is still there after it"):
+    with pytest.warns(UserWarning, match="which still exists after the step"):
         drive(rig, step)
     assert set(step.machine.managed.owners) == {"model", "optimizer", "keeper", "names"}
 
@@ -323,12 +323,12 @@ def _keep_sometimes(model: nn.Module, optimizer: Any, keeper: Keeper, x: Tensor)
 
 def test_what_only_a_trace_makes_and_keeps_is_refused() -> None:
     found = assert_refused(partial(rig_of, _keep_sometimes), HostEffectError, line_of(_keep_sometimes))
-    assert "the step makes keeper.one (Sequential, at " in str(found)
+    assert "the step creates keeper.one (Sequential, at " in str(found)
 
 
 def test_a_plan_is_not_compiled_of_a_step_that_keeps_what_it_makes() -> None:
     rig = build(partial(rig_of, _keep_one))
-    with pytest.raises(HostEffectError, match=r"the step makes keeper.one \(Sequential, at "):
+    with pytest.raises(HostEffectError, match=r"the step creates keeper.one \(Sequential, at "):
         compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
     assert rig.owners["keeper"].one is None
 

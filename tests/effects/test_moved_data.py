@@ -367,7 +367,7 @@ def test_memory_that_was_given_back() -> None:
 
     step = assert_same_as_eager(make, verify="off")
     assert step.stats.replayed > 10
-    assert "the memory of model.weight was given back" in step.report()
+    assert "the memory of model.weight was freed" in step.report()
 
 
 def flattened(model: nn.Linear) -> Tensor:

@@ -81,7 +81,8 @@ def test_states_that_share_memory_from_step_to_step(update: Callable[[Any, Tenso
 )
 def test_a_state_that_shares_memory_otherwise_is_refused(update: Callable[[Any, Tensor], None], apart: bool) -> None:
     text = (
-        r"the step binds state\.a and state\.(b|kept\.a) to one memory, and reads state\.a .* Bind a copy: state\.\S+ ="
+        r"the step assigns tensors that share memory to state\.a and state\.(b|kept\.a), and reads "
+        r"state\.a .* Assign a copy: state\.\S+ ="
     )
     with pytest.raises(HostEffectError, match=text):
         run(update, replays=True, apart=apart)

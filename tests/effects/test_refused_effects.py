@@ -74,7 +74,10 @@ def putting_first(model: Any, x: Tensor, loss: Tensor) -> None:
 def test_what_is_put_first_is_not_taken_for_appended(kind: Callable[[], Any]) -> None:
     """By the number of items, it could be."""
     make = partial(updating_rig, putting_first, attributes(weird=kind))
-    text = r"adds to other places than the end of model\.weird, from \d to \d items, .*: .* leave it alone, pass allow="
+    text = (
+        r"adds items elsewhere than at the end of model\.weird, from \d to \d items, .*\. .* leave "
+        r"it unchanged, pass allow="
+    )
     # What moved is first taken for the work of somebody else between the steps, and traced again.
     assert_refused(make, HostEffectError, text, done=SECOND_TRACE + 2)
 
@@ -112,7 +115,7 @@ def test_a_branch_on_a_counter() -> None:
     """Each side has a program, made of one trace; an eager step shows that it comes again."""
     step = assert_same_as_eager(partial(updating_rig, branch_on_a_counter, attributes(count=0)))
     assert (step.stats.traced, step.stats.captured, step.stats.recaptured) == (2, 2, 0)
-    text = "one of several ways through the step's code is captured once it has come again"
+    text = "the step's code has several paths, and each is captured once it has been taken again"
     assert (step.stats.skipped, step.stats.reasons) == ({SkipReason.SHAPE: 2}, {text: 2})
 
 
@@ -210,9 +213,9 @@ OWN = attributes(
 @pytest.mark.parametrize("draw", [draws_anew, draws_from_a_copy, draws_in_turns], ids=lambda draw: draw.__name__)
 def test_another_generator_in_each_step_is_refused(draw: Callable[..., Any]) -> None:
     """A replay would go on drawing where the recorded one left off: other numbers, also in the check's eager step."""
-    text = r"the random operator at test_refused_effects\.py:\d+ .* draws from another cpu torch\.Generator than one"
+    text = r"the random operator at test_refused_effects\.py:\d+ .* draws from another cpu torch\.Generator than in the"
     make = partial(updating_rig, draw, OWN)
-    assert_refused(make, GeneratorSeekError, text, "Make the generator once, outside the step", done=SECOND_TRACE)
+    assert_refused(make, GeneratorSeekError, text, "Create the generator once, outside the step", done=SECOND_TRACE)
     assert_falls_back(make, SkipReason.GENERATOR_SEEK, text)
 
 
@@ -276,7 +279,10 @@ def test_the_length_of_what_the_step_makes_longer(where: str, kind: Callable[[],
         return updating_rig(update, attributes(seen=kind))
 
     name = r"len\(.*seen\)" if where == "attribute" else r"len\(.*held\)"
-    text = rf"the step's code asks for {name}, which the step itself makes longer.*Count in a tensor"
+    text = (
+        rf"the step's code reads {name}, directly or indirectly, at .*, but the step itself appends "
+        r"to that list.*Count in a tensor"
+    )
     # That it is longer is first taken for the work of somebody else between the steps, and traced again.
     assert_refused(make, HostScalarError, text, done=SECOND_TRACE + 2)
 
@@ -312,7 +318,7 @@ def test_host_draws_that_no_operator_gets_are_refused(draw: Callable[..., None],
     make = partial(updating_rig, draw, attributes())
     patterns = [
         rf"draws from {library}'s random generator",
-        "or with torch on the step's device",
+        "draw with torch on the step's device",
         rf"allow=\(\"{library}'s",
     ]
     assert_refused(make, HostScalarError, *patterns, done=SECOND_TRACE)
@@ -325,7 +331,7 @@ def shortens(model: Any, x: Tensor, loss: Tensor) -> None:
 def test_a_list_that_shrinks_is_refused() -> None:
     """A work list that the step takes from: path, both lengths, and what to do."""
     make = partial(updating_rig, shortens, attributes(queue=lambda: list(range(40))))
-    text = r"shortens model\.queue, from 3\d to 3\d items.*step, or, if replays may leave it alone, pass allow="
+    text = r"shortens model\.queue, from 3\d to 3\d items.*step, or, if replays may leave it unchanged, pass allow="
     assert_refused(make, HostEffectError, text, done=SECOND_TRACE)
 
 
@@ -390,5 +396,5 @@ def test_a_value_that_only_decides_and_changes_is_refused() -> None:
         model.limit += 1
 
     make = partial(updating_rig, reads_quietly, attributes(limit=0), raise_it)
-    text = r"code uses model\.limit at .*, which is 5 before one step and 6 before the next.*Hold it in a.*allow="
+    text = r"code uses model\.limit at .*, which is 5 before one step and 6 before the next.*Keep it in a.*allow="
     assert_refused(make, HostScalarError, text, done=LAST_TRACE)

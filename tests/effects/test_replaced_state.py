@@ -363,7 +363,10 @@ def test_what_a_state_begins_as_is_not_written_to(name: str, first: int) -> None
 def test_a_state_that_begins_in_each_step_as_what_is_written_is_refused() -> None:
     """A replay would leave the new state there. The capture tells, after one trace and again after two."""
     make = partial(learned_rig, BEGINNINGS["what the step writes to"], 1, 0)
-    text = r"binds another tensor to model\.h, which begins as model\.mean: .* a copy: model\.h = model\.mean\.detach"
+    text = (
+        r"assigns a new tensor to model\.h, which starts as the same tensor as model\.mean: .* a "
+        r"copy: model\.h = model\.mean\.detach"
+    )
     assert_refused(make, HostEffectError, text, done=BEFORE_REPLAY + 1)
     assert_refused(make, HostEffectError, text, done=BEFORE_REPLAY - 1, verify="off")
 
@@ -371,7 +374,7 @@ def test_a_state_that_begins_in_each_step_as_what_is_written_is_refused() -> Non
 def test_a_state_that_is_gone_at_the_capture_is_refused() -> None:
     """Two traces began with tensors there. After one, the step is traced anew, with none there."""
     make = partial(learned_rig, lambda model: None, 100, BEFORE_REPLAY - 2)
-    text = r"the step found a tensor at model\.h in its traces, and finds none now"
+    text = r"the step found a tensor at model\.h in its traces, but there is none now"
     assert_refused(make, HostEffectError, text, done=BEFORE_REPLAY - 1, verify="off")
     step = assert_same_as_eager(partial(learned_rig, lambda model: None, 100, BEFORE_REPLAY - 3))
     assert (step.stats.traced, step.stats.captured) == (3, 1), step.report()

@@ -76,7 +76,7 @@ def test_states_that_the_step_did_not_save(forward: Any) -> None:
     assert_refused(
         partial(rig_of, forward),
         GeneratorSeekError,
-        "to another one than the step had saved itself",
+        "to a state that the step had not saved itself",
         "on_failure='eager'",
     )
 
@@ -95,6 +95,6 @@ def test_states_that_are_put_back_now_and_then() -> None:
 
     rig = build(partial(rig_of, forward))
     step = managed(rig, allow=("calls",))
-    with pytest.raises(GeneratorSeekError, match="put 1 states of generators back on one step and 0 on the next"):
+    with pytest.raises(GeneratorSeekError, match="restores 1 generator states on one step and 0 on the next"):
         for call in rig.calls:
             step(*call)

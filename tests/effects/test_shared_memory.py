@@ -51,7 +51,7 @@ def shared_rig(take: Callable[[Any], Tensor], which: Callable[[int], bool] = lam
 @pytest.mark.parametrize("take", SHARED.values(), ids=list(SHARED))
 def test_memory_that_the_step_changes_is_fed_each_time(take: Callable[[Any], Tensor]) -> None:
     """A replay reads a copy, which stays what it was when the call began."""
-    text = r"args\[2\] shares memory with model\.\w+, which the step changes; .* Feed a clone, or have the step use"
+    text = r"args\[2\] shares memory with model\.\w+, which the step changes; .* Pass a clone, or let the step use"
     assert_refused(partial(shared_rig, take), FeedError, text, done=SECOND_TRACE)
 
 
@@ -66,11 +66,17 @@ def test_memory_that_the_step_changes_is_fed_once(odd: int) -> None:
 def test_shared_memory_and_bare_plans() -> None:
     rig = build(partial(shared_rig, SHARED["a view of a buffer"], lambda index: index > 0))
     shared, apart = rig.calls[1], rig.calls[0]
-    text = r"args\[2\]: memory that the step changes is fed, or fed twice; .* feed clones"
+    text = (
+        r"args\[2\]: the step changes memory that an argument shares with an owner or with another "
+        r"argument; .* pass clones"
+    )
     plan = compile_plan(rig.step, *apart, owners=rig.owners)
     with pytest.raises(FeedError, match=text):
         capture(plan, feed=shared, backend="tape")
     program = capture(plan, feed=apart, backend="tape")
     program.replay(apart)
-    with pytest.raises(FeedError, match=r"memory that the step changes is fed, or fed twice; .* feed clones"):
+    with pytest.raises(
+        FeedError,
+        match=r"the step changes memory that an argument shares with an owner or with another argument; .* pass clones",
+    ):
         program.replay(shared)

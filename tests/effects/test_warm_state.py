@@ -69,16 +69,16 @@ def test_state_that_is_dropped_before_the_capture(forget: Forget, after: int) ->
     """A recording that makes the state would make it anew in each replay, with a step count of one for ever."""
     each = lambda model, optimizer, index: forget(model, optimizer) if index == after else None  # noqa: E731
     step = assert_equals_eager(partial(changing_rig, stay, each=each), captured=1, replayed=24 - (after + 1) - 4)
-    assert any("is gone, which only an eager step can make" in event for event in step.stats.events)
+    assert any("no longer exists, and only an eager step can create it" in event for event in step.stats.events)
 
 
 @pairs(verify=["geometric", "off"], last=[3, 4, CALLS], forget=FORGETTING)
 @pytest.mark.crossed(2)
 def test_state_that_is_emptied_before_each_trace_is_refused(forget: Forget, last: int, verify: str) -> None:
     """A replay would begin anew for ever: also after the last reset, and without leaving any state."""
-    made = r"the step makes optimizer\.state\[model\.\d\.weight\]\.step in each call"
+    made = r"the step creates optimizer\.state\[model\.\d\.weight\]\.step in each call"
     emptied = r"since optimizer\.state is emptied before it \(state\.clear\(\)"
-    advice = r"Reset it in place \(for s in optimizer\.state\.values\(\): .*t\.zero_\(\)\), or load a state dict"
+    advice = r"Reset the state in place \(for s in optimizer\.state\.values\(\): .*t\.zero_\(\)\), or load a state dict"
     rig = _after(range(2, last + 1), forget)
     error = assert_refused(rig, HostEffectError, made, emptied, advice, done=SECOND_TRACE, verify=verify)
     assert isinstance(error, HostEffectError) and error.component == "optimizer"
@@ -92,7 +92,7 @@ def _no_momentum(model: Any, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("forget", [_clear, _no_momentum])
 def test_momentum_that_is_emptied_before_each_trace_is_refused(forget: Forget) -> None:
-    made = r"the step makes optimizer\.state\[model\.\d\.weight\]\.momentum_buffer"
+    made = r"the step creates optimizer\.state\[model\.\d\.weight\]\.momentum_buffer"
     rig = _after(range(CALLS), forget, make_optimizer=MOMENTUM)
     assert_refused(rig, HostEffectError, made, done=SECOND_TRACE)
 
@@ -124,7 +124,7 @@ def test_state_that_is_emptied_for_good_in_mid_run() -> None:
     expected = drive(rig, rig.step)
     rig = build(make)
     step = managed(rig, verify="off")
-    with pytest.warns(UserWarning, match=r"the step makes optimizer\.state\[.* in each call"):
+    with pytest.warns(UserWarning, match=r"the step creates optimizer\.state\[.* in each call"):
         assert_same_runs(expected, drive(rig, step))
     assert step.stats.replayed == 13 - BEFORE_REPLAY
 
@@ -182,6 +182,6 @@ def test_what_moves_at_every_step_is_refused_after_four_traces() -> None:
     expected = drive(rig, rig.step)
     rig = build(make)
     step = managed(rig, on_failure="eager")
-    with pytest.warns(UserWarning, match="works on other tensors than one step before"):
+    with pytest.warns(UserWarning, match="uses other tensors than in the step before"):
         assert_same_runs(expected, drive(rig, step))
     assert (step.stats.traced, step.stats.captured) == (4, 0)

@@ -90,7 +90,7 @@ def test_row_02_a_schedule_of_betas_is_refused() -> None:
     """A new value at every step: refused before a capture, naming the optimizer, ``betas`` and what to do."""
     make = partial(changing_rig, stay, each=_cycle_betas)
     assert_naive_is_wrong(make)
-    assert_refused(make, OptimizerError, r"AdamW", r"betas", r"leave optimizer\.step\(\) out", done=3)
+    assert_refused(make, OptimizerError, r"AdamW", r"betas", r"move optimizer\.step\(\) out", done=3)
 
 
 class HandMade(Optimizer):

@@ -192,17 +192,20 @@ MISTAKES: dict[Callable[[], None], tuple[str, str]] = {
     selects_rows_by_a_mask: ("x[model(x)[:, 0] > 0]", "a mask of fixed shape"),
     keeps_numbers_of_losses: ("`losses.append(int(loss.detach()))`", "read it after the step"),
     goes_to_numpy: ("Tensor.numpy reads", "Keep the value in a tensor"),
-    chooses_with_python: ("random.choice(", "feed it to the step"),
+    chooses_with_python: ("random.choice(", "pass it as an argument of the step"),
     seeds_in_the_step: ("manual_seed", "Seed outside the step"),
     schedules_in_the_step: ("`scheduler.step()`", "Call scheduler.step() after the step"),
     steps_on_the_host: ("LBFGS cannot be captured", "use Adam or SGD"),
-    takes_batches_in_the_step: ("takes the next item of batches", "take it before the step and feed it"),
-    goes_two_ways: ("return loss_of(model, x) / 2 if len(calls) % 2", "give each path a step of its own"),
-    pads_without_a_mask: ("changes what the step leaves", "mask what is padding"),
+    takes_batches_in_the_step: (
+        "takes the next item of batches",
+        "take the item before the step and pass it as an argument",
+    ),
+    goes_two_ways: ("return loss_of(model, x) / 2 if len(calls) % 2", "make a graph_step for each path"),
+    pads_without_a_mask: ("changes the outcome of the step", "mask the padding"),
     asks_for_a_device_that_is_not_there: ("needs tensors on a CUDA device, found cpu", "pass backend='tape' or 'auto'"),
     misspells_an_option: ("graph_step has no option 'warmup'", "did you mean warmup_steps?"),
     passes_a_module_for_owners: ("owners is a Linear", "expected a mapping from name to object"),
-    logs_a_number_in_a_trainer: ('`self.log("loss", int(loss.detach()))`', "Keep it on the device"),
+    logs_a_number_in_a_trainer: ('`self.log("loss", int(loss.detach()))`', "Keep the value on the device"),
     gives_a_trainer_two_callbacks: ("callbacks[0] and callbacks[1]", "Leave out the others"),
 }  # fmt: skip
 
@@ -233,5 +236,5 @@ def test_inference_with_gradients_is_told_in_the_report() -> None:
     fast = graphed(nn.Linear(4, 1))
     for _ in range(4):
         fast(torch.randn(2, 4))
-    assert "4x: gradients are wanted: call it under torch.no_grad() or torch.inference_mode()" in fast.report()
+    assert "4x: the call needs gradients: call it under torch.no_grad() or torch.inference_mode()" in fast.report()
     assert len(fast.report().splitlines()) <= LINES

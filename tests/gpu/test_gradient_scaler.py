@@ -84,7 +84,7 @@ def test_row_08_a_first_step_that_overflows() -> None:
 def test_row_08_an_optimizer_without_such_a_kernel() -> None:
     """RMSprop is capturable on CUDA, and still cannot skip: refused as the optimizer's doing."""
     rig = scaled(partial(RMSprop, lr=1e-3))
-    with pytest.raises(HostSyncError, match=r"whether to step RMSprop.*fused=True") as caught:
+    with pytest.raises(HostSyncError, match=r"whether to skip the step of RMSprop.*fused=True") as caught:
         drive(rig, managed(rig, backend=BACKEND))
     assert caught.value.component == "optimizer"
     assert torch.ones(8, device=DEVICE).sum().item() == 8

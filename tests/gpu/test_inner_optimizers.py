@@ -40,7 +40,7 @@ def test_an_inner_adam_that_is_not_capturable_is_refused() -> None:
     assert_refused(
         make,
         OptimizerError,
-        "the step makes an optimizer \\(Adam\\)",
-        "make this one with capturable=True",
+        r"the step creates an optimizer \(Adam\)",
+        "create this one with capturable=True",
         backend=BACKEND,
     )

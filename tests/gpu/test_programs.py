@@ -134,7 +134,7 @@ def test_inputs_that_are_not_copied() -> None:
         x.copy_(batch)
         assert torch.equal(program.replay((x,)), _logits(model, x))
     assert program.bytes_per_replay == 0
-    with pytest.raises(FeedError, match="elsewhere than in the call that was captured, and copy_roles lacks input"):
+    with pytest.raises(FeedError, match="other addresses than in the captured call, and copy_roles lacks input"):
         program.replay((x.clone(),))
 
 

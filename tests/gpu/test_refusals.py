@@ -309,7 +309,7 @@ def test_a_capture_that_cuda_refuses_at_its_end() -> None:
     step = managed(rig, backend=BACKEND)
     before = drive(rig, step, CAPTURE).state
     with pytest.raises(
-        CaptureError, match=r"CUDA refused the captured step: .*Keep that out of the step. Or pass on_fai"
+        CaptureError, match=r"CUDA refused the captured step: .*Move that operation out of the step. Or pass on_fai"
     ):
         step(*rig.calls[CAPTURE])
     assert_same(before, state_of(rig))

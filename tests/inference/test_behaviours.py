@@ -156,7 +156,10 @@ def test_what_an_earlier_call_left_in_the_padding_is_gone() -> None:
 
 def test_other_weights_are_not_for_padded_calls() -> None:
     fast = bucketed(nn.Linear(8, 4), [4], copy_roles=("input", "param"))
-    with pytest.raises(OptionError, match=r"replay is for shapes='exact'; expected calls, which are padded"):
+    with pytest.raises(
+        OptionError,
+        match=r"replay\(\) needs shapes='exact'; with shapes='bucket', call the function itself, which pads",
+    ):
         fast.replay((torch.randn(3, 8),))
 
 

@@ -85,7 +85,7 @@ def test_padding_that_begins_to_matter(whole: bool) -> None:
         model.mixes = True
         for _ in range(6 if whole else 0):
             assert torch.equal(fast(eight), model(eight))
-        with pytest.warns(UserWarning, match="padding from 5 to 8 changes what the step leaves: result: 20 of 20"):
+        with pytest.warns(UserWarning, match="padding from 5 to 8 changes the outcome of the step: result: 20 of 20"):
             assert torch.equal(fast(five), model(five))
         assert fast.shapes.checked == checked
         assert torch.equal(fast(five), model(five))

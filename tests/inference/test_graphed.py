@@ -269,7 +269,7 @@ def test_replay_without_a_program() -> None:
     fast = graphed(lambda x: x * complex(by_chance(x).sum()).real, backend="tape", on_failure="eager")
     with pytest.warns(UserWarning, match="item"), pytest.raises(NotCapturedError, match=r"has no program .*item"):
         fast.replay((torch.ones(3),))
-    with pytest.raises(OptionError, match="replay is for shapes='exact'"):
+    with pytest.raises(OptionError, match=r"replay\(\) needs shapes='exact'"):
         graphed(Layer(), shapes="bucket", buckets=[4]).replay((torch.ones(3, 8),))
 
 

@@ -263,7 +263,7 @@ def test_a_model_that_cannot_be_taken_apart_is_eager_with_the_reason() -> None:
         x = torch.randn(2, 5, 8)
         assert torch.equal(run(x), model(x))
     assert run.scope == "none" and "torch.fx could not follow its code" in run.reasons["Branching"]
-    with pytest.raises(SplitError, match=r"the Branching cannot be taken apart: torch.fx could not follow its code"):
+    with pytest.raises(SplitError, match=r"the Branching cannot be split: torch.fx could not follow its code"):
         piecewise(model, at=["blocks.0.attention"], scope="piecewise", backend="tape")(x)
 
 
@@ -285,7 +285,7 @@ def test_what_torch_fx_does_not_see_is_found_by_a_check() -> None:
     run(torch.randn(4, 8))
     model.scales[0] = 3.0
     with pytest.raises(
-        VerifyError, match="the pieces of Sneaky do not come to what it comes to itself: result differs"
+        VerifyError, match="the pieces of Sneaky do not give the result of the model itself: result differs"
     ):
         run(torch.randn(4, 8))
 
@@ -300,7 +300,10 @@ def test_what_torch_fx_does_not_see_is_found_by_a_check() -> None:
         (lambda: piecewise(Model()), "piecewise was given a module without at="),
         (lambda: piecewise(Model(), at="blocks"), "at is 'blocks'; expected a list of names"),
         (lambda: piecewise(Model(), at=["nowhere.*"]), r"at names 'nowhere\.\*', and the Model has no such module"),
-        (lambda: piecewise([double], shapes="bucket", buckets=[4]), "shapes is 'bucket', and pieces hand results on"),
+        (
+            lambda: piecewise([double], shapes="bucket", buckets=[4]),
+            "shapes is 'bucket', but pieces pass on their results",
+        ),
     ],
 )
 def test_arguments_that_make_no_sense(make: Callable[[], Any], text: str) -> None:

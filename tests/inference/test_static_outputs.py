@@ -63,7 +63,7 @@ def test_use_after_the_next_replay_raises(use: Callable[[Tensor], Any]) -> None:
     assert torch.equal(old, x * 2)
     fast(x)
     for stale in (old, view):
-        with pytest.raises(StaleError, match=r"output 0 of .* of an earlier replay is used after the next one"):
+        with pytest.raises(StaleError, match=r"output 0 of .* of an earlier replay is used after a later replay"):
             use(stale)
     assert old.shape == (1,) and old.dtype == torch.float32 and old.ndim == 1 and old.numel() == 1
     assert "overwritten f32[1]" in repr(old)
@@ -120,7 +120,7 @@ def test_another_tensor_in_its_place_makes_the_result_stale() -> None:
     second = ready(lambda y: y + 1, first(torch.ones(4)))
     held = first(torch.ones(4))
     assert torch.equal(second(torch.full((4,), 5.0)) + 0, torch.full((4,), 6.0))
-    with pytest.raises(StaleError, match="used after the next one"):
+    with pytest.raises(StaleError, match="used after a later replay"):
         held.sum()
     assert torch.equal(second(first(torch.ones(4))) + 0, torch.full((4,), 3.0))
 
@@ -286,5 +286,5 @@ def test_a_result_outlives_the_check_of_the_next_replay() -> None:
     assert torch.equal(fast(torch.zeros(3)), torch.zeros(3)) and fast.stats.verified == verified + 1
     assert torch.equal(held, torch.full((3,), 2.0))
     fast(torch.zeros(3))
-    with pytest.raises(StaleError, match="used after the next one"):
+    with pytest.raises(StaleError, match="used after a later replay"):
         held.sum()

@@ -294,7 +294,7 @@ def test_several_devices_are_left_to_the_trainer(tmp_path: Path, monkeypatch: py
             real(trainer, model)
 
     monkeypatch.setattr(GraphPlanTrainer, "_begin", begin)
-    with pytest.warns(UserWarning, match=r"it is on several devices; expected one process with one device"):
+    with pytest.warns(UserWarning, match=r"the Trainer uses several devices; expected one process with one device"):
         trainer, found = train(Graphed, tmp_path / "graphed", num_train_epochs=1)
     assert_same(expected, found)
     assert trainer.graphed is None

@@ -305,6 +305,9 @@ def test_a_step_that_writes_to_its_logger(allow: tuple[str, ...], tmp_path: Path
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _run(tmp_path, step, _nothing, _nothing, tape(allow=allow))
-    text = r"log_metrics at test_behind_trainer\.py.*only eager calls will write\. Write after the step what it returns"
+    text = (
+        r"log_metrics at test_behind_trainer\.py.*so only eager calls write\. Return the values and "
+        r"write them after the step"
+    )
     told = [warning for warning in caught if re.search(text, str(warning.message))]
     assert bool(told) is (not allow), [str(one.message) for one in told]

@@ -174,9 +174,12 @@ def test_a_module_without_optimizers(tmp_path: Path) -> None:
 STRATEGIES: dict[str, tuple[dict[str, Any], str]] = {
     "looks for unused parameters": (
         {"find_unused_parameters": True},
-        "has find_unused_parameters=True, which looks at",
+        "has find_unused_parameters=True, which inspects",
     ),
-    "communication hook": ({"ddp_comm_hook": allreduce_hook}, "has a communication hook, which is Python code"),
+    "communication hook": (
+        {"ddp_comm_hook": allreduce_hook},
+        "has a communication hook, and a replay would leave out its Python code",
+    ),
 }
 
 

@@ -105,7 +105,7 @@ def test_ranks_stand_down_together(found_on: list[dict[str, Any]], row: str) -> 
     """Where replays pay on none of them, in the same step."""
     for found in found_on:
         assert found["captured"] >= 1, found["report"]
-        assert ("stood down: the rest of the fit ran without it" in found["report"]) is (row == "slower")
+        assert ("graphplan removed itself: the rest of the fit ran without it" in found["report"]) is (row == "slower")
         assert ("µs per step eagerly and" in found["report"]) is (row == "slower")
     assert found_on[0]["replayed"] == found_on[1]["replayed"]
 
@@ -216,7 +216,10 @@ def test_a_sigterm_to_one_rank_ends_every_rank(found_on: list[dict[str, Any]], r
 
 
 def test_tensor_parallelism_is_refused_by_name(ranks: list[dict[str, Any]]) -> None:
-    text = "the ModelParallelStrategy has tensor parallelism, which is not captured: use tensor_parallel_size=1"
+    text = (
+        "the ModelParallelStrategy uses tensor parallelism, which graphplan does not capture: use "
+        "tensor_parallel_size=1"
+    )
     for found in ranks:
         assert found["tensor parallel"]["error"].startswith("NotCapturedError: ")
         assert text in found["tensor parallel"]["error"]

@@ -127,7 +127,7 @@ class Trains(Callback):
 def test_hooks_and_a_validation_step_that_come(replaces: bool, tmp_path: Path) -> None:
     expected = fit(Evaluated, tmp_path / "eager", max_epochs=4, more=[Trains(replaces=replaces)])
     callback = tape(eval=True, verify="off", warmup_steps=1, on_failure="eager")
-    with pytest.warns(UserWarning, match="graphplan leaves the rest to Lightning") as told:
+    with pytest.warns(UserWarning, match="graphplan leaves the rest of the run to Lightning") as told:
         found = fit(Evaluated, tmp_path / "graphed", callback, max_epochs=4, more=[Trains(replaces=replaces)])
     assert_same_fits(expected, found)
     assert len([each for each in told if "graphplan leaves" in str(each.message)]) == 1 + replaces

@@ -69,6 +69,6 @@ def test_a_copy_that_stays_on_the_module(tmp_path: Path) -> None:
     with pytest.raises(HostEffectError, match=rf"model\.before \(Sequential, at {line_of(_keep_copy)}"):
         fit(make, tmp_path / "raise", tape(), max_epochs=1)
     expected = fit(make, tmp_path / "eager", max_epochs=1)
-    with pytest.warns(UserWarning, match=r"the step makes model\.before"):
+    with pytest.warns(UserWarning, match=r"the step creates model\.before"):
         found = fit(make, tmp_path / "graphed", tape(on_failure="eager"), max_epochs=1)
     assert_same_fits(expected, found)

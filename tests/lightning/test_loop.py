@@ -89,7 +89,7 @@ class _OwnLoop(Callback):
 
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "option": ({"callback": {"loop": "stock"}}, "loop='stock'"),
-    "profiler": ({"profiler": "simple"}, "the SimpleProfiler has rows of Lightning's loop"),
+    "profiler": ({"profiler": "simple"}, "the SimpleProfiler records the calls of Lightning's loop"),
     "start": (
         {"module": with_step(LitDigits.training_step, on_train_batch_start=lambda self, batch, batch_idx: None)},
         "Variant.on_train_batch_start may end the epoch",

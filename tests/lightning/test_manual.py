@@ -189,7 +189,7 @@ AFTERWARDS = {
     _counts_on: "reads 'last_epoch' of a scheduler that it has stepped",
     _sets_back: "writes 'last_epoch' of a scheduler that it has stepped",
     _logs_last: "reads 'get_last_lr' of a scheduler that it has stepped",
-    _hands_epoch: r"hands a value to lr_schedulers\[0\]\.step\(\)",
+    _hands_epoch: r"passes a value to lr_schedulers\[0\]\.step\(\)",
 }
 
 
@@ -199,7 +199,7 @@ AFTERWARDS = {
 def test_what_comes_of_new_rates_is_refused(after: Any, tmp_path: Path) -> None:
     """Or runs eagerly, with eager's numbers in every step."""
     make = partial(Stepping, after=after)
-    text = rf"{AFTERWARDS[after]} at {line_of(after)}.*Step a scheduler last in training_step"
+    text = rf"{AFTERWARDS[after]} at {line_of(after)}.*Call scheduler\.step\(\) at the end of training_step"
     with pytest.raises(HostEffectError, match=text):
         fit(make, tmp_path / "refused", tape())
     expected = fit(make, tmp_path / "eager")

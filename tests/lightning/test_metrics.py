@@ -81,7 +81,7 @@ class Updating(Resetting):
 @pytest.mark.parametrize("make", [Resetting, Updating])
 def test_a_metric_that_changes_after_it_was_logged(make: type[Resetting], tmp_path: Path) -> None:
     """Lightning logs the value of before. A replay could not tell."""
-    text = r"self\.log\('metric'\) in training_step at test_metrics\.py.* is given a metric that the step updates or"
+    text = r"self\.log\('metric'\) in training_step at test_metrics\.py.* gets a metric that the step updates or"
     with pytest.raises(HostEffectError, match=text):
         fit(make, tmp_path / "raise", tape(), max_epochs=1)
     expected = fit(make, tmp_path / "eager")

@@ -87,7 +87,7 @@ def test_a_step_that_reads_what_it_logged(name: str, tmp_path: Path) -> None:
     assert_same_fits(expected, found)
     assert_same(flatten(seen=expected.module.seen), flatten(seen=found.module.seen))
     assert len(found.module.seen) == 30
-    assert "graphplan stood down: the rest of the fit ran without it" in found.callback.report()
+    assert "graphplan removed itself: the rest of the fit ran without it" in found.callback.report()
 
 
 def _not_a_number(self: Any, batch: Any, batch_idx: int) -> Tensor:

@@ -64,7 +64,7 @@ def test_a_budget_that_no_program_fits_into(tmp_path: Path) -> None:
 def test_prefetching_where_there_is_nothing_to_fetch(tmp_path: Path) -> None:
     """On a CPU batches are where they are needed; the report says so."""
     found = assert_fit_equals_eager(LitDigits, tmp_path, replayed=FULL, callback=tape(prefetch=True))
-    assert "prefetch does nothing: the step is not given batches in host memory" in found.callback.report()
+    assert "prefetch has no effect: the step does not get batches in host memory" in found.callback.report()
 
 
 def _counting(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -123,14 +123,16 @@ def test_captures_that_do_not_pay_demote_the_step(tmp_path: Path) -> None:
     """After a replay: one warning with the reason, and eager steps; the default bound lets as many captures be."""
     make = partial(sharpened, 6)
     expected = fit(make, tmp_path / "eager", **MANY)
-    text = r"captured again 1 times in a row for fewer than 16 replays each: .*model\.sharpness was 1\.0 and is 2\.0"
+    text = (
+        r"captured again 1 times in a row, each time for fewer than 16 replays: .*model\.sharpness was 1\.0 and is 2\.0"
+    )
     with pytest.warns(UserWarning, match=text):
         found = fit(make, tmp_path / "graphed", tape(max_recaptures=1), **MANY)
     assert_same_fits(expected, found)
     stats = found.callback.stats
     assert stats.captured == 2 and stats.replayed > 0
     assert stats.skipped[SkipReason.RECAPTURE] > 0
-    assert "captures follow each other without paying" in found.callback.report()
+    assert "captures repeat too often to save time" in found.callback.report()
     more = assert_fit_equals_eager(make, tmp_path, replayed=1, **MANY).callback.stats
     assert more.captured > 2
 

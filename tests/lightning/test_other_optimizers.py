@@ -23,7 +23,7 @@ from tests.lightning.rows_of_parts import Alternating, Manual
 from tests.lightning.test_manual import Stepping
 from tests.models import Lookahead, update_by_number
 
-LEFT = "graphplan leaves the rest to Lightning: the Trainer got other optimizers in the middle of the run"
+LEFT = "graphplan leaves the rest of the run to Lightning: the Trainer got other optimizers in the middle of the run"
 
 
 def _first_of_epoch(trainer: Any) -> bool:
@@ -157,7 +157,9 @@ def test_other_hooks_inside_the_step(act: Callable[[Any], None], tmp_path: Path)
     expected = fit(LitDigits, tmp_path / "eager", more=more)
     callback = tape(verify="off")
     more[-1] = Renews(act, _in_the_middle)
-    with pytest.warns(UserWarning, match="graphplan leaves the rest to Lightning: the hooks that Lightning calls"):
+    with pytest.warns(
+        UserWarning, match="graphplan leaves the rest of the run to Lightning: the hooks that Lightning calls"
+    ):
         found = fit(LitDigits, tmp_path / "graphed", callback, more=more)
     assert_same_fits(expected, found)
     assert callback.stats.replayed

@@ -130,7 +130,9 @@ def test_a_subclass_is_of_the_package_that_it_was_made_with(tmp_path: Path) -> N
     class Mine(GraphPlanCallback):  # type: ignore[misc, valid-type]
         """With something of the user's own."""
 
-    with pytest.raises(NotCapturedError, match=r"the Trainer is pytorch_lightning\.trainer\.trainer's, and this class"):
+    with pytest.raises(
+        NotCapturedError, match=r"the Trainer is pytorch_lightning\.trainer\.trainer's, but this callback class"
+    ):
         trained(tmp_path, Mine(backend="tape"))
 
 

@@ -82,7 +82,10 @@ class _Fetching(Manual):
 @pytest.mark.parametrize("make", [with_step(_fetching), _Fetching], ids=["automatic", "manual"])
 def test_a_step_that_fetches_its_batches(make: Any, tmp_path: Path) -> None:
     """The user is told what to take instead, when training starts."""
-    text = "training_step takes dataloader_iter and fetches its batches itself.*take batch in training_step"
+    text = (
+        "training_step takes dataloader_iter and fetches its batches itself.*take the batch as an "
+        "argument: def training_step"
+    )
     with pytest.raises(NotCapturedError, match=text):
         fit(make, tmp_path / "raise", tape(), max_epochs=1)
     expected = fit(make, tmp_path / "eager", max_epochs=2)

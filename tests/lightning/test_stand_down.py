@@ -131,7 +131,7 @@ def test_nothing_is_left(name: str, bar: bool, monkeypatch: pytest.MonkeyPatch, 
     assert stats.calls == CALLS
     assert stats.skipped.keys() == {reason}
     assert stats.skipped[reason] > CALLS // 2
-    assert "stood down: the rest of the fit ran without it" in callback.report()
+    assert "graphplan removed itself: the rest of the fit ran without it" in callback.report()
     assert clock.watching == 0
 
 

@@ -219,7 +219,7 @@ def test_steps_that_depend_on_the_batch_index(step: Any, tmp_path: Path) -> None
     assert_same_fits(expected, found)
     stats = found.callback.stats
     assert (stats.replayed, stats.captured) == (0, 0)
-    assert "graphplan stood down: the rest of the fit ran without it" in found.callback.report()
+    assert "graphplan removed itself: the rest of the fit ran without it" in found.callback.report()
 
 
 def asking_often(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -230,7 +230,7 @@ def asking_often(self: Any, batch: Any, batch_idx: int) -> Tensor:
 def test_a_value_that_is_needed_after_a_question(tmp_path: Path) -> None:
     """Calls with the same value as one before have a program, others are eager."""
     found = assert_fit_equals_eager(with_step(rolled_by_quotient), tmp_path, replayed=10, max_epochs=3)
-    assert "eager 3x: the step's code computes with arguments.batch_idx at" in found.callback.report()
+    assert "eager 3x: the step's code needs the value of arguments.batch_idx at" in found.callback.report()
 
 
 @pytest.mark.parametrize("step", [branching_on_index, branching_on_step], ids=lambda step: step.__name__)

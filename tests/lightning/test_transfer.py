@@ -67,7 +67,7 @@ def test_who_may_look_at_a_batch(name: str) -> None:
 def test_on_the_cpu_nothing_is_moved() -> None:
     trainer = on_cuda()
     trainer.strategy.root_device = torch.device("cpu")
-    assert keeps_stock_transfer(trainer, LitDigits()) == "the step computes where batches are"
+    assert keeps_stock_transfer(trainer, LitDigits()) == "the step runs on the CPU, where the batches are"
 
 
 def test_callbacks_that_leave_batches_alone() -> None:

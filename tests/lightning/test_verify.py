@@ -90,7 +90,10 @@ class Stopped(Exception):
 def test_a_first_replay_that_is_wrong(tmp_path: Path) -> None:
     """The fit ends with an error that names the loss and its figures, after the batch was trained on as in eager."""
     states = []
-    ends = (("eager", None, Stopped, "^$"), ("graphed", tape(), VerifyError, "replay 1 of .*Hold it in a tensor"))
+    ends = (
+        ("eager", None, Stopped, "^$"),
+        ("graphed", tape(), VerifyError, "replay 1 of .*Keep the value in a tensor"),
+    )
     for name, callback, error, text in ends:
         stop = FIRST if callback is None else None
         trainer, module = run_until(error, text, partial(hidden, FIRST, stop), tmp_path / name, callback)

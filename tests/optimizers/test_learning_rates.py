@@ -88,7 +88,7 @@ def test_a_step_that_computes_with_the_lr(name: str) -> None:
     make = partial(reading_rig, USES[name])
     where = line_of(USES[name])
     assert_refused(
-        make, LearningRateError, rf"computes with a learning rate at {where}.*Set the rate outside .* feed the number"
+        make, LearningRateError, rf"computes with a learning rate at {where}.*Set the rate outside .* pass the number"
     )
     assert_falls_back(make, SkipReason.HOST_SCALAR, rf"computes with a learning rate at {where}")
 
@@ -372,7 +372,7 @@ def test_a_rate_that_the_capture_computes_otherwise() -> None:
 
     step = graph_step(train_step, owners={"model": model, "optimizer": optimizer, "state": state})
     text = (
-        r"leaves a number that is computed otherwise in its capture than in its traces "
+        r"leaves a number that is computed in another way in its capture than in its traces "
         r"\(optimizer\.param_groups\[0\]\.lr\)"
     )
 

@@ -87,7 +87,7 @@ class Counting(torch.optim.Optimizer):
 
 def test_an_optimizer_that_reads_its_own_count() -> None:
     """Its user cannot count elsewhere, but step it outside."""
-    text = r"the optimizer's code reads optimizer\.state\[.*\]\.step, .* Step the optimizer outside"
+    text = r"the optimizer's code reads optimizer\.state\[.*\]\.step, .* Move optimizer\.step\(\) out of the step"
     error = refusal(lambda: scheduled_rig(Counting, gamma=1.0))
     assert isinstance(error, HostScalarError)
     assert error.component == "optimizer"
@@ -145,7 +145,7 @@ def descend(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-CYCLES = r": the 3rd new value .* cycle betas or momentum, too: cycle_momentum=False avoids that\."
+CYCLES = r": the 3rd new value .* also cycle betas or momentum: cycle_momentum=False prevents that\."
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_wrapper_without_hooks_that_nobody_named() -> None:
         return Rig(rig.step, {"model": rig.owners["model"]}, rig.calls, extra=rig.owners)
 
     text = r"Lookahead cannot be captured: it did not call torch\.optim\.Optimizer\.__init__"
-    assert_refused(make, OptimizerError, text, "Use the one that it wraps", done=1)
+    assert_refused(make, OptimizerError, text, "Use the wrapped optimizer", done=1)
     assert_falls_back(make, SkipReason.OPTIMIZER, text)
 
 

@@ -46,7 +46,13 @@ REFUSED: dict[str, tuple[Callable[..., Optimizer], str, dict[str, Any]]] = {
 def test_steps_that_only_the_host_can_skip(name: str) -> None:
     """Refused as the optimizer's, by its name, with what would do; eagerly they go on as ever."""
     make, optimizer, options = REFUSED[name]
-    patterns = [rf"whether to step {optimizer}\b", "fused=True", "hooks", "owners=", r"test_gradient_scaler\.py:\d+"]
+    patterns = [
+        rf"whether to skip the step of {optimizer}\b",
+        "fused=True",
+        "hooks",
+        "owners=",
+        r"test_gradient_scaler\.py:\d+",
+    ]
     error = assert_refused(partial(scaled_rig, make), HostSyncError, *patterns, **options)
     assert isinstance(error, RefusalError)
     assert error.component == "optimizer"
@@ -64,7 +70,7 @@ def test_a_scaler_that_nobody_named() -> None:
 def test_half_of_the_work_outside(half: str) -> None:
     """``unscale_`` in the step and ``step`` outside it, or the reverse: a replay would unscale twice, or not at all."""
     make = partial(scaled_rig, prepared(MAKERS["adamw"]), inside=[half])
-    patterns = [r"scaler\.stage\[optimizer\]", "unscale_, step and update all in one step"]
+    patterns = [r"scaler\.stage\[optimizer\]", "unscale_, step and update all inside the step"]
     assert_refused(make, HostEffectError, *patterns, done=SECOND_TRACE)
 
 
@@ -83,7 +89,7 @@ def test_a_scaler_with_a_decision_of_its_own() -> None:
         rig.owners["scaler"].__class__ = Cautious
         return rig
 
-    assert_refused(make, HostSyncError, "whether to step AdamW")
+    assert_refused(make, HostSyncError, "whether to skip the step of AdamW")
 
 
 @pytest.mark.parametrize("stage", ["compile", "capture"])

@@ -197,31 +197,39 @@ def _named() -> Any:
 @pytest.mark.parametrize(
     ("function", "make", "message"),
     [
-        (lambda x: x * x.factor["a"], lambda: fed({"a": 2.0}), r"reads args\[0\]\.factor, a dict that hangs on what"),
-        (lambda x: x * x.factor, lambda: fed(torch.ones(4)), r"args\[0\]\.factor, a Tensor .*Feed it as an argument"),
-        (_asking, lambda: _leaf(2.0), r"args\[0\]\.factor, which hangs on a tensor that asks for gradients"),
+        (
+            lambda x: x * x.factor["a"],
+            lambda: fed({"a": 2.0}),
+            r"reads args\[0\]\.factor, a dict that is an attribute of an argument",
+        ),
+        (
+            lambda x: x * x.factor,
+            lambda: fed(torch.ones(4)),
+            r"args\[0\]\.factor, a Tensor .*Pass it as a separate argument",
+        ),
+        (_asking, lambda: _leaf(2.0), r"args\[0\]\.factor, an attribute of a tensor that requires gradients"),
         (_asking, lambda: _leaf(2.0, Bare), r"args\[0\] is a Bare that asks for gradients.*as_subclass\(torch\.Tensor"),
         (
             lambda x: x[1] * x[0],
             lambda: [Number(2), X],
-            r"of type Number is fed that has attributes of its own \(factor\)",
+            r"of type Number has additional attributes \(factor\)",
         ),
         (
             lambda x: x["x"] * x.factor,
             _ordered,
-            r"of type OrderedDict is fed that has attributes of its own \(factor\)",
+            r"of type OrderedDict has additional attributes \(factor\)",
         ),
         (
             lambda x: x[0].x * x[0].factor,
             lambda: [_named()],
-            r"of type Pair is fed that has attributes of its own \(factor\)",
+            r"of type Pair has additional attributes \(factor\)",
         ),
         (
             lambda batch: batch.x["x"] * batch.x.factor,
             lambda: Batch(_ordered()),
-            r"of type OrderedDict is fed that has attributes of its own \(factor\)",
+            r"of type OrderedDict has additional attributes \(factor\)",
         ),
-        (lambda x: x * 2, lambda: Wrapped(X), r"args\[0\] is a Wrapped, whose __torch_dispatch__ decides"),
+        (lambda x: x * 2, lambda: Wrapped(X), r"args\[0\] is a Wrapped, whose __torch_dispatch__ changes"),
     ],
 )
 def test_what_a_copy_cannot_have_is_refused(function: Any, make: Callable[[], Tensor], message: str) -> None:

@@ -79,7 +79,12 @@ def test_a_number_on_the_host_that_nothing_owns_is_refused() -> None:
     """It is like other tensors, whether something holds it after the step or only before."""
     for kind in ("number", "passing"):
         make = partial(closure_rig, kind)
-        assert_refused(make, UnownedTensorError, r"f32\[\] tensor that is neither fed nor owned", done=SECOND_TRACE)
+        assert_refused(
+            make,
+            UnownedTensorError,
+            r"f32\[\] tensor that is neither an argument nor part of an owner",
+            done=SECOND_TRACE,
+        )
 
 
 def test_what_a_graph_from_outside_holds_is_refused_by_the_name_of_its_tensor() -> None:
@@ -102,8 +107,8 @@ def test_what_a_graph_from_outside_holds_is_refused_by_the_name_of_its_tensor() 
         after(0)
         return Rig(step_of, {"model": model, "optimizer": optimizer, "losses": losses}, list(float_batches(12)), after)
 
-    what = r"neither fed nor owned reaches .* in step_of"
-    told = r"The graph of losses\[0\] was made before the step, and may hold it: have the step make both"
+    what = r"neither an argument nor part of an owner reaches .* in step_of"
+    told = r"The autograd graph of losses\[0\] was made before the step and may hold it: compute both in the step"
     assert_refused(make, UnownedTensorError, what, told, done=SECOND_TRACE + 2)
 
 
@@ -112,9 +117,9 @@ def test_unowned_tensors_are_refused(kind: str) -> None:
     """One that is new in each call, one that is written: operator and line are named, and nothing has changed."""
     make = partial(closure_rig, kind)
     told = (
-        r"is neither fed nor owned reaches aten\.add\b"
+        r"is neither an argument nor part of an owner reaches aten\.add\b"
         if kind == "fresh"
-        else r"without an owner is changed by aten\.add_\b"
+        else r"aten\.add_\S* at .* changes a .* tensor that belongs to no owner"
     )
     patterns = [
         told,
@@ -256,7 +261,7 @@ def test_a_sparse_tensor_in_the_step_is_refused() -> None:
 def test_a_copy_from_the_host_is_refused() -> None:
     """Host memory copied to another device: a graph would copy from the same address for ever."""
     make = partial(updating_rig, copied_away, attributes())
-    text = rf"aten\._to_copy\S* copies host memory to meta at {line_of(copied_away)}.*Feed the tensor.*on the device"
+    text = rf"aten\._to_copy\S* copies host memory to meta at {line_of(copied_away)}.*Pass the tensor.*on the device"
     assert_refused(make, TemporaryCopyError, text)
 
 
@@ -286,7 +291,7 @@ def gathering_rig(where: str) -> Rig:
 def test_memory_that_the_step_gives_back_is_refused() -> None:
     """A replay would write where nothing is any more, and undoing the trace must not either."""
     make = partial(gathering_rig, "outside")
-    text = r"the memory of a f32\[4\] tensor that reaches aten\.copy_.* in step_of.*is given back before the step ends"
+    text = r"the memory of a f32\[4\] tensor that reaches aten\.copy_.* in step_of.*is freed before the step ends"
     assert_refused(make, UnownedTensorError, text, done=SECOND_TRACE)
     assert_falls_back(make, SkipReason.UNOWNED_TENSOR, text)
 

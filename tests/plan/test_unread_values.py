@@ -132,7 +132,9 @@ def test_what_is_read_is_part_of_the_key(name: str) -> None:
 def test_an_object_of_a_package_that_the_step_changes_is_refused() -> None:
     """What is keyed by its content may have none that each step changes."""
     step = graph_step(lambda x, source: x * source.random(), backend="tape")
-    with pytest.raises(HostEffectError, match=r"the step changes args\[1\], an object that it is fed.*on an owner"):
+    with pytest.raises(
+        HostEffectError, match=r"the step changes args\[1\], an object among its arguments.*on an owner"
+    ):
         for _ in range(8):
             step(torch.ones(2), np.random.default_rng(1))
 
@@ -205,7 +207,7 @@ def test_reads_that_the_step_hides() -> None:
 def test_a_read_array_is_refused_by_its_path() -> None:
     rig = build(partial(rig_of, lambda b: b["x"] * int(b["meta"]["n"].sum()), _with_array))
     step = managed(rig)
-    text = r"^args\[0\]\['meta'\]\['n'\]: a ndarray is fed, which is neither.*: feed torch\.as_tensor"
+    text = r"^args\[0\]\['meta'\]\['n'\]: an argument has the type ndarray, which is neither.*: pass torch\.as_tensor"
     with pytest.raises(FeedError, match=text):
         for args in rig.calls:
             step(*args)
@@ -403,7 +405,7 @@ def test_a_change_of_an_object_is_refused() -> None:
 
     rig = build(partial(rig_of, changing, lambda i, x: SimpleNamespace(x=x)))
     step = managed(rig, on_failure="eager")
-    with pytest.warns(UserWarning, match=r"changes a container that it is fed: args\[0\]\.y was not there, and is"):
+    with pytest.warns(UserWarning, match=r"changes a container among its arguments: args\[0\]\.y was added"):
         drive(rig, step)
     assert all(torch.equal(batch.y, 2 * batch.x) for (batch,) in rig.calls)
 
@@ -431,7 +433,7 @@ def test_what_cannot_be_taken_apart() -> None:
     endless: list[Any] = []
     endless.append(endless)
     step = graph_step(lambda x, other: x * len(other), backend="tape", on_failure="eager")
-    with pytest.warns(UserWarning, match=r"what is fed cannot be taken apart \(RecursionError"):
+    with pytest.warns(UserWarning, match=r"the arguments cannot be flattened \(RecursionError"):
         assert torch.equal(step(torch.ones(2), endless), torch.ones(2))
 
 

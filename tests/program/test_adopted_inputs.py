@@ -28,7 +28,7 @@ from tests.twins import (
 )
 
 ADOPTED = Policy("train", static_roles=tuple(Role), copy_roles=())
-ELSEWHERE = "the feed lies elsewhere than in the call that was captured, and copy_roles lacks input"
+ELSEWHERE = "the arguments have other addresses than in the captured call, and copy_roles lacks input"
 CALLS = 12
 
 
@@ -132,5 +132,5 @@ def test_gradients_of_what_is_not_copied() -> None:
         rig.calls = [(x.clone().requires_grad_(), y) for x, y in rig.calls]
         return rig
 
-    text = r"args\[0\] asks for gradients, .* copy_roles lacks input. Feed it detached"
+    text = r"args\[0\] requires gradients, but copy_roles lacks input, .* Pass it detached"
     assert_refused(make, FeedError, text, done=WARMUP + TRACED, policy=ADOPTED)

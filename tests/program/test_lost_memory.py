@@ -67,12 +67,12 @@ def _unowned_strides(model: nn.Module, weights: Tensor, blockers: list[Tensor]) 
 
 
 LOSSES: Mapping[str, tuple[Callable[[nn.Module, Tensor, list[Tensor]], None], str]] = {
-    "parameter": (_weight, r"the memory of model\.0\.weight was given back"),
-    "buffer": (_buffer, r"the memory of model\.1\.running_var was given back"),
-    "gradient": (_gradient, r"the memory of model\.0\.weight\.grad was given back"),
-    "gradients without memory": (_freed_gradient, r"the memory of model\.\d\.\w+\.grad was given back"),
-    "unowned": (_unowned, r"unowned\[0\], which no owner holds, was given other memory or another shape \(.*step"),
-    "unowned, in place": (_unowned_strides, r"unowned\[0\], which no owner holds, was given other memory"),
+    "parameter": (_weight, r"the memory of model\.0\.weight was freed"),
+    "buffer": (_buffer, r"the memory of model\.1\.running_var was freed"),
+    "gradient": (_gradient, r"the memory of model\.0\.weight\.grad was freed"),
+    "gradients without memory": (_freed_gradient, r"the memory of model\.\d\.\w+\.grad was freed"),
+    "unowned": (_unowned, r"unowned\[0\], which no owner holds, got other memory or another shape \(.*step"),
+    "unowned, in place": (_unowned_strides, r"unowned\[0\], which no owner holds, got other memory"),
 }
 
 

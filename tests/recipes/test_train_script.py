@@ -136,7 +136,7 @@ def test_capture_sizes_by_dimension_reach_the_fit(tmp_path: Path) -> None:
     done = run_script(tmp_path, "callbacks.graphplan.shapes=bucket", "callbacks.graphplan.buckets={0: [80]}")
     assert done.returncode == 1
     assert re.search(
-        r"PaddingError: padding from 64 to 80 changes what the step leaves: model\..*running_mean", done.stderr
+        r"PaddingError: padding from 64 to 80 changes the outcome of the step: model\..*running_mean", done.stderr
     )
 
 

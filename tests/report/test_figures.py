@@ -73,11 +73,13 @@ def test_timelines_follow_one_another_where_counts_are_added() -> None:
 def test_the_headline_says_why_most_steps_were_eager() -> None:
     """By the wording of most of them, where that says more than the kind of the reason; and what became of traces."""
     step = graph_step(lambda x, text: x * len(text), on_failure="eager", backend="tape")
-    with pytest.warns(UserWarning, match="tokenize strings in the data loader's collate_fn"):
+    with pytest.warns(
+        UserWarning, match=("In the data loader's collate_fn, make tensors of numbers and tokenize strings")
+    ):
         found = [step(torch.ones(2), "a" * index) for index in range(40)]
     assert [int(each[0]) for each in found] == list(range(40))
     headline = step.report().splitlines()[0]
-    assert "a feed signature that has no program yet: no step was captured in 24 steps" in headline
+    assert "no program exists yet for this batch signature: no step was captured in 24 steps" in headline
     assert "0 traced and 1 given up, 0 captured" in headline
     total = Stats()
     total.merge(step.stats)

@@ -226,22 +226,25 @@ def _follow(thing: Any, times: int) -> Any:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a list", r"reads items\[4096:\], of 70000 items; what has more than 65536 is not compared before each"),
-        ("a dictionary", r"reads table\[4096:\], of 70000 items; .*Hold them in a tensor or a tuple"),
+        (
+            "a list",
+            r"reads items\[4096:\], of 70000 items; a container of more than 65536 items is not compared before each",
+        ),
+        ("a dictionary", r"reads table\[4096:\], of 70000 items; .*Keep them in a tensor or a tuple"),
         (
             "objects in a list",
-            r"reads things\[4096:\], of which there are more than 4096; what they hold is not compared before each",
+            r"reads things\[4096:\], of which there are more than 4096; their content is not compared before each",
         ),
         (
             "an object far away",
-            r"reads first(\.after)+, which lies more than 24 attributes deep; what is there is not.*owners=",
+            r"reads first(\.after)+, which is more than 24 attributes deep; a value at that depth is not.*owners=",
         ),
-        ("a view of a dictionary", r"reads values, a dict_values, and what it stands for is not.*use that itself"),
-        ("a context variable", r"reads _VARIABLE, a ContextVar, and what it stands for is not.*use that itself"),
-        ("objects in an array", r"reads array, an array of Python objects; what they hold is not.*Hold them in a list"),
+        ("a view of a dictionary", r"reads values, a dict_values, whose object is not.*Use the object itself"),
+        ("a context variable", r"reads _VARIABLE, a ContextVar, whose object is not.*Use the object itself"),
+        ("objects in an array", r"reads array, an array of Python objects, whose content is not.*Keep them in a list"),
         (
             "WeakSet",
-            r"reads members, a WeakSet, which things leave by themselves and is not.*in a dict",
+            r"reads members, a WeakSet, from which items disappear by themselves and which is not.*in a dict",
         ),
         ("WeakKeyDictionary", r"reads weak, a WeakKeyDictionary, .*pass allow=\('weak',\)"),
         ("WeakValueDictionary", r"reads weak_values, a WeakValueDictionary, which things"),
@@ -336,7 +339,7 @@ def test_a_step_that_logs_is_told_once(allow: tuple[str, ...]) -> None:
             call(torch.ones(2))
     told = [str(warning.message) for warning in caught]
     assert len(told) == (0 if allow else 1)
-    text = r"the step calls logging at test_blind_spots\.py:\d+ in step: .*info.*only eager calls will write"
+    text = r"the step calls logging at test_blind_spots\.py:\d+ in step: .*info.*so only eager calls write"
     assert all(re.search(text, line) for line in told)
 
 
@@ -389,7 +392,8 @@ def test_a_step_that_writes_is_told_once(name: str, tmp_path: Path) -> None:
     target = TARGETS[kind](tmp_path / "written")
     told = _warnings_of(lambda: write(target))
     text = (
-        rf"the step calls {re.escape(name)} at test_blind_spots\.py:\d+ in .*only eager calls will write\. Write after"
+        rf"the step calls {re.escape(name)} at test_blind_spots\.py:\d+ in .*so only eager calls "
+        r"write\. Return the values and write them after"
     )
     assert len(told) == 1
     assert re.search(text, told[0])

@@ -159,7 +159,7 @@ def test_what_code_looks_at_is_refused(make: Callable[[Any], Optimizer]) -> None
 
 
 def test_what_numbers_are_computed_from_is_refused() -> None:
-    with pytest.raises(HostScalarError, match=r"gets alpha=.* It comes from the Python code of the") as caught:
+    with pytest.raises(HostScalarError, match=r"gets alpha=.* The Python code of the") as caught:
         _train(Corrected, graphed=True)
     assert caught.value.component == "optimizer"
 

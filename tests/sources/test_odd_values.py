@@ -161,7 +161,9 @@ def test_what_hangs_on_results() -> None:
         assert torch.equal(second, X * 3)
     assert call.stats.replayed == 4
     refused = graph_step(lambda x: step(x, {}), backend="tape", warmup_steps=1)
-    with pytest.raises(OutputError, match=r"kind hangs on result\[1\], which the step returns, and is no plain value"):
+    with pytest.raises(
+        OutputError, match=r"kind is an attribute of result\[1\], which the step returns, but is not a plain value"
+    ):
         for _ in range(8):
             refused(X)
 

@@ -475,7 +475,7 @@ def test_a_weak_proxy() -> None:
     def make() -> Rig:
         return _rig((lambda: weakref.proxy(record), lambda thing: thing.scale, print), "attribute", False)
 
-    text = r"reads holder\.thing, a weak proxy, and what it stands for is not compared.* Have the code use that itself"
+    text = r"reads holder\.thing, a weak proxy, whose object is not compared.* Use the object itself"
     assert_refused(make, HostScalarError, text, done=4)
     assert_equals_eager(make, allow=("holder.thing",))
 
@@ -489,7 +489,7 @@ def test_an_array_that_is_too_long_to_compare() -> None:
     def make(array: Any = LONG) -> Rig:
         return _rig((lambda: array, lambda thing: float(thing[0]), print), "attribute", False)
 
-    text = r"reads holder\.thing, a ndarray of 80000 bytes; what has more than 65536 is not compared.*setflags"
+    text = r"reads holder\.thing, a ndarray of 80000 bytes; a buffer of more than 65536 bytes is not compared.*setflags"
     assert_refused(make, HostScalarError, text, done=4)
     assert_equals_eager(make, allow=("holder.thing",))
     fixed = LONG.copy()

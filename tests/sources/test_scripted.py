@@ -46,7 +46,7 @@ def test_numbers_that_a_scripted_function_makes_tensors_of(equals_eager: Callabl
 
     stats = equals_eager(partial(make, 0)).stats
     assert (stats.traced, stats.replayed) == (1, CALLS - BEFORE_REPLAY + 1)
-    text = r"gets \d+ on one step and \d+ on the next, which compiled code makes of a number"
+    text = r"gets \d+ on one step and \d+ on the next, a value that compiled code computes from a number"
     growing = on_device(partial(make, 1))
     assert_refused(growing, HostScalarError, text, done=SECOND_TRACE, backend=BACKEND, verify="off")
     # The check of the first replay finds another loss than the replay's, and the step is traced twice.
@@ -64,7 +64,7 @@ def test_a_number_that_a_scripted_function_is_given() -> None:
 
     given = SimpleQueue[Tensor]()
     step = graph_step(lambda x: times(x, given.get()), backend="tape")
-    with pytest.raises(UnownedTensorError, match="neither fed nor owned reaches"):
+    with pytest.raises(UnownedTensorError, match="neither an argument nor part of an owner reaches"):
         for _ in range(6):
             given.put(torch.tensor(2.0))
             step(X)

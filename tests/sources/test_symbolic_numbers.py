@@ -164,7 +164,10 @@ def test_values_that_never_come_again_are_told() -> None:
     """A single trace is made, and a warning says which number it is."""
     model, rows = Model(), [[float(index)] for index in range(64)]
     step = graph_step(lambda x: model.net(x).detach() * rows[int(model.step / 2)][0], owners={"model": model})
-    text = r"calls eagerly: the step's code computes with model\.step at test_symbolic_numbers\.py:\d+ in <lambda>: "
+    text = (
+        r"runs some calls eagerly: the step's code needs the value of model\.step at "
+        r"test_symbolic_numbers\.py:\d+ in <lambda>: "
+    )
 
     def drive() -> None:
         for index in range(60):
@@ -198,7 +201,8 @@ def test_values_that_are_many_end_in_a_refusal(value: Callable[[Model], int]) ->
     assert all(map(torch.equal, *runs))
     assert step.stats.captured <= 2
     text = (
-        r"this step eagerly: the step's code computes with model\.step at .*: in \d+ calls, its value led to no program"
+        r"this step eagerly: the step's code needs the value of model\.step at .*: no program "
+        r"exists for the values of \d+ calls"
     )
     assert any(re.search(text, str(warning.message)) for warning in caught)
 
@@ -325,7 +329,9 @@ def _run_showing(calls: int, *, graphed: bool, warm_up: int) -> tuple[Any, Showi
     return step, model
 
 
-_ADVICE = re.escape("Compute with a tensor instead (a counter of your own, raised in place), keep it still, or feed it")
+_ADVICE = re.escape(
+    "Use a tensor instead (your own counter, increased in place), keep the value constant, or pass it as an argument"
+)
 
 
 def test_calls_whose_comparison_has_code_compute_with_the_number_are_eager() -> None:
@@ -341,7 +347,8 @@ def test_calls_whose_comparison_has_code_compute_with_the_number_are_eager() -> 
     ((reason, times),) = step.stats.reasons.items()
     where = r"test_symbolic_numbers\.py:\d+ in forward: `.*`"
     assert re.fullmatch(
-        rf"the step's code computes with model\.step at {where}, as its comparisons .* calls\. {_ADVICE}", reason
+        rf"the step's code needs the value of model\.step at {where} on the path that these calls take\. {_ADVICE}",
+        reason,
     )
     assert times == 3
 
@@ -372,7 +379,8 @@ def test_a_number_that_code_computes_with_at_first() -> None:
     """A warning says that there are no replays yet."""
     _, twin = _run_showing(48, graphed=False, warm_up=16)
     with pytest.warns(
-        UserWarning, match=rf"calls eagerly: the step.s code computes with model\.step at .*may be replayed\. {_ADVICE}"
+        UserWarning,
+        match=rf"some calls eagerly: the step.s code needs the value of model\.step at .*may be replayed\. {_ADVICE}",
     ):
         step, model = _run_showing(48, graphed=True, warm_up=16)
     assert torch.equal(twin.net.weight.grad, model.net.weight.grad)  # type: ignore[arg-type]
@@ -384,7 +392,7 @@ def test_a_number_that_code_computes_with_for_long() -> None:
     """However long that takes, the calls after it are replayed."""
     _, twin = _run_showing(132, graphed=False, warm_up=100)
     with pytest.warns(
-        UserWarning, match=r"calls eagerly: the step.s code computes with model\.step at .*, as its comp"
+        UserWarning, match=r"some calls eagerly: the step.s code needs the value of model\.step at .* on the path that"
     ):
         step, model = _run_showing(132, graphed=True, warm_up=100)
     assert torch.equal(twin.net.weight.grad, model.net.weight.grad)  # type: ignore[arg-type]
@@ -727,7 +735,9 @@ def test_ways_that_never_come_again() -> None:
         for model.step in range(60):
             assert torch.equal(step(torch.ones(2)), torch.full((2,), float(model.step)))
 
-    with pytest.warns(UserWarning, match=r"takes another way through its code in each call, by what model\.step come"):
+    with pytest.warns(
+        UserWarning, match=r"takes another path through its code in each call, depending on the values of model\.step"
+    ):
         run()
     assert (step.stats.traced, step.stats.captured) == (17, 0)
 
@@ -742,7 +752,10 @@ def test_ways_that_differ_by_which_numbers_there_are() -> None:
         return x
 
     step = graph_step(body, owners={"model": model})
-    text = r"another way .*, by whether model\.rewards\[\d+\] is there, and of which class: 16 in a row came once"
+    text = (
+        r"another path .*, depending on whether model\.rewards\[\d+\] exists, and on its class: 16 "
+        r"paths in a row were taken only once"
+    )
     with pytest.raises(HostScalarError, match=text):
         for index in range(24):
             model.rewards = [1 / (index + place) for place in range(1, 40 - index)]

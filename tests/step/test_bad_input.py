@@ -138,7 +138,7 @@ class _Yielding(nn.Module):
 BEGUN: list[tuple[Any, str]] = [
     (
         _awaited,
-        r"_awaited is a coroutine or generator function .*: a call of it computes nothing yet, .* and await",
+        r"_awaited is a coroutine or generator function .*: a call computes nothing yet, .* and await",
     ),
     (partial(partial(_awaited)), "_awaited is a coroutine or generator"),
     (_Awaited(), "_Awaited is a coroutine or generator"),
@@ -244,8 +244,8 @@ OTHER_FEEDS = {
     "shape": (_other_shape, r"args\[0\].*\[3, 8\].*\[8, 8\]"),
     "dtype": (_other_dtype, r"args\[0\].*float64.*float32"),
     "a row that would broadcast": (_one_row, r"args\[0\].*\[1, 8\].*\[8, 8\]"),
-    "an argument less": (lambda x, y: (x,), "1 tensors and values are fed, and 2 were in the plan"),
-    "an argument more": (lambda x, y: (x, y, y), "3 tensors and values are fed, and 2 were in the plan"),
+    "an argument less": (lambda x, y: (x,), "there are 1 tensors and values, and there were 2 in the plan"),
+    "an argument more": (lambda x, y: (x, y, y), "there are 3 tensors and values, and there were 2 in the plan"),
     "another structure": (
         lambda x, y: ({"x": x, "y": y},),
         r"structure is .*'x': \*, 'y': \*.*was \(\(\*, \*\), \{\}\)",
@@ -310,7 +310,7 @@ def grad_fn_rig() -> Rig:
 
 def test_a_feed_with_a_grad_fn() -> None:
     """Gradients cannot flow out of a program: refused at once, naming the leaf and the way out."""
-    text = r"args\[0\] has a grad_fn \(MulBackward0\).*Expected a leaf; feed args\[0\]\.detach\(\)"
+    text = r"args\[0\] has a grad_fn \(MulBackward0\).*Expected a leaf; pass args\[0\]\.detach\(\)"
     assert_refused(grad_fn_rig, FeedError, text, done=0)
     assert_falls_back(grad_fn_rig, SkipReason.FEED, r"args\[0\]")
 
@@ -340,11 +340,15 @@ def test_a_feed_without_values() -> None:
     rig = build(make_rig)
     step = managed(rig)
     x, y = rig.calls[0]
-    with pytest.raises(FeedError, match=r"args\[0\] has no values \(it lies on the meta device\).*leave it out"):
+    with pytest.raises(
+        FeedError, match=r"args\[0\] has no values \(it is on the meta device\).*remove it from the arguments"
+    ):
         step(x.to("meta"), y)
     freed = x.clone()
     freed.untyped_storage().resize_(0)
-    with pytest.raises(FeedError, match=r"args\[0\] has no values \(its memory is gone\).*leave it out"):
+    with pytest.raises(
+        FeedError, match=r"args\[0\] has no values \(its memory was freed\).*remove it from the arguments"
+    ):
         step(freed, y)
 
 
@@ -352,7 +356,8 @@ def test_an_unhashable_literal() -> None:
     """A leaf that is neither tensor nor literal could change without being seen."""
     step = graph_step(lambda x, odd: x * len(odd), backend="tape")
     with pytest.raises(
-        FeedError, match=r"a bytearray is fed, which is neither a tensor nor a literal.*register the type"
+        FeedError,
+        match=r"an argument has the type bytearray, which is neither a tensor nor a literal.*register the type",
     ):
         for _ in range(WARMUP + 2):
             assert torch.equal(step(torch.ones(2), bytearray(b"ab")), torch.full((2,), 2.0))
@@ -361,7 +366,9 @@ def test_an_unhashable_literal() -> None:
 def test_a_number_that_is_no_number_of_pythons() -> None:
     """NumPy's float64 is one, its float32 is not."""
     step = graph_step(lambda x, share: x * share, backend="tape")
-    with pytest.raises(FeedError, match=r"a float32 is fed.*: feed torch\.as_tensor\(array\), float\(number\) of a "):
+    with pytest.raises(
+        FeedError, match=r"an argument has the type float32.*: pass torch\.as_tensor\(array\), float\(number\) of a "
+    ):
         for _ in range(WARMUP + 2):
             step(torch.ones(2), np.float32(0.5))
 
@@ -403,8 +410,8 @@ def test_a_cpu_feed_that_is_no_batch() -> None:
 NEVER_AGAIN: dict[str, tuple[Callable[[int], Any], str]] = {
     "a string": (
         lambda index: {"x": torch.ones(2), "path": [f"{index}.png", "end"]},
-        r"args\[0\]\['path'\]\[0\] is the str '\d+\.png', and was the str '\d+\.png'\).*leave Python values that .*"
-        "tokenize strings in the data loader's collate_fn",
+        r"args\[0\]\['path'\]\[0\] is the str '\d+\.png', and was the str '\d+\.png'\).*Do not pass "
+        r"Python values that .*In the data loader's collate_fn, make tensors of numbers and tokenize strings",
     ),
     "a long string": (
         lambda index: {"x": torch.ones(2), "path": f"{index}" * 100},
@@ -424,7 +431,7 @@ NEVER_AGAIN: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "strides": (
         lambda index: {"x": torch.ones(2, 2 + index)[:, :2]},
-        r"and was torch\.float32 \[2, 2\] strides \(25, 1\) on cpu: only the strides differ, so feed "
+        r"and was torch\.float32 \[2, 2\] strides \(25, 1\) on cpu: only the strides differ, so pass "
         r"args\[0\]\['x'\]\.contiguous\(\)\)\. Expected",
     ),
     "strides of one row": (
@@ -437,7 +444,7 @@ NEVER_AGAIN: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "how many there are": (
         lambda index: {"x": torch.ones(2), "path": ["a"] * index},
-        "so far; 25 tensors and values are fed, and 24 were",
+        "so far; there are 25 tensors and values, and there were 24",
     ),
     "a key": (lambda index: {"x": torch.ones(2), f"key {index}": 1}, "so far; the structure is .*, and was "),
 }

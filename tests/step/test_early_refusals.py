@@ -110,7 +110,7 @@ def test_a_backward_pass_outside_the_step(on_failure: str) -> None:
             optimizer.step()
         return [loss.detach(), *model.parameters()]
 
-    text = r"a backward pass outside the step comes to result\['loss'\].* the whole training step"
+    text = r"a backward pass outside the step reaches result\['loss'\].* the whole training step"
     steps: list[Any] = []
 
     def wrap(function: Any) -> Any:

@@ -166,7 +166,7 @@ def test_state_that_was_replaced_while_something_keeps_the_old() -> None:
 
     make = partial(changing_rig, reset, loss, prepare=lambda model: setattr(model, "total", torch.zeros(())))
     step = assert_same_as_eager(make)
-    text = "model.total was replaced by a new tensor (a metric's reset() does that), and something else still has the"
+    text = "model.total was replaced by a new tensor (a metric's reset() does that), but something else still uses its"
     assert text in step.report()
     assert step.stats.replayed > 12
 

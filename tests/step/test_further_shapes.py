@@ -122,7 +122,7 @@ def test_a_further_shape_waits_until_replays_have_paid_for_the_first_one(measure
     step.stats.phase_counts["steady"] += 10**9
     assert kinds_of(step, further[6:])[-2:] == [R, R]
     assert step.stats.captured == 2
-    assert "another signature is traced once replays have saved what earlier traces" in step.report()
+    assert "a new signature is traced once replays have saved the time of earlier traces" in step.report()
 
 
 @pytest.mark.frugal
@@ -210,7 +210,7 @@ def test_more_shapes_than_programs(order: str) -> None:
     # None is traced for which there is going to be no room.
     assert step.stats.traced == 2 * 3
     assert eager > 80
-    assert "all 3 programs (max_graphs) are in use" in step.report()
+    assert "all 3 programs that max_graphs= allows are in use" in step.report()
     # Neither a trace nor a warm-up comes late.
     assert {kind for kind in kinds[80:] if kind not in (R, V)} == {E}
     assert kinds[80:].count(E) < eager
@@ -592,7 +592,7 @@ def test_a_module_that_one_step_made_is_no_matter_for_other_shapes() -> None:
     fast = graph_step(step, owners={"model": model}, backend="tape")
     for size in [1, 2, 3, 4, 5, 6, *[7] * 3]:
         fast(torch.randn(size, 4))
-    with pytest.raises(HostEffectError, match=r"the step makes model\.extra \(Linear"):
+    with pytest.raises(HostEffectError, match=r"the step creates model\.extra \(Linear"):
         fast(torch.randn(7, 4))
     for size in [8, 9, 10, 11, *[8] * 14]:
         fast(torch.randn(size, 4))

@@ -231,7 +231,7 @@ def test_a_step_that_does_not_pay_stands_down_to_stock(monkeypatch: pytest.Monke
     assert step.is_down and step.stats.calls == 60
     assert step.stats.replayed < 30
     assert step.stats.skipped == {SkipReason.SLOWER: 60 - TIMED - 6 - step.stats.replayed}
-    assert "was measured to take 1000000 µs per step eagerly and 5000000 µs with replays" in step.report()
+    assert "took 1000000 µs per step eagerly and 5000000 µs with replays" in step.report()
     assert "step 1000000 -> 5000000 µs" in step.report()
     assert hooks_of(rig.model, rig.optimizer) == before
     assert step.programs == []
@@ -401,7 +401,7 @@ def test_a_shape_that_waits_is_served_once_replays_of_another_have_paid(monkeypa
     rig.drive(call, 200, rows=lambda index: 5 + index % 2)
     assert stats.captured == 1
     assert stats.measured["replayed"] == pytest.approx(0.1)
-    assert "is traced once replays have saved what earlier traces and captures took" in rig.step.report()
+    assert "is traced once replays have saved the time of earlier traces and captures" in rig.step.report()
     rig.drive(call, 200, rows=lambda index: 5 + index % 2)
     assert stats.captured == 2
 

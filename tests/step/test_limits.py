@@ -101,7 +101,7 @@ def drive_by_chance(make: Callable[[], Rig]) -> Stats:
     rig = build(make)
     step = managed(rig, max_graphs=40)
     assert_same_runs(expected, drive(rig, step))
-    assert "another way through the step's code is traced once replays have saved what" in step.report()
+    assert "a new path through the step's code is traced once replays have saved the time" in step.report()
     return step.stats
 
 
@@ -133,7 +133,7 @@ def test_what_changes_again_and_again(monkeypatch: pytest.MonkeyPatch, spends: b
     step = managed(rig, on_failure="eager")
     assert_same_runs(expected, drive(rig, step))
     assert most // 2 < step.stats.captured <= most
-    waits = "what was captured before is traced once replays have saved what earlier traces and captures took"
+    waits = "what was captured before is traced once replays have saved the time of earlier traces and captures"
     assert (waits in step.report()) is spends
 
 
@@ -208,8 +208,8 @@ def test_captures_that_do_not_pay_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     model.rewards = [1.0]
     step = graph_step(lambda x, y: given(x * len(model.rewards[-99:]), y), owners=rig.owners, backend="tape")
     text = (
-        r"runs most calls eagerly from here on: the step was captured again 2 times .*rewards had the length \d and "
-        r"has the length \d \(keep its last item in an attribute of its own, if code needs that alone\)"
+        r"runs most calls eagerly from now on: the step was captured again 2 times .*rewards had the length \d and "
+        r"has the length \d \(if the code needs only its last item, keep that in a separate attribute\)"
     )
 
     def play() -> None:
@@ -222,7 +222,7 @@ def test_captures_that_do_not_pay_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         play()
     assert len(caught) == 1
     assert 4 <= step.stats.captured <= 8
-    assert "what was captured before is traced once replays have saved what earlier traces and" in step.report()
+    assert "what was captured before is traced once replays have saved the time of earlier traces and" in step.report()
 
 
 @pytest.mark.parametrize("turns", ["shape", "way"])

@@ -21,7 +21,7 @@ from graphplan.step.runner import Refusals
 from graphplan.trace.changes import told_apart
 from tests.twins import BEFORE_REPLAY
 
-WAY_OUT = "Or pass on_failure='eager' to go on without replays"
+WAY_OUT = "Or pass on_failure='eager' to continue without replays"
 
 
 class Loop:
@@ -89,11 +89,12 @@ def _packs(loop: Loop, loss: Tensor) -> Tensor:
 
 
 _TWO_NUMBERS = (
-    r"appends \[(\d)\.0\] and then \[(?!\1)\d\.0\] to .*losses.*Append tensors, or, if replays may leave it alone,"
+    r"appends \[(\d)\.0\] and then \[(?!\1)\d\.0\] to .*losses.*Append tensors, or, if "
+    r"replays may leave the list unchanged,"
 )
 _READ = r"uses \S*number at test_messages\.py:\d+ in _decides_by_a_number: `.*`, which is"
-_VALUE = r"\.item\(\).* at test_messages\.py:\d+ in _reads.*where only some calls do it, eager_if="
-_BRANCH = r"control flow changes.*name the calls that take the rarer one with eager_if="
+_VALUE = r"\.item\(\).* at test_messages\.py:\d+ in _reads.*If only some calls do this, select them with eager_if="
+_BRANCH = r"control flow changes.*select the calls of the rarer path with eager_if="
 SAID: dict[str, tuple[Callable[[Loop, Tensor], Tensor], str, bool]] = {
     "numbers that a list gets": (_appends_numbers, _TWO_NUMBERS, False),
     "random": (_draws, r"Python's random generator at test_messages\.py:\d+ in _draws: `.*random\.choice", False),
@@ -101,7 +102,7 @@ SAID: dict[str, tuple[Callable[[Loop, Tensor], Tensor], str, bool]] = {
     "a number that is read": (_decides_by_a_number, _READ, False),
     "a value": (_reads, _VALUE, True),
     "a scheduler": (_schedules, r"learning rate at .* in _schedules.*Call scheduler\.step\(\) after the step", False),
-    "a counter in a group": (_counts_in_a_group, r"\]\.step: .*A count of your own is kept in a tensor", False),
+    "a counter in a group": (_counts_in_a_group, r"\]\.step: .*Keep your own counts in a tensor", False),
     "a branch": (_branches, _BRANCH, True),
     "lengths": (_packs, r"reads the lengths of sequences.*Keep the batch padded", False),
 }

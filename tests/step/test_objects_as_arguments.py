@@ -82,7 +82,7 @@ def test_a_scheduler_is_no_such_argument() -> None:
     optimizer = SGD(model.parameters(), lr=0.1, fused=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
     step = graph_step(lambda scheduler, x: model(x).sum() * scheduler.last_epoch, backend="tape", mode="inference")
-    with pytest.raises(FeedError, match=r"a StepLR is fed, which is neither a tensor nor a literal"):
+    with pytest.raises(FeedError, match=r"an argument has the type StepLR, which is neither a tensor nor a literal"):
         for _ in range(8):
             step(scheduler, torch.randn(5, 6))
 
@@ -99,7 +99,9 @@ def test_a_module_in_a_batch() -> None:
     """It is named, and may be fed beside the batch, as the refusal says."""
     scaler = nn.BatchNorm1d(6, affine=False)
     step = graph_step(lambda batch: batch.by["y"](batch.x), backend="tape")
-    text = r"args\[0\]: a Scaled is fed that holds a module at \.by\['y'\].*hold it on the model, or feed it beside"
+    text = (
+        r"args\[0\]: an argument of type Scaled holds a module at \.by\['y'\].*keep it on the model, or pass it beside"
+    )
     with pytest.raises(FeedError, match=text):
         for _ in range(8):
             step(Scaled(torch.randn(5, 6), scaler))

@@ -371,8 +371,11 @@ def turning_rig(what: str, first: int) -> Rig:
     ("what", "text"),
     [
         ("appends", r"appends another number of items in its capture than in its traces (model.losses)"),
-        ("keeps", r"keeps a number that is computed otherwise in its capture than in its traces (model.part)"),
-        ("keeps more", "the step keeps a number that it reads from the device where it kept none in its traces"),
+        ("keeps", r"keeps a number that is computed in another way in its capture than in its traces (model.part)"),
+        (
+            "keeps more",
+            "the step keeps a number that it reads from the device in a place where it kept none in its traces",
+        ),
         ("returns", "result, which the step returns, is a number that is read from the device in its traces and"),
     ],
 )
@@ -393,7 +396,7 @@ def test_numbers_that_are_others_in_the_capture(what: str, text: str) -> None:
 def test_numbers_that_are_others_in_the_capture_after_two_traces(what: str, text: str) -> None:
     """Nothing is left of the call, and the step is refused."""
     make = partial(turning_rig, what, FIRST)
-    assert_refused(make, HostEffectError, text, "Feed what decides", done=FIRST, verify="off")
+    assert_refused(make, HostEffectError, text, "Pass the deciding value as an argument", done=FIRST, verify="off")
 
 
 @pytest.mark.parametrize(
@@ -611,7 +614,7 @@ def test_a_later_replay_that_is_wrong_is_no_matter_of_traces() -> None:
     """Replays before it have not been compared: what they did cannot be made good."""
     rig = build(partial(decaying, FIRST + 2))
     step = managed(rig)
-    with pytest.warns(UserWarning, match="replay 4 of .* may have gone wrong unseen"):
+    with pytest.warns(UserWarning, match="replay 4 of .* replays since the previous check may also have differed"):
         drive(rig, step)
     assert (step.stats.traced, step.stats.captured, step.stats.replayed) == (1, 1, 3)
 

@@ -229,14 +229,14 @@ def test_what_is_read_and_kept_needs_another_trace() -> None:
 @pytest.mark.parametrize("turn", [lambda rows: rows.squeeze_(1), lambda rows: rows.t_()[0]])
 def test_a_read_that_gets_another_shape_in_place(turn: Callable[[Tensor], Tensor]) -> None:
     """The program's own would have it from the capture on."""
-    text = r"gives what it reads of its batch another shape or other strides in place \(squeeze_"
+    text = r"gives a tensor that it reads of its batch another shape or other strides in place \(squeeze_"
     make = partial(rig_of, lambda model, x, mask: model(x[turn(mask.nonzero())]))
     assert_refused(make, HostEffectError, text, done=5)
 
 
 @pytest.mark.parametrize("turn", [lambda x: x.unsqueeze_(1), lambda x: x.t_().t()])
 def test_a_fed_tensor_that_gets_another_shape_in_place(turn: Callable[[Tensor], Tensor]) -> None:
-    text = r"gives args\[0\], which it is fed, another shape or other strides in place \(squeeze_"
+    text = r"gives its argument args\[0\] another shape or other strides in place \(squeeze_"
     assert_refused(partial(rig_of, lambda model, x, mask: model(turn(x))), HostEffectError, text)
 
 
@@ -582,7 +582,7 @@ def test_another_tensor_in_each_step() -> None:
     def after(index: int) -> None:
         refill(index, at=(index,))
 
-    text = "belongs to no object that graphplan knows .*keep it as a buffer or an attribute"
+    text = "belongs to no object that graphplan knows .*Make it a buffer or an attribute"
     assert_refused(partial(cache_rig, of_cache, after), HostSyncError, line_of(of_cache), text, done=7)
 
 
@@ -593,7 +593,7 @@ def test_a_tensor_in_a_cache_that_the_step_writes() -> None:
         kept.copy_(kept.roll(1))
         return out
 
-    text = "without an owner is changed by"
+    text = "changes a .* tensor that belongs to no owner"
     assert_refused(partial(cache_rig, forward), UnownedTensorError, text, done=6)
 
 
@@ -609,7 +609,7 @@ def of_queue(model: Any, x: Tensor, *_: Any) -> Tensor:
 def test_a_tensor_that_no_owner_and_no_cache_has() -> None:
     """Whatever is done with it elsewhere would go unseen."""
     KEPT.put(mask_of(0, 3))
-    text = "belongs to no object that graphplan knows .*keep it as a buffer or an attribute"
+    text = "belongs to no object that graphplan knows .*Make it a buffer or an attribute"
     assert_refused(partial(rig_of, of_queue), HostSyncError, line_of(of_queue).replace("return", ".*return"), text)
 
 
@@ -1330,8 +1330,8 @@ def by_a_used_draw(model: Any, x: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "text"),
     [
-        (by_a_draw, r"It is drawn in the step: draw it in the data loader"),
-        (by_a_used_draw, r"Keep it on the device"),
+        (by_a_draw, r"The step draws this value at random: draw it in the data loader"),
+        (by_a_used_draw, r"Keep the value on the device"),
     ],
 )
 def test_the_way_out_fits_what_is_read(forward: Forward, text: str) -> None:
@@ -1363,7 +1363,10 @@ def test_the_read_that_differs_is_named() -> None:
     def calls() -> list[tuple[Any, ...]]:
         return [(torch.randn(ROWS, 8), torch.arange(99) < index) for index in range(40)]
 
-    text = rf"^graphplan .*: what the step reads of the batch .* differs too much .*: 16 .* {line_of(by_two_numbers)}"
+    text = (
+        r"^graphplan .*: the values that the step reads of the batch .* differ too much .*: 16 .* "
+        rf"{line_of(by_two_numbers)}"
+    )
     assert_falls_back(partial(rig_of, by_two_numbers, calls), SkipReason.HOST_SYNC, text)
 
 
@@ -1371,7 +1374,7 @@ def test_signatures_that_do_not_come_again() -> None:
     """Each is traced for a read that finds the same in all of them."""
     step = graph_step(lambda x: x * int((x > 2).any()), backend="tape", on_failure="eager", verify="off")
     calls = [torch.ones(1 + number // 2) for number in range(60)]
-    with pytest.warns(UserWarning, match=r"6 signatures of batches were traced .* none of these came again: pad the"):
+    with pytest.warns(UserWarning, match=r"6 batch signatures were traced .* none was repeated. Pad the"):
         found = [step(x) for x in calls]
     assert all(torch.equal(one, x * 0) for one, x in zip(found, calls, strict=True))
 
@@ -1392,9 +1395,9 @@ def test_batches_of_which_few_take_a_known_way() -> None:
     step = assert_same_as_eager(partial(rig_of, of_sum, calls), verify="off", on_failure="eager")
     assert step.stats.replayed >= 8
     assert (
-        "what the step reads of the batch on the host differs too much from call to call: most of them were unlike"
-        in step.report()
-    )
+        "the values that the step reads of the batch on the host differ too much from call to call: "
+        "most of them did not match"
+    ) in step.report()
 
 
 @EAGERLY
@@ -1403,7 +1406,12 @@ def test_batches_of_which_most_are_like_the_one_before() -> None:
     calls = partial(with_sums, 240, lambda index: 1 if index % 10 > 2 or index < 8 else index % 239)
     step = assert_same_as_eager(partial(rig_of, of_sum, calls), verify="off", on_failure="eager")
     assert step.stats.replayed > 120 and "most of them" not in step.report(), step.report()
-    assert step.stats.reasons["what the step reads of this batch leads to no program, and was not met before"] > 10
+    assert (
+        step.stats.reasons[
+            "the step reads values of this batch on the host, and no program has been captured for these values"
+        ]
+        > 10
+    )
 
 
 @EAGERLY

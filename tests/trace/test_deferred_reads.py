@@ -410,7 +410,9 @@ def test_another_computation_in_each_call_is_refused() -> None:
         made.append(1)
         return loss.item() * len(made)
 
-    assert_refused(partial(rig_of, scaled), OutputError, r"computed from what it reads from the device", done=4)
+    assert_refused(
+        partial(rig_of, scaled), OutputError, r"computed from a value that the step reads from the device", done=4
+    )
 
 
 def test_one_result_that_is_a_number_in_one_call_only_is_refused() -> None:
@@ -465,7 +467,7 @@ def test_an_attribute_that_each_step_makes_is_refused() -> None:
     def makes(model: Any, loss: Tensor, hits: Tensor) -> Any:
         model.made = loss.item()
 
-    pattern = r"sets model\.made to .*, or it is not there before the step"
+    pattern = r"sets model\.made to .*, or model\.made does not exist before the step"
     assert_refused(
         partial(rig_of, makes, lambda model, index: delattr(model, "made")), HostEffectError, pattern, done=4
     )

@@ -219,7 +219,7 @@ def test_too_many_ways_by_chance() -> None:
     body = lambda x: sum((x * number if random.random() < 0.5 else x for number in range(12)), x)  # noqa: E731
     step = graph_step(body, on_failure="eager")
     random.seed(1)
-    text = "takes another way through its code in each call, by what draw 1, random"
+    text = "takes another path through its code in each call, depending on the values of draw 1, random"
     with pytest.warns(UserWarning, match=text):
         [step(torch.ones(4)) for _ in range(80)]
     assert step.stats.captured <= 2
@@ -257,7 +257,7 @@ def test_several_ranks_take_one_way() -> None:
     """Others may draw other numbers, and take another way; what is only computed with differs in any case."""
     with SymbolicNumbers(follows=(PYTHONS,), is_shared=True) as numbers:
         assert random.random() >= 0
-    text = r"branches on a random number .*at test_drawn_numbers\.py.*several ranks take one way"
+    text = r"branches on a random number .*at test_drawn_numbers\.py.*several ranks take one path"
     assert re.search(text, str(numbers.refusal))
 
 
@@ -265,7 +265,7 @@ def test_another_distribution_in_each_step_is_refused() -> None:
     """Replays have the arguments of the traces."""
     bounds = iter(range(1, 90))
     step = graph_step(lambda x: x * random.uniform(0, next(bounds)))
-    with pytest.raises(GraphPlanError, match=r"does not draw the same random numbers on the host|bounds"):
+    with pytest.raises(GraphPlanError, match=r"does not make the same random draws on the host|bounds"):
         for _ in range(8):
             step(torch.ones(2))
 

@@ -83,7 +83,7 @@ def test_others_are_refused(make: Callable[[Tensor], Tensor]) -> None:
         make(x).to("meta")  # culprit
         return x * 2
 
-    with pytest.raises(TemporaryCopyError, match=rf"copies host memory to meta at {line_of(step)}.*Feed the tensor"):
+    with pytest.raises(TemporaryCopyError, match=rf"copies host memory to meta at {line_of(step)}.*Pass the tensor"):
         compile_plan(step, torch.ones(2), owners={})
 
 
@@ -143,7 +143,7 @@ def test_beside_compiled_code_assertions_are_refused() -> None:
         assert x.sum() > 0
         return x * 2
 
-    with pytest.raises(HostSyncError, match=r"asserts .*, and runs compiled code: a capture of both waits"):
+    with pytest.raises(HostSyncError, match=r"asserts .*, and runs compiled code: a capture of both would wait"):
         refuse_beside_compiled(compile_plan(step, torch.ones(2), owners={}))
 
 

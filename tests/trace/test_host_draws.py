@@ -181,7 +181,7 @@ def test_other_numbers_are_looked_at(condition: Any) -> None:
 
 def test_a_number_that_was_drawn_is_refused() -> None:
     fast = graph_step(lambda x: x * (2 if complex(torch.rand([])).real < 0 else 3), backend="tape")
-    text = r"reads a tensor's value on the host .* It is drawn in the step: draw it in the data loader"
+    text = r"reads a tensor's value on the host .* The step draws this value at random: draw it in the data loader"
     with pytest.raises(HostSyncError, match=text):
         for _ in range(6):
             fast(torch.ones(2))

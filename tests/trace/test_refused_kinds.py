@@ -46,7 +46,7 @@ def test_lengths_in_a_tensor_are_refused() -> None:
     """Packing goes by lengths on the host: the operator, the line, and what to do."""
     make = partial(_called, lambda x, lengths: packed(x, by_chance(lengths)), _rows, _lengths)
     name = r"aten\._pack_padded_sequence\.default reads the lengths of sequences on the host"
-    text = rf"{name} at {line_of(packed)}.*under a mask.*list of numbers"
+    text = rf"{name} at {line_of(packed)}.*use a mask.*list of numbers"
     assert_refused(make, HostSyncError, text)
     assert_falls_back(make, SkipReason.HOST_SYNC, text)
 

@@ -145,7 +145,7 @@ def test_what_another_thread_runs_is_refused(update: Update) -> None:
     """By the name of the call, with its line, and whatever the thread does: nobody knows when it is done."""
     name = STARTS[update]
     text = (
-        rf"the step calls {name} at {line_of(update)}.*: what runs in another thread or process is not recorded, and "
+        rf"the step calls {name} at {line_of(update)}.*: work in another thread or process is not recorded, so "
         r"replays would leave it out\. Run it in the step's own thread, or before or after the step, or, .* pass "
         rf"allow=\('{name}',\)"
     )

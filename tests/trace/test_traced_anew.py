@@ -315,7 +315,7 @@ def test_names_that_are_others_in_each_step(monkeypatch: pytest.MonkeyPatch) -> 
         return loss * eval(f"factor_{model.turn()}", globals())  # type: ignore[no-any-return]
 
     make = partial(updating_rig, named, attributes(turn=lambda: iter(range(CALLS)).__next__))
-    text = r"in 8 steps in a row.* used names or objects that it had not used before \(the latest name is factor_\d+\)"
+    text = r"in 8 steps in a row.* used new names or objects \(the latest name is factor_\d+\)"
     assert_falls_back(make, SkipReason.CONTROL_FLOW, text)
 
 

@@ -318,4 +318,4 @@ def test_a_program_whose_memory_eager_code_keeps_is_captured_anew(verify: Any) -
     assert_same_runs(expected, drive(rig, step))
     assert step.stats.captured == 2 and not spoiled[0].is_open
     assert spoiled[0].replays == 2
-    assert any("something that an eager step keeps lies in memory" in event for event in step.stats.events)
+    assert any("something that an eager step keeps is in memory" in event for event in step.stats.events)

@@ -50,7 +50,9 @@ def test_each_check_measures_the_noise() -> None:
     assert graphed.stats.verified == graphed.stats.replayed == 10
     assert min(runs[6:]) >= 3
     hidden.item = 1.001
-    text = r"replay 11 of .* is not what the eager step does: .*result: .*since the check before it may have gone wrong"
+    text = (
+        r"replay 11 of .* is not what the eager step does: .*result: .*since the previous check may also have differed"
+    )
     with pytest.warns(UserWarning, match=text):
         graphed(torch.randn(8, 32))
 
