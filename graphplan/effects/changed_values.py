@@ -128,7 +128,7 @@ def find_left_flags(pair: TracePair) -> dict[str, Any]:
     left: dict[str, Any] = {}
     for path, one, two in pair.changed("flags"):
         if one is None or two is None or not same_value(one[1], two[1]):
-            rates = ": each replay reads the current learning rate" if path.endswith(".lr") else ""
+            rates = " (each replay reads the current learning rate)" if path.endswith(".lr") else ""
             raise HostEffectError(
                 f"the step changes {path} in one way on one call ({describe(one)}) and in another way on the next "
                 f"({describe(two)}), but a replay always sets the same value. Set it outside the step{rates}, restore "

@@ -132,7 +132,7 @@ def test_a_fit_that_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> No
         (["nowhere.py:Module"], "which cannot be imported"),
         ([f"{HERE}:Missing"], "'Missing' cannot be evaluated in"),
         ([f"{HERE}:Good"], "data is NoneType; expected a LightningDataModule, a DataLoader"),
-        ([f"{HERE}:FILE_OF_A_STEP"], "means nothing"),
+        ([f"{HERE}:FILE_OF_A_STEP"], "cannot be evaluated"),
         ([f"{HERE}:HERE if False else 3"], "is a int; expected a LightningModule, or a step to call"),
         ([f"{HERE}:step"], "is a step and needs its arguments: pass --batch"),
         ([f"{HERE}:step", "--batch", "torch.nothing"], "which cannot be evaluated: AttributeError"),

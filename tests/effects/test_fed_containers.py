@@ -156,14 +156,14 @@ def _labelled(x: Tensor) -> dict[str, Tensor]:
 CHANGES: list[tuple[Any, Any, str]] = [
     (appends, _kept(list), r"args\[1\]\[0\] was added"),
     (carries, _kept(lambda: {"h": torch.ones(6, 4)}), r"args\[1\]\['h'\] was replaced by another tensor"),
-    (counts, _kept(lambda: {"n": 0}), r"args\[1\]\['n'\] was 0, and is 1"),
+    (counts, _kept(lambda: {"n": 0}), r"args\[1\]\['n'\] was 0 and is now 1"),
     (puts, _fresh(lambda x: {"x": x}), r"args\[0\]\['y'\] was added"),
     (puts, _fresh(lambda x: OrderedDict(x=x)), r"args\[0\]\['y'\] was added"),
     (pops, _fresh(_labelled), r"args\[0\]\['labels'\] was removed"),
     (
         puts_nothing,
         _fresh(lambda x: {"x": x}),
-        r"what was \(\(\{'x': \*\}\), .* is \(\(\{'x': \*, 'parts': \[\]\}\), .*",
+        r"\(\(\{'x': \*\}\), .* became \(\(\{'x': \*, 'parts': \[\]\}\), .*",
     ),
     (
         opens,
@@ -171,7 +171,7 @@ CHANGES: list[tuple[Any, Any, str]] = [
         r"args\[0\]\['more'\] was None, and has \['a'\], \['b'\] and 2 more now",
     ),
     (replaces, _fresh(lambda x: [x, x]), r"args\[0\]\[0\] was replaced by another tensor"),
-    (sets, _fresh(Held), r"args\[0\]\.seen was None, and is a Tensor"),
+    (sets, _fresh(Held), r"args\[0\]\.seen was None and is now a Tensor"),
     (adds_attribute, _fresh(Held), r"args\[0\]\.new was added"),
     (
         notes,
@@ -353,7 +353,7 @@ def test_a_change_that_only_a_check_sees() -> None:
 
     rig = build(lambda: rig_of(step_of, _kept(lambda: {"seen": False})))
     step = managed(rig, allow=("*",))
-    with pytest.raises(VerifyError, match=r"args\[1\]\['seen'\] was False, and is True") as caught:
+    with pytest.raises(VerifyError, match=r"args\[1\]\['seen'\] was False and is now True") as caught:
         for args in rig.calls:
             step(*args)
     assert isinstance(caught.value.result, Tensor)
@@ -376,7 +376,7 @@ def test_a_change_that_only_the_capture_sees(on_failure: str) -> None:
     for args in rig.calls[: WARMUP + 2]:
         step(*args)
     history = rig.calls[0][1]
-    text = r"args\[1\]\[0\] was 'nothing', and is 'seen'"
+    text = r"args\[1\]\[0\] was 'nothing' and is now 'seen'"
     if on_failure == "raise":
         with pytest.raises(HostEffectError, match=text):
             step(*rig.calls[0])
@@ -597,7 +597,10 @@ def test_an_object_without_tensors_that_the_step_fills(monkeypatch: pytest.Monke
         return cache.layers[0].sum()
 
     fast = graphed(fill, backend="tape")
-    text = r"is fed: kwargs\['cache'\] was a Cache without tensors, and has \.layers\[0\] now\. .*on an object that"
+    text = (
+        r"among its arguments: kwargs\['cache'\] was a Cache without tensors, and has \.layers\[0\] "
+        r"now\. .*on an object that"
+    )
     with torch.no_grad(), pytest.raises(HostEffectError, match=text):
         for _ in range(8):
             fast(torch.ones(2), cache=Cache())
@@ -618,12 +621,12 @@ class Described:
         (
             lambda: StepLR(SGD([nn.Parameter(torch.zeros(2))]), 5),
             lambda scheduler: scheduler.gamma,
-            r"a StepLR is fed, .*: use it from the enclosing scope, and name it",
+            r"an argument has the type StepLR, .*: use it from the enclosing scope, and name it",
         ),
         (
             Described,
             lambda described: described.scale,
-            r"a Described is fed, .*: make its class a dataclass, whose fields",
+            r"an argument has the type Described, .*: make its class a dataclass, whose fields",
         ),
         (
             lambda: {1, 2},

@@ -443,7 +443,7 @@ def test_what_shows_how_long_a_list_is(look: Update) -> None:
     """However the code comes to know: list, line and what to do instead."""
     path = r"len\(model\.hist\.loss\)" if look in LOOKS_IN_A_DICTIONARY else r"len\(model\.seen\)"
     make = partial(updating_rig, look, attributes(seen=list, hist=lambda: {"loss": []}))
-    text = rf"reads {path}, directly or indirectly, at {line_of(look)}, but the step itself appends to that list"
+    text = rf"reads {path}, directly or indirectly, at {line_of(look)}.*, but the step itself appends to that list"
     fix = r"Count in a tensor, append after the step, or, .*, pass allow=\('len\(model\."
     # That there are more tensors is first taken for the work of somebody else between the steps, and traced again.
     done = SECOND_TRACE + (0 if look in (_joined, _compared) else 2)

@@ -566,7 +566,7 @@ def test_what_is_left_otherwise_each_time_is_refused(change: Callable[..., Any])
     make = partial(_counting_rig, change)
     done, path, *values = UNEVEN[change]
     text = (
-        rf"the step leaves {path} in one way on one call .* and in another way on the next .*restore "
+        rf"the step changes {path} in one way on one call .* and in another way on the next .*restore "
         r"it within the step.*allow="
     )
     assert_refused(make, HostEffectError, text, *values, done=done)
@@ -633,7 +633,7 @@ def test_what_cannot_be_set_after_a_replay_is_refused(name: str) -> None:
     step = managed(rig, allow=("*open_contexts*",))
     with pytest.raises(
         HostEffectError,
-        match=rf"the step leaves {path}.* does not restore it, but graphplan cannot set it after a replay",
+        match=rf"the step changes {path}.* does not restore it, but graphplan cannot set it after a replay",
     ) as caught:
         try:
             drive(rig, step)

@@ -77,7 +77,7 @@ def test_state_that_is_dropped_before_the_capture(forget: Forget, after: int) ->
 def test_state_that_is_emptied_before_each_trace_is_refused(forget: Forget, last: int, verify: str) -> None:
     """A replay would begin anew for ever: also after the last reset, and without leaving any state."""
     made = r"the step creates optimizer\.state\[model\.\d\.weight\]\.step in each call"
-    emptied = r"since optimizer\.state is emptied before it \(state\.clear\(\)"
+    emptied = r"because optimizer\.state is emptied before it \(state\.clear\(\)"
     advice = r"Reset the state in place \(for s in optimizer\.state\.values\(\): .*t\.zero_\(\)\), or load a state dict"
     rig = _after(range(2, last + 1), forget)
     error = assert_refused(rig, HostEffectError, made, emptied, advice, done=SECOND_TRACE, verify=verify)

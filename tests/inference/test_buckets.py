@@ -234,7 +234,7 @@ def test_padding_that_changes_the_outcome_is_refused_by_name() -> None:
     ):
         twice(bucketed(mean, [4]), x)
     fast = bucketed(mean, [4], on_failure="eager")
-    with pytest.warns(UserWarning, match="no longer pads this step's batches: padding from 3 to 4 changes what"):
+    with pytest.warns(UserWarning, match="no longer pads this step's batches: padding from 3 to 4 changes the outcome"):
         assert torch.equal(twice(fast, x), mean(x))
     for _ in range(5):
         assert torch.equal(fast(x), mean(x))

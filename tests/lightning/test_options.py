@@ -141,10 +141,10 @@ def test_captures_that_do_not_pay_demote_the_step(tmp_path: Path) -> None:
 def test_captures_that_do_not_pay_raise_before_the_first_replay(tmp_path: Path) -> None:
     """Where nothing was ever replayed, nobody would lose a run."""
     callback = tape(max_recaptures=1, warmup_steps=1)
-    with pytest.raises(RecaptureError, match=r"fewer than 16 replays each.*max_recaptures \(now 1\)"):
+    with pytest.raises(RecaptureError, match=r"each time for fewer than 16 replays: .*max_recaptures \(now 1\)"):
         fit(partial(sharpened, 4, 1), tmp_path / "raised", callback, **MANY)
     assert callback.stats.replayed == 0
-    text, options = "fewer than 16 replays each", {"max_recaptures": 1, "warmup_steps": 1}
+    text, options = "each time for fewer than 16 replays", {"max_recaptures": 1, "warmup_steps": 1}
     trainer, module = run_until(RecaptureError, text, partial(sharpened, 4, 1), tmp_path / "ended", tape(**options))
     assert_nothing_installed(trainer, module)
 

@@ -208,7 +208,7 @@ def _named() -> Any:
             r"args\[0\]\.factor, a Tensor .*Pass it as a separate argument",
         ),
         (_asking, lambda: _leaf(2.0), r"args\[0\]\.factor, an attribute of a tensor that requires gradients"),
-        (_asking, lambda: _leaf(2.0, Bare), r"args\[0\] is a Bare that asks for gradients.*as_subclass\(torch\.Tensor"),
+        (_asking, lambda: _leaf(2.0, Bare), r"args\[0\] is a Bare that requires gradients.*as_subclass\(torch\.Tensor"),
         (
             lambda x: x[1] * x[0],
             lambda: [Number(2), X],

@@ -124,7 +124,7 @@ def test_unowned_tensors_are_refused(kind: str) -> None:
     patterns = [
         told,
         r"at test_refused_tensors\.py:\d+ in step_of",
-        "owners=.*feed it" if kind != "fresh" else "owners=",
+        "owners=.*pass it as an argument" if kind != "fresh" else "owners=",
     ]
     assert_refused(make, UnownedTensorError, *patterns, done=SECOND_TRACE)
     assert_falls_back(make, SkipReason.UNOWNED_TENSOR, *patterns)

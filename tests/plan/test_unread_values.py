@@ -142,7 +142,7 @@ def test_an_object_of_a_package_that_the_step_changes_is_refused() -> None:
 def test_a_generator_that_is_fed_is_refused() -> None:
     """Code in C would take a placeholder for a generator of torch's."""
     step = graph_step(lambda x, source: x + torch.rand(2, generator=source), backend="tape")
-    with pytest.raises(FeedError, match=r"args\[1\]: a Generator is fed"):
+    with pytest.raises(FeedError, match=r"args\[1\]: an argument has the type Generator"):
         for _ in range(8):
             step(torch.ones(2), torch.Generator())
 
@@ -445,5 +445,7 @@ def test_tensors_on_the_host_beside_others() -> None:
     other = flatten(({**batch, "lengths": torch.ones(5)},), {}, unread.keys)
     assert feed.key == other.key and feed.unread == {1} and [index for index, _ in feed.tensors()] == [0]
     unread.mark(feed, [1])
-    with pytest.raises(FeedError, match=r"args\[0\]\['lengths'\] is on cpu and the step reads it, beside .* on meta"):
+    with pytest.raises(
+        FeedError, match=(r"args\[0\]\['lengths'\] is on cpu and the step reads it beside tensors on " r"meta")
+    ):
         flatten((batch,), {}, unread.keys)

@@ -247,7 +247,7 @@ def _follow(thing: Any, times: int) -> Any:
             r"reads members, a WeakSet, from which items disappear by themselves and which is not.*in a dict",
         ),
         ("WeakKeyDictionary", r"reads weak, a WeakKeyDictionary, .*pass allow=\('weak',\)"),
-        ("WeakValueDictionary", r"reads weak_values, a WeakValueDictionary, which things"),
+        ("WeakValueDictionary", r"reads weak_values, a WeakValueDictionary, from which items disappear"),
     ],
 )
 def test_what_nobody_would_see_is_refused(name: str, message: str) -> None:

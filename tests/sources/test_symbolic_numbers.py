@@ -122,7 +122,7 @@ def test_a_number_that_differs_in_each_step_and_whose_value_is_needed(kind: str)
     model = Model()
     step = graph_step(partial(body, model), owners={"model": model})
     text = r"uses model\.step at test_symbolic_numbers\.py:\d+ in <lambda>: .*, which is \d+ before one step"
-    with pytest.raises(HostScalarError, match=rf"{text}.* \(x \* n\), but `{needs}` needs the value\. Hold it"):
+    with pytest.raises(HostScalarError, match=rf"{text}.* \(x \* n\), but `{needs}` needs the value itself\. Keep it"):
         for index in range(8):
             _scale(model, index + 1)
             step(torch.randn(8, 4))

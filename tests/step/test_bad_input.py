@@ -436,7 +436,7 @@ NEVER_AGAIN: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "strides of one row": (
         lambda index: {"x": torch.ones(1, 2 + index)[:, :2]},
-        r"so feed args\[0\]\['x'\]\.clone\(memory_format=torch\.contiguous_format\)\)\. Expected",
+        r"so pass args\[0\]\['x'\]\.clone\(memory_format=torch\.contiguous_format\)\)\. Expected",
     ),
     "strides and a dtype": (
         lambda index: {"x": torch.ones(2, 2 + index, dtype=(torch.float32, torch.float64)[index % 2])[:, :2]},

@@ -89,7 +89,7 @@ def test_captures_that_do_not_pay_raise_before_the_first_replay() -> None:
     """Where nothing was ever replayed, nobody would lose a run."""
     rig = build(partial(_flag_rig, 4, 1))
     step = managed(rig, max_recaptures=1, warmup_steps=1)
-    with pytest.raises(RecaptureError, match=r"fewer than 16 replays each.*max_recaptures \(now 1\)"):
+    with pytest.raises(RecaptureError, match=r"each time for fewer than 16 replays: .*max_recaptures \(now 1\)"):
         drive(rig, step)
     assert step.stats.replayed == 0
 
