@@ -249,7 +249,7 @@ class Programs:
         if self._waits > longest:
             self._is_tried = True
             return None
-        signature = "another signature" if is_further else "what was captured before"
+        signature = "a new signature" if is_further else "a step that was captured before"
         what = "a new path through the step's code" if has_ways else signature
         return f"{what} is traced once replays have saved the time of earlier traces and captures"
 

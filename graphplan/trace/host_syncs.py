@@ -27,10 +27,9 @@ from graphplan.trace.operator_schemas import NONZERO, PACKING, POSITIONS, TO_COP
 from graphplan.trace.records import Trace
 
 _FIX = (
-    "Keep the value on the device: use torch.where or a mask of fixed shape; for an index, index_copy_ or gather, "
-    "which take a tensor. Or return the tensor and read it after the step. (A number of .item() or a copy of .cpu() "
-    "that only goes to self.log, a list or the result is allowed: it is read after the replay.) If only some calls do "
-    "this, select them with eager_if="
+    "Keep the value on the device (torch.where, a mask of fixed shape; as an index, index_copy_ and gather take a "
+    "tensor). Or return the tensor and read it after the step; graphplan does this itself if .item() or .cpu() only "
+    "goes to self.log, a list or the result. If only some calls do this, select them with eager_if="
 )
 _SHAPE_FIX = (
     "If possible, use a tensor of fixed shape instead (a mask, torch.where, a fixed number of indices). If the "
@@ -70,8 +69,8 @@ class HostSyncs:
         self._trace.violate(
             HostSyncError,
             f"{name} reads a tensor's values on the host at {with_users_line(find_source())}; a replay would keep the "
-            "first values. Keep them in a tensor, or return the tensor and read it after the step. If only some calls "
-            "do this, select them with eager_if=",
+            "first values. Keep the values in a tensor, or return the tensor and read it after the step. If only some "
+            "calls do this, select them with eager_if=",
         )
 
     def check(self, call: OperatorCall, out: Any, source: Source, given: _Given) -> bool:

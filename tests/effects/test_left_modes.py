@@ -570,7 +570,7 @@ def test_what_is_left_otherwise_each_time_is_refused(change: Callable[..., Any])
         r"it within the step.*allow="
     )
     assert_refused(make, HostEffectError, text, *values, done=done)
-    assert_falls_back(make, SkipReason.HOST_EFFECT, rf"the step leaves {path}")
+    assert_falls_back(make, SkipReason.HOST_EFFECT, rf"the step changes {path}")
 
 
 def test_what_replays_may_leave_alone() -> None:

@@ -106,5 +106,6 @@ def test_row_14_a_batch_that_comes_in_a_new_tensor() -> None:
     holds it, refused where it cannot.
     """
     hidden = lambda: held_rig(Hidden())  # noqa: E731
-    assert_refused(hidden, UnownedTensorError, r"each\s+step\s+uses\s+another\s+one", "Pass it as an argument", done=SECOND_TRACE)
+    texts = r"each\s+step\s+uses\s+another\s+one", "Pass it as an argument"
+    assert_refused(hidden, UnownedTensorError, *texts, done=SECOND_TRACE)
     assert_handled(lambda: held_rig(Memory()))

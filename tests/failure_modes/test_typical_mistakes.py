@@ -191,7 +191,7 @@ MISTAKES: dict[Callable[[], None], tuple[str, str]] = {
     branches_on_a_value: (f"at {HERE}:", "torch.where"),
     selects_rows_by_a_mask: ("x[model(x)[:, 0] > 0]", "a mask of fixed shape"),
     keeps_numbers_of_losses: ("`losses.append(int(loss.detach()))`", "read it after the step"),
-    goes_to_numpy: ("Tensor.numpy reads", "Keep the value in a tensor"),
+    goes_to_numpy: ("Tensor.numpy reads", "Keep the values in a tensor"),
     chooses_with_python: ("random.choice(", "pass it as an argument of the step"),
     seeds_in_the_step: ("manual_seed", "Seed outside the step"),
     schedules_in_the_step: ("`scheduler.step()`", "Call scheduler.step() after the step"),

@@ -117,7 +117,7 @@ def test_compiled_code_and_assertions() -> None:
 
     fast = graph_step(step, owners={"model": model}, backend=BACKEND)
     with (
-        pytest.raises(HostSyncError, match="runs compiled code: a capture of both would wait for the device"),
+        pytest.raises(HostSyncError, match="runs compiled code; a capture of both would wait for the device"),
         torch.no_grad(),
     ):
         # The first trace runs what was compiled as it was written, and its names are new: steps warm up again.

@@ -713,7 +713,7 @@ def test_what_is_no_function_is_not_bound() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"shapes": "bucket", "buckets": [4]}])
 def test_what_no_program_takes_is_refused_whatever_the_shapes(options: Any) -> None:
-    bads = [(torch.eye(3).to_sparse(), r"args\[0\] has layout"), (object(), "a object is fed")]
+    bads = [(torch.eye(3).to_sparse(), r"args\[0\] has layout"), (object(), "an argument has the type object")]
     # An object has no dimension to be padded: such calls are eager.
     for bad, text in bads[: 1 if "buckets" in options else 2]:
         # Whether the function reads an object, only a trace shows.

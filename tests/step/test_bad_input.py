@@ -325,13 +325,13 @@ def test_a_sparse_feed() -> None:
         rig.calls = [(x.to_sparse(), y) for x, y in rig.calls]
         return rig
 
-    text = r"args\[0\] has layout torch\.sparse_coo; expected a dense .*: feed args\[0\]\.to_dense\(\)"
+    text = r"args\[0\] has layout torch\.sparse_coo; expected a dense .*: pass args\[0\]\.to_dense\(\)"
     assert_refused(make, FeedError, text, done=0)
 
 
 def test_a_feed_on_another_device() -> None:
     """Nothing is moved unasked: the leaf and both devices are named."""
-    text = r"args\[0\] is on cpu, the step computes on cuda:0; move it.*pass device='cuda:0'"
+    text = r"args\[0\] is on cpu, but the step computes on cuda:0; move it.*pass device='cuda:0'"
     with pytest.raises(DeviceError, match=text):
         check_feed(flatten((torch.ones(2),), {}), torch.device("cuda:0"))
 

@@ -185,7 +185,7 @@ def test_a_program_that_turns_out_to_be_too_large(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(TapeBackend, "needs", lambda *_, alone: 0)
     step = graph_step(fn_of(MIB), backend="tape", mode="inference", memory_budget=MIB)
     one = torch.ones(1, 1)
-    with pytest.warns(UserWarning, match=r"takes \d\.\d MiB in fact, and memory_budget allows 1\.0 MiB"):
+    with pytest.warns(UserWarning, match=r"takes \d\.\d MiB in fact, but memory_budget allows 1\.0 MiB"):
         found = [step(one).item() for _ in range(8)]
     assert found == pytest.approx([math.exp(2) * MIB / 4] * 8, rel=1e-3)
     assert (step.stats.captured, step.stats.replayed) == (1, 0)

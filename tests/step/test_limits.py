@@ -133,7 +133,7 @@ def test_what_changes_again_and_again(monkeypatch: pytest.MonkeyPatch, spends: b
     step = managed(rig, on_failure="eager")
     assert_same_runs(expected, drive(rig, step))
     assert most // 2 < step.stats.captured <= most
-    waits = "what was captured before is traced once replays have saved the time of earlier traces and captures"
+    waits = "a step that was captured before is traced once replays have saved the time of earlier traces and captures"
     assert (waits in step.report()) is spends
 
 
@@ -222,7 +222,7 @@ def test_captures_that_do_not_pay_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         play()
     assert len(caught) == 1
     assert 4 <= step.stats.captured <= 8
-    assert "what was captured before is traced once replays have saved the time of earlier traces and" in step.report()
+    assert "a step that was captured before is traced once replays have saved the time of earlier traces and" in step.report()
 
 
 @pytest.mark.parametrize("turns", ["shape", "way"])

@@ -390,7 +390,7 @@ def test_numbers_that_are_others_in_the_capture(what: str, text: str) -> None:
     ("what", "text"),
     [
         ("appends", r"appends another number of items in its capture"),
-        ("keeps", r"keeps a number that is computed other"),
+        ("keeps", r"keeps a number that is computed in another way"),
     ],
 )
 def test_numbers_that_are_others_in_the_capture_after_two_traces(what: str, text: str) -> None:

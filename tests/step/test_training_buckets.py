@@ -236,12 +236,12 @@ REFUSED: dict[str, tuple[Callable[[], Training], dict[str, Any], str]] = {
     "a mean over all positions": (
         Mean,
         {},
-        rf"leaves: result\[0\]: \d\.\d+ by the padded step, \d\.\d+ by the unpadded step; {BEYOND} {FIX}",
+        rf"outcome of the step: result\[0\]: \d\.\d+ by the padded step, \d\.\d+ by the unpadded step; {BEYOND} {FIX}",
     ),
     "another pad value": (
         Training,
         {"pad": 0},
-        rf"leaves: result\[0\]: \d\.\d+ by the padded step, \d\.\d+ by the unpadded step; {BEYOND} {FIX}",
+        rf"outcome of the step: result\[0\]: \d\.\d+ by the padded step, \d\.\d+ by the unpadded step; {BEYOND} {FIX}",
     ),
     "no position": (
         partial(Training, Short),

@@ -94,7 +94,7 @@ NAMES |= {exported: r"Tensor\.__dlpack__"}
 def test_reads_that_no_mode_hears_of_are_refused(read: Callable[..., Tensor]) -> None:
     """At the first trace, with the call, its line and what to do instead; and torch's classes are as they were."""
     make = partial(updating_rig, read, attributes(scale=lambda: nn.Parameter(torch.ones(()), requires_grad=False)))
-    text = f"{NAMES[read]}.* reads a tensor's values on the host at {line_of(read)}.*Keep the value in a tensor"
+    text = f"{NAMES[read]}.* reads a tensor's values on the host at {line_of(read)}.*Keep the values in a tensor"
     assert_refused(make, HostSyncError, text)
     assert "__float__" not in vars(Tensor)
     assert type(torch.tensor) is BuiltinFunctionType
