@@ -72,7 +72,7 @@ def test_row_01_two_moments_swapped() -> None:
 
 
 def test_row_02_betas_change_once() -> None:
-    """Kernels take betas as Python numbers: anvalues .* that the traced steps did not make thereue needs another capture, and gets it."""
+    """Kernels take betas as Python numbers: another value needs another capture, and gets it."""
     assert assert_change_handled(lambda m, o: o.param_groups[0].update(betas=(0.5, 0.9))).stats.recaptured == 1
 
 

@@ -75,7 +75,7 @@ def test_row_21_arrays_of_host_numbers_are_refused() -> None:
     """Host generators give an operator other numbers in each trace."""
     make = partial(changing_rig, stay, _numpy_array, prepare=seeded)
     assert_naive_is_wrong(make)
-    words = "gets values .* that the traced steps did not make thereues than one step before"
+    words = "gets other values than one step before"
     assert_refused(make, HostScalarError, line_of(_numpy_array), words, "freeze", r"torch\.randn", done=WARMUP + 1)
 
 

@@ -121,7 +121,7 @@ BOXES: dict[str, Callable[[dict[str, Tensor]], object]] = {
 
 @pytest.mark.parametrize("how", BOXES)
 def test_row_25_external_tensor_changed(how: str) -> None:
-    """A tensor that nobody named may get values .* that the traced steps did not make thereues, other memory, or be replaced: its name in the code is known."""
+    """A tensor that nobody named may get other values, other memory, or be replaced: its name in the code is known."""
     expected = run_eagerly(partial(box_rig, BOXES[how]))
     rig = build(partial(box_rig, BOXES[how]))
     step = managed(rig)

@@ -204,7 +204,7 @@ def _halve(model: Any, index: int) -> None:
 
 
 def test_a_device_constant_that_changes_is_refused() -> None:
-    """``torch.tensor(value, device=...)`` with anvalues .* that the traced steps did not make thereue in each step: both values and the line are named."""
+    """``torch.tensor(value, device=...)`` with another value in each step: both values and the line are named."""
     make = on_device(lambda: updating_rig(moving_constant, attributes(temperature=0.5), _halve))
     patterns = [line_of(moving_constant), r"0\.015625", r"0\.0078125"]
     assert_refused(make, HostScalarError, *patterns, done=LAST_TRACE, backend=BACKEND)

@@ -53,7 +53,7 @@ def test_a_budget_that_no_program_fits_into(tmp_path: Path) -> None:
     """Eager's fit, also where refusals raise, and the report says why."""
     expected = fit(LitDigits, tmp_path / "eager", max_epochs=1)
     callback = tape(memory_budget=1000)
-    with pytest.warns(UserWarning, match=r"is estimated to take .* MiB, and memory_budget allows 0\.0 MiB"):
+    with pytest.warns(UserWarning, match=r"is estimated to take .* MiB, but memory_budget allows 0\.0 MiB"):
         found = fit(LitDigits, tmp_path / "graphed", callback, max_epochs=1)
     assert_same_fits(expected, found)
     assert callback.stats.captured == 0

@@ -92,7 +92,7 @@ def test_a_first_replay_that_is_wrong(tmp_path: Path) -> None:
     states = []
     ends = (
         ("eager", None, Stopped, "^$"),
-        ("graphed", tape(), VerifyError, "replay 1 of .*Keep the values in a tensor"),
+        ("graphed", tape(), VerifyError, "replay 1 of .*Keep the value in a tensor"),
     )
     for name, callback, error, text in ends:
         stop = FIRST if callback is None else None

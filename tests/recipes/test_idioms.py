@@ -20,6 +20,6 @@ def test_every_idiom_is_replayed_and_equal(tmp_path: Path, monkeypatch: pytest.M
     rows = json.loads(file.read_text())["rows"]
     assert [row["idiom"] for row in rows] == [kind.__name__ for kind in idioms.IDIOMS]
     assert all(row["equal"] for row in rows), rows
-    # On the CPU an array lies where its tensor does: to wait for it, as for a copy, would show values .* that the traced steps did not make thereues.
+    # On the CPU an array lies where its tensor does: to wait for it, as for a copy, would show other values.
     refused = [] if torch.cuda.is_available() else ["KeepsCopies"]
     assert [row["idiom"] for row in rows if row["replayed"] <= 0.5] == refused

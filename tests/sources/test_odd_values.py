@@ -115,7 +115,7 @@ VIEWS: dict[str, Callable[[Tensor], Any]] = {
 @pairs(name=VIEWS, outputs=["clone", "static"], verify=["off", 1])
 @pytest.mark.twice
 def test_results_that_differ_in_a_bit_of_theirs(name: str, outputs: str, verify: Any) -> None:
-    """Conjugate and negative views of one memory are values .* that the traced steps did not make thereues."""
+    """Conjugate and negative views of one memory are other values."""
 
     def function(x: Tensor) -> Any:
         return VIEWS[name](x * 2)

@@ -63,7 +63,7 @@ def rig_with(weigh: Weigh, change: Callable[[], None], **owners: Any) -> Rig:
 
 
 def change(name: str, what: Any) -> Callable[[], None]:
-    """Anvalues .* that the traced steps did not make thereue in place of one."""
+    """Another value in place of one."""
     values = {"scale": 3.0, "offset": torch.ones(())}
     return lambda: setattr(what, name, values[name])
 
@@ -112,7 +112,7 @@ CASES = [a_variable_and_a_global, an_owner_and_a_global, two_variables, a_variab
 
 @pairs(which=[0, 1], name=["scale", "offset"], case=CASES)
 def test_each_is_followed(case: Callable[[str, int], Rig], name: str, which: int) -> None:
-    """Other numbers lead to another program, and other tensors to values .* that the traced steps did not make thereues."""
+    """Other numbers lead to another program, and other tensors to other values."""
 
     def make() -> Rig:
         reset()

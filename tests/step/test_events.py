@@ -62,7 +62,7 @@ def test_the_report_names_the_event(what: str) -> None:
 
 
 def _flag_rig(every: int, ahead: int = 0) -> Any:
-    """A flag that the step reads takes anvalues .* that the traced steps did not make thereue after each ``every`` calls, ``ahead`` calls earlier."""
+    """A flag that the step reads takes another value after each ``every`` calls, ``ahead`` calls earlier."""
 
     def loss(model: Any, x: Any, y: Any) -> Any:
         return nn.functional.cross_entropy(model(x), y) * complex(model.sharpness).real

@@ -110,7 +110,7 @@ NEVER_AGAIN: dict[str, Use] = {
 
 @pytest.mark.parametrize("use", NEVER_AGAIN.values(), ids=NEVER_AGAIN.keys())
 def test_needed_values_that_never_come_again_are_told_soon(use: Use, device: torch.device, backend: str) -> None:
-    """As early as values .* that the traced steps did not make thereues are, and no more than one trace is made."""
+    """As early as other values are, and no more than one trace is made."""
     with device:
         rig = build(lambda: rig_of(use, lambda index: 1 / (index + 1)))
     step = managed(rig, backend=backend)

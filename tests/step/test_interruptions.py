@@ -226,7 +226,7 @@ def test_who_raised_an_error(call: Callable[[], None], own: bool) -> None:
 
 
 def test_constants_that_only_the_capture_makes() -> None:
-    """Constants on a device come from the traces: anvalues .* that the traced steps did not make thereue is refused with its line."""
+    """Constants on a device come from the traces: another value is refused with its line."""
     made = torch.ones(2)
     with DeviceConstants([made]):
         assert torch.equal(torch.tensor([1.0, 1.0], device="meta"), made)

@@ -222,7 +222,9 @@ def test_captures_that_do_not_pay_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         play()
     assert len(caught) == 1
     assert 4 <= step.stats.captured <= 8
-    assert "a step that was captured before is traced once replays have saved the time of earlier traces and" in step.report()
+    assert (
+        "a step that was captured before is traced once replays have saved the time of earlier traces and"
+    ) in step.report()
 
 
 @pytest.mark.parametrize("turns", ["shape", "way"])

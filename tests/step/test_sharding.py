@@ -249,7 +249,7 @@ class Stop(torch.nn.GELU):
 
     def __init__(self) -> None:
         super().__init__()
-        # Hidden: anvalues .* that the traced steps did not make thereue of what the step reads would lead to another trace.
+        # Hidden: another value of what the step reads would lead to another trace.
         self.fails = Box(False)
 
     def forward(self, x: Tensor) -> Tensor:
