@@ -115,7 +115,7 @@ class Reasons:
         return step.options.asks_eager(step.calls, *own_arguments(call.args, call.kwargs))
 
     def _takes_no_known_way(self, call: Call) -> Found:
-        """Find the entry, and perhaps a program. Applies if the batch takes no known way, and no new one is tried."""
+        """Find the entry, and perhaps a program. Applies if no batch variant matches, and no new one is traced."""
         lookup = self._step.lookup
         base, call.program = lookup.find(call.feed)
         call.entry = base
@@ -129,7 +129,7 @@ class Reasons:
             base.refusal = base.batch.refusal
             if base.refusal is not None:
                 self._step.refusals.refuse(base.refusal)
-                # Each search for a known way runs its operators. Without programs, no call searches any more.
+                # Each search for a batch variant runs operators. Without programs, no call searches any more.
                 programs.close_ways(base)
                 self._step.fast_path.forget()
                 return False
