@@ -138,8 +138,8 @@ def _from_the_top() -> AbstractContextManager[Any]:
 
 
 class CompiledModules:
-    """Modules that are compiled with ``torch.compile`` and the arguments ``how`` until :meth:`undo`. True: its defaults,
-    but nothing on the CPU, where the tape records the operators of the uncompiled code anyway. False: compile nothing.
+    """Modules that are compiled with ``torch.compile`` and the arguments ``how`` until :meth:`undo`. True: its
+    defaults, but nothing on the CPU, where the tape records uncompiled operators anyway. False: compile nothing.
     """
 
     def __init__(self, modules: Iterable[nn.Module], how: bool | Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ def name_compiled(error: RefusalError) -> None:
 
 
 def refuse_beside_compiled(plan: Plan) -> None:
-    """Raise HostSyncError for reads and copies that need a dispatch mode in a capture: compiled code cannot run in it."""
+    """Raise HostSyncError for reads that need a dispatch mode in a capture, as compiled code runs uncompiled in one."""
     whats = [
         f"{'asserts a value' if read.asserted else 'reads a constant on the device'} at {read.place}"
         for read in plan.traced.reads
