@@ -114,7 +114,7 @@ def fit(lengths: Iterable[int] | Mapping[int, int], max_graphs: int = 8, *, mult
         The ladder, with its ``sizes`` and its ``waste``. Pass it as ``buckets=``.
 
     Raises:
-        OptionError: without lengths, or for values that make no sense.
+        OptionError: without lengths, or for invalid values.
     """
     counts = Counter(lengths)
     _check_fit(counts, max_graphs, multiple_of)

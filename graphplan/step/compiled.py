@@ -168,7 +168,7 @@ class CompiledModules:
 
 
 def name_compiled(error: RefusalError) -> None:
-    """Add to an ``error`` about a number or a read that only compiled code makes it a reason for a refusal."""
+    """Add to an ``error`` that beside compiled code, numbers have no stand-ins and reads are not deferred."""
     if isinstance(error, (HostScalarError, HostSyncError)):
         advice = "Have the step's caller work with the number, or leave that part uncompiled"
         text = "The step runs code that torch.compile compiled, beside which numbers are not followed and no read waits"

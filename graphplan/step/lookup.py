@@ -22,7 +22,7 @@ from graphplan.tensors.trees import PLAIN_LEAVES, flatten_arguments, take_leaves
 from graphplan.trace.batch_reads import Search
 
 _KINDS = 8
-"""Maximum known calls with tensors of the same shapes: as many as there may be variants by reads of a batch."""
+"""Maximum known calls with tensors of the same shapes: as many as there may be batch variants of one key."""
 _SHAPES = 256  # Maximum combinations of tensor shapes in one layout whose calls are remembered.
 _COMPARABLE = PLAIN_LEAVES | {type}
 """Types of leaves whose comparison runs no user code. Classes are among them, since records hold classes."""

@@ -385,7 +385,7 @@ class Managed:
 
     @property
     def sharding(self) -> Sharding:
-        """The modules that FSDP2 shards."""
+        """The modules that FSDP2 shards, and the method that reshards them."""
         if self._sharding is None:
             try:
                 self._sharding = Sharding(self.walk_before().modules)

@@ -232,7 +232,7 @@ def _is_plain(leaf: Tensor) -> bool:
 
 
 class RehearsalMode(OperatorMode):
-    """A dispatch mode that skips dropout, notes random draws, and copies uncopied storages before they are ``written``."""
+    """A dispatch mode that skips dropout, notes draws, and copies storages that are not ``copied`` when ``written``."""
 
     def __init__(self, copied: set[int | None]) -> None:
         super().__init__()

@@ -185,7 +185,7 @@ class Planner:
         self._read = {path: value for path, value in plan.reads.values.items() if _may_vary(value)}
 
     def _plan_single(self, call: Call, at_end: Walk | None) -> Plan | None:
-        """Make a plan from one trace. The trace is kept until the capture: it is the first of two if the plan fails."""
+        """Make a plan from one trace, which is kept: it is the first of two if the plan is outdated at the capture."""
         (trace,) = call.line.traces
         may_be_single = self.may_be_single and self._managed.knows_all and at_end is not None
         if not (may_be_single and suffices(trace, self._managed.rates.storages)):

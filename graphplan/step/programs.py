@@ -321,7 +321,7 @@ class Programs:
         )
 
     def check_due(self, feed: Feed, values: Sequence[str]) -> NotCapturedError | None:
-        """Return, only once, the error if no capture came in time. ``values`` describes those that code needs."""
+        """Return, once, the error if no capture came in time. ``feed`` was looked up last; code needs ``values``."""
         if self._latest or self._said:
             return None
         needed = self._options.warmup_steps + 3

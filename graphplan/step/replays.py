@@ -56,7 +56,7 @@ class _Series(Tally):
         self._checked: WeakKeyDictionary[Program, int] = WeakKeyDictionary()
 
     def is_due(self, program: Program) -> bool:
-        """Return True if ``program``'s next replay is checked: its latest check is the oldest, or one is overdue."""
+        """Return True if ``program``'s next replay is checked: a check is due, and it is its turn or one is overdue."""
         number = self.replays + 1
         if program not in self._checked:
             return number >= self._first

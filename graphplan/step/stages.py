@@ -210,7 +210,7 @@ class Stages:
                     call.line.plan = None
                     entry.warm = min(entry.warm, self._options.warmup_steps - 1)
                 raise
-        # Want of memory and an uncovered role do not depend on the trace, so a second trace would not help.
+        # Lack of memory and an uncovered role do not depend on the trace, so a second trace would not help.
         if is_single and not isinstance(refusal, (CaptureMemoryError, UncoveredRoleError)):
             self._stats.note(f"traced anew: {refusal}", "traces")
             call.line.plan = None

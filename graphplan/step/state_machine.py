@@ -58,7 +58,7 @@ _FICKLE, _SHARE = 8, 1 / 4
 
 
 class StateMachine:
-    """The state machine of one step; ``serve`` takes its calls. Raises OptionError if no module is there to compile."""
+    """The state machine of one step; ``serve`` runs its calls. Raises OptionError for ``compile=`` without a module."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class StateMachine:
         return result
 
     def _count_refused(self, reason: SkipReason | None, detail: str, *, is_traced: bool = False) -> None:
-        """Stand down after ``_FRUITLESS`` consecutive refused calls, or after two traces with the same error."""
+        """Stand down after several consecutive refused calls, or after traces of two signatures with the same error."""
         count, before = self._fruitless
         progress = self.stats.captured + self.stats.replayed
         count = count + 1 if before == progress else 1
