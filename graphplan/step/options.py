@@ -69,8 +69,8 @@ class CommonOptions:
             in any case. None: 1.0 on CUDA, 0 on the CPU.
         shapes: ``"exact"`` (a program for each shape), or ``"bucket"``: batches are padded to a capture size, and
             results are cut. A training step trains on the padded batches. Before padded calls 1, 2, 4, 8, … of each
-            size, a rehearsal runs the step on the original and on the padded batch, and undoes both. If a tensor
-            differs by more than rounding, the step is refused with the tensor's name; under ``on_failure="eager"``,
+            size, a rehearsal runs the step on the original and on the padded batch, and undoes both. If a value
+            differs by more than rounding, the step is refused with the name of the value; under ``on_failure="eager"``,
             this and all further batches are not padded. The first two calls (of ``graphed``, the first one), batches
             beyond the largest size, and evaluation in a Trainer are not padded.
         buckets: capture sizes of dimension 0, in elements, or by dimension; see :func:`graphplan.buckets.fit`.
