@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 from graphplan.errors import HostScalarError, RefusalError
 from graphplan.feed.signature import Feed
 from graphplan.observe.host_draws import Draw, peek
-from graphplan.owners.slots import Scalar, lasting
+from graphplan.owners.slots import Scalar, item_by_attribute
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.step.batch_variants import BatchVariants
-from graphplan.tensors.symbolic import Question, come_out
+from graphplan.tensors.symbolic import Question, answers_hold
 from graphplan.trace.records import Trace
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Way:
             return False
         asked = self.asked if values else {q: answer for q, answer in self.asked.items() if not q.needs_value}
         try:
-            return come_out(asked, {**numbers, **peek(self.draws)})
+            return answers_hold(asked, {**numbers, **peek(self.draws)})
         except Exception:  # noqa: BLE001 - the step raises it, too, or guards find that the number is gone
             return False
 
@@ -135,15 +135,15 @@ class Entry:
     """The cache entry of one ``key``.
 
     ``since`` and ``used``: the numbers of its first and latest lookup; ``met``: how many lookups there were.
-    ``called``: the number of its latest call without a program. ``doubt``: the error of a wrong replay after a single
-    trace, raised once if two traces then give a plan. ``captured``: it has or had a program; ``lasted``: replays until
-    its programs were last dropped for a recapture. ``gate`` times its replays until ``is_decided``. ``outside``:
+    ``called``: the number of its latest call without a program. ``single_trace_error``: the error of a wrong replay
+    after a single trace, raised once two traces give a plan. ``captured``: it has or had a program; ``lasted``: replays
+    until its programs were last dropped for a recapture. ``gate`` times its replays until ``is_decided``. ``outside``:
     results take part in a backward pass outside the step, so calls are eager. ``batch``: reads of the batch choose
     another entry, whose ``base`` is this one. ``ways``: the current one is last; the numbers at ``places`` decide
     between them. ``untried``: ways that were traced since the last capture; ``too_many``: the error if they exceed a
     limit. ``unknown``: frequencies of untraced ways, by the answers to questions. ``wasted``: programs of ways that
     were closed before they had paid off. ``needing``: calls that were eager because code needs a value.
-    ``flows_out``: names of results that an outer backward pass reached, by the number of the call that returned them.
+    ``outer_backward``: names of results that an outer backward pass reached, by the number of the call.
     ``pause``: why this call is eager despite a program; ``paused``: a program's replays before its latest pause.
     """
 
@@ -155,7 +155,7 @@ class Entry:
     eager_calls: int = 0
     called: int = 0
     refusal: RefusalError | None = None
-    doubt: RefusalError | None = None
+    single_trace_error: RefusalError | None = None
     captured: bool = False
     lasted: float = math.inf
     wants_grad: bool = False
@@ -171,7 +171,7 @@ class Entry:
     too_many: HostScalarError | None = None
     gate: Gate | None = None
     is_decided: bool = False
-    flows_out: dict[int, str] = field(default_factory=dict)
+    outer_backward: dict[int, str] = field(default_factory=dict)
     pause: str | None = None
     paused: WeakKeyDictionary[Program, int] = field(default_factory=WeakKeyDictionary)
 
@@ -245,7 +245,7 @@ class Entry:
         paths = {path for question in asked for path in question.paths} | facts.symbolic.deciding
         # The step may have emptied a list, so use the places that the trace knew at its start.
         self.places.update(facts.symbolic.places)
-        self.places.update({path: lasting(places[path]) for path in facts.symbolic.kinds if path in places})
+        self.places.update({path: item_by_attribute(places[path]) for path in facts.symbolic.kinds if path in places})
         # Values of counters do not repeat, and a number behind a property gets a stand-in in later traces.
         used = paths & facts.symbolic.used.keys() - facts.symbolic.counted - facts.symbolic.behind
         values = {Question.about(path, needs_value=True): facts.entry_scalars[path] for path in used}
@@ -358,7 +358,7 @@ class Entry:
 
     def relocate(self, places: Mapping[str, Scalar]) -> bool:
         """Read the numbers at ``places`` from now on. Return True if that leads to another way."""
-        way, self.places = self.way, {path: lasting(places[path]) for path in self.places if path in places}
+        way, self.places = self.way, {path: item_by_attribute(places[path]) for path in self.places if path in places}
         self._turn()
         return self.way is not way
 

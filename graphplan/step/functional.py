@@ -21,7 +21,7 @@ from graphplan.feed.signature import Feed, check_feed, check_match, flatten
 from graphplan.observe.capture_state import presenting_capture
 from graphplan.optimizers.scaling import LENT
 from graphplan.owners.flags import Flags
-from graphplan.owners.sharding import come_to_rest
+from graphplan.owners.sharding import reshard_and_walk
 from graphplan.owners.slots import Namespace, Walk
 from graphplan.owners.snapshot import Snapshot
 from graphplan.plan.build import build_plan, find_device
@@ -96,7 +96,7 @@ class _Traces:
         self.managed = Managed(fn, owners, prepare=prepare)
         self.feed = flatten(args, {})
         check_feed(self.feed, None)
-        _, walk = come_to_rest(self.managed.owners)
+        _, walk = reshard_and_walk(self.managed.owners)
         fed = {self.feed.names()[index]: tensor for index, tensor in self.feed.tensors()}
         self._snapshots = [Snapshot(walk, extra=list(fed.values()))]
         self._flags = Flags(walk, fed)
@@ -169,7 +169,7 @@ class _Traces:
 
     def _copy(self, thing: Any) -> None:
         """Copy an object that was not named before its first run. Its flags are prepared already, and stay so."""
-        _, walk = come_to_rest({"": thing})
+        _, walk = reshard_and_walk({"": thing})
         self._snapshots.append(Snapshot(walk, without=LENT, within=True))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphplan.compare.comparing import Checks, Row, facts_of, lie
 from graphplan.environment.collector import no_collections
-from graphplan.feed.signature import Feed, alignment_unit, check_feed, is_itself, leaf_key
+from graphplan.feed.signature import Feed, alignment_unit, check_feed, is_keyed_by_identity, leaf_key
 from graphplan.program.program import Program
 from graphplan.step.batch_variants import reads_of
 from graphplan.step.entries import Entry, Key, Variant
@@ -51,7 +51,7 @@ class Lookup:
             if program is None:
                 is_first = not entry.eager_calls and self._programs.is_further(entry)
                 is_eager = entry.way.refusal is not None or not entry.way.is_met
-                is_eager = is_eager or bool(self._programs.waits(entry) or self._programs.turns_away(entry))
+                is_eager = is_eager or bool(self._programs.waits(entry) or self._programs.limit_reason(entry))
                 if looked or is_first or is_eager:
                     # The call will be eager, so a walk over the owners would be wasted.
                     return entry, None
@@ -251,7 +251,9 @@ class FastPath:
     def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
         """Remember a call, if everything that its key depends on can be compared without user code."""
         read = [leaf for index, leaf in enumerate(feed.leaves) if index not in feed.unread]
-        is_plain = all(type(leaf) in _COMPARABLE or is_itself(leaf) for leaf in read) and not entry.wants_grad
+        is_plain = (
+            all(type(leaf) in _COMPARABLE or is_keyed_by_identity(leaf) for leaf in read) and not entry.wants_grad
+        )
         if not is_plain or any(attributes_on(leaf) for _, leaf in feed.tensors()):
             return
         self._managed.fingerprint()

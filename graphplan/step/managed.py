@@ -39,7 +39,7 @@ from graphplan.program.faults import is_raised_by_user, refusing
 from graphplan.program.fingerprint import Fingerprint
 from graphplan.specs.paths import free_name
 from graphplan.step.compiled import runs_compiled
-from graphplan.tensors.deferred import stood_for
+from graphplan.tensors.deferred import replaced_classes
 from graphplan.trace.mode import refuse_trace
 from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
@@ -476,4 +476,4 @@ def _are_misused(record: Trace) -> bool:
     assert record.deferred is not None
     if record.reads.misused({name for _, _, name in record.symbolic.tables}):
         return True
-    return not record.deferred.are_over() or record.reads.may_tell(stood_for(copies=bool(record.deferred.copies)))
+    return not record.deferred.are_over() or record.reads.detects(replaced_classes(copies=bool(record.deferred.copies)))

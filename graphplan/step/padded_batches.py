@@ -24,7 +24,7 @@ from graphplan.errors import FeedError, HostEffectError, OptionError, PaddingErr
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed, asks_for_gradients, flatten, is_dense, no_keys
 from graphplan.observe.source import find_source
-from graphplan.observe.watching import Aside
+from graphplan.observe.watching import Unwatched
 from graphplan.owners.generators import HostGenerators
 from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.snapshot import Snapshot
@@ -245,7 +245,7 @@ class RehearsalMode(OperatorMode):
         self._places: dict[str, None] = {}
         self.written: set[int | None] = set()
 
-    def operate(self, aside: Aside, call: OperatorCall) -> Any:
+    def operate(self, aside: Unwatched, call: OperatorCall) -> Any:
         """Run an operator, unless it is dropout."""
         if call.schema.may_write:
             self._save(call)
@@ -255,7 +255,7 @@ class RehearsalMode(OperatorMode):
             self.record.dtypes.add(tensor.dtype)
         return out
 
-    def _run(self, aside: Aside, call: OperatorCall) -> Any:
+    def _run(self, aside: Unwatched, call: OperatorCall) -> Any:
         schema, args, kwargs = call.schema, call.args, call.kwargs
         if schema.name == _NOISE:
             # Dropout multiplies by this mask divided by the share that it keeps. Fill it with the share: that gives 1.

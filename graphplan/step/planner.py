@@ -23,7 +23,7 @@ from graphplan.owners.views import Given, Numbers
 from graphplan.plan.build import build_plan
 from graphplan.plan.difference import is_reordered
 from graphplan.plan.plan import Plan
-from graphplan.plan.single import suffices
+from graphplan.plan.single import one_trace_suffices
 from graphplan.step.entries import Entry, Line, value_at
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
@@ -35,7 +35,7 @@ from graphplan.verify.schedule import next_check
 
 FICKLE_TRACES = 3
 """Traces and captures of one line in which a branch may change before the step is refused."""
-TWICE = ContextVar("twice", default=False)
+ALWAYS_TWO_TRACES = ContextVar("twice", default=False)
 """Whether steps that are created in this context need two traces: only two traces can name the line that differs."""
 _REORDERED = 5  # Maximum retraces for reordered autograd; back off 4, 8, ... 64 steps.
 _REPLACED = (Given, Numbers)  # Containers whose numbers have stand-ins even before they are known to change.
@@ -61,12 +61,12 @@ class Planner:
         self._changing = "", 0  # The path that differs between consecutive traces, and how often in a row.
         # A single trace needs a check of the first replay, and ranks have to trace in the same steps.
         is_checked = next_check(self._options.check_every, 0) == 1
-        self.may_be_single = is_checked and self._peers is None and not TWICE.get()
+        self.single_trace_allowed = is_checked and self._peers is None and not ALWAYS_TWO_TRACES.get()
         """Whether a plan may be made from a single trace."""
 
-    def distrust(self) -> None:
+    def require_two_traces(self) -> None:
         """Require two traces for each plan from now on."""
-        self.may_be_single = False
+        self.single_trace_allowed = False
 
     def forget(self) -> None:
         """Drop the latest trace."""
@@ -167,10 +167,10 @@ class Planner:
     def plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
         """Make the plan of the line's traces; None if more are needed. Raises RefusalError if more would not help."""
         plan = self._plan(call, walk, at_end) if len(call.line.traces) > 1 else self._plan_single(call, at_end)
-        doubt = call.entry.doubt
-        if plan is not None and doubt is not None:
-            call.line.traces, call.entry.doubt = [], None
-            raise doubt
+        single_trace_error = call.entry.single_trace_error
+        if plan is not None and single_trace_error is not None:
+            call.line.traces, call.entry.single_trace_error = [], None
+            raise single_trace_error
         if plan is not None and not plan.single:
             self.settle(call, plan)
         return plan
@@ -187,8 +187,8 @@ class Planner:
     def _plan_single(self, call: Call, at_end: Walk | None) -> Plan | None:
         """Make a plan from one trace, which is kept: it is the first of two if the plan is outdated at the capture."""
         (trace,) = call.line.traces
-        may_be_single = self.may_be_single and self._managed.knows_all and at_end is not None
-        if not (may_be_single and suffices(trace, self._managed.rates.storages)):
+        single_trace_allowed = self.single_trace_allowed and self._managed.knows_all and at_end is not None
+        if not (single_trace_allowed and one_trace_suffices(trace, self._managed.rates.storages)):
             return None
         try:
             with self._managed.rates:
@@ -210,7 +210,7 @@ class Planner:
             with self._managed.rates:
                 return self._build(first, second, feed, handles, loose=loose, **planning)
         except RefusalError as error:
-            line.traces, entry.doubt = [], None
+            line.traces, entry.single_trace_error = [], None
             if isinstance(error, OutcomeError):
                 line.outcomes += 1
                 if line.outcomes >= FICKLE_TRACES:

@@ -203,7 +203,7 @@ class Programs:
             self._stats.note("evicted: more programs than max_graphs")
         self._let_go()
 
-    def turns_away(self, entry: Entry) -> str | None:
+    def limit_reason(self, entry: Entry) -> str | None:
         """Return why ``entry`` may not get another program; None if it may."""
         is_first, limit = entry.used == entry.since, _PATIENCE * (self._options.warmup_steps + 3)
         if is_first and self._latest and self._misses >= limit and self.progress == self._paid:

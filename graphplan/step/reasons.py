@@ -79,7 +79,7 @@ class Reasons:
             # Rows for calls without a program.
             (on.GUARD, lambda call: call.entry.take_pause(), step.as_traced),
             (on.SHAPE, self._is_overdue, step.plainly),
-            (on.MAX_GRAPHS, lambda call: programs.turns_away(call.entry), step.plainly),
+            (on.MAX_GRAPHS, lambda call: programs.limit_reason(call.entry), step.plainly),
             (on.SHAPE, self._waits, step.wait),
             (None, lambda call: programs.churn() or step.stages.change(call.entry), None),
             (on.PEERS, lambda call: not may_advance(bool(call.entry.plans)), step.as_traced),

@@ -36,14 +36,14 @@ _LATEST = 2  # Latest captures whose check schedule continues after a recapture.
 class Checked:
     """The outcome of a replay that was due for a check: the call's ``result``, and the ``error`` if it was wrong.
 
-    ``proves_nothing``: the program comes from a single trace, and the check did not prove it correct. The step is
-    traced twice instead. If those traces show no reason for a refusal, the step is refused for the ``doubt``, if any.
+    ``is_inconclusive``: the program comes from a single trace, and the check did not prove it correct. The step is
+    traced twice instead. If those traces show no reason for a refusal, it is refused for any ``single_trace_error``.
     """
 
     result: Any
     error: VerifyError | None = None
-    doubt: RefusalError | None = None
-    proves_nothing: bool = False
+    single_trace_error: RefusalError | None = None
+    is_inconclusive: bool = False
 
 
 class _Series(Tally):
@@ -139,17 +139,17 @@ class Replays:
                     on_any=self._on_any if program.plan.communicates else bool,
                 )
                 repeated = None
-                if program.is_unproven:
+                if program.needs_first_check:
                     repeated = RepeatedOperators(program.expected, answers_in(fed.kwargs), program.numbers)
                 verdict = check.run(partial(self._eager, program, fed, feed.leaves, repeated))
         except (torch.OutOfMemoryError, PeerError) as error:
             fed.restore()
             return self._unchecked(program, feed, first_line(error))
         unlike = None if repeated is None else _unlike(repeated)
-        if program.is_unproven and (unlike is not None or verdict.open or verdict.differences):
+        if program.needs_first_check and (unlike is not None or verdict.open or verdict.differences):
             wrong = _disagreement(program, verdict) if verdict.differences else None
             self._stats.note(f"traced anew: {unlike or wrong or f'{_UNPROVEN} ({verdict.open})'}", "traces")
-            return Checked(verdict.result, doubt=wrong and (unlike or wrong), proves_nothing=True)
+            return Checked(verdict.result, single_trace_error=wrong and (unlike or wrong), is_inconclusive=True)
         if verdict.differences:
             return Checked(verdict.result, _disagreement(program, verdict, verdict.result))
         change = fed.change()
@@ -253,7 +253,7 @@ class Replays:
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> Checked | None:
         """Replay without the check that is due; None if the program is unproven and must not be replayed unchecked."""
-        if program.is_unproven:
+        if program.needs_first_check:
             self._stats.note(f"traced anew: {_UNPROVEN} ({reason})", "traces")
             return None
         self._stop_checks(program, reason)

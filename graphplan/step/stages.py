@@ -126,7 +126,7 @@ class Stages:
         self._runner.backend.note_eager()
         entry.eager_calls += 1
         self._runner.count_eager(None)
-        if self._managed.scaled_steps.unborn:
+        if self._managed.scaled_steps.skipped_without_state:
             self._stats.skip(SkipReason.UNBORN)
         elif self._options.autograd and any(map(asks_for_gradients, flatten_result(result)[0])):
             entry.outside = True
@@ -150,14 +150,14 @@ class Stages:
         call = entry.eager_calls
         for name, leaf in named_leaves(result):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(partial(_note_flow, entry.flows_out, call, name))
+                leaf.register_hook(partial(_note_flow, entry.outer_backward, call, name))
 
     def change(self, entry: Entry) -> HostEffectError | None:
         """The error for a step whose results take part in an outer backward pass, or that changes fed containers in all
         first calls. Raises HostEffectError for modules or optimizers that the step makes and keeps.
         """
-        if len(entry.flows_out) >= min(_NO_ACCIDENT, self._options.warmup_steps):
-            name = next(iter(entry.flows_out.values()))
+        if len(entry.outer_backward) >= min(_NO_ACCIDENT, self._options.warmup_steps):
+            name = next(iter(entry.outer_backward.values()))
             return HostEffectError(
                 f"a backward pass outside the step comes to {name}, which the step returns; a replay "
                 "returns it without a graph. Have the step run the whole training step: the forward pass, the backward "
@@ -214,7 +214,7 @@ class Stages:
         if is_single and not isinstance(refusal, (CaptureMemoryError, UncoveredRoleError)):
             self._stats.note(f"traced anew: {refusal}", "traces")
             call.line.plan = None
-            self.distrust()
+            self.require_two_traces()
             return self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
         if isinstance(refusal, OutcomeError):
             # The traceback would keep the frames of the recorded step alive.
@@ -226,9 +226,9 @@ class Stages:
         self._refuse(entry, refusal)
         return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal))
 
-    def distrust(self) -> None:
+    def require_two_traces(self) -> None:
         """Trace all calls twice from now on, since a single trace missed something."""
-        self._planner.distrust()
+        self._planner.require_two_traces()
 
     def _refuse(self, entry: Entry, error: RefusalError) -> None:
         if self._peers is None and entry.may_refuse_way():
@@ -304,7 +304,7 @@ class Stages:
             # Keep only these parts: the trace also references batches and copies of tensors without an owner.
             self._latest = Trace(operators=facts.operators, drawings=facts.drawings)
             result = placeholders.settled(result)
-            if feed.unread and facts.reads.may_tell(tuple({type(feed.leaves[index]) for index in feed.unread})):
+            if feed.unread and facts.reads.detects(tuple({type(feed.leaves[index]) for index in feed.unread})):
                 raise ReadSignal(feed.unread)
             rehearsal, taken = None, taken_item(call.walk, facts.executed.iterated, self._options.allow)
             if taken is None and (rehearses or facts.executed.compiled):
@@ -374,9 +374,9 @@ class Stages:
             # Stock kernels ran for parameters that are new to the optimizer. Later steps run other kernels.
             line.traces = []
             return
-        if facts.is_to_be_repeated:
+        if facts.needs_another_trace:
             line.traces = []
-            if facts.batch is not None and facts.violation is None and not facts.batch.is_to_be_repeated:
+            if facts.batch is not None and facts.violation is None and not facts.batch.needs_another_trace:
                 # Replays compare some of the reads. The others can run before the step from now on.
                 self._reads.take(call, facts.batch, facts, may_turn=False)
             return
@@ -397,7 +397,7 @@ class Stages:
             walk = self._managed.walk()
             at_end = at_end and walk
             facts.find_owned(facts.own_states, walk)
-        may_turn, batch = self._planner.may_be_single, facts.batch
+        may_turn, batch = self._planner.single_trace_allowed, facts.batch
         learns = batch is not None and not self._reads.take(call, batch, facts, may_turn=may_turn)
         learns = learns or self._planner.take_tables(facts, walk)
         if learns or self._give_up(facts.symbolic.used, facts.symbolic.told):

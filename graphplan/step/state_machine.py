@@ -31,7 +31,7 @@ from graphplan.feed.signature import Feed, flatten
 from graphplan.feed.unread import UnreadValues
 from graphplan.observe.source import find_source, with_users_line
 from graphplan.program.faults import refusal_of
-from graphplan.program.outputs import lasting
+from graphplan.program.outputs import copy_overwritten
 from graphplan.program.program import LATEST_OUTCOMES, Program
 from graphplan.step.call_lock import running_step, runs_within_step
 from graphplan.step.compiled import CompiledModules
@@ -50,9 +50,9 @@ from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
 from graphplan.step.stages import Stages
 from graphplan.trace.mode import is_traced, refuse_trace
 
-_RESTS = 8  # After this many consecutive calls that had to wait, skip the lookup for as many unknown calls.
+_MOST_WAITS = 8  # After this many consecutive calls that had to wait, skip the lookup for as many unknown calls.
 _IDLE = frozenset({SkipReason.SHAPE, SkipReason.MAX_GRAPHS})
-_FRUITLESS = 8  # Consecutive refused calls after which a step stands down.
+_MOST_REFUSED = 8  # Consecutive refused calls after which a step stands down.
 _FICKLE, _SHARE = 8, 1 / 4
 """Replays that ended at a changed branch: 8 alike in a row lead to a recapture, 1/4 of all replays to a refusal."""
 
@@ -104,9 +104,9 @@ class StateMachine:
         # The program that the latest call replayed, the reason why it was eager, or None on the way to a program.
         self.latest: Program | SkipReason | None = None
         self.is_closed = False
-        self._fruitless, self._refused_by = (0, 0), ""
+        self._refused_in_a_row, self._refused_by = (0, 0), ""
         # Consecutive calls that were looked up and had to wait; calls that skip the lookup next; why the latest waited.
-        self._idles = self._rests = 0
+        self._consecutive_waits = self._lookups_to_skip = 0
         self._idle_for: tuple[SkipReason | None, str] = (None, "")
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -135,8 +135,8 @@ class StateMachine:
     def _serve_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_closed:
             raise ClosedError("this step was closed; make a new one with graph_step")
-        if self._rests and not (kwargs or self.fast_path.knows):
-            self._rests -= 1
+        if self._lookups_to_skip and not (kwargs or self.fast_path.knows):
+            self._lookups_to_skip -= 1
             self.latest = self._idle_for[0]
             self.programs.pass_by(is_for_good=self.latest is SkipReason.MAX_GRAPHS)
             return self._within_call(lambda: self.plainly(Call(args, kwargs), *self._idle_for))
@@ -160,7 +160,7 @@ class StateMachine:
         self.runner.outcome = None
         with running_step():
             try:
-                result = lasting(run())
+                result = copy_overwritten(run())
             finally:
                 self.managed.end_call()
         self.runner.outcome = None
@@ -174,9 +174,11 @@ class StateMachine:
             self.demote(error)
             reason, detail, way = error.reason, str(error), self.refused
         self.latest = reason
-        self._idles = self._idles + 1 if reason in _IDLE and way in (self.wait, self.plainly) else 0
+        self._consecutive_waits = (
+            self._consecutive_waits + 1 if reason in _IDLE and way in (self.wait, self.plainly) else 0
+        )
         # Ranks would skip the lookup in different calls, and then wait for each other in those that look up.
-        self._rests = _RESTS if self._idles >= _RESTS and self._is_alone else 0
+        self._lookups_to_skip = _MOST_WAITS if self._consecutive_waits >= _MOST_WAITS and self._is_alone else 0
         self._idle_for = reason, detail
         result = way(call, reason, detail)
         self.programs.attempts += call.is_on_way
@@ -235,14 +237,14 @@ class StateMachine:
 
     def _count_refused(self, reason: SkipReason | None, detail: str, *, is_traced: bool = False) -> None:
         """Stand down after several consecutive refused calls, or after traces of two signatures with the same error."""
-        count, before = self._fruitless
+        count, before = self._refused_in_a_row
         progress = self.stats.captured + self.stats.replayed
         count = count + 1 if before == progress else 1
         if is_traced:
-            count += _FRUITLESS * (count > 1 and self._refused_by == detail)
+            count += _MOST_REFUSED * (count > 1 and self._refused_by == detail)
             self._refused_by = detail
-        self._fruitless = count, progress
-        if count >= _FRUITLESS and self.timing.down_because is None and not self.programs.all():
+        self._refused_in_a_row = count, progress
+        if count >= _MOST_REFUSED and self.timing.down_because is None and not self.programs.all():
             self.stand_down(reason, detail)
 
     def replay(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
@@ -289,8 +291,8 @@ class StateMachine:
             self.runner.backend.trim()
             return self.as_traced(call, SkipReason.SHAPE, "")
         self.memory.after_check(self.runner.backend)
-        if checked.proves_nothing:
-            self._take_back(call.entry, program, checked.doubt)
+        if checked.is_inconclusive:
+            self._take_back(call.entry, program, checked.single_trace_error)
             self.runner.count_eager(SkipReason.SHAPE)
         elif checked.error is not None:
             error = checked.error
@@ -300,12 +302,12 @@ class StateMachine:
             self.runner.count_eager(error.reason, str(error))
         return checked.result
 
-    def _take_back(self, entry: Entry, program: Program, doubt: RefusalError | None = None) -> None:
+    def _take_back(self, entry: Entry, program: Program, single_trace_error: RefusalError | None = None) -> None:
         """Close a program that was planned from a single trace. From now on, each plan needs two traces."""
         self.latest = SkipReason.SHAPE
         self.programs.take_back(entry, program)
-        entry.doubt = doubt
-        self.stages.distrust()
+        entry.single_trace_error = single_trace_error
+        self.stages.require_two_traces()
 
     def _instead(self, call: Call, entry: Entry, program: Program, outcome: OutcomeError) -> Any:
         """Run the step eagerly in place of a replay whose branch changed. Recapture, or refuse, if that is frequent."""
