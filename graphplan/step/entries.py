@@ -194,9 +194,12 @@ class Entry:
         return self.way.lines
 
     @property
-    def has_many_values(self) -> bool:
-        """Whether code needs a value without a program, and has needed more values than there are ways to keep."""
-        return self.way.needs_values and not self.way.lines and len(self.unknown) >= _WAYS
+    def lacks_value(self) -> bool:
+        """Whether code needs a value that has no program and will not get one: it is new, or one of more than there are
+        ways to keep.
+        """
+        way = self.way
+        return not way.is_met or (way.needs_values and not way.lines and len(self.unknown) >= _WAYS)
 
     @property
     def is_new(self) -> bool:

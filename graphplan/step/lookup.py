@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import repeat
 from operator import is_not
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from graphplan.compare.comparing import Checks, Row, facts_of, lie
 from graphplan.environment.collector import no_collections
 from graphplan.feed.signature import Feed, alignment_unit, check_feed, is_keyed_by_identity, leaf_key
+from graphplan.observe.host_draws import LookAhead
 from graphplan.program.program import Program
 from graphplan.step.batch_variants import reads_of
 from graphplan.step.entries import Entry, Key, Variant
@@ -40,8 +42,12 @@ class Lookup:
 
     def find(self, feed: Feed, base: Entry | None = None) -> tuple[Entry, Program | None]:
         """Find the feed's entry, and a program that fits. ``base``: the entry without reads of the batch."""
-        looked = False
         self._managed.sharding.settle()
+        with LookAhead():
+            return self._find(feed, base)
+
+    def _find(self, feed: Feed, base: Entry | None) -> tuple[Entry, Program | None]:
+        looked = False
         while True:
             entry = self._entry(feed, base)
             if entry.batch is not None or entry.refusal is not None:
@@ -50,7 +56,7 @@ class Lookup:
             program = entry.select(self._managed.grad_presence, self._stats.calls)
             if program is None:
                 is_first = not entry.eager_calls and self._programs.is_further(entry)
-                is_eager = entry.way.refusal is not None or not entry.way.is_met
+                is_eager = entry.way.refusal is not None or entry.lacks_value
                 is_eager = is_eager or bool(self._programs.waits(entry) or self._programs.limit_reason(entry))
                 if looked or is_first or is_eager:
                     # The call will be eager, so a walk over the owners would be wasted.
@@ -213,13 +219,15 @@ class FastPath:
         self._managed = managed
         self._modes = managed.modes
         self._layouts: list[Layout] = []
+        self._draws = False  # A step branches on numbers that it draws on the host.
         self.knows = False
         """Whether the latest call equals a known one, even if its program may not be replayed at once."""
 
     def find(self, args: Sequence[Any]) -> tuple[KnownCall, Sequence[Any]] | None:
         """Find an equal known call whose program may be replayed at once, and the leaves of this call."""
         try:
-            found = self._search(args)
+            with LookAhead() if self._draws else nullcontext():
+                found = self._search(args)
             self.knows = found is not None
             if found is None:
                 return None
@@ -271,6 +279,7 @@ class FastPath:
         if leaves is None or any(map(is_not, leaves, feed.leaves)):
             return
         call = KnownCall(feed, entry, program, checks=checks, variant=variant)
+        self._draws |= bool(program.plan.drawn)
         search = Search(leaves)
         if call.take(search) is not None:
             shapes = _shapes(leaves)

@@ -158,7 +158,7 @@ class Reasons:
         HostScalarError if most calls were eager for that reason.
         """
         entry, programs = call.entry, self._step.programs
-        if entry.way.is_met and not entry.has_many_values:
+        if not entry.lacks_value:
             return None
         entry.needing += 1
         detail = f"the step's code computes with {entry.way.where}, as its comparisons with it come out in these calls"
