@@ -24,7 +24,7 @@ from graphplan.owners.slots import Walk
 from graphplan.plan.classify import classify
 from graphplan.plan.difference import check_difference, check_marks, form_of
 from graphplan.plan.plan import DRAWS, Handles, Output, Plan
-from graphplan.specs.paths import Of, Path, names
+from graphplan.specs.paths import Fact, Path, names
 from graphplan.specs.roles import External
 from graphplan.tensors.deferred import NumberForm
 from graphplan.tensors.records import has_attributes
@@ -58,8 +58,8 @@ def build_plan(
     walk: Walk | None = None,
     loose: bool = False,
 ) -> Plan:
-    """Build a plan from the traces of two consecutive steps, or of one passed twice (see :func:`suffices`). ``feed``
-    is that of the second; ``walk``, if given, was made at its end. ``loose``: see :meth:`Reads.find`.
+    """Build a plan from the traces of two consecutive steps, or from one passed twice (:func:`one_trace_suffices`).
+    ``feed`` is that of the second; ``walk``, if given, was made at its end. ``loose``: see :meth:`Reads.find`.
     """
     pair = TracePair(first, second, walk or handles.walk(), allow)
     # Errors should name a flag, not a value that it is computed from; a list of changed length, not its numbers.
@@ -228,7 +228,7 @@ def _uses_grads(first: Trace, second: Trace, walk: Walk) -> bool:
         return True
     for facts in (first, second):
         names_grad = "grad" in facts.reads.anywhere or "grad" in facts.reads.by_packages
-        if names_grad or any(names(path, Of.GRADIENT) for path in facts.changes.rebindings):
+        if names_grad or any(names(path, Fact.GRADIENT) for path in facts.changes.rebindings):
             return True
         if any(slot.param is not None for storage in facts.externals for slot in facts.entry_slots.get(storage, ())):
             return True
