@@ -18,7 +18,7 @@ from graphplan.effects.host_changes import joined_slots
 from graphplan.effects.reads import Reads, check_used
 from graphplan.effects.rebindings import Rebindings
 from graphplan.effects.trace_pair import TracePair
-from graphplan.errors import ControlFlowError, OutputError
+from graphplan.errors import ControlFlowError, HostSyncError, OutputError
 from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
 from graphplan.plan.classify import classify
@@ -118,9 +118,10 @@ def _check(pair: TracePair, feed: Feed) -> None:
         check_threads(trace, pair.allow)
     try:
         check_difference(*pair.both)
-    except ControlFlowError:
-        # A host draw may have chosen the path (random.shuffle); if so, report the draw.
-        check_generators(pair)
+    except (ControlFlowError, HostSyncError):
+        # A host draw may have chosen the path (random.shuffle), or made the value (a mask of NumPy's): report the draw.
+        if all(trace.violation is None for trace in pair.both):
+            check_generators(pair)
         raise
     _check_branches(pair.second)
     check_marks(feed, *pair.both)

@@ -235,6 +235,10 @@ REFUSED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     ),
     "a text": ("needs the value of a random number", lambda x: [f"{np.random.rand():.2f}", x * 2][1]),
     "an array": ("draws from NumPy's random generator", lambda x: [np.random.rand(3), x * 2][1]),
+    "positions of a mask": (
+        "draws from NumPy's random generator",
+        lambda x: x.repeat(16)[torch.tensor(np.random.permutation(32) < 16)],
+    ),
     "a choice": ("draws from Python's random generator", lambda x: [random.choice("ab"), x * 2][1]),
     "tensors that it chooses": (
         r"draws from Python's random generator at test_drawn_numbers\.py:\d+ .*`.*random\.sample",
