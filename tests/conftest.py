@@ -194,9 +194,9 @@ def traced_twice(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where a test says so, all steps are traced twice: replays begin with the same call, and what two traces tell
     apart is found there, not by the check of the first replay.
     """
-    token = planner.TWICE.set(request.node.get_closest_marker("twice") is not None)
+    token = planner.ALWAYS_TWO_TRACES.set(request.node.get_closest_marker("twice") is not None)
     yield
-    planner.TWICE.reset(token)
+    planner.ALWAYS_TWO_TRACES.reset(token)
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from graphplan.backends.backend import NOTHING_TRACED, Backend, Recording, TracedValues, first_line, is_out_of_memory
-from graphplan.backends.cudapools import Loan, forget_workspaces
+from graphplan.backends.cudapools import PoolAllocation, forget_workspaces
 from graphplan.backends.cudastates import CapturedStates
-from graphplan.backends.idleness import UNDISTURBED
+from graphplan.backends.idleness import CAPTURE_LOCK
 from graphplan.environment.collector import no_collections
 from graphplan.environment.origin import is_library
 from graphplan.environment.surroundings import surroundings
@@ -71,14 +71,14 @@ class GraphRecording:
     def replay(self) -> None:
         """Launch the graphs on the current stream."""
         assert self.graphs, "a closed program is refused before its recording is asked"
-        end = None if self.states is None else self.states.set_out()
+        end = None if self.states is None else self.states.before_replay()
         for graph, branch in zip(self.graphs, self.branches, strict=False):
             graph.replay()
             torch.cuda.current_stream(self.device).synchronize()
             branch.read.compare(branch.memory.item())
         self.graphs[-1].replay()
         if self.states is not None and end is not None:
-            self.states.arrive(end)
+            self.states.after_replay(end)
 
     def reset(self) -> None:
         """Destroy the graphs. The pool's memory is freed with the last recording of the pool."""
@@ -169,7 +169,7 @@ class CUDAGraphBackend(Backend):
         self._living: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
         self._eager_bytes = 0
         self._has_recorded = self._has_failed = False
-        self._lends = Loan.is_possible()
+        self._lends = PoolAllocation.is_possible()
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Run ``body`` on the capture stream, after earlier and before later work of the current stream. AccumulateGrad
@@ -192,7 +192,7 @@ class CUDAGraphBackend(Backend):
             return self.run(body)
 
         def within() -> Any:
-            loan = Loan(self.device, recording.generation)
+            loan = PoolAllocation(self.device, recording.generation)
             try:
                 with loan:
                     result = body()
@@ -302,7 +302,7 @@ class CUDAGraphBackend(Backend):
         given = GivenValues(traced.reads, traced.transfers, traced.answers, on_expected) if is_given else None
         states = capture.states
         self.stream.wait_stream(current)
-        with UNDISTURBED, torch.cuda.stream(self.stream):
+        with CAPTURE_LOCK, torch.cuda.stream(self.stream):
             try:
                 capture.begin()
                 with constants, given or nullcontext(), nullcontext() if states is None else states.captured():

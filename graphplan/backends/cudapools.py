@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 from graphplan.tensors.attributes import has_memory
 
 
-class Loan:
+class PoolAllocation:
     """A context in which the current stream allocates from the pool of CUDA graphs, in autograd's threads too. The next
     replay overwrites that memory: tensors that eager work leaves there must be moved out before.
     """
@@ -29,7 +29,7 @@ class Loan:
         begin = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
         return begin is not None and torch.cuda.get_allocator_backend() == "native"
 
-    def __enter__(self) -> Loan:
+    def __enter__(self) -> PoolAllocation:
         self._before = self._used()
         torch._C._cuda_beginAllocateCurrentStreamToPool(*self._place)
         return self

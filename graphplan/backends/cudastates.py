@@ -47,8 +47,8 @@ class CapturedStates:
         elif generator.device.type != "cuda":
             generator.set_state(state)
 
-    def set_out(self) -> int:
-        """Before a replay, set the generators to the offsets it draws from. Return the offset for :meth:`arrive`."""
+    def before_replay(self) -> int:
+        """Set the generators to the offsets that a replay draws from. Return the offset for :meth:`after_replay`."""
         start, seed = self._generator.get_offset(), self._generator.initial_seed()
         for other, offset in zip(self._others, self._offsets, strict=True):
             if other.initial_seed() != seed:
@@ -56,6 +56,6 @@ class CapturedStates:
             other.set_offset(start + offset)
         return start + self._growth
 
-    def arrive(self, end: int) -> None:
+    def after_replay(self, end: int) -> None:
         """After a replay, set the default generator to the offset that the step leaves."""
         self._generator.set_offset(end)

@@ -11,7 +11,7 @@ from threading import Event, Lock, Thread
 from time import perf_counter
 from typing import Any
 
-UNDISTURBED = Lock()
+CAPTURE_LOCK = Lock()
 """Held during a capture to stop polling: querying a capturing stream invalidates the capture."""
 _PAUSE = 0.0002
 """Seconds between two polls. One poll takes some microseconds."""
@@ -41,7 +41,7 @@ class Idleness:
             self._look()
 
     def _look(self) -> None:
-        if not UNDISTURBED.acquire(blocking=False):
+        if not CAPTURE_LOCK.acquire(blocking=False):
             return
         try:
             is_idle = all(stream.query() for stream in self._streams)
@@ -50,7 +50,7 @@ class Idleness:
             self._looks = _MOST
             return
         finally:
-            UNDISTURBED.release()
+            CAPTURE_LOCK.release()
         now = perf_counter()
         self._idle += is_idle * (now - self._last)
         self._last = now

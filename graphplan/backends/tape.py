@@ -26,7 +26,7 @@ from graphplan.environment.switches import SWITCHES, answers, switched
 from graphplan.errors import CaptureError
 from graphplan.observe.conversions import Conversions
 from graphplan.observe.source import find_source
-from graphplan.observe.watching import Aside
+from graphplan.observe.watching import Unwatched
 from graphplan.specs.roles import Footprint
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import same_bits
@@ -163,13 +163,13 @@ class _TapeMode(OperatorMode):
         else:
             self.kernels.append(_Kernel(lambda: generator.set_state(saved[0])))
 
-    def operate(self, aside: Aside, call: OperatorCall) -> Any:
+    def operate(self, unwatched: Unwatched, call: OperatorCall) -> Any:
         schema = call.schema
         if schema.name in LIFTS:
             self._record_constant(call.args[0])
-            return aside.run(schema.call, call.args, call.kwargs)
+            return unwatched.run(schema.call, call.args, call.kwargs)
         taken = {storage_id(tensor) for tensor in call.tensors()}
-        out = aside.run(schema.call, call.args, call.kwargs, is_native=schema.is_native)
+        out = unwatched.run(schema.call, call.args, call.kwargs, is_native=schema.is_native)
         if schema.communicates:
             out = finish(schema.name, out)
         is_shape = call.has_dynamic_shape()
@@ -194,7 +194,7 @@ class _TapeMode(OperatorMode):
                 writes.append(memory._cdata)
             outs.append(result.detach() if is_new else None)
         # Operators that return None check values and may raise: repeat them. In-place views (`squeeze_`) persist: skip.
-        if schema.allocates or schema.turns or not (writes or out is None):
+        if schema.allocates or schema.is_inplace_view or not (writes or out is None):
             return
         aliases: list[tuple[Tensor, Tensor]] = []
         given, named = _alias(call.args, aliases), {name: _alias(value, aliases) for name, value in call.kwargs.items()}

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from graphplan.callback.callback_options import CallbackOptions
 from graphplan.callback.evaluation import EvaluationSeam
-from graphplan.callback.gates import closed_loop, closed_to_all, closed_to_training, keeps_stock_transfer
-from graphplan.callback.kept_patches import LaggingSigterm, allow_fused_clipping
+from graphplan.callback.fit_patches import LaggingSigterm, allow_fused_clipping
+from graphplan.callback.gates import capture_obstacle, keeps_stock_transfer, loop_obstacle, training_obstacle
 from graphplan.callback.logging.bars import ThrottledBar
 from graphplan.callback.logging.connector import defer_numbers
 from graphplan.callback.loop.optimization import AutomaticSeam, ManualSeam
@@ -174,7 +174,7 @@ class GraphPlanCallback(Callback):
         self._stock = StockBatches(trainer)
         is_eager = self.options.backend == "eager"
         both = self._given.captures_optimizer
-        reason = None if is_eager else closed_to_training(trainer, pl_module, captures_optimizer=both)
+        reason = None if is_eager else training_obstacle(trainer, pl_module, captures_optimizer=both)
         if reason is not None:
             self._refuse(_TRAINING, reason)
             return
@@ -213,7 +213,7 @@ class GraphPlanCallback(Callback):
     def _install_training(self, trainer: Trainer, pl_module: LightningModule, gate: Gate | None = None) -> None:
         """Install the seam and all patches that belong to it."""
         given = self._given
-        reason = closed_loop(trainer, pl_module) if given.loop == "auto" else "loop='stock'"
+        reason = loop_obstacle(trainer, pl_module) if given.loop == "auto" else "loop='stock'"
         # The step copies batches to the device itself, unless a hook, eager_if or variant needs them there earlier.
         asks = given.eager_if is not None or given.variant is not None
         may = reason is None and not asks and given.transfer == "auto"
@@ -249,7 +249,7 @@ class GraphPlanCallback(Callback):
     def _stand_down(self, part: str, reason: SkipReason, detail: str) -> None:
         """Remove graphplan from the running fit and keep the figures. The fit continues in Lightning's own loop."""
         if part in self._seams:
-            self._take_off(part)
+            self._remove_part(part)
             if part == _TRAINING:
                 self._figures[part].notes.append("graphplan removed itself: the rest of the fit ran without it")
                 self._stock.begin(reason, detail)
@@ -261,7 +261,7 @@ class GraphPlanCallback(Callback):
             return
         self._begin_figures(_EVALUATION)
         with self._refusing(_EVALUATION):
-            reason = closed_to_all(trainer)
+            reason = capture_obstacle(trainer)
             if reason is not None:
                 self._refuse(_EVALUATION, reason)
                 return
@@ -303,8 +303,8 @@ class GraphPlanCallback(Callback):
 
     def _remove(self) -> None:
         """Remove the seams and keep their figures."""
-        self._take_off(_TRAINING)
-        self._take_off(_EVALUATION)
+        self._remove_part(_TRAINING)
+        self._remove_part(_EVALUATION)
         self._kept.close()
         vars(self).pop(_STEP_ENDS, None)
         if self._gate is not None:
@@ -313,12 +313,12 @@ class GraphPlanCallback(Callback):
         self._stock.end()
         self._backends = Backends()
 
-    def _take_off(self, part: str) -> None:
+    def _remove_part(self, part: str) -> None:
         """Remove one seam and its patches, and keep its figures."""
         seam = self._seams.pop(part, None)
         if seam is not None:
             programs = seam.describe_programs()
-            for step in seam.take_off():
+            for step in seam.remove():
                 self._kept.callback(step.close)
             self._figures[part] = replace(seam.figures, programs=programs)
 

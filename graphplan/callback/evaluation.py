@@ -37,7 +37,7 @@ class EvaluationSeam(Seam):
         """Run in place of the strategy's method ``hook``."""
         self._hook, kwargs = hook, OrderedDict(zip(_ARGUMENTS, args, strict=False))
         # A step that gets an iterator fetches its batches itself.
-        if not args or isinstance(args[0], Iterator) or self._has_left():
+        if not args or isinstance(args[0], Iterator) or self._hooks_changed():
             return self._stock(kwargs)
         _, gate = self._by_hook[hook]
         if gate is not None and gate.eager is None:
@@ -56,7 +56,7 @@ class EvaluationSeam(Seam):
         return []
 
     @override
-    def _look_at(self, step: GraphedStep) -> None:
+    def _remove_if_down(self, step: GraphedStep) -> None:
         """Restore Lightning's own method if its graphed step has stood down."""
         if step.is_down:
             self._by_hook[self._hook][0].remove()

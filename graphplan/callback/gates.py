@@ -18,7 +18,7 @@ from graphplan.callback.lightning_code import LOOP_METHODS, is_known
 
 START, END = "on_train_batch_start", "on_train_batch_end"
 _LIGHTNINGS = ("lightning", "pytorch_lightning")
-_BLIND = (
+_IGNORES_BATCH = (
     "ModelCheckpoint", "TQDMProgressBar", "RichProgressBar", "LearningRateMonitor", "Timer", "DeviceStatsMonitor",
     "EarlyStopping", "OnExceptionCheckpoint",
 )  # fmt: skip
@@ -34,7 +34,7 @@ def has_hook(thing: Any, name: str, base: type) -> bool:
     return getattr(getattr(thing, name), "__func__", None) is not getattr(base, name)
 
 
-def closed_to_all(trainer: Any) -> str | None:
+def capture_obstacle(trainer: Any) -> str | None:
     """Return why no step of this run, training or evaluation, can be captured, or None if steps can be."""
     if not isinstance(trainer, Trainer):
         return (
@@ -72,9 +72,9 @@ def needed_warmup(strategy: Any) -> int:
     return 11 if strategy.root_device.type == "cuda" else 3
 
 
-def closed_to_training(trainer: Any, module: LightningModule, *, captures_optimizer: bool) -> str | None:
+def training_obstacle(trainer: Any, module: LightningModule, *, captures_optimizer: bool) -> str | None:
     """Return why no training step of this run can be captured, or None if they can."""
-    reason = closed_to_all(trainer)
+    reason = capture_obstacle(trainer)
     if reason is not None:
         return reason
     if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
@@ -104,19 +104,19 @@ def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:
     if any(has_hook(module, hook, LightningModule) for hook in (START, END)):
         return f"{type(module).__name__} has hooks for batches"
     for callback in trainer.callbacks:
-        if any(has_hook(callback, hook, Callback) for hook in (START, END)) and hands_out_batch(callback):
+        if any(has_hook(callback, hook, Callback) for hook in (START, END)) and may_read_batch(callback):
             return f"{type(callback).__name__} has hooks for batches"
     return None
 
 
-def hands_out_batch(callback: Any) -> bool:
+def may_read_batch(callback: Any) -> bool:
     """Return True if a callback's hooks may read the batch."""
     kind = next((k for k in type(callback).__mro__ if START in vars(k) or END in vars(k)), None)
-    known = kind is not None and kind.__module__.partition(".")[0] in _LIGHTNINGS and kind.__name__ in _BLIND
+    known = kind is not None and kind.__module__.partition(".")[0] in _LIGHTNINGS and kind.__name__ in _IGNORES_BATCH
     return not known or START in vars(callback) or END in vars(callback)
 
 
-def closed_loop(trainer: Any, module: LightningModule) -> str | None:
+def loop_obstacle(trainer: Any, module: LightningModule) -> str | None:
     """Return why a run needs Lightning's own loop over batches, or None if the loop seam can replace it."""
     loop: Any = trainer.fit_loop.epoch_loop
     if not is_known("loop"):

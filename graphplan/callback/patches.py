@@ -54,7 +54,7 @@ def _put_back(thing: Any, kind: type, names: Iterable[str]) -> None:
     object.__setattr__(thing, "__class__", kind)
 
 
-def telling(tell: str, plain: Any) -> Callable[..., Any]:
+def calling_first(tell: str, plain: Any) -> Callable[..., Any]:
     """Return a method that calls its object's method named ``tell``, then ``plain``."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ _CALLBACKS = (
     "progress_bar_callback",
 )  # fmt: skip
 ARGUMENTS = "arguments"  # The name of the owner :class:`Arguments`.
-WRAPPER, WRAPPERS_NOTE = "strategy.model", "require_forward_param_sync"
+WRAPPER, SYNC_FLAG = "strategy.model", "require_forward_param_sync"
 """The module that DDP wraps around the LightningModule, and its flag to broadcast buffers before the next forward pass.
 The flag is off after a pass without gradients, or one whose gradients stayed on the rank. A step branches on the flag
 and changes it."""
@@ -60,7 +60,7 @@ def trainer_numbers(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
     return owners
 
 
-def reached_objects(trainer: Trainer) -> dict[str, Any]:
+def trainer_objects(trainer: Trainer) -> dict[str, Any]:
     """Return owners that a step's code may reach through the Trainer. Each is walked only if the code uses its name."""
     anything: Any = trainer
     owners: dict[str, Any] = {

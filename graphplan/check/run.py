@@ -24,7 +24,7 @@ from graphplan.report.figures import CLOSED
 from graphplan.report.stats import Stats
 from graphplan.specs.roles import Role
 from graphplan.step.graphed_step import graph_step
-from graphplan.step.planner import TWICE
+from graphplan.step.planner import ALWAYS_TWO_TRACES
 from graphplan.trace.mode import refuse_trace
 from graphplan.trace.operator_schemas import AS_ON_DEVICE
 from graphplan.trace.records import collecting
@@ -174,11 +174,11 @@ def check_step(
 
 def check(run: Callable[[], Ran], name: str) -> Result:
     """Return the result of two short runs on the tape that do not raise. One collects refusals, one is normal."""
-    token = TWICE.set(True)
+    token = ALWAYS_TWO_TRACES.set(True)
     try:
         return _check(run, name)
     finally:
-        TWICE.reset(token)
+        ALWAYS_TWO_TRACES.reset(token)
 
 
 def _check(run: Callable[[], Ran], name: str) -> Result:

@@ -16,7 +16,7 @@ from graphplan.effects.allowed import shorten
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError
 from graphplan.observe.executed_code import is_of_module
-from graphplan.observe.looks import Look, looks_of
+from graphplan.observe.looks import ContainerUse, container_uses
 from graphplan.observe.source import Source
 from graphplan.owners.kinds import MAX_ITEMS, PLAIN
 from graphplan.owners.slots import Items, Namespace, Scalar, Walk
@@ -78,7 +78,7 @@ class _Name:
     owner: int = 0
     keys: tuple[str | None, ...] = ()
 
-    def fits(self, look: Look, owner: int) -> bool:
+    def fits(self, look: ContainerUse, owner: int) -> bool:
         """Return True if ``look``, in a method of ``owner``, reads the list or an item of it."""
         if look.name != self.name or (look.own and self.owner not in (0, owner)):
             return False
@@ -86,7 +86,7 @@ class _Name:
             return False
         return look.whole or look.depth >= self.depth or self.depth == _ANY_DEPTH
 
-    def is_seen(self, look: Look) -> bool:
+    def is_seen(self, look: ContainerUse) -> bool:
         """Return True if a ``look`` that fits reads the list itself, not only an item."""
         return look.depth <= self.depth
 
@@ -198,7 +198,7 @@ class AppendedLists:
             spelt = (code.co_names, code.co_freevars, code.co_cellvars, code.co_consts)
             if not any(word in place for place in spelt for word in words):
                 continue
-            for look in sorted(looks_of(code), key=lambda look: look.line):
+            for look in sorted(container_uses(code), key=lambda look: look.line):
                 fitting = [name for name in names if name.fits(look, owner)]
                 found = found or bool(fitting)
                 if any(name.is_seen(look) for name in fitting):

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from graphplan.effects.allowed import allowing, describe
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
-from graphplan.observe.bytecode import plain_steps
+from graphplan.observe.bytecode import plain_instructions
 from graphplan.owners.flags import is_assignable
 from graphplan.owners.slots import Scalar
 from graphplan.owners.tensor_metadata import ABSENT
-from graphplan.owners.views import GroupCounts, Told
+from graphplan.owners.views import ComputedItem, GroupCounts
 from graphplan.tensors.deferred import NumberForm
 from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace
@@ -98,7 +98,7 @@ def _is_read(scalar: Scalar, trace: Trace) -> bool:
 
 def _uses_item(code: CodeType, key: str) -> bool:
     """Return True if ``code`` uses ``key``, spelt out, for more than ``x[key] += 1``, ``x[key] = 0``, ``key in x``."""
-    steps = plain_steps(code) if key in code.co_consts else []
+    steps = plain_instructions(code) if key in code.co_consts else []
     loads = [index for index, step in enumerate(steps) if step.opname == "LOAD_CONST" and step.argval == key]
     following = [[after.opname for after in steps[index + 1 : index + 3]] for index in loads]
     return any(after[0] not in _STORES and after[1:] != ["CONTAINS_OP"] for after in following)
@@ -112,7 +112,7 @@ def find_assignments(pair: TracePair, changed: Collection[str]) -> dict[str, Any
     """
     found: dict[str, Any] = {}
     for path, scalar in pair.walk.scalars.items():
-        is_read_only = not scalar.lies_here or isinstance(scalar.container, (Told, tuple))
+        is_read_only = not scalar.is_stored_here or isinstance(scalar.container, (ComputedItem, tuple))
         if path in changed or pair.allows(path) or is_read_only:
             continue
         if pair.remakes(path) or all(trace.reads.may_store(scalar) for trace in pair.both):

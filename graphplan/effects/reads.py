@@ -13,13 +13,13 @@ from graphplan.effects.allowed import allowing, shorten
 from graphplan.effects.appended_lists import AppendedLists
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
-from graphplan.observe.asked_classes import asks_classes
 from graphplan.observe.source import find_load
+from graphplan.observe.type_calls import calls_type
 from graphplan.owners.contents import is_proxy, unseen
 from graphplan.owners.slots import Scalar, Walk
-from graphplan.owners.tensor_metadata import ABSENT, THERE, StandIn, difference, is_there
+from graphplan.owners.tensor_metadata import ABSENT, EXISTS, StandIn, difference, is_there
 from graphplan.owners.views import Given
-from graphplan.specs.paths import Of, Path, names
+from graphplan.specs.paths import Fact, Path, names
 from graphplan.tensors.symbolic import Question
 from graphplan.trace.changes import is_alike, is_now, same_value, told, told_apart
 from graphplan.trace.symbolic_numbers import lies_of
@@ -105,7 +105,7 @@ class Reads:
 
 def _told(path: str, old: Any, value: Scalar | None, walk: Walk, when: str) -> str:
     """Describe that ``path`` was ``old`` and is ``value`` now, which is None if no Python value can be read there."""
-    if not (isinstance(path, Path) and path.of is Of.LENGTH):
+    if not (isinstance(path, Path) and path.of is Fact.LENGTH):
         return told(path, old, _found(path, walk) if value is None else value.get(), when)
     now = f"has {_extent(value.get())}" if value is not None else is_now(_found(path.place, walk))
     advice = " (if the code needs only its last item, keep that in a separate attribute)" if type(old) is int else ""
@@ -182,7 +182,7 @@ def _refuse_stale(stale: Mapping[str, Scalar], pair: TracePair) -> NoReturn:
             "Move that code to on_train_batch_end, select the batches that run it with eager_if=, or pass variant= to "
             "get a program for each of a few cases, or, "
         )
-    asking = [code for code, _ in pair.second.reads.codes if asks_classes(code)]
+    asking = [code for code, _ in pair.second.reads.codes if calls_type(code)]
     if asking:
         instead = f"If only type() at {find_load(asking, 'type')} needs it, use isinstance(). {instead}"
     raise HostScalarError(
@@ -198,7 +198,7 @@ def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedL
     two steps, only its existence is compared: code also names tensors that it only uses in branches not taken. If
     results depend on the properties, the first check reports it.
     """
-    lengths = (path for path in pair.walk.objects if path not in reads and names(path, Of.LENGTH))
+    lengths = (path for path in pair.walk.objects if path not in reads and names(path, Fact.LENGTH))
     # Lists whose lengths are not compared: their items come and go.
     lists = {id(pair.walk.objects[path].container.items) for path in lengths}
     found = {}
@@ -208,7 +208,7 @@ def _find_inspected(pair: TracePair, reads: Collection[str], appended: AppendedL
         old, new = pair.at_entry(path)
         if is_there(old) and is_there(new) and (loose or not _has_changed(scalar, old, new)):
             if pair.reads(scalar) or pair.may_read(scalar):
-                found[path] = new if same_value(old, new) and not _passes_through(scalar) else THERE
+                found[path] = new if same_value(old, new) and not _passes_through(scalar) else EXISTS
         elif _has_changed(scalar, old, new) and pair.reads(scalar):
             what, was, now = difference(path, old, new)
             raise HostScalarError(

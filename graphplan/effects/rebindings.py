@@ -9,7 +9,7 @@ from typing import Any
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import CarryError, HostEffectError
 from graphplan.owners.slots import Walk, is_optimizer_state
-from graphplan.specs.paths import Of, names
+from graphplan.specs.paths import Fact, names
 from graphplan.tensors.storages import span
 from graphplan.trace.changes import Place, Rebinding
 from graphplan.trace.records import Trace
@@ -42,7 +42,7 @@ class Rebindings:
             if path in second.changes.flags:
                 continue
             follows = [each.follows for each in (one, two) if each is not None]
-            if two is None or (one is None and not names(path, Of.GRADIENT)) or len(set(follows)) > 1:
+            if two is None or (one is None and not names(path, Fact.GRADIENT)) or len(set(follows)) > 1:
                 raise HostEffectError(
                     f"the step rebinds {path} on one call and not on the next, which a replay cannot repeat: rebind it "
                     "on every call, or update it in place"
@@ -58,7 +58,7 @@ class Rebindings:
                 )
             if one is not None and one.before is None and two.before is None and two.after is not None:
                 _check_made(path, pair.walk)
-            dropped = names(path, Of.GRADIENT) and two.after is None
+            dropped = names(path, Fact.GRADIENT) and two.after is None
             if two.joined is not None:
                 raise HostEffectError(
                     f"the step gives {path} other memory ({path}.data = ...), and before or after that it shares "

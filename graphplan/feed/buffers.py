@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphplan.feed.signature import WIDEST_LOAD, alignment
-from graphplan.tensors.storages import is_wide, span
+from graphplan.tensors.storages import has_wide_gaps, span
 
 
 class Buffers:
@@ -23,9 +23,9 @@ class Buffers:
         self._views: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def view(self, position: object, like: Tensor, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor like ``like`` for the leaf at ``position``; fill it through ``distinct``."""
+        """Return an uninitialised tensor like ``like`` for the leaf at ``position``. Fill it by ``without_overlap``."""
         shape, stride = tuple(like.shape), tuple(like.stride())
-        if is_wide(like):
+        if has_wide_gaps(like):
             stride = tuple(torch.empty(shape, device="meta").stride())
         room = span(shape, stride) + WIDEST_LOAD // like.element_size()
         key = (position, like.dtype, device)

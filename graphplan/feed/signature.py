@@ -146,7 +146,7 @@ def leaf_key(leaf: Any) -> Hashable:
             return plain
         return (*plain, kind, bits, tuple([(name, _mark_key(marks[name])) for name in sorted(marks)]))
     kind = type(leaf)
-    if is_itself(leaf):
+    if is_keyed_by_identity(leaf):
         return (kind, leaf)
     if not isinstance(leaf, _LITERALS):
         raise _without_key(leaf)
@@ -160,7 +160,7 @@ def leaf_key(leaf: Any) -> Hashable:
     return (kind, leaf.hex() if isinstance(leaf, float) else leaf)
 
 
-def is_itself(leaf: Any) -> bool:
+def is_keyed_by_identity(leaf: Any) -> bool:
     """Return True if a key compares ``leaf`` by identity: functions, modules and optimizers (which become owners when
     the step uses them). Comparing keys never calls the ``__eq__`` of a foreign class.
     """
@@ -238,7 +238,7 @@ def is_literal(value: Any) -> bool:
         return all(map(is_literal, value))
     if is_placeholder(value) or isinstance(value, Tensor):
         return False
-    return isinstance(value, _LITERALS) or is_itself(value)
+    return isinstance(value, _LITERALS) or is_keyed_by_identity(value)
 
 
 def marks_of(tensor: Tensor) -> tuple[tuple[str, Any], ...]:
@@ -281,7 +281,8 @@ def no_keys(structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], froz
 def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = all_keys) -> Feed:
     """Flatten a call. Raises FeedError for arguments that cannot be flattened or that have no key."""
     try:
-        if not kwargs and all(isinstance(arg, Tensor) for arg in args):
+        # Of tensors on several devices, `keys_of` leaves those out that are beside the step's device.
+        if not kwargs and all(isinstance(arg, Tensor) for arg in args) and len({arg.device for arg in args}) < 2:
             return Feed(list(args), (_of_tensors(len(args)), *map(leaf_key, args)), (args, kwargs))
         leaves, structure = _take_apart(args, kwargs)
         keys, unread = keys_of(structure, leaves)

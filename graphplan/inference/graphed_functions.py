@@ -211,7 +211,7 @@ class Graphed(GraphedStep):
             with self._alone():
                 found = self.machine.find_program(tuple(map(plain, args)))
                 # A program made of one trace has to be checked by a call first.
-                if found is not None and not found[0].is_unproven:
+                if found is not None and not found[0].needs_first_check:
                     program, feed = found
                     result = program.run(feed.leaves, {Role.PARAM: params or {}})
                     program.replays += 1

@@ -25,7 +25,7 @@ _FLAGS = {
 _WITH_ARGUMENT = frozenset(getattr(dis, "hasarg", range(dis.HAVE_ARGUMENT, 256)))
 
 
-class Step(NamedTuple):
+class Instruction(NamedTuple):
     """An instruction. ``argval`` is the name, constant, offset or number that ``arg`` encodes."""
 
     opname: str
@@ -59,7 +59,7 @@ def _spaces_of(code: CodeType) -> dict[str, Sequence[Any]]:
     return {"name": code.co_names, "constant": code.co_consts, "local": own, "cell": cells}
 
 
-def steps_of(code: CodeType) -> Iterator[Step]:
+def instructions_of(code: CodeType) -> Iterator[Instruction]:
     """Yield the instructions of ``code``, without ``EXTENDED_ARG`` and ``CACHE``."""
     raw, spaces, opnames, prefix = code.co_code, _spaces_of(code), dis.opname, 0
     for offset in range(0, len(raw), 2):
@@ -70,20 +70,20 @@ def steps_of(code: CodeType) -> Iterator[Step]:
         kind, flags = _KINDS[opcode]
         opname = opnames[opcode]
         if kind in spaces:
-            yield Step(opname, opcode, arg, spaces[kind][arg >> flags], offset)
+            yield Instruction(opname, opcode, arg, spaces[kind][arg >> flags], offset)
         elif kind == "nothing":
-            yield Step(opname, opcode, None, None, offset)
+            yield Instruction(opname, opcode, None, None, offset)
         elif kind == "pair":
-            yield Step(opname, opcode, arg, (spaces["local"][arg >> 4], spaces["local"][arg & 15]), offset)
+            yield Instruction(opname, opcode, arg, (spaces["local"][arg >> 4], spaces["local"][arg & 15]), offset)
         else:
             target = 2 * arg if kind == "absolute" else _target(raw, opname, arg, offset)
-            yield Step(opname, opcode, arg, arg if kind == "number" else target, offset)
+            yield Instruction(opname, opcode, arg, arg if kind == "number" else target, offset)
 
 
-def plain_steps(code: CodeType) -> list[Step]:
+def plain_instructions(code: CodeType) -> list[Instruction]:
     """Return the instructions of ``code`` without padding. Each one loads or stores at most one local variable."""
-    found: list[Step] = []
-    for step in steps_of(code):
+    found: list[Instruction] = []
+    for step in instructions_of(code):
         if step.opcode in _SKIPPED:
             continue
         if "_FAST" in step.opname:
@@ -93,7 +93,7 @@ def plain_steps(code: CodeType) -> list[Step]:
     return found
 
 
-def loads_callee(step: Step) -> bool:
+def loads_callee(step: Instruction) -> bool:
     """Return True if a global or attribute is loaded to be called next. Older Python versions do not mark this."""
     return step.opname in ("LOAD_GLOBAL", "LOAD_ATTR") and bool(_FLAGS[step.opname] and (step.arg or 0) & 1)
 
@@ -106,7 +106,7 @@ def _target(raw: bytes, opname: str, arg: int, offset: int) -> int:
     return offset + 2 * (-arg if "BACKWARD" in opname or opname == "END_ASYNC_FOR" else arg)
 
 
-def _plain_variables(step: Step) -> list[Step]:
+def _plain_variables(step: Instruction) -> list[Instruction]:
     """Split an instruction on local variables into plain ``LOAD_FAST`` and ``STORE_FAST`` instructions."""
     if type(step.argval) is tuple:
         acts = [part for part in step.opname.split("_") if part in ("LOAD", "STORE")]
@@ -115,7 +115,7 @@ def _plain_variables(step: Step) -> list[Step]:
     return [step._replace(opname="LOAD_FAST") if step.opname.startswith("LOAD_FAST") else step]
 
 
-def loaded_path(steps: Sequence[Step], loads: Sequence[str]) -> tuple[str, ...]:
+def loaded_path(steps: Sequence[Instruction], loads: Sequence[str]) -> tuple[str, ...]:
     """Return the name that the first instruction loads, if it is one of ``loads``, and the attributes that follow."""
     if not steps or steps[0].opname not in loads:
         return ()

@@ -6,6 +6,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
 from sys import getrefcount
@@ -44,15 +45,57 @@ class Draw:
         return self.function(*self.args, **self.kwargs)
 
 
+class LookAhead:
+    """The results of coming draws. While it is entered, :func:`peek` makes each draw at most once and moves the
+    generators as it needs; on exit they are as before.
+    """
+
+    def __init__(self) -> None:
+        self._before = HostGenerators(())
+        self._names: set[str] = set()
+        self._made: list[tuple[Draw, Any]] = []
+
+    def __enter__(self) -> LookAhead:
+        self._token = _AHEAD.set(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _AHEAD.reset(self._token)
+        self._before.restore()
+
+    def results(self, draws: Sequence[Draw]) -> dict[str, Any]:
+        """Return what ``draws``, the next ones of their generators, would give, by path."""
+        names = {draw.generator for draw in draws} | self._names
+        known = [draw for draw, _ in self._made[: len(draws)]]
+        if names != self._names or known != list(draws[: len(known)]):
+            # Other draws than those made: begin again, with all generators that any of them uses.
+            self._before.restore()
+            self._before, self._names, self._made = HostGenerators(names), names, []
+        try:
+            for draw in draws[len(self._made) :]:
+                self._made.append((draw, draw()))
+        except BaseException:
+            # The draw that failed may have moved its generator.
+            self._before.restore()
+            self._made = []
+            raise
+        return {draw.path: result for draw, result in self._made[: len(draws)]}
+
+
+_AHEAD: ContextVar[LookAhead | None] = ContextVar("ahead", default=None)
+
+
 def peek(draws: Sequence[Draw]) -> dict[str, Any]:
-    """Return the numbers that ``draws`` would give now, by path, without changing the state of a generator."""
+    """Return what ``draws`` would give now, by path. The generators do not move, or within :class:`LookAhead` move back
+    at its end.
+    """
     if not draws:
         return {}
-    before = HostGenerators({draw.generator for draw in draws})
-    try:
-        return {draw.path: draw() for draw in draws}
-    finally:
-        before.restore()
+    ahead = _AHEAD.get()
+    if ahead is not None:
+        return ahead.results(draws)
+    with LookAhead() as ahead:
+        return ahead.results(draws)
 
 
 OnDraw = Callable[[str, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]

@@ -18,7 +18,7 @@ from graphplan.observe.syntax import SyntaxTree
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ContainerUse:
     """A use of a container other than appending to it.
 
     ``name`` is the attribute (with a leading dot) or variable from which the container, or one around it, is loaded;
@@ -42,7 +42,7 @@ _INTO = {"get": 1, "setdefault": 1, "pop": 1, "popleft": 1, "__getitem__": 1, "v
 
 
 @lru_cache(512)
-def looks_of(code: CodeType) -> frozenset[Look]:
+def container_uses(code: CodeType) -> frozenset[ContainerUse]:
     """Return the looks of ``code``."""
     tree = SyntaxTree(code)
     nodes = tree.own_nodes()
@@ -53,14 +53,14 @@ def looks_of(code: CodeType) -> frozenset[Look]:
     # Without source, each load other than for an append counts.
     found = names_of(code)
     attributes = [f".{name.removesuffix('[:]')}" for name in found.attributes if name.endswith("[:]")]
-    return frozenset(Look(name, 0, True, False, code.co_firstlineno) for name in [*attributes, *found.read])
+    return frozenset(ContainerUse(name, 0, True, False, code.co_firstlineno) for name in [*attributes, *found.read])
 
 
-def _looks_at(tree: SyntaxTree, node: ast.AST, misses: bool) -> Iterator[Look]:
+def _looks_at(tree: SyntaxTree, node: ast.AST, misses: bool) -> Iterator[ContainerUse]:
     """Yield the looks that start at ``node``, if it loads an attribute or variable."""
     code, line = tree.code, getattr(node, "lineno", tree.code.co_firstlineno)
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and "getattr" in code.co_names:
-        yield Look(f".{node.value}", 0, True, False, line)
+        yield ContainerUse(f".{node.value}", 0, True, False, line)
     if not isinstance(node, ast.Name | ast.Attribute) or not tree.is_load(node):
         return
     name, own, depth = getattr(node, "id", ""), isinstance(node, ast.Attribute) and _is_self(node.value), 0
@@ -74,15 +74,15 @@ def _looks_at(tree: SyntaxTree, node: ast.AST, misses: bool) -> Iterator[Look]:
         return
     while (found := _leads_on(tree, node)) is not None:
         if misses and isinstance(found[0], ast.Subscript):
-            yield Look(name, depth, False, own, line, keys)
+            yield ContainerUse(name, depth, False, own, line, keys)
         # After a view (values, items), the levels that keys belong to are unknown.
         keys += (_key(found[0]),) if found[1] == 1 and len(keys) == depth else ()
         node, depth = found[0], max(depth + found[1], -1)
     whole = _is_whole(tree, node)
     if whole is not None:
-        yield Look(name, depth, whole, own, line, keys)
+        yield ContainerUse(name, depth, whole, own, line, keys)
     elif depth > 0 and _shows_itself(tree.parents[node], node):
-        yield Look(name, depth + 1, True, own, line, keys)
+        yield ContainerUse(name, depth + 1, True, own, line, keys)
 
 
 def _leads_on(tree: SyntaxTree, node: ast.AST) -> tuple[ast.AST, int] | None:

@@ -11,7 +11,7 @@ from types import CodeType
 from typing import Any
 
 from graphplan.environment.origin import is_library
-from graphplan.observe.bytecode import Step, loaded_path, loads_callee, plain_steps
+from graphplan.observe.bytecode import Instruction, loaded_path, loads_callee, plain_instructions
 
 _DUPLICATES = ("COPY", "DUP_TOP")
 _SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_OP")
@@ -104,7 +104,7 @@ class SpelledNames:
 
 
 def _find_names(code: CodeType) -> Names:
-    steps = plain_steps(code)
+    steps = plain_instructions(code)
     # Skip the many instructions that only load and store unnamed values.
     telling = [(at, step) for at, step in enumerate(steps) if step.opcode in _TELLING]
     counted, raised = _counted(steps, telling)
@@ -159,12 +159,12 @@ def _find_names(code: CodeType) -> Names:
     return Names(is_dynamic, frozenset(imports), *map(frozenset, groups))
 
 
-def _loads(step: Step, names: Sequence[str]) -> bool:
+def _loads(step: Instruction, names: Sequence[str]) -> bool:
     """Return True if the instruction loads a variable with one of ``names``."""
     return step.opname in _LOADS and step.argval in names
 
 
-def _takes_all(code: CodeType, steps: list[Step]) -> bool:
+def _takes_all(code: CodeType, steps: list[Instruction]) -> bool:
     """Return True if ``code`` accesses all attributes of an object (``vars``, ``__dict__``)."""
     spelt = {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
     spelt.update(constant for constant in code.co_consts if type(constant) is str)
@@ -172,7 +172,7 @@ def _takes_all(code: CodeType, steps: list[Step]) -> bool:
     return is_spelt and any(step.opname.startswith("LOAD") and step.argval in _WHOLE for step in steps)
 
 
-def _second_argument(steps: list[Step]) -> str | None:
+def _second_argument(steps: list[Instruction]) -> str | None:
     """Return the literal second argument of a call with two or three simple arguments; else None."""
     end = next((index for index, step in enumerate(steps) if step.opname in _CALLS), None)
     if end is None:
@@ -182,7 +182,7 @@ def _second_argument(steps: list[Step]) -> str | None:
     return found if isinstance(found, str) and found.isidentifier() else None
 
 
-def _counted(steps: list[Step], telling: list[tuple[int, Step]]) -> tuple[Counter[str], Counter[str]]:
+def _counted(steps: list[Instruction], telling: list[tuple[int, Instruction]]) -> tuple[Counter[str], Counter[str]]:
     """Count how often ``+=`` changes each variable (``n``) or item of an attribute (``.n``); and each attribute."""
     counted: Counter[str] = Counter()
     raised: Counter[str] = Counter()
@@ -205,13 +205,13 @@ def _counted(steps: list[Step], telling: list[tuple[int, Step]]) -> tuple[Counte
     return counted, raised
 
 
-def _is_augmented_item(before: list[Step]) -> bool:
+def _is_augmented_item(before: list[Instruction]) -> bool:
     """Return True if the instructions duplicate a container and its key, as ``counts[k] += 1`` does."""
     names = [step.opname for step in before]
     return names == ["COPY", "COPY"] or names[-1:] == ["DUP_TOP_TWO"]
 
 
-def _is_method_load(step: Step) -> bool:
+def _is_method_load(step: Instruction) -> bool:
     """Return True for a load of a method to call: since Python 3.12, a ``LOAD_ATTR`` with its lowest bit set."""
     if step.opname == "LOAD_METHOD":
         return True

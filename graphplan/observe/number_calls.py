@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.nn.utils import clip_grad
 
-from graphplan.observe.bytecode import loads_callee, steps_of
+from graphplan.observe.bytecode import instructions_of, loads_callee
 
 Convert = Callable[[type, Any], Any]
 _CLASSES: tuple[type, ...] = (float, int)
@@ -76,7 +76,7 @@ def _only_calls(code: CodeType, name: str) -> bool:
     not mark loads of callables: then return False.
     """
     called = ""
-    for step in steps_of(code):
+    for step in instructions_of(code):
         is_global = step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
         is_callee = loads_callee(step)
         if is_global and step.argval == name and not is_callee and called != "isinstance":

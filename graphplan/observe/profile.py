@@ -26,15 +26,15 @@ from graphplan.environment.collector import no_collections
 from graphplan.environment.origin import TORCH, Codes, file_of, is_library, is_librarys, is_users, is_users_file
 from graphplan.environment.switches import USED
 from graphplan.errors import Faults
-from graphplan.observe.asked_classes import Asked, asked_classes, handles_errors
 from graphplan.observe.conversions import READERS, Conversions
 from graphplan.observe.executed_code import ExecutedCode, function_of
 from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_of_saving, name_of_start, name_of_write
 from graphplan.observe.names import Names, SpelledNames, names_of
 from graphplan.observe.number_calls import note_code
 from graphplan.observe.source import find_source
-from graphplan.observe.subscripts import misused_by
-from graphplan.observe.watching import Aside, Watcher, is_silent, new_watcher
+from graphplan.observe.subscripts import used_otherwise_by
+from graphplan.observe.type_calls import TypeCalls, handles_errors, type_calls
+from graphplan.observe.watching import Unwatched, Watcher, is_silent, new_watcher
 from graphplan.owners.discovery import CALLS, INITIALIZERS, note_called, note_made
 from graphplan.owners.kinds import holds_values, is_known
 from graphplan.owners.slots import Namespace, Presence, Scalar
@@ -95,7 +95,7 @@ class Reads:
             joined["methods_on"][owner] = codes + more
         return Reads(**joined)
 
-    def may_tell(self, kinds: tuple[type, ...]) -> bool:
+    def detects(self, kinds: tuple[type, ...]) -> bool:
         """Return True if code may have told a stand-in from a real value of one of ``kinds``."""
         return self.ask_classes or any(issubclass(kind, kinds) for kind in self.compared)
 
@@ -112,7 +112,7 @@ class Reads:
         """Return the ``names`` that code uses for anything other than reads by an index and ``len``."""
         # Other code may access a global of a module as the module's attribute.
         every = {*names, *(f".{name}" for name in names)}
-        found = set[str]().union(*(misused_by(code, every) for code, _ in self.codes)) if names else set()
+        found = set[str]().union(*(used_otherwise_by(code, every) for code, _ in self.codes)) if names else set()
         return {name for name in names if name in found or f".{name}" in found}
 
     def covers(self, scalar: Scalar) -> bool:
@@ -208,7 +208,7 @@ class Profile:
         self._stored: set[tuple[int, str]] = set()
         self._users: set[int] = set()
         """Ids of the user's code that ran."""
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, TypeCalls] = {}
         """Calls of ``type`` on arguments, by the id of the code: each call of the code may get a stand-in or not."""
         self._compared: set[type] = set()
         self._ask_classes = self._ask_in_errors = self._handle_errors = False
@@ -299,7 +299,7 @@ class Profile:
     def _note_asked(self, frame: FrameType, code: CodeType) -> None:
         """Note the user's ``code`` and its calls of ``type``."""
         self._users.add(id(code))
-        asked = asked_classes(code)
+        asked = type_calls(code)
         if asked.paths:
             self._asked[id(code)] = asked
         classes = asked.classes(frame)
@@ -329,7 +329,7 @@ class Profile:
     def _note_conversion(self, name: str, tensor: Tensor | None) -> None:
         assert self._on_read is not None
         if not (self._watcher.is_paused or self._is_importing()):
-            with Aside(), self.faults.noting():
+            with Unwatched(), self.faults.noting():
                 self._on_read(name, tensor)
 
     def _note_c_call(self, frame: FrameType, function: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from threading import RLock
 from typing import Any
 
-from graphplan.observe.watching import Aside
+from graphplan.observe.watching import Unwatched
 
 _INHERITED = object()
 
@@ -22,7 +22,7 @@ class Replacements:
 
     def enter(self, who: Any) -> None:
         """Add ``who``. The first one sets the replacements."""
-        with self._lock, Aside():
+        with self._lock, Unwatched():
             self.entered.append(who)
             for holder, name, value in () if self._replaced else self._find():
                 self._replaced.append((holder, name, vars(holder).get(name, _INHERITED), value))

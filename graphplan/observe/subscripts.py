@@ -19,7 +19,7 @@ def looked_up_in(code: CodeType) -> frozenset[str]:
     return _uses(code)[0]
 
 
-def misused_by(code: CodeType, names: Iterable[str]) -> set[str]:
+def used_otherwise_by(code: CodeType, names: Iterable[str]) -> set[str]:
     """Return the ``names`` that ``code`` uses, or may use, for anything but such reads and ``len``. It may do so if it
     has no source, or contains the name as a string.
     """
@@ -60,7 +60,7 @@ def _use(tree: SyntaxTree, node: ast.AST) -> bool | None:
 
 
 @lru_cache(1024)
-def begins_slices(code: CodeType, at: int) -> bool:
+def result_begins_slices(code: CodeType, at: int) -> bool:
     """Return True if the result of the call at ``at`` is assigned to a variable, and the code writes to slices
     ``[variable : variable + n]``. None of these slices may be read or lie in a ``try``.
     """

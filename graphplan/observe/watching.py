@@ -27,7 +27,7 @@ OnCCall = Callable[[FrameType, Any], None]
 _SILENT = (OURS, os.path.join(TORCH, "_ops.py"), os.path.join(TORCH, "_library") + os.sep)
 """Files of graphplan and of torch's operator dispatch. Calls that their code makes itself are no part of a step."""
 _RUN = "run"
-"""Exception: :meth:`Aside.run` calls functions of the step."""
+"""Exception: :meth:`Unwatched.run` calls functions of the step."""
 
 
 def is_silent(code: CodeType) -> bool:
@@ -249,8 +249,8 @@ class Monitor(Watcher):
         if is_built_in or type(watcher) is not Monitor:
             return None
         if watcher.is_paused:
-            # One of the calls in `Aside.run` always runs unwatched.
-            return _monitoring.DISABLE if code is Aside.run.__code__ else None
+            # One of the calls in `Unwatched.run` always runs unwatched.
+            return _monitoring.DISABLE if code is Unwatched.run.__code__ else None
         if function.__name__ in watcher._names or id(code) in watcher._codes:
             if kind is MethodDescriptorType:
                 try:
@@ -276,13 +276,13 @@ def new_watcher(
     return kind(on_call, on_c_call, names, codes, faults)
 
 
-class Aside:
+class Unwatched:
     """A context that hides graphplan's own work from the watcher, to save time. :meth:`run` runs the step's calls."""
 
     __slots__ = ("_is_running", "_outcome", "_watcher")
     _outcome: tuple[Any] | None
 
-    def __enter__(self) -> Aside:
+    def __enter__(self) -> Unwatched:
         self._is_running, self._outcome = False, None
         watcher = _HERE.watcher
         self._watcher = None if watcher is None or watcher.is_paused or not watcher.pause() else watcher
@@ -308,7 +308,7 @@ class Aside:
         self._is_running, self._outcome = False, (out,)
         return out
 
-    def carry_on(
+    def result_despite(
         self, error: Exception, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Return the result of ``func`` after graphplan's own work raised ``error``; re-raise an error of ``func``."""
@@ -317,4 +317,4 @@ class Aside:
         return self.run(func, args, kwargs) if self._outcome is None else self._outcome[0]
 
 
-PASSING.add(Aside.run.__code__)
+PASSING.add(Unwatched.run.__code__)

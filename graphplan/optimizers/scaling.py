@@ -50,15 +50,15 @@ def _has_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class ScaledSteps:
-    """Replaces the scalers' decisions in a managed step. ``unborn``: a skipped step left an optimizer without state."""
+    """Replaces the scalers' decisions in a managed step. ``skipped_without_state``: an optimizer got no state."""
 
     def __init__(self, scalers: Iterable[GradScaler] = ()) -> None:
         # Do not touch a scaler whose class overrides the decision.
         self._scalers = [s for s in scalers if getattr(type(s), _DECISION, None) is GradScaler._maybe_opt_step]
-        self.unborn = False
+        self.skipped_without_state = False
 
     def __enter__(self) -> ScaledSteps:
-        self.unborn = False
+        self.skipped_without_state = False
         for scaler in self._scalers:
             setattr(scaler, _DECISION, partial(self._step, scaler))
         return self
@@ -74,7 +74,7 @@ class ScaledSteps:
         found = state["found_inf_per_device"].values()
         born = _has_state(optimizer)
         if not born or not takes_found_inf(optimizer):
-            self.unborn |= not born and any(tensor.item() for tensor in found)
+            self.skipped_without_state |= not born and any(tensor.item() for tensor in found)
             return GradScaler._maybe_opt_step(scaler, optimizer, state, *args, **kwargs)
         lent: Any = optimizer
         lent.found_inf = sum(found)

@@ -86,7 +86,7 @@ def _groups_of(state: Any) -> Sequence[Any]:
     return groups
 
 
-def come_to_rest(owners: Mapping[str, Any]) -> tuple[Sharding, Walk]:
+def reshard_and_walk(owners: Mapping[str, Any]) -> tuple[Sharding, Walk]:
     """Reshard the FSDP2 modules among ``owners``. Return their sharding and a walk over the owners afterwards."""
     walk = walk_owners(owners)
     sharding = Sharding(walk.modules)

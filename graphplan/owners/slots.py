@@ -61,7 +61,7 @@ class Scalar:
         return present(self.container)[self.key]
 
     @property
-    def lies_here(self) -> bool:
+    def is_stored_here(self) -> bool:
         """Whether the container itself stores the value; False for properties and inherited class attributes."""
         return not isinstance(self.container, (Numbers, Inherited))
 
@@ -120,7 +120,7 @@ class Presence(Scalar):
         yield from (("none_there", space, self.key) for space in self._spaces if not value)
 
 
-def lasting(place: Scalar) -> Scalar:
+def item_by_attribute(place: Scalar) -> Scalar:
     """Return the :class:`Item` for a place in a list or dictionary that attributes hold. Return ``place`` itself for
     all others, if code has a variable for the container, or if reading all attributes that hold it would be slow.
     """

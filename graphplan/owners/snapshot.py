@@ -19,9 +19,9 @@ from graphplan.owners.generators import HostGenerators
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Container, Walk, is_optimizer_state
 from graphplan.owners.tensor_metadata import ABSENT
-from graphplan.owners.views import Told, contents
+from graphplan.owners.views import ComputedItem, contents
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory, has_own_operators, is_freed
-from graphplan.tensors.copying import copy_all, unequal, write_all
+from graphplan.tensors.copying import copy_all, copy_into, unequal
 from graphplan.tensors.storages import storage_id
 
 _as_memory = torch._C.DisableTorchFunctionSubclass
@@ -69,7 +69,7 @@ class Snapshot:
             copies = copy_all(live, device, beside)
         self._tensors = {id(t): (t, copy) for t, copy in zip(live, copies, strict=True)}
         of_torch = [(partial(set_generator, g), g.get_state()) for g in (*default_generators(), *generators)]
-        told = (scalar.container for scalar in walk.scalars.values() if type(scalar.container) is Told)
+        told = (scalar.container for scalar in walk.scalars.values() if type(scalar.container) is ComputedItem)
         of_owners = [kept(place.items) for place in told if place.read is contents and has_contents(place.items)]
         self._generators: list[tuple[Callable[[Any], object], Any]] = [*of_torch, *HostGenerators().states, *of_owners]
 
@@ -126,7 +126,7 @@ class Snapshot:
         for pair in pairs:
             (open_ if pair[0].is_cpu and storage_id(pair[0]) not in changed else written).append(pair)
         written += [open_[index] for index in unequal([live for live, _ in open_], [copy for _, copy in open_])]
-        write_all([live for live, _ in written], [copy for _, copy in written])
+        copy_into([live for live, _ in written], [copy for _, copy in written])
 
 
 def _is_copied(tensor: Tensor) -> bool:

@@ -23,7 +23,7 @@ class StandIn:
 
 ABSENT = StandIn("nothing")
 """The value of a place that holds nothing, or nothing that can be compared."""
-THERE = StandIn("a tensor")
+EXISTS = StandIn("a tensor")
 """The metadata of a tensor, or of a tuple with tensors, if only its existence matters."""
 
 

@@ -40,11 +40,11 @@ from graphplan.owners.kinds import (
 from graphplan.owners.slots import Items, Namespace, Presence, Scalar, Slot, Walk, tensor_leaves
 from graphplan.owners.views import (
     Attributes,
+    ComputedItem,
     Inherited,
     Members,
     Numbers,
     Setting,
-    Told,
     attributes_of,
     contents,
     extent,
@@ -179,7 +179,7 @@ class ValueWalker:
         if items and all(map(_is_entered, items)):
             self.walk.links.append((container, key, value))
             self.walk.objects[path] = Scalar(container, key, *source)
-            self.walk.objects[Path.length(path)] = Scalar(Told(value, tuple.__len__), "len", *source)
+            self.walk.objects[Path.length(path)] = Scalar(ComputedItem(value, tuple.__len__), "len", *source)
         elif not tensor_leaves(value):
             self.walk.scalars[path] = Scalar(container, key, *source)
         elif not isinstance(container, tuple):
@@ -202,7 +202,7 @@ class ValueWalker:
         self._homes[id(items)] = f"what lies at {path}"
         self.walk.containers.append(items)
         if not isinstance(source[0], torch.optim.Optimizer):
-            self.walk.objects[Path.length(path)] = Scalar(Told(items, extent), "len", *source)
+            self.walk.objects[Path.length(path)] = Scalar(ComputedItem(items, extent), "len", *source)
         dotted = isinstance(items, MAPPINGS)
         if isinstance(items, list | deque):
             self.walk.lists[path] = items
@@ -210,7 +210,7 @@ class ValueWalker:
             # With ``[:]``, code that only appends does not count as reading these.
             via = f"{source[1]}[:]"
             self.walk.scalars[f"{path}.maxlen"] = Scalar(Numbers(items), "maxlen", *source, via)
-            is_full = Told(items, lambda deque: len(deque) == deque.maxlen)
+            is_full = ComputedItem(items, lambda deque: len(deque) == deque.maxlen)
             self.walk.objects[f"full({path})"] = Scalar(is_full, "full", *source, via)
         # Call the built-in methods: a subclass of dict may override them.
         kind: Any = dict if isinstance(items, dict) else type(items)
@@ -238,12 +238,12 @@ class ValueWalker:
         """Record the items of a long container from ``start`` on. They are compared, but not walked."""
         values = items.values() if isinstance(items, MAPPINGS) else items
         hold = not all(map(holds_nothing_else, values))
-        left: Any = {"rest": TOO_MANY} if hold else Told(items, partial(rest, start))
+        left: Any = {"rest": TOO_MANY} if hold else ComputedItem(items, partial(rest, start))
         self.walk.objects[f"{path}[{start}:]"] = Scalar(left, "rest", *source)
 
     def _contents(self, items: set[Any], path: str, source: Source) -> None:
         self.walk.containers.append(items)
-        self.walk.scalars[path] = Scalar(Told(items, contents), "contents", *source)
+        self.walk.scalars[path] = Scalar(ComputedItem(items, contents), "contents", *source)
 
     def _object(self, thing: Any, path: str, depth: int, *, visited: bool = False) -> None:
         if not visited and not self._first_visit(thing):
@@ -381,9 +381,11 @@ class ValueWalker:
             for number, (key, item) in enumerate(value.items()):
                 self._value(item, f"{path}[{key_name(key, number)}]", value, key, depth + 1, source)
         elif isinstance(value, weakref.ref):
-            self.walk.objects[f"{path}()"] = Scalar(Told(value, lambda ref: ref() is not None), "alive", *source)
+            self.walk.objects[f"{path}()"] = Scalar(
+                ComputedItem(value, lambda ref: ref() is not None), "alive", *source
+            )
         elif has_contents(value):
-            self.walk.scalars[f"{path}[:]"] = Scalar(Told(value, contents), "contents", *source)
+            self.walk.scalars[f"{path}[:]"] = Scalar(ComputedItem(value, contents), "contents", *source)
 
     def _bound(self, method: MethodType | BuiltinMethodType, path: str, depth: int, source: Source) -> None:
         """Walk the object that a method is bound to, and its function. Built-in functions are bound to a module."""

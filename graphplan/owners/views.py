@@ -121,7 +121,7 @@ def attributes_of(thing: Any) -> dict[str, Any] | None:
     return inner if isinstance(inner, dict) else None
 
 
-class Told:
+class ComputedItem:
     """A read-only item that gives ``read(items)`` to guards: the same object until its value changes."""
 
     def __init__(self, items: Any, read: Callable[[Any], Any]) -> None:
@@ -209,7 +209,7 @@ class Inherited(Members):
 
 def home(container: Any) -> Any:
     """Return the object whose identity must not change if places in ``container`` are to stay valid."""
-    if isinstance(container, Told):
+    if isinstance(container, ComputedItem):
         return container.items
     if isinstance(container, Members):
         return container.kind

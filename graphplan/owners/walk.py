@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from graphplan.owners.kinds import MAPPINGS, SCALARS, has_groups, is_of_library, is_user_object
 from graphplan.owners.slots import Namespace, Reached, Scalar, Slot, Via, Walk
 from graphplan.owners.values import Source, ValueWalker, has_own_gradient
-from graphplan.owners.views import GroupCounts, Numbers, Told, attributes_of
+from graphplan.owners.views import ComputedItem, GroupCounts, Numbers, attributes_of
 from graphplan.specs.paths import free_name
 
 _OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults", "step", "zero_grad"})
@@ -173,7 +173,7 @@ class _Walker(ValueWalker):
         for table in tables if found else ():
             for path, place in table.items():
                 # A property of a container as a whole, such as its length, is in a Told of its own.
-                whole = isinstance(place.container, Told)
+                whole = isinstance(place.container, ComputedItem)
                 leads_here = found.get(id(place.container.items if whole else place.container))
                 if leads_here is not None:
                     table[path] = replace(place, name=leads_here[0], others=leads_here[1])

@@ -18,13 +18,13 @@ from graphplan.effects.host_changes import joined_slots
 from graphplan.effects.reads import Reads, check_used
 from graphplan.effects.rebindings import Rebindings
 from graphplan.effects.trace_pair import TracePair
-from graphplan.errors import ControlFlowError, OutputError
+from graphplan.errors import ControlFlowError, HostSyncError, OutputError
 from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
 from graphplan.plan.classify import classify
 from graphplan.plan.difference import check_difference, check_marks, form_of
 from graphplan.plan.plan import DRAWS, Handles, Output, Plan
-from graphplan.specs.paths import Of, Path, names
+from graphplan.specs.paths import Fact, Path, names
 from graphplan.specs.roles import External
 from graphplan.tensors.deferred import NumberForm
 from graphplan.tensors.records import has_attributes
@@ -58,8 +58,8 @@ def build_plan(
     walk: Walk | None = None,
     loose: bool = False,
 ) -> Plan:
-    """Build a plan from the traces of two consecutive steps, or of one passed twice (see :func:`suffices`). ``feed``
-    is that of the second; ``walk``, if given, was made at its end. ``loose``: see :meth:`Reads.find`.
+    """Build a plan from the traces of two consecutive steps, or from one passed twice (:func:`one_trace_suffices`).
+    ``feed`` is that of the second; ``walk``, if given, was made at its end. ``loose``: see :meth:`Reads.find`.
     """
     pair = TracePair(first, second, walk or handles.walk(), allow)
     # Errors should name a flag, not a value that it is computed from; a list of changed length, not its numbers.
@@ -118,9 +118,10 @@ def _check(pair: TracePair, feed: Feed) -> None:
         check_threads(trace, pair.allow)
     try:
         check_difference(*pair.both)
-    except ControlFlowError:
-        # A host draw may have chosen the path (random.shuffle); if so, report the draw.
-        check_generators(pair)
+    except (ControlFlowError, HostSyncError):
+        # A host draw may have chosen the path (random.shuffle), or made the value (a mask of NumPy's): report the draw.
+        if all(trace.violation is None for trace in pair.both):
+            check_generators(pair)
         raise
     _check_branches(pair.second)
     check_marks(feed, *pair.both)
@@ -228,7 +229,7 @@ def _uses_grads(first: Trace, second: Trace, walk: Walk) -> bool:
         return True
     for facts in (first, second):
         names_grad = "grad" in facts.reads.anywhere or "grad" in facts.reads.by_packages
-        if names_grad or any(names(path, Of.GRADIENT) for path in facts.changes.rebindings):
+        if names_grad or any(names(path, Fact.GRADIENT) for path in facts.changes.rebindings):
             return True
         if any(slot.param is not None for storage in facts.externals for slot in facts.entry_slots.get(storage, ())):
             return True

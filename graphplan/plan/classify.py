@@ -14,7 +14,7 @@ from graphplan.owners.slots import Slot, Walk, is_optimizer_state
 from graphplan.specs.roles import External, Role, TensorSpec
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.operator_schemas import OF_GEOMETRY
+from graphplan.trace.operator_schemas import LIKE_OPERATORS
 from graphplan.trace.records import Trace, TracedExternal
 
 
@@ -42,7 +42,7 @@ def classify(
             if storage in shadows:
                 # A device learning rate is in its slot only during a step: keep the tensor instead of the slot.
                 found[-1] = replace(found[-1], path=None, tensor=external.tensor)
-        if not owned and storage not in fed and not external.is_passing:
+        if not owned and storage not in fed and not external.is_temporary:
             number = second.symbolic.given.get(id(external.tensor))
             unchanged = number is not None or (position < len(earlier) and earlier[position] == storage)
             unchanged |= _is_only_like(second, position)
@@ -61,7 +61,7 @@ def classify(
 def _is_only_like(trace: Trace, number: int) -> bool:
     """Return True if operators use only the geometry of an external (``zeros_like``) and read none of its values."""
     operators = [operator for operator in trace.operators if ("external", number) in operator.operands]
-    return bool(operators) and all(operator.name in OF_GEOMETRY for operator in operators)
+    return bool(operators) and all(operator.name in LIKE_OPERATORS for operator in operators)
 
 
 def _distinct(slots: Iterable[Slot]) -> list[Slot]:

@@ -185,7 +185,7 @@ def _check_operands(a: Operator, b: Operator, number: int, kept: set[int]) -> No
 def _check_externals(first: Trace, second: Trace) -> None:
     """Refuse an external that is another slot or input in the second trace; its address may differ."""
     for old, (new, traced) in zip(first.externals, second.externals.items(), strict=True):
-        if traced.is_passing and not same_bits(first.externals[old].tensor, traced.tensor):
+        if traced.is_temporary and not same_bits(first.externals[old].tensor, traced.tensor):
             was, now = _short(first.externals[old].tensor), _short(traced.tensor)
             raise HostScalarError(
                 f"{traced.operator} at {traced.source} gets {was} on one step and {now} on the next, a value that "

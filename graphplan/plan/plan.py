@@ -18,7 +18,7 @@ from graphplan.observe.host_draws import Draw
 from graphplan.optimizers.rates import LearningRates
 from graphplan.owners.slots import Walk
 from graphplan.owners.walk import walk_owners
-from graphplan.specs.paths import Of, names
+from graphplan.specs.paths import Fact, names
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import External, Footprint, Role, TensorSpec
 from graphplan.tensors.deferred import NumberForm
@@ -182,7 +182,7 @@ class Plan:
     @property
     def tells_gradients(self) -> bool:
         """Return True if the step depends on which gradients exist when it begins."""
-        return bool(self.entry_grads) or any(names(path, Of.GRADIENT) for path in self.reads.metadata)
+        return bool(self.entry_grads) or any(names(path, Fact.GRADIENT) for path in self.reads.metadata)
 
     def untouched(self, walk: Walk) -> set[str]:
         """Return paths of tensors that a library's object (a dataset, say) leads to and that the step does not use."""
@@ -195,7 +195,7 @@ class Plan:
         slots = [walk.slots[e.path] for e in self.externals if e.mutated and e.path in walk.slots]
         return [tensor for slot in slots for tensor in slot.tensors()]
 
-    def go_apart(self, one: str, other: str) -> bool:
+    def may_share_memory(self, one: str, other: str) -> bool:
         """Return True if the step's results do not depend on whether two slots share memory: it replaces the tensor of
         one, and replaces that of the other or does not write to it.
         """
@@ -247,7 +247,7 @@ class Plan:
 
     def _footnotes(self) -> list[str]:
         notes = [f"carried: {path}" for path in self.rebindings.carries]
-        notes += [f"rebound: {path}" for path in self.rebindings.fresh if not names(path, Of.GRADIENT)]
+        notes += [f"rebound: {path}" for path in self.rebindings.fresh if not names(path, Fact.GRADIENT)]
         values, metadata = self.reads.values, self.reads.metadata
         compared = dict.fromkeys(path for question in self.reads.questions for path in question.paths)
         if values:

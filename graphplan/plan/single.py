@@ -9,14 +9,14 @@ from torch.utils._pytree import tree_leaves
 
 from graphplan.owners.slots import is_optimizer_state
 from graphplan.owners.views import Given, Numbers
-from graphplan.specs.paths import Of, names
+from graphplan.specs.paths import Fact, names
 from graphplan.tensors.deferred import NumberForm
 from graphplan.trace.changes import Rebinding
 from graphplan.trace.records import OutputTensor, Trace
 from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
 
-def suffices(trace: Trace, rates: Collection[int]) -> bool:
+def one_trace_suffices(trace: Trace, rates: Collection[int]) -> bool:
     """Return True if one trace of a step is enough. The step must use only fed and owned tensors and numbers with
     stand-ins, must not branch on values that it reads from the device, and may leave only such changes in Python as the
     check of a replay compares. ``rates`` are storages of device learning rates.
@@ -27,7 +27,9 @@ def suffices(trace: Trace, rates: Collection[int]) -> bool:
     """
     known = trace.entry_slots.keys() | set(trace.leaf_storages.values())
     given = trace.symbolic.given
-    others = (storage for storage, each in trace.externals.items() if not (each.is_passing or id(each.tensor) in given))
+    others = (
+        storage for storage, each in trace.externals.items() if not (each.is_temporary or id(each.tensor) in given)
+    )
     is_owned = set(others).difference(rates) <= known
     runs_otherwise = trace.graph_elsewhere or _shows_rates(trace, rates)
     return is_owned and not (runs_otherwise or _works_on_host(trace) or _leaves_more(trace))
@@ -67,7 +69,7 @@ def _leaves_more(trace: Trace) -> bool:
     """
     changes = trace.changes
     is_known = all(_is_raised(old, new) or isinstance(new, NumberForm) for old, new in changes.scalars.values())
-    is_known &= all(names(path, Of.GRADIENT) or _gets_alike(each) for path, each in changes.rebindings.items())
+    is_known &= all(names(path, Fact.GRADIENT) or _gets_alike(each) for path, each in changes.rebindings.items())
     is_known &= all(isinstance(leaf, OutputTensor) for leaf in tree_leaves(list(changes.appended.values())))
     return bool(changes.moved or changes.flags or changes.renewed) or not is_known
 

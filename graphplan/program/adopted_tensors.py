@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphplan.compare.comparing import facts_of
 from graphplan.compare.tensors import geometry
-from graphplan.owners.slots import Item, Slot, Walk, holds_plain, lasting, tensor_leaves
+from graphplan.owners.slots import Item, Slot, Walk, holds_plain, item_by_attribute, tensor_leaves
 from graphplan.plan.plan import Plan
 from graphplan.program.guards import Guards
 from graphplan.specs.paths import Path
@@ -73,7 +73,7 @@ class AdoptedTensors:
             before, now = self.walk.scalars.get(path), walk.scalars.get(path)
             if before is not None and now is not None and before.container is not now.container:
                 # A scheduler makes a new list in each step: guards look it up, instead of a walk for each list.
-                self._moving |= {path} if isinstance(lasting(now), Item) else set()
+                self._moving |= {path} if isinstance(item_by_attribute(now), Item) else set()
         self.guards = self._guard(walk, self.guards.values)
 
     def _guard(self, walk: Walk, values: Mapping[str, Any]) -> Guards:
@@ -275,7 +275,7 @@ class AdoptedTensors:
                     apart = not is_replaced and other.get() is not slot.get()
                 else:
                     apart = own.isdisjoint(map(storage_id, known))
-                    apart &= not (is_replaced and self._plan.go_apart(path, other.path))
+                    apart &= not (is_replaced and self._plan.may_share_memory(path, other.path))
                 if apart:
                     return f"{path} shares memory with {other.path} now"
         return None

@@ -28,8 +28,8 @@ from graphplan.owners.flags import Flags
 from graphplan.owners.slots import Items, Scalar, Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
 from graphplan.program.static_numbers import StaticNumber, StaticNumbers, renewer
-from graphplan.specs.paths import Of, Path, names
-from graphplan.tensors.copying import write_all
+from graphplan.specs.paths import Fact, Path, names
+from graphplan.tensors.copying import copy_into
 from graphplan.tensors.deferred import NumberForm, form_of, is_deferred, value_of
 from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.tensors.storages import copier, memory_uses, places, storage_id, with_leaves
@@ -44,13 +44,13 @@ _ACCUMULATED = WeakIdKeyDictionary()
 """Gradients that some program accumulates into; several programs may refer to one."""
 
 
-class _Turn:
+class _LatestBindings:
     """State of the programs that share memory: the bindings of the program that was replayed last."""
 
     latest: weakref.ref[Bindings] | None = None
 
 
-_TURNS: WeakValueDictionary[object, _Turn] = WeakValueDictionary()
+_LATEST: WeakValueDictionary[object, _LatestBindings] = WeakValueDictionary()
 """Turns by the generation of recordings."""
 
 
@@ -99,7 +99,7 @@ class Bindings:
 
     def __init__(self, plan: Plan, before: Walk, stand_ins: Mapping[str, Tensor]) -> None:
         self._plan = plan
-        self._own, self._turn = weakref.ref(self), _Turn()
+        self._own, self._turn = weakref.ref(self), _LatestBindings()
         self._old = {path: before.slots[path].get() for path in plan.rebindings.carries}
         self._into = {path: tensor_leaves(stand_ins.get(path, old)) for path, old in self._old.items()}
         # Detached aliases keep the memory, even if the step gives the tensors other memory.
@@ -130,7 +130,7 @@ class Bindings:
         outside = set(foreign) | self.targets
         new = {path: after.slots[path].get() for path in self._plan.rebindings.carries}
         for path in self._plan.rebindings.fresh:
-            if not names(path, Of.GRADIENT):
+            if not names(path, Fact.GRADIENT):
                 slot = after.slots.get(path)
                 value = _own(slot.get(), outside) if slot else None
                 self._fresh[path] = None if value is None else _renewing(value, path)
@@ -187,7 +187,7 @@ class Bindings:
         # Drop these references: `memory_uses` counts the users of this memory.
         self._old, self._into = {}, {}
         touched = {
-            path.place for path in self._plan.rebindings.fresh if isinstance(path, Path) and path.of is Of.GRADIENT
+            path.place for path in self._plan.rebindings.fresh if isinstance(path, Path) and path.of is Fact.GRADIENT
         }
         touched |= set(self._plan.entry_grads)
         by_path = dict(after.parameters.values())
@@ -234,10 +234,10 @@ class Bindings:
             self._release_kept()
 
     def share_memory(self, generation: object) -> None:
-        """Share :class:`_Turn` with the programs of this ``generation``."""
-        self._turn = _TURNS.setdefault(generation, _Turn())
+        """Share :class:`_LatestBindings` with the programs of this ``generation``."""
+        self._turn = _LATEST.setdefault(generation, _LatestBindings())
 
-    def take_turn(self) -> None:
+    def rescue_gradients(self) -> None:
         """Before a replay: move gradients of the program replayed last out of shared memory, if this one makes none."""
         before = self._turn.latest
         if before is self._own:
@@ -267,7 +267,7 @@ class Bindings:
             is_alone = getrefcount(new) == _references()[0] and all(uses == 1 for uses in memory_uses([new]).values())
             if is_alone and type(grad) is Tensor and geometry(new) == geometry(grad):
                 taken.append((param, grad))
-        write_all([grad for _, grad in taken], [param.grad for param, _ in taken if param.grad is not None])
+        copy_into([grad for _, grad in taken], [param.grad for param, _ in taken if param.grad is not None])
         for param, grad in taken:
             param.grad = grad
 

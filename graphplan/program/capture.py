@@ -21,20 +21,20 @@ from graphplan.feed.signature import Feed
 from graphplan.observe.capture_state import presenting_capture
 from graphplan.observe.source import runs_step
 from graphplan.owners.flags import Flags
-from graphplan.owners.sharding import Sharding, come_to_rest
+from graphplan.owners.sharding import Sharding, reshard_and_walk
 from graphplan.owners.slots import Walk, holds_plain
 from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import own_tensors
 from graphplan.program.bindings import Bindings
 from graphplan.program.inputs import MEMORY_IS_FED, HostInputs, StaticInputs
-from graphplan.program.outputs import Outputs, check_result, lend_outputs
+from graphplan.program.outputs import Outputs, check_result, lease_outputs
 from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.program.undo import Undo
 from graphplan.specs.paths import Path
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
-from graphplan.tensors.attributes import dressed
+from graphplan.tensors.attributes import with_class_and_attributes
 from graphplan.tensors.storages import copier, memory_uses, overlaps, storage_id, with_leaves
 from graphplan.tensors.symbolic import has_stand_ins
 from graphplan.trace.batch_reads import answers_in
@@ -65,7 +65,7 @@ def capture_program(
     are the program's own memory.
     """
     check_policy(plan, policy)
-    sharding, walk = come_to_rest(plan.handles.owners())
+    sharding, walk = reshard_and_walk(plan.handles.owners())
     changed = outdated(plan, walk)
     if changed is not None:
         raise GuardError(f"the plan of {plan.name} is out of date: {changed}; compile another one with compile_plan")
@@ -109,10 +109,12 @@ def _record(
     lends: bool,
 ) -> tuple[Recording, Walk, Outputs]:
     """Record the step with the backend, then the copies at its end."""
-    leaves = [dressed(inputs.by_leaf.get(index, leaf), leaf) for index, leaf in enumerate(feed.leaves)]
+    leaves = [
+        with_class_and_attributes(inputs.by_leaf.get(index, leaf), leaf) for index, leaf in enumerate(feed.leaves)
+    ]
     fed = CallArguments(*feed.rebuild(leaves)).watch()
     outside = {storage_id(inputs.by_leaf.get(index, leaf)) for index, leaf in feed.tensors()} | set(walk.by_storage())
-    lent = lend_outputs(plan) if lends else {}
+    lent = lease_outputs(plan) if lends else {}
     found: list[tuple[Walk, Outputs]] = []
     pending: list[tuple[NumberTensor, Any]] = []
 
@@ -185,7 +187,7 @@ def _joined(plan: Plan, walk: Walk) -> str | None:
         for tensor in slot.tensors() if slot is not None and slot.param is None else ():
             other = holders.setdefault(storage_id(tensor), path)
             joined = other == path or any({(other, 0), (path, 0)} <= together for together in plan.joined)
-            if not joined and not plan.go_apart(other, path):
+            if not joined and not plan.may_share_memory(other, path):
                 return f"{other} and {path} share memory, and did not when the step was traced"
     return None
 

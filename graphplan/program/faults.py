@@ -15,8 +15,8 @@ from graphplan.backends.backend import first_line, is_out_of_memory
 from graphplan.environment.origin import OURS, is_users_file
 from graphplan.errors import EffectError, FaultError, GraphPlanError
 from graphplan.feed.call_arguments import is_callers
-from graphplan.observe.asked_classes import asks_classes
 from graphplan.observe.source import raising_code
+from graphplan.observe.type_calls import calls_type
 
 _NAMES = ("path", "label", "place")
 """Names of local variables in this package's functions that hold the path of the value being read."""
@@ -74,7 +74,7 @@ def describe(error: Exception) -> str:
 def is_raised_by_user(error: BaseException) -> bool:
     """Return True if the user's code raises ``error`` and never asks for a class, by which stand-ins differ."""
     code = raising_code(error)
-    return code is not None and is_users_file(code.co_filename) and not asks_classes(code)
+    return code is not None and is_users_file(code.co_filename) and not calls_type(code)
 
 
 def is_steps_own(error: BaseException) -> bool:

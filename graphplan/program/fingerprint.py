@@ -16,7 +16,7 @@ from graphplan.owners.contents import has_contents, state_of
 from graphplan.owners.kinds import PLAIN
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Walk
-from graphplan.specs.paths import Of, Path, names
+from graphplan.specs.paths import Fact, Path, names
 from graphplan.trace.changes import same_value
 
 _PARTS = ("_modules", "_parameters", "_buffers")
@@ -213,7 +213,7 @@ def _hypers_of(walk: Walk, left_out: Collection[tuple[int, str]]) -> Iterator[tu
 def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
     rows = zip(labels, old, new, strict=False)
     differing = [(label, f"{a!r} then {b!r}") for label, a, b in rows if not same_value(a, b)]
-    return [f"{label}: {'other ones' if names(label, Of.MEMBERS) else text}" for label, text in differing]
+    return [f"{label}: {'other ones' if names(label, Fact.MEMBERS) else text}" for label, text in differing]
 
 
 def _frozen_all(values: Iterable[Any]) -> Iterable[Any]:

@@ -14,13 +14,13 @@ from torch.nn import Module
 
 from graphplan.compare.comparing import Checks, Row, contents_of, facts_of, row_of, rows_of
 from graphplan.observe.host_draws import peek
-from graphplan.owners.slots import Item, Scalar, Slot, Walk, is_optimizer_state, lasting, tensor_leaves
+from graphplan.owners.slots import Item, Scalar, Slot, Walk, is_optimizer_state, item_by_attribute, tensor_leaves
 from graphplan.owners.tensor_metadata import TensorMetadata, metadata_of
-from graphplan.owners.views import Given, Told, attributes_of, extent, home
+from graphplan.owners.views import ComputedItem, Given, attributes_of, extent, home
 from graphplan.plan.plan import Plan
 from graphplan.specs.paths import Path
 from graphplan.tensors.dtensors import is_sharded, local
-from graphplan.tensors.symbolic import come_out
+from graphplan.tensors.symbolic import answers_hold
 from graphplan.trace.changes import is_alike, same_value
 
 _MISSED = (LookupError, RuntimeError, AttributeError, TypeError, ArithmeticError)
@@ -52,7 +52,7 @@ class Guards:
         self.values = {path: values[path] if path in values else value.get() for path, value in read.items()}
         """The Python values that the program was captured with, by path."""
         asked = {path for question in plan.reads.questions for path in question.paths}
-        symbolic = {path: lasting(place) for path in plan.symbolic if (place := walk.value(path)) is not None}
+        symbolic = {path: item_by_attribute(place) for path in plan.symbolic if (place := walk.value(path)) is not None}
         # Numbers given as arguments are always integers: only their branches are guarded.
         symbolic = {
             path: place for path, place in symbolic.items() if path in asked or type(place.container) is not Given
@@ -61,9 +61,9 @@ class Guards:
         self.ask: Callable[[], bool] | None = None
         """Return True if the step would take the recorded branches with the owners' current numbers."""
         # For lists that each step may replace, `ask` compares lengths together with the values.
-        fixed = {path: lasting(place) for path, place in read.items() if path in moving}
+        fixed = {path: item_by_attribute(place) for path, place in read.items() if path in moving}
         lists = {id(place.items) for place in (*symbolic.values(), *fixed.values()) if isinstance(place, Item)}
-        told = [path for path, place in read.items() if isinstance(place.container, Told)]
+        told = [path for path, place in read.items() if isinstance(place.container, ComputedItem)]
         others = {path for path in told if id(home(read[path].container)) in lists}
         read = {path: place for path, place in read.items() if path not in others and path not in fixed}
         used = (*slots, *self._shown.slots, *read.values(), *symbolic.values(), *fixed.values())
@@ -209,7 +209,7 @@ def _asking(
             if not is_whole or list(map(type, now)) != kinds:
                 return False
             if questions and (draws or now != known):
-                if not come_out(questions, {**dict(zip(symbolic, now, strict=True)), **peek(draws)}):
+                if not answers_hold(questions, {**dict(zip(symbolic, now, strict=True)), **peek(draws)}):
                     return False
                 known[:] = now
             is_alike = all(same_value(place.get(), value) for place, value in fixed)

@@ -19,7 +19,7 @@ from graphplan.feed.signature import Feed, shared_leaf
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
 from graphplan.program.leases import Lease, find_lease
-from graphplan.tensors.storages import distinct, storage_id
+from graphplan.tensors.storages import storage_id, without_overlap
 
 _wants_grad = attrgetter("requires_grad")
 _LARGE = 2**22
@@ -71,10 +71,10 @@ class StaticInputs:
         """Inputs that replays change in the caller's memory."""
         self._indices = list(self.by_leaf)
         self._statics = list(self.by_leaf.values())
-        self._targets = [distinct(static.detach()) for static in self._statics]
+        self._targets = [without_overlap(static.detach()) for static in self._statics]
         self._device = plan.device
         self._staging: _Staging | None = None
-        self._shared = {index for index, static in self.by_leaf.items() if distinct(static) is not static}
+        self._shared = {index for index, static in self.by_leaf.items() if without_overlap(static) is not static}
         self.mutated = [(index, static) for index, static in self.by_leaf.items() if index in mutated]
         self.nbytes = sum(s.numel() * s.element_size() for s in self._statics)
 
@@ -100,7 +100,7 @@ class StaticInputs:
         sources = [leaves[index] for index in indices]
         if self._shared:
             pairs = zip(sources, indices, strict=True)
-            sources = [distinct(source) if index in self._shared else source for source, index in pairs]
+            sources = [without_overlap(source) if index in self._shared else source for source, index in pairs]
         if self._staging is None:
             _copy(targets, sources)
             return
@@ -175,9 +175,9 @@ def _fill(plan: Plan, feed: Feed, buffers: Buffers, leases: Mapping[int, Lease])
     for index, leaf in feed.tensors():
         if index not in leases:
             inputs[index] = buffers.view(index, leaf, plan.device)
-            target = distinct(inputs[index])
+            target = without_overlap(inputs[index])
             with torch.no_grad():
-                target.copy_(leaf if target is inputs[index] else distinct(leaf))
+                target.copy_(leaf if target is inputs[index] else without_overlap(leaf))
     return dict(sorted(inputs.items()))
 
 

@@ -20,7 +20,7 @@ from graphplan.program.static_numbers import StaticNumbers
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.deferred import NumberForm, form_of, is_deferred
 from graphplan.tensors.dtensors import is_sharded
-from graphplan.tensors.storages import copier, is_wide, overlaps, storage_id
+from graphplan.tensors.storages import copier, has_wide_gaps, overlaps, storage_id
 from graphplan.tensors.trees import flatten_result, map_result, names_of, rebuilder, text_of
 from graphplan.trace.changes import place_of, same_value
 
@@ -149,7 +149,7 @@ class Outputs:
         return self._rebuild(built)
 
 
-def lasting(result: Any) -> Any:
+def copy_overwritten(result: Any) -> Any:
     """Return an eager call's result with copies of tensors that replays overwrite, where eager steps bind new ones."""
     leaves = flatten_result(result)[0] if may_overwrite() else []
     is_any = any(isinstance(leaf, Tensor) and is_overwritten(leaf) for leaf in leaves)
@@ -176,7 +176,7 @@ def _runs(scalars: Mapping[int, Tensor]) -> list[list[int]]:
     return runs
 
 
-def lend_outputs(plan: Plan) -> dict[int, Lease]:
+def lease_outputs(plan: Plan) -> dict[int, Lease]:
     """Allocate leases for the tensors that the step makes, outside the pool that other programs' replays write to."""
     lent = {}
     for number, output in enumerate(plan.outputs):
@@ -184,7 +184,7 @@ def lend_outputs(plan: Plan) -> dict[int, Lease]:
         if output.kind == "tensor" and spec is not None and 0 not in spec.shape:
             with torch.inference_mode(False), torch.no_grad():
                 like = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-                if is_wide(like) or overlaps(spec.shape, spec.stride):
+                if has_wide_gaps(like) or overlaps(spec.shape, spec.stride):
                     memory = torch.empty_like(like, device=spec.device)
                 else:
                     memory = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)

@@ -132,7 +132,7 @@ class Program:
         return sum(tensor.nbytes for tensor in tensors.values() if tensor.layout is torch.strided)
 
     @property
-    def is_unproven(self) -> bool:
+    def needs_first_check(self) -> bool:
         """Whether no replay has yet been compared with an eager step, which should run the ``expected`` operators."""
         return bool(self.expected)
 
@@ -212,7 +212,7 @@ class Program:
     def _launch(self, *, is_recorded: bool = False) -> None:
         """Replay. ``is_recorded``: this finishes the recorded call, which has already run the host's part."""
         assert self._recording is not None
-        self.bindings.take_turn()
+        self.bindings.rescue_gradients()
         undoing = nullcontext() if self._undo is None else self._undo.undoing(self.bindings.grads_in_place())
         try:
             with undoing:

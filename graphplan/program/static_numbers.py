@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphplan.observe.host_draws import Draw
-from graphplan.owners.slots import Walk, lasting
+from graphplan.owners.slots import Walk, item_by_attribute
 from graphplan.tensors.deferred import DeferredNumber, NumberForm, form_of
 from graphplan.trace.symbolic_numbers import NumberTensor
 
@@ -109,7 +109,7 @@ class StaticNumbers:
     def follow(self, walk: Walk) -> None:
         """Read owners' numbers at the places of ``walk`` from now on."""
         paths = {path for _, path in self._hosts} | {path for filled in self._filled for path in filled.paths}
-        self._numbers = {path: lasting(walk.scalars[path]) for path in sorted(paths) if path in walk.scalars}
+        self._numbers = {path: item_by_attribute(walk.scalars[path]) for path in sorted(paths) if path in walk.scalars}
 
     def start(self) -> None:
         """Before a replay: read owners' numbers, which the step may change, and make the host draws."""

@@ -17,7 +17,7 @@ from graphplan.plan.plan import Plan
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import External, Role, TensorSpec
 from graphplan.tensors.dtensors import is_sharded
-from graphplan.tensors.storages import distinct
+from graphplan.tensors.storages import without_overlap
 
 
 def check_policy(plan: Plan, policy: Policy) -> None:
@@ -77,7 +77,7 @@ class CopiedOwned:
         for external in self.externals:
             held = _held(external, walk)
             # Callers may give any values, so each element needs its own memory.
-            like = held if distinct(held) is held else held.detach().contiguous()
+            like = held if without_overlap(held) is held else held.detach().contiguous()
             assert external.path is not None
             self.stand_ins[external.path] = buffers.view(("owned", external.name), like, plan.device)
         self._names = _short_names(self.externals)

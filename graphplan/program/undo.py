@@ -18,7 +18,7 @@ from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
 from graphplan.program.inputs import StaticInputs
 from graphplan.tensors.attributes import has_memory, is_freed
-from graphplan.tensors.copying import copy_all, write_all
+from graphplan.tensors.copying import copy_all, copy_into
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
 
@@ -48,7 +48,7 @@ class Undo:
             yield
         except OutcomeError:
             with torch.no_grad():
-                write_all([*self._memories, *grads], [*self._copies, *copies])
+                copy_into([*self._memories, *grads], [*self._copies, *copies])
             for generator, state in zip(self._generators, states, strict=True):
                 set_generator(generator, state)
             raise

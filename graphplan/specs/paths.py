@@ -11,7 +11,7 @@ from enum import Enum
 from itertools import count
 
 
-class Of(Enum):
+class Fact(Enum):
     """The fact that a path names about its place."""
 
     VALUE = "value"
@@ -40,38 +40,38 @@ class Path(str):
 
     __slots__ = ("of", "place")
     place: str
-    of: Of
+    of: Fact
 
     @classmethod
     def gradient(cls, place: str) -> Path:
         """Return the path of a parameter's gradient."""
-        return cls._of(f"{place}.grad", place, Of.GRADIENT)
+        return cls._of(f"{place}.grad", place, Fact.GRADIENT)
 
     @classmethod
     def length(cls, place: str) -> Path:
         """Return the path of a container's length."""
-        return cls._of(f"len({place})", place, Of.LENGTH)
+        return cls._of(f"len({place})", place, Fact.LENGTH)
 
     @classmethod
     def presence(cls, place: str, name: str) -> Path:
         """Return the path for whether an object has the attribute ``name``."""
-        return cls._of(f"hasattr({place}, {name!r})", place, Of.PRESENCE)
+        return cls._of(f"hasattr({place}, {name!r})", place, Fact.PRESENCE)
 
     @classmethod
     def members(cls, place: str) -> Path:
         """Return the path of the parameters in an optimizer's parameter group."""
-        return cls._of(f"{place}['params']", place, Of.MEMBERS)
+        return cls._of(f"{place}['params']", place, Fact.MEMBERS)
 
     @classmethod
-    def _of(cls, text: str, place: str, of: Of) -> Path:
+    def _of(cls, text: str, place: str, of: Fact) -> Path:
         path = cls(text)
         path.place, path.of = place, of
         return path
 
 
-def names(path: str, of: Of) -> bool:
+def names(path: str, of: Fact) -> bool:
     """Return True if ``path`` names the fact ``of``. A plain string names the value."""
-    return (path.of if isinstance(path, Path) else Of.VALUE) is of
+    return (path.of if isinstance(path, Path) else Fact.VALUE) is of
 
 
 def free_name(name: str, taken: Container[str]) -> str:

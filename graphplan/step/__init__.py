@@ -1,1 +1,1 @@
-"""Graphed steps: the order of warm-up, trace, capture and replay, and what happens when one of them refuses."""
+"""Graphed steps: the order of warm-up, trace, capture and replay, and the handling of refusals."""

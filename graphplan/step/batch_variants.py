@@ -1,4 +1,4 @@
-"""Programs of one key that are chosen by what a step reads of its batch: see :mod:`graphplan.trace.batch_reads`."""
+"""Batch variants: programs of one key that are chosen by reads of the batch (:mod:`graphplan.trace.batch_reads`)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from graphplan.owners.slots import Slot
 from graphplan.trace.batch_reads import BatchReads, Search, reads_in
 
 _MOST = 8
-"""Maximum ways through a step, by what it reads of its batch. To find that a batch takes none costs more with each."""
-_UNPROVEN = 3  # Maximum ways as long as no batch has taken one of them again.
-MOST_GUESSES = 6  # Maximum of these for all keys of a step.
-_MISSES = 16  # Batches in a row that take no known way, after which none is looked for.
-_LOOKS = 64  # Batches that were looked at, after which a third of all has to have been replayed.
+"""Maximum batch variants of one key. Finding that a batch matches none costs more with each variant."""
+_UNPROVEN = 3  # Maximum batch variants of a key until a batch matches one of them again.
+MOST_GUESSES = 6  # Maximum of such unproven variants for all keys of a step.
+_MISSES = 16  # Consecutive batches without a match, after which the key is refused.
+_LOOKS = 64  # After this many searches, the key is refused if less than a third of the batches were replayed.
 
 
 class BatchVariants:
-    """A step's ways through its code for one key, the latest first. ``error`` refuses it where they are too many."""
+    """The batch variants of one key, the most recent first. ``error`` is the refusal if the batches differ too much."""
 
     def __init__(self, error: HostSyncError) -> None:
         self._error = error
@@ -30,21 +30,21 @@ class BatchVariants:
         self._is_over = False
 
     def add(self, reads: BatchReads) -> None:
-        """Add a way."""
+        """Add a variant."""
         self._known.insert(0, reads)
 
     def is_in(self, slots: Mapping[str, Slot]) -> bool:
-        """Return True if all owners' tensors that are read are those in ``slots``, by path."""
+        """Return True if the reads use the owners' tensors that are in ``slots`` (by path) now."""
         return all(reads.is_in(slots) for reads in self._known)
 
     @property
     def guesses(self) -> int:
-        """The number of ways, if no batch has taken one of them again; else 0."""
+        """The number of variants if no batch has matched one of them again; else 0."""
         return 0 if any(reads.taken for reads in self._known) else len(self._known)
 
     @property
     def is_full(self) -> bool:
-        """Return True if no further way is added."""
+        """Return True if no further variant may be added."""
         return len(self._known) >= (_UNPROVEN if self.guesses else _MOST)
 
     @property
@@ -64,24 +64,22 @@ class BatchVariants:
 
     @property
     def has_turned(self) -> bool:
-        """Whether none of the latest batches has taken a known way: what is read may have changed for good."""
+        """Whether none of the latest batches matched a variant: the values that are read may have changed for good."""
         return self._misses >= _MISSES // 2
 
     @property
     def has_looked(self) -> bool:
-        """Whether a further batch of the key has come."""
+        """Whether a further batch was searched for."""
         return bool(self._looks)
 
     def extend(self, feed: Feed, replayed: int) -> Feed | None:
-        """``feed`` with what is read of it before the step; None if that takes no known way. ``replayed`` is how many
-        batches were.
-        """
+        """Return ``feed`` extended by its reads; None if these match no variant. ``replayed``: replays so far."""
         taken, search = sum(reads.taken for reads in self._known), Search(feed.leaves)
         if taken != self._taken:
-            # Calls that are like earlier ones do not come here.
+            # The fast path counts matches too, without calling this method.
             self._misses, self._taken = 0, taken
         if self._looks == _LOOKS:
-            # Some ways that are known wait for a program, or find no room for one.
+            # Count replays, since a matched variant may still wait for a program, or have no room for one.
             now = max(0, replayed - self._replayed_before)
             self._is_over = 3 * now < self._looks - self._found + now
             self._looks = self._found = 0
@@ -97,15 +95,15 @@ class BatchVariants:
         return None
 
     def miss(self, progress: int | None) -> None:
-        """Count a batch that takes no known way. Where further ways wait for others to be replayed, ``progress`` is how
-        often these were: as long as they are, none is missed.
+        """Count a batch that matches no variant. If new variants wait for savings, ``progress`` is the number of
+        captures and replays: the batch does not count as a miss as long as that number grows.
         """
         self._misses += progress in (None, self._progress)
         self._progress = progress or 0
 
     def guess(self, feed: Feed) -> Feed | None:
-        """The same for a batch that takes no known way, if it may make the reads of the latest one, and find something
-        else. It needs no trace of its own to find them. None after a way that was not as expected.
+        """Return ``feed`` extended by the reads of the latest variant, made on this batch, and add them as a variant
+        without a trace. None if the code may make other reads on this batch, or after a wrong guess.
         """
         search = Search(feed.leaves)
         reads = None if any(known.is_outdated for known in self._known) else self._known[0].of(search)
@@ -118,7 +116,7 @@ class BatchVariants:
 
 
 def unlike_in_shape(error: HostSyncError, number: int) -> HostSyncError:
-    """What refuses a step whose batches have ever new shapes, where ``error`` does so for a read of one of them."""
+    """The error for a step that reads batches of ever new shapes. ``error`` is the refusal of one of the reads."""
     return HostSyncError(
         f"the step reads values of its batches on the host, first at {error.where}: {number} batch signatures were "
         "traced for these reads, and none was repeated. Pad the batches to a few shapes (shapes='bucket', or in "
@@ -128,7 +126,7 @@ def unlike_in_shape(error: HostSyncError, number: int) -> HostSyncError:
 
 
 def extended(feed: Feed, reads: BatchReads, tensors: Sequence[Tensor]) -> Feed:
-    """``feed`` with the ``tensors`` that the ``reads`` have found."""
+    """The ``feed`` extended by the ``tensors`` that the ``reads`` have found."""
     assert feed.given is not None
     args, kwargs = feed.rebuild(feed.leaves) if feed.is_moved else feed.given
     read = (reads.number, *tensors)
@@ -137,6 +135,6 @@ def extended(feed: Feed, reads: BatchReads, tensors: Sequence[Tensor]) -> Feed:
 
 
 def reads_of(feed: Feed) -> BatchReads | None:
-    """What was read of the batch before the call of ``feed``, if anything was."""
+    """The reads of the batch that were made before the call of ``feed``, if there are any."""
     found = None if feed.given is None else reads_in(feed.given[1])
     return None if found is None else found[0]

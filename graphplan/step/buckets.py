@@ -1,4 +1,4 @@
-"""Sizes to capture for: ladders that sizes are rounded up on, and the ladder that wastes least on given lengths."""
+"""Capture sizes: ladders of sizes to which sizes are rounded up, and the ladder with the least padding for lengths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _parse_ladder(dim: int, sizes: Any) -> tuple[int, ...]:
 
 
 class Ladders:
-    """Capture sizes by dimension, from those of dimension 0 or of several. Raises OptionError for what is none."""
+    """Capture sizes by dimension, given for dimension 0 or for several. Raises OptionError for invalid sizes."""
 
     def __init__(self, sizes: Buckets) -> None:
         by_dim = sizes if isinstance(sizes, Mapping) else {0: sizes}
@@ -44,7 +44,7 @@ class Ladders:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Dimensions that have a ladder."""
+        """The dimensions that have capture sizes."""
         return tuple(self._sizes)
 
     def sizes(self, dim: int) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class Ladders:
         return self._sizes[dim]
 
     def round_up(self, dim: int, size: int) -> int | None:
-        """The smallest capture size that holds ``size``; None if there is none, or if there is nothing to hold."""
+        """The smallest capture size of at least ``size``; None if there is none, or if ``size`` is 0."""
         ladder = self._sizes[dim]
         index = bisect_left(ladder, size)
         return ladder[index] if size > 0 and index < len(ladder) else None
@@ -60,7 +60,7 @@ class Ladders:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A ladder for given lengths: its ``sizes``, and elements of all lengths without padding and with it."""
+    """A ladder for given lengths: its ``sizes``, and the total number of elements without and with padding."""
 
     sizes: tuple[int, ...]
     unpadded: int
@@ -68,7 +68,7 @@ class Fit:
 
     @property
     def waste(self) -> float:
-        """Elements that are padding, as a part of all."""
+        """The share of elements that are padding, from 0 to 1."""
         return 1 - self.unpadded / self.padded if self.padded else 0.0
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ Buckets = Sequence[int] | Fit | Mapping[int, Sequence[int] | Fit]
 
 
 def check_shapes(shapes: str, buckets: Buckets | None, mask: str | None) -> None:
-    """Raise OptionError for an unknown choice, and for capture sizes that are missing or unused."""
+    """Raise OptionError for an unknown ``shapes``, and for missing or unused capture sizes or masks."""
     if shapes not in SHAPES:
         raise OptionError(f"shapes is {shapes!r}; expected one of: {', '.join(SHAPES)}")
     if shapes == "bucket":
@@ -106,7 +106,7 @@ def fit(lengths: Iterable[int] | Mapping[int, int], max_graphs: int = 8, *, mult
         3 sizes [31, 64, 100]: 6.2 % of the elements are padding
 
     Args:
-        lengths: the lengths that come, in elements, or how often each of them comes (``{length: count}``).
+        lengths: the lengths that occur, in elements, or how often each of them occurs (``{length: count}``).
         max_graphs: largest number of sizes.
         multiple_of: sizes are multiples of this.
 
@@ -114,7 +114,7 @@ def fit(lengths: Iterable[int] | Mapping[int, int], max_graphs: int = 8, *, mult
         The ladder, with its ``sizes`` and its ``waste``. Pass it as ``buckets=``.
 
     Raises:
-        OptionError: without lengths, or for values that make no sense.
+        OptionError: without lengths, or for invalid values.
     """
     counts = Counter(lengths)
     _check_fit(counts, max_graphs, multiple_of)
@@ -139,9 +139,9 @@ def _check_fit(counts: Mapping[int, int], max_graphs: int, multiple_of: int) -> 
 
 
 def _minimise(lengths: Sequence[int], counts: Sequence[int], parts: int) -> tuple[list[int], int]:
-    """Split sorted lengths into at most ``parts`` runs, padded to their last lengths: the runs' ends, and the elements.
-
-    Exact: the best end of the run before never moves down, so what is found for one end bounds the search for others.
+    """Split sorted lengths into at most ``parts`` runs, each padded to its last length. Return the runs' ends, and the
+    number of padded elements. Exact: the best begin of a run never moves down as its end moves up, so the result for
+    one end bounds the search for others (divide and conquer).
     """
     total = [0]
     for count in counts:

@@ -1,4 +1,4 @@
-"""One call of a step at a time. The lock is tried, never waited for."""
+"""A lock that allows one call of a step at a time. A call that finds it taken fails instead of waiting."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _RUNNING = local()
 
 
 def runs_within_step() -> bool:
-    """Whether this thread is in the Python of a step: what is called there is part of that step."""
+    """Return True if this thread runs a step's Python code: a call made there is a part of that step."""
     return getattr(_RUNNING, "depth", 0) > 0
 
 
 @contextmanager
 def running_step() -> Iterator[None]:
-    """Make what the block calls a part of a step."""
+    """Mark calls in the block as parts of a step."""
     _RUNNING.depth = getattr(_RUNNING, "depth", 0) + 1
     try:
         yield
@@ -28,7 +28,7 @@ def running_step() -> Iterator[None]:
 
 
 class CallLock:
-    """What may run once at a time, and can be neither copied nor pickled."""
+    """Base class of objects that allow one call at a time, and can be neither copied nor pickled."""
 
     def __init__(self) -> None:
         self._turn = Lock()

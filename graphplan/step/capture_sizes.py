@@ -1,4 +1,4 @@
-"""What is known of each capture size: its calls, the padded dimensions of its results, and when it is checked next."""
+"""Records of capture sizes: the calls, the padded dimensions of their results, and the next check of each size."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from graphplan.verify.schedule import Timetable
 
 Place = tuple[int, int]  # The index of a leaf, and one of its dimensions.
 Candidates = list[Place | None]
-"""The dimensions of the feed that a dimension of a result may follow; None: its size is always the same."""
+"""The dimensions of the feed whose size a dimension of a result may have; None stands for a constant size."""
 
 
 @dataclass(slots=True)
 class ShapeStats:
-    """Counts of shapes and padding, and elements of padded inputs."""
+    """Counts of shapes, capture sizes, padded calls and elements of inputs."""
 
     checked: int = 0
     shapes: set[Hashable] = field(default_factory=set)
@@ -31,7 +31,7 @@ class ShapeStats:
     padded_elements: int = 0
 
     def count(self, own: Iterable[Tensor], staged: Iterable[Tensor]) -> None:
-        """Count one call whose ``own`` tensors were padded to those that are ``staged``."""
+        """Count one call whose ``own`` tensors were padded to the ``staged`` ones."""
         fed, padded = (sum(tensor.numel() for tensor in tensors) for tensors in (own, staged))
         self.padded_calls += padded > fed
         self.unpadded_elements += fed
@@ -39,7 +39,7 @@ class ShapeStats:
 
     @property
     def padding(self) -> float:
-        """Padded elements for each element that was fed."""
+        """The ratio of elements after padding to elements that were fed."""
         return self.padded_elements / self.unpadded_elements if self.unpadded_elements else 1.0
 
     def __str__(self) -> str:
@@ -57,10 +57,10 @@ class ShapeStats:
 
 
 class CaptureSize:
-    """One capture size: its calls, its next check, and programs ``checked`` after a comparison.
+    """One capture size: its calls, its next check, and the programs that were ``checked`` against unpadded calls.
 
-    A dimension of a result that is as large as a padded one may follow it, or be so by chance: ``known`` has the
-    candidates of each dimension of each result. Where they differ for a call, it is made unpadded too, which tells.
+    A result's dimension that has a padded input dimension's size may follow it, or match by chance. ``known`` has the
+    candidates for each dimension of each result. If they disagree for a call, it also runs unpadded to exclude some.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class CaptureSize:
         self._shapes: list[Any] = []
 
     def meet(self, result: Any, sizes: Mapping[Place, int]) -> list[Any]:
-        """The leaves of a padded result, which is taken in if it is the first of its structure."""
+        """Return the leaves of a padded result. If its structure or shapes are new, restart with all candidates."""
         leaves, structure = flatten_result(result)
         shapes = [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
         if self.known is None or structure != self._structure or shapes != self._shapes:
@@ -86,7 +86,7 @@ class CaptureSize:
         return leaves
 
     def is_sure(self, true: Mapping[Place, int], sizes: Mapping[Place, int]) -> bool:
-        """Return True if the results of a call of these sizes can be cut."""
+        """Return True if all candidates agree on how to cut the results of a call with these sizes."""
 
         def kept(candidate: Place | None) -> int | None:
             return None if candidate is None or true[candidate] == sizes[candidate] else true[candidate]
@@ -98,7 +98,7 @@ class CaptureSize:
     def learn(
         self, expected: Any, leaves: Sequence[Any], true: Mapping[Place, int]
     ) -> tuple[list[str], dict[str, tuple[Tensor, Tensor]]]:
-        """Compare an unpadded result with the padded ``leaves``: differences, and pairs of tensors of the same size."""
+        """Compare an unpadded result with padded ``leaves``. Return differences, and pairs of tensors of equal size."""
         assert self.known is not None
         wanted, structure = flatten_result(expected)
         if structure != self._structure:
@@ -118,7 +118,7 @@ class CaptureSize:
         return problems, pairs
 
     def cut(self, leaves: Sequence[Any], true: Mapping[Place, int]) -> Any:
-        """The results, whose ``leaves`` are padded, at their true sizes."""
+        """Return the results with their padded ``leaves`` cut to their true sizes."""
         assert self.known is not None
         parts = []
         for leaf, dims in zip(leaves, self.known, strict=True):
@@ -131,7 +131,7 @@ class CaptureSize:
 
 
 def _narrow(own: Tensor, leaf: Tensor, dims: list[Candidates], true: Mapping[Place, int]) -> Tensor | str:
-    """``leaf`` cut to the size of ``own``, or why not. Candidates that do not explain that size are dropped."""
+    """Return ``leaf`` cut to the size of ``own``, or why not. Remove candidates that do not explain that size."""
     if own.ndim != leaf.ndim or own.dtype != leaf.dtype:
         return ""
     part = leaf
@@ -150,5 +150,5 @@ def _describe(tensor: Tensor) -> str:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Largest relative difference between kernels, which are chosen by size. Integers are exact."""
+    """Largest relative difference between two kernels that torch chooses for two sizes. Integers are exact."""
     return 2 * torch.finfo(dtype).eps ** 0.5 if dtype.is_floating_point or dtype.is_complex else 0.0

@@ -1,4 +1,4 @@
-"""Steps that run compiled code, and ``compile=``. The tape records the operators uncompiled, and refuses other bits."""
+"""Steps that run compiled code, and ``compile=``. The tape records uncompiled operators, and refuses other bits."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from graphplan.verify.state import collect_tensors
 
 
 def runs_compiled(walk: Walk, fn: Callable[..., Any]) -> bool:
-    """Whether the owners hold a compiled module or function, or ``fn`` itself is or names one."""
+    """Return True if an owner holds a compiled module or function, or if ``fn`` is one or its code names one."""
     return any(True for _ in _compiled(walk, fn))
 
 
 def _compiled(walk: Walk, fn: Callable[..., Any]) -> Iterator[Any]:
-    """Compiled code among the owners and the names of ``fn``, which are owners only after the first step."""
+    """Compiled code among the owners and the names in ``fn``, which become owners only after the first step."""
     yield from (optimizer for optimizer in walk.optimizers.values() if _compiles_itself(optimizer))
-    # What a class shows may be computed, by code that raises.
+    # Leave out attributes of library objects: they may be properties, whose code may raise.
     held = (scalar.get() for scalar in walk.scalars.values() if not isinstance(scalar.container, Numbers))
     for value in [*walk.modules, *held, fn, *(value for _, value in names_in(getattr(fn, "__func__", fn)))]:
         if _is_compiled(value):
@@ -43,7 +43,7 @@ def _compiled(walk: Walk, fn: Callable[..., Any]) -> Iterator[Any]:
 def refuse_graphs_within(
     walk: Walk, fn: Callable[..., Any], device: torch.device | None, ran: Mapping[int, tuple[Any, str]] | None = None
 ) -> None:
-    """Raise CaptureError for compiled code, held or ``ran``, that captures CUDA graphs itself."""
+    """Raise CaptureError if compiled code, held by an owner or ``ran`` before, captures CUDA graphs itself."""
     if device is None or not is_accelerator(device):
         return
     contexts = {**(ran or {})}
@@ -62,14 +62,14 @@ def refuse_graphs_within(
 
 
 def _context_of(compiled: Any) -> Any:
-    """What ``compiled`` was compiled with: torch keeps it in a closure."""
+    """The settings with which ``compiled`` was compiled: torch keeps them in a closure."""
     call = getattr(compiled, "_compiled_call_impl", None) or compiled
     get_config = getattr(call, "get_compiler_config", None)
     return None if get_config is None else inspect.getclosurevars(get_config).nonlocals.get("self")
 
 
 def _backend_names(context: Any) -> Iterator[str]:
-    """The names of the compiler's backend, which torch wraps several times."""
+    """The names of the compiler's backend and of its wrappers: torch wraps a backend several times."""
     backend = getattr(context, "callback", None)
     while backend is not None:
         for part in (backend, getattr(backend, "compiler_fn", None)):
@@ -82,20 +82,20 @@ def _backend_names(context: Any) -> Iterator[str]:
 def _is_compiled(value: Any) -> bool:
     if issubclass(type(value), nn.Module):
         return getattr(value, "_compiled_call_impl", None) is not None or "dynamo_ctx" in vars(value)
-    # Functions that are exempt from compilation are wrapped alike.
+    # torch.compiler.disable wraps functions in the same way, so look at its flag.
     inner = attributes_of(value)
     return inner is not None and "_torchdynamo_orig_callable" in inner and not inner.get("_torchdynamo_disable")
 
 
 def _compiles_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's step calls ``torch.compile``."""
+    """Return True if the code of the optimizer's step names ``torch.compile``."""
     code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
     return code is not None and {"torch", "compile"} <= set(code.co_names)
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled code as it was written, since compilers would look into the code that observes it."""
+    """Run compiled code uncompiled in the block, since the compiler would trace the code that observes the step."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -104,7 +104,7 @@ def uncompiled() -> Iterator[None]:
 
 
 class Rehearsal:
-    """Copies of what a step left that ran uncompiled, to compare with the compiled step."""
+    """Copies of the state and the result of an uncompiled step, for a comparison with the compiled step."""
 
     def __init__(self, walk: Callable[[], Walk], result: Any, allow: Sequence[str]) -> None:
         self._walk = walk
@@ -116,7 +116,7 @@ class Rehearsal:
         return collect_tensors(self._walk(), named_leaves(result), {}, (), lambda path: is_allowed(path, self._allow))
 
     def check(self, result: Any, fn: Callable[..., Any]) -> None:
-        """Raise CaptureError, naming the first tensor that ``fn`` has left otherwise now."""
+        """Raise CaptureError with the path of the first tensor that differs after the compiled run of ``fn``."""
         paths = differing(self._left, self._tensors(result))
         if paths:
             by_optimizer = all(isinstance(part, torch.optim.Optimizer) for part in _compiled(self._walk(), fn))
@@ -129,7 +129,7 @@ class Rehearsal:
 
 
 def _from_the_top() -> AbstractContextManager[Any]:
-    """Let the compiler trace a container's own call, which is a frame of torch's."""
+    """Let the compiler trace the call of a container module, whose top frame is torch's own code."""
     config: Any = importlib.import_module("torch._dynamo.config")
     if not hasattr(config, "wrap_top_frame"):
         return nullcontext()
@@ -138,9 +138,8 @@ def _from_the_top() -> AbstractContextManager[Any]:
 
 
 class CompiledModules:
-    """Modules whose calls go through ``torch.compile``, with the arguments ``how``, until :meth:`undo`. True stands for
-    its defaults, which compile nothing on the CPU, since the tape records what compiled code is made of; False for
-    nothing.
+    """Modules that are compiled with ``torch.compile`` and the arguments ``how`` until :meth:`undo`. True: its
+    defaults, but nothing on the CPU, where the tape records uncompiled operators anyway. False: compile nothing.
     """
 
     def __init__(self, modules: Iterable[nn.Module], how: bool | Mapping[str, Any]) -> None:
@@ -169,7 +168,7 @@ class CompiledModules:
 
 
 def name_compiled(error: RefusalError) -> None:
-    """Have an ``error`` say what refuses a number or a read that does not refuse other steps."""
+    """Add to an ``error`` that beside compiled code, numbers have no stand-ins and reads are not deferred."""
     if isinstance(error, (HostScalarError, HostSyncError)):
         advice = "Use the number outside the step, or do not compile that part"
         text = (
@@ -180,7 +179,7 @@ def name_compiled(error: RefusalError) -> None:
 
 
 def refuse_beside_compiled(plan: Plan) -> None:
-    """Raise HostSyncError for what a capture answers in a dispatch mode: compiled code does not run compiled in it."""
+    """Raise HostSyncError for reads that need a dispatch mode in a capture, as compiled code runs uncompiled in one."""
     whats = [
         f"{'asserts a value' if read.asserted else 'reads a constant on the device'} at {read.place}"
         for read in plan.traced.reads

@@ -1,4 +1,4 @@
-"""What is known of the calls of one key: their ways through the step's code, and how far each is from a program."""
+"""The cache entry of one key: the control-flow paths ("ways") of its calls, with their traces, plans and programs."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from weakref import WeakKeyDictionary
 from graphplan.errors import HostScalarError, RefusalError
 from graphplan.feed.signature import Feed
 from graphplan.observe.host_draws import Draw, peek
-from graphplan.owners.slots import Scalar, lasting
+from graphplan.owners.slots import Scalar, item_by_attribute
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.step.batch_variants import BatchVariants
-from graphplan.tensors.symbolic import Question, come_out
+from graphplan.tensors.symbolic import Question, answers_hold
 from graphplan.trace.records import Trace
 
 if TYPE_CHECKING:
     from graphplan.step.gate import Gate
 
-_TRACED = 8  # More than a line has traces.
-_MOSTLY = 4  # Replays between two eager steps that take the place of a program which does not fit.
-_WAYS = 16  # Ways through a step, by what owners' numbers come to, that are kept for one key.
+_TRACED = 8  # Progress of a line that has a plan; larger than any number of traces.
+_MOSTLY = 4  # Minimum replays between two single eager steps that replace a program that does not fit.
+_WAYS = 16  # Maximum ways that are kept for one key.
 PAYS = 16
-"""Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``."""
-_UNKNOWN = 256  # Ways that no call was traced for whose calls are counted.
-_REFUSED = 3  # Refused ways without a program for another one, after which all calls of a key are eager.
+"""Replays after which a capture has paid off. A capture with fewer counts against ``max_recaptures``."""
+_UNKNOWN = 256  # Maximum untraced ways whose calls are counted.
+_REFUSED = 3  # After this many refused ways, all calls of a key are eager if no other way has a program.
 Key = tuple[Any, ...]  # The feed's geometry, torch's switches, the number of the fingerprint.
 Variant = tuple[bool, ...]
-"""Which parameters have a gradient on entry: a step that accumulates has one program per answer."""
+"""Which parameters have a gradient on entry. A step that accumulates gradients has one program per variant."""
 
 
 @dataclass(slots=True)
 class Line:
-    """The path of one variant to a program: its traces, the plan that two of them give, the program. ``state`` are the
-    paths of optimizer state in the latest trace.
+    """The progress of one variant toward a program: its traces, the plan made of one or two of them, the program.
+    ``state``: the paths of optimizer state in the latest trace.
 
-    The counters are of traces that were thrown away, by cause: autograd ran the operators in another order
-    (``reordered``), the host changed a value between two traces (``straddling``), a branch went another way
-    (``outcomes``), the code used names that it had not used before (``renamed``, in a row), what they had read was
-    something else before the capture (``outdated``). ``has_come_again``: a call took it after there was a plan.
+    The counters count discarded traces by cause: autograd ran the operators in another order (``reordered``), host code
+    changed a value between two traces (``straddling``), a branch went the other way (``outcomes``), the code used names
+    for the first time (``renamed``, consecutive traces), a value that the traces read had changed before the capture
+    (``outdated``). ``has_come_again``: a call took this line after there was a plan.
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -59,32 +59,32 @@ class Line:
 
 @dataclass(slots=True)
 class Frequency:
-    """How often something ``met`` a call, from the call ``since`` to the ``latest`` one."""
+    """How many calls took a way (``met``), between the call ``since`` and the ``latest`` one."""
 
     since: int = 0
     met: int = 0
     latest: int = -1
 
     def count(self, call: int) -> None:
-        """It meets ``call``, which is counted once."""
+        """Count ``call``, at most once."""
         self.since = self.since if self.met else call
         self.met += call != self.latest
         self.latest = call
 
     @property
     def rate(self) -> float:
-        """In what part of the calls after the first one it came again."""
+        """The share of the calls after the first one that took the way again."""
         return (self.met - 1) / max(1, self.latest - self.since)
 
 
 @dataclass(slots=True)
 class Way:
-    """One way through a step's code: what it has ``asked`` of owners' numbers, with the answers, and the ``draws`` on
-    the host, whose numbers count as owners'; ``kinds`` are the classes of the numbers that code used, by path.
+    """One control-flow path through a step's code. ``asked``: questions about owners' numbers, with the answers that
+    lead here. ``draws``: random draws on the host, whose numbers count as owners'. ``kinds``: classes of the numbers.
 
-    Each value that code needs is a way of its own; ``where`` describes the first. ``lines`` has one for each variant.
-    ``is_known``: it was traced, or one with other values was. ``taken``: how often calls took it, replays on the fast
-    path aside.
+    If code needs a number's value, each value is a way of its own; ``where`` describes the first such number. ``lines``
+    has one line for each variant. ``is_known``: it was traced, or a way that differs only in such values was.
+    ``taken``: how often calls took it, without replays on the fast path.
     """
 
     asked: dict[Question, Any] = field(default_factory=dict)
@@ -98,16 +98,16 @@ class Way:
 
     @property
     def needs_values(self) -> bool:
-        """Whether code needs values."""
+        """Whether code needs the value of a number, not only the outcome of a comparison."""
         return any(question.needs_value for question in self.asked)
 
     @property
     def is_met(self) -> bool:
-        """Whether a call before this one has had these values."""
+        """Whether an earlier call had the values that code needs."""
         return bool(self.lines) or self.taken.met > 1 or not self.needs_values
 
     def answers(self, numbers: Mapping[str, Any]) -> dict[Question, Any] | None:
-        """What it has asked, with the answers for ``numbers`` by path; None if there are none."""
+        """The questions of this way with the answers for ``numbers`` by path; None if one has no answer."""
         try:
             known = {**numbers, **peek(self.draws)}
             return {question: question.answer(known) for question in self.asked}
@@ -115,12 +115,12 @@ class Way:
             return None
 
     def is_taken(self, numbers: Mapping[str, Any], *, values: bool = True) -> bool:
-        """Return True if a step takes it with ``numbers`` by path; without ``values``, with others that code needs."""
+        """Return True if ``numbers`` by path lead to this way. Without ``values``, ignore values that code needs."""
         if any(type(numbers.get(path)) is not kind for path, kind in self.kinds.items()):
             return False
         asked = self.asked if values else {q: answer for q, answer in self.asked.items() if not q.needs_value}
         try:
-            return come_out(asked, {**numbers, **peek(self.draws)})
+            return answers_hold(asked, {**numbers, **peek(self.draws)})
         except Exception:  # noqa: BLE001 - the step raises it, too, or guards find that the number is gone
             return False
 
@@ -132,20 +132,19 @@ class Way:
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of the calls of one ``key``.
+    """The cache entry of one ``key``.
 
-    ``since``, ``used`` and ``called`` number the lookup that made it, the latest one, and its latest call on the way to
-    a program; ``met`` is how many there were. ``doubt``: how a replay after a single trace was wrong, told once if two
-    traces say nothing against the step. ``captured``: it has or had one; ``lasted``: replays until it was to be
-    captured again. ``gate`` times its replays until ``is_decided``. ``outside``: results take part in a backward pass
-    outside the step, so calls are eager. ``batch``: what the step reads of its batch chooses another entry, whose
-    ``base`` is this one. ``ways``: the one used last comes last; the numbers at ``places`` decide between them.
-    ``untried`` ways were traced since the last capture, up to a limit (``too_many``); ``unknown``: how often others
-    came, by how the questions of those come out. ``wasted`` programs of ways were closed before they had paid;
-    ``needing`` calls were eager for a value that code needs. ``flows_out``: what a backward pass outside the
-    step has come to, by the number of the call that returned it.
-    ``pause``: why this call is eager though there is a program; ``paused``: after how many of its replays one was last
-    left out so.
+    ``since`` and ``used``: the numbers of its first and latest lookup; ``met``: how many lookups there were.
+    ``called``: the number of its latest call without a program. ``single_trace_error``: the error of a wrong replay
+    after a single trace, raised once two traces give a plan. ``captured``: it has or had a program; ``lasted``: replays
+    until its programs were last dropped for a recapture. ``gate`` times its replays until ``is_decided``. ``outside``:
+    results take part in a backward pass outside the step, so calls are eager. ``batch``: reads of the batch choose
+    another entry, whose ``base`` is this one. ``ways``: the current one is last; the numbers at ``places`` decide
+    between them. ``untried``: ways that were traced since the last capture; ``too_many``: the error if they exceed a
+    limit. ``unknown``: frequencies of untraced ways, by the answers to questions. ``wasted``: programs of ways that
+    were closed before they had paid off. ``needing``: calls that were eager because code needs a value.
+    ``outer_backward``: names of results that an outer backward pass reached, by the number of the call.
+    ``pause``: why this call is eager despite a program; ``paused``: a program's replays before its latest pause.
     """
 
     key: Key = ()
@@ -156,7 +155,7 @@ class Entry:
     eager_calls: int = 0
     called: int = 0
     refusal: RefusalError | None = None
-    doubt: RefusalError | None = None
+    single_trace_error: RefusalError | None = None
     captured: bool = False
     lasted: float = math.inf
     wants_grad: bool = False
@@ -172,13 +171,13 @@ class Entry:
     too_many: HostScalarError | None = None
     gate: Gate | None = None
     is_decided: bool = False
-    flows_out: dict[int, str] = field(default_factory=dict)
+    outer_backward: dict[int, str] = field(default_factory=dict)
     pause: str | None = None
     paused: WeakKeyDictionary[Program, int] = field(default_factory=WeakKeyDictionary)
 
     @classmethod
     def of(cls, feed: Feed, base: Entry | None) -> Entry:
-        """An entry for ``feed``, and if it has a ``base``, as warm: that has warmed up for all ways of its batches."""
+        """An entry for ``feed``. With a ``base``, it starts as warm as that, which warmed up for all its batches."""
         entry = cls(wants_grad=any(leaf.requires_grad for _, leaf in feed.tensors()))
         if base is not None:
             entry.base, entry.warm, entry.gate, entry.is_decided = base, base.warm, base.gate, base.is_decided
@@ -186,71 +185,74 @@ class Entry:
 
     @property
     def way(self) -> Way:
-        """The way that calls take now."""
+        """The current way."""
         return self.ways[-1]
 
     @property
     def lines(self) -> dict[Variant, Line]:
-        """The lines of the way that calls take now."""
+        """The lines of the current way."""
         return self.way.lines
 
     @property
-    def has_many_values(self) -> bool:
-        """Whether code needs a value that is one of more than there are programs for, and this one has none."""
-        return self.way.needs_values and not self.way.lines and len(self.unknown) >= _WAYS
+    def lacks_value(self) -> bool:
+        """Whether code needs a value that has no program and will not get one: it is new, or one of more than there are
+        ways to keep.
+        """
+        way = self.way
+        return not way.is_met or (way.needs_values and not way.lines and len(self.unknown) >= _WAYS)
 
     @property
     def is_new(self) -> bool:
-        """Whether no call was traced yet that took the way of now."""
+        """Whether no call was traced on the current way yet."""
         return not (self.lines or (self.captured and len(self.ways) == 1))
 
     @property
     def progress(self) -> int:
-        """How far the way of now is on its way to a program: its traces; a plan counts more than these."""
+        """The progress of the current way toward a program: its number of traces, or ``_TRACED`` with a plan."""
         return max((_TRACED if line.plan is not None else len(line.traces) for line in self.lines.values()), default=0)
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans of its variants."""
+        """The plans of the current way's variants."""
         return [line.plan for line in self.lines.values() if line.plan is not None]
 
     def line(self, variant: Variant) -> Line:
-        """The line of ``variant``. A step that drops gradients unread takes that of a plan for whatever there are."""
+        """The line of ``variant``. If a plan discards gradients unread, its line serves every variant."""
         of_any = (line for line in self.lines.values() if line.plan is not None and not line.plan.tells_gradients)
         return next(of_any, None) or self.lines.setdefault(variant, Line())
 
     def forget(self, line: Line) -> None:
-        """Begin anew with the calls that ``line`` is for."""
+        """Remove ``line``, so that its calls are traced from the beginning."""
         way = self.way
         way.lines = {variant: known for variant, known in way.lines.items() if known is not line}
 
     def select(self, variant: Callable[[], Variant], call: int) -> Program | None:
-        """The program for the gradients and the owners' numbers that there are in this ``call``, if it is ready."""
+        """The ready program for the gradients and owners' numbers of this ``call``, if there is one."""
         if self.places or any(way.draws for way in self.ways):
             self._turn()
             self.way.taken.count(call)
         ready = self.way.programs
-        # Of a step that drops gradients unread, one serves whatever there are.
+        # If the step discards gradients unread, one program serves every variant.
         for_any = next((program for program in ready if not program.plan.tells_gradients), None)
         if for_any is not None or not ready:
             return for_any
         line = self.lines.get(variant())
         if line is not None and line.program is not None:
             return line.program
-        # Gradients that the step drops unread may differ from those of the traced calls (validation clears them).
+        # Gradients that the step discards unread may be missing now (validation clears them), which is no obstacle.
         return next((program for program in ready if program.adopted.guards.gradients_fit()), None)
 
     def learn(self, facts: Trace, places: Mapping[str, Scalar]) -> None:
-        """Take in what a trace of the latest call has asked of owners' numbers, which lie at ``places``."""
+        """Record what a trace of the latest call asked about owners' numbers, which lie at ``places``."""
         asked, way = facts.symbolic.asked, self.way
         paths = {path for question in asked for path in question.paths} | facts.symbolic.deciding
-        # A list may be empty after the step.
+        # The step may have emptied a list, so use the places that the trace knew at its start.
         self.places.update(facts.symbolic.places)
-        self.places.update({path: lasting(places[path]) for path in facts.symbolic.kinds if path in places})
-        # What each step raises does not come again, and what lay behind a property has a stand-in in further traces.
+        self.places.update({path: item_by_attribute(places[path]) for path in facts.symbolic.kinds if path in places})
+        # Values of counters do not repeat, and a number behind a property gets a stand-in in later traces.
         used = paths & facts.symbolic.used.keys() - facts.symbolic.counted - facts.symbolic.behind
         values = {Question.about(path, needs_value=True): facts.entry_scalars[path] for path in used}
-        # A number without a stand-in is not asked about again.
+        # Keep questions about numbers that have no stand-in, since this trace could not ask them again.
         known = facts.symbolic.places.keys() | facts.symbolic.drawn.keys()
         kept = {q: answer for q, answer in way.asked.items() if not (q.needs_value and known >= set(q.paths))}
         way.asked = {**kept, **asked, **values}
@@ -268,13 +270,13 @@ class Entry:
             )
 
     def need(self, paths: Collection[str], places: Mapping[str, Scalar]) -> None:
-        """The numbers at ``paths`` have no stand-ins any more: what decides is their values."""
+        """Let the values of the numbers at ``paths`` decide, since these numbers have no stand-ins any more."""
         decide = {path for question in self.way.asked for path in question.paths}
         for path in decide.intersection(paths, places):
             self.way.asked[Question.about(path, needs_value=True)] = value_at(places[path])
 
     def _decides(self, paths: Collection[str]) -> str:
-        """In words: what numbers at ``paths`` come to decides between ways; without paths, which numbers there are."""
+        """Describe what decides between ways: the numbers at ``paths``, or without paths, a number's presence."""
         if paths:
             return f"the values of {' and '.join(sorted(paths))}"
         kinds = [way.kinds for way in self.ways]
@@ -283,7 +285,7 @@ class Entry:
         return f"whether {path} exists, and on its class"
 
     def _turn(self) -> None:
-        """Turn to the way that the numbers of now lead to."""
+        """Make the way to which the current numbers lead the current one."""
         numbers = {path: value for path, place in self.places.items() if (value := value_at(place)) is not None}
         known = next((way for way in self.ways if way.is_known and way.is_taken(numbers)), None)
         if known is None:
@@ -292,13 +294,13 @@ class Entry:
             answers = like.answers(numbers) or {}
             frequency = self._frequency(answers)
             if not self.way.is_known:
-                # Nothing is known of it yet.
+                # The current way was not traced yet, so it can stand for these numbers.
                 self.way.taken = frequency
                 return
             known = Way(taken=frequency)
             if alike and answers:
                 known = Way(answers, like.draws, dict(like.kinds), like.where, is_known=True, taken=frequency)
-            # What is refused for two values is hardly replayed for another one.
+            # A step that is refused for two values is most likely refused for another value, too.
             refusals = [way.refusal for way in alike if way.refusal is not None]
             known.refusal = refusals[0] if len(refusals) > 1 else self.too_many
         elif known is self.way:
@@ -310,14 +312,14 @@ class Entry:
             self.forget_oldest()
 
     def _frequency(self, answers: Mapping[Question, Any]) -> Frequency:
-        """How often the way that has these ``answers`` has come, of which nothing else is known."""
+        """The frequency of the untraced way that has these ``answers``."""
         if len(self.unknown) > _UNKNOWN:
             self.unknown.clear()
         return self.unknown.setdefault(tuple(answers.values()), Frequency())
 
     def may_pause(self, program: Program, reason: str) -> bool:
-        """Return True if an eager step takes the place of a program that does not fit, for a ``reason`` that is perhaps
-        gone after it (metrics were reset, a smaller batch ended an epoch): most calls since the last one were replayed.
+        """Return True if one eager step may replace a program that does not fit: the ``reason`` may be gone after it
+        (metrics were reset, a smaller batch ended an epoch), and enough calls since the last pause were replayed.
         """
         if program.replays - self.paused.get(program, 0) < _MOSTLY:
             return False
@@ -325,33 +327,33 @@ class Entry:
         return True
 
     def has_paused(self, program: Program) -> bool:
-        """Return True if the latest call that would have replayed the program was eager in its place."""
+        """Return True if the program was not replayed since its latest pause."""
         return program.replays == self.paused.get(program)
 
     def take_pause(self) -> str | None:
-        """Why this call is eager, once."""
+        """Return why this call is eager despite a program, and clear the reason."""
         reason, self.pause = self.pause, None
         return reason
 
     def may_refuse_way(self) -> bool:
-        """Return True if a refusal is for the calls that take this way alone: others are served, or may be."""
+        """Return True if a refusal concerns the current way alone: other ways are replayed, or may be."""
         others = self.ways[:-1]
         if any(way.programs for way in others):
             return True
         return bool(self.way.asked) and sum(way.refusal is not None for way in others) + 1 < _REFUSED
 
     def forget_oldest(self) -> None:
-        """Close the programs of the way that was taken longest ago."""
+        """Remove the least recently used way and close its programs."""
         for program in self.ways.pop(0).programs:
             self.wasted += program.replays < PAYS
             program.close()
 
     def programs(self) -> list[Program]:
-        """Programs that are ready, those of the way of now last."""
+        """Programs that are ready, those of the current way last."""
         return [program for way in self.ways for program in way.programs]
 
     def drop(self) -> None:
-        """Close the programs and start again from one warm step."""
+        """Close the programs and forget all ways. The number of warm-up steps stays."""
         for program in self.programs():
             program.close()
         self.ways, self.untried, self.unknown = [Way()], 0, {}
@@ -359,14 +361,14 @@ class Entry:
         self.paused.clear()
 
     def relocate(self, places: Mapping[str, Scalar]) -> bool:
-        """Look for the numbers at ``places`` from now on. Return True if that leads to another way."""
-        way, self.places = self.way, {path: lasting(places[path]) for path in self.places if path in places}
+        """Read the numbers at ``places`` from now on. Return True if that leads to another way."""
+        way, self.places = self.way, {path: item_by_attribute(places[path]) for path in self.places if path in places}
         self._turn()
         return self.way is not way
 
 
 def value_at(place: Scalar) -> Any:
-    """The value at ``place``; None if it is gone."""
+    """The value at ``place``; None if the place no longer exists."""
     try:
         return place.get()
     except (LookupError, AttributeError):

@@ -1,4 +1,4 @@
-"""Takes what traces have read of their batches: see :mod:`graphplan.trace.batch_reads`."""
+"""The transfer of batch reads from traces to entries: see :mod:`graphplan.trace.batch_reads`."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from graphplan.trace.records import Trace
 
 
 class FoundReads:
-    """What the traces of one step have read of what it was fed."""
+    """The reads of fed tensors that the traces of one step have found."""
 
     def __init__(self, parts: Parts, lookup: Lookup) -> None:
         self._programs, self._stats, self._lookup = parts.programs, parts.runner.stats, lookup
         self._earlier = EarlierReads()
 
     def recorder_of(self, feed: Feed) -> BatchRecorder:
-        """A recorder for the next trace."""
+        """The recorder of batch reads for the next trace."""
         return recorder_of(feed, self._earlier)
 
     @property
     def waiting(self) -> frozenset[Place]:
-        """Where integers that the step reads wait."""
+        """The places where the step reads integers whose values are deferred."""
         return frozenset(self._earlier.waiting)
 
     def stop_waiting(self) -> bool:
-        """Have integers that the step reads wait no more. Return True if any did."""
+        """Stop deferring integers that the step reads. Return True if any was deferred."""
         return self._earlier.stop_waiting()
 
     def take(self, call: Call, batch: BatchRecorder, facts: Trace, *, may_turn: bool) -> bool:
-        """Take in what a trace has read of its batch. False if other traces have to follow, with that read before. If
-        it ``may_turn``, the call becomes one that has it read before where its trace shows what such a call does.
-        Raises HostSyncError.
+        """Record the reads of the batch in a trace. Return False if further traces have to follow, which make the reads
+        before the step. If it ``may_turn`` and the trace is valid for it, turn the call into one that made the reads
+        before the step, and return True. Raises HostSyncError if the reads refuse the step.
         """
         reads, found = batch.reads(), reads_of(call.feed)
         if found is not None and (found.is_outdated or batch.is_outdated):
@@ -48,7 +48,7 @@ class FoundReads:
         if reads.error is not None and reads.is_among(facts.host_reads):
             raise reads.error
         if reads.error is not None and found is not None:
-            # This way reads more than the one that the reads were found on.
+            # The step reads more in this call than in the one in which the reads were found.
             found.is_outdated = True
             return False
         if found is None:

@@ -1,4 +1,4 @@
-"""Plans and programs without a state machine: compile once, capture, replay."""
+"""Plans and programs without a state machine: compile a plan, capture it, replay the program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graphplan.feed.signature import Feed, check_feed, check_match, flatten
 from graphplan.observe.capture_state import presenting_capture
 from graphplan.optimizers.scaling import LENT
 from graphplan.owners.flags import Flags
-from graphplan.owners.sharding import come_to_rest
+from graphplan.owners.sharding import reshard_and_walk
 from graphplan.owners.slots import Namespace, Walk
 from graphplan.owners.snapshot import Snapshot
 from graphplan.plan.build import build_plan, find_device
@@ -51,10 +51,10 @@ def compile_plan(
 ) -> Plan:
     """Compile the plan of ``fn`` called with ``args``.
 
-    Runs ``fn`` three times: once so that lazy state exists, and twice traced; once more if it uses objects that no
-    name leads to. With ``restore`` the tensors, optimizer state (state that did not exist is removed), gradients,
-    Python attributes of owners and the random generators are then put back as they were. Other Python effects of ``fn``
-    (files, prints, globals) cannot be undone.
+    Runs ``fn`` three times: once so that lazy state exists, and twice under a trace; once more if it uses objects that
+    were not known by name. With ``restore``, the tensors, optimizer state (new state is removed), gradients, Python
+    attributes of owners and random generators are restored afterwards. Other Python effects of ``fn`` (files, prints,
+    globals) cannot be undone.
 
     Examples:
         >>> import torch
@@ -80,7 +80,7 @@ def compile_plan(
         The plan. ``print(plan)`` lists every tensor with its role.
 
     Raises:
-        OptionError: for a function that only begins something when it is called, such as a generator function.
+        OptionError: if a call of the function does not run its body, as that of a generator function.
         RefusalError: if the step cannot be replayed correctly.
     """
     traces = _Traces(fn, args, owners, prepare=prepare_optimizers)
@@ -88,7 +88,7 @@ def compile_plan(
 
 
 class _Traces:
-    """Traces of a function, each of a real step, and what undoes these steps."""
+    """Traces of a function, each of a real step, and the snapshots that undo these steps."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], owners: Owners, *, prepare: bool) -> None:
         check_surroundings("a plan is compiled")
@@ -96,7 +96,7 @@ class _Traces:
         self.managed = Managed(fn, owners, prepare=prepare)
         self.feed = flatten(args, {})
         check_feed(self.feed, None)
-        _, walk = come_to_rest(self.managed.owners)
+        _, walk = reshard_and_walk(self.managed.owners)
         fed = {self.feed.names()[index]: tensor for index, tensor in self.feed.tensors()}
         self._snapshots = [Snapshot(walk, extra=list(fed.values()))]
         self._flags = Flags(walk, fed)
@@ -105,7 +105,7 @@ class _Traces:
     def plan(
         self, *, restore: bool, allow: Sequence[str], function: Callable[[], Callable[..., Any]] | None = None
     ) -> Plan:
-        """The plan. With a ``function`` that leads to the step, it keeps neither that nor the owners alive."""
+        """Make the plan. With a ``function`` that returns the step, the plan keeps neither step nor owners alive."""
         managed = self.managed
         try:
             first, second = self.two()
@@ -119,7 +119,7 @@ class _Traces:
                 self.undo()
 
     def two(self) -> tuple[Trace, Trace]:
-        """Traces of two steps in a row. Reads of numbers wait until values are needed, if they can."""
+        """Trace two consecutive steps. Reads of numbers are deferred until values are needed, if that works."""
         try:
             return self._two(defers=True)
         except ReadSignal:
@@ -127,7 +127,7 @@ class _Traces:
             return self._two(defers=False)
 
     def _two(self, *, defers: bool) -> tuple[Trace, Trace]:
-        """The traces, once all that the step's code names is known."""
+        """Trace until all names in the step's code are known, and return the last two traces."""
         managed, self._defers = self.managed, defers
         self._records: list[Trace] = []
         walk = self._run(None, self._copy)
@@ -137,7 +137,7 @@ class _Traces:
         check_feed(self.feed, device)
         walk = self._run(device)
         if managed.take_names(self._records[1].executed, walk):
-            # What was not named until now is put back to here, and from here by undoing the two traces' writes.
+            # This snapshot restores newly named objects to this point; undoing the traces' writes restores the rest.
             self._snapshots.append(Snapshot(managed.walk()))
             self._run(device)
         self._run(device)
@@ -146,7 +146,7 @@ class _Traces:
         return first, second
 
     def undo(self) -> None:
-        # An optimizer that was not named was copied with its device learning rate in place.
+        # The snapshot of an optimizer that was not named contains its device learning rate.
         with self.managed.rates:
             for snapshot in reversed(self._snapshots):
                 snapshot.restore()
@@ -156,25 +156,25 @@ class _Traces:
     def _run(self, device: torch.device | None, on_first_sight: Callable[[Any], None] = lambda thing: None) -> Walk:
         managed, record = self.managed, Trace()
         record.deferred = DeferredReads() if self._defers else None
-        # A program begins with the flags that are there now. What optimizers count with goes on.
+        # Each trace starts with the initial flags, as a program does. Counters of optimizers continue.
         counted = managed.walk().counted
         self._flags.assign({path: value for path, value in self._found.items() if path not in counted})
         before = self._records[-1] if self._records else None
         self._records.append(record)
-        # Containers of its own: what the step does to them is not to last.
+        # Rebuild the containers, so that the step's changes of them do not affect later runs.
         fed = CallArguments(*self.feed.rebuild(self.feed.leaves)).watch()
         with managed.rates:
             _, walk = managed.trace(self.feed, fed, record, device, before, on_first_sight)
         return walk
 
     def _copy(self, thing: Any) -> None:
-        """What was not named is copied before its first run; its flags are already prepared, and stay so."""
-        _, walk = come_to_rest({"": thing})
+        """Copy an object that was not named before its first run. Its flags are prepared already, and stay so."""
+        _, walk = reshard_and_walk({"": thing})
         self._snapshots.append(Snapshot(walk, without=LENT, within=True))
 
 
 def _weak_owners(owners: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
-    """Owners behind weak references, where their types allow that: a cached plan must not keep a model alive."""
+    """Weak references to owners, if their types allow that: a cached plan must not keep a model alive."""
     references = {name: _weak(owner) for name, owner in owners.items()}
     return lambda: {name: owner for name, get in references.items() if (owner := get()) is not None}
 
@@ -187,7 +187,7 @@ def _weak(owner: Any) -> Callable[[], Any]:
     return lambda: kept
 
 
-_PLANS = WeakIdKeyDictionary()  # By function, or by the ``self`` of a bound method: plans by its function and the feed.
+_PLANS = WeakIdKeyDictionary()  # Plans by function (or a bound method's ``self``), then by method and feed key.
 
 
 @refusing()
@@ -201,9 +201,9 @@ def compile_cached(
 ) -> Plan:
     """Compile a plan once per function and feed signature; see :func:`compile_plan`, also for its errors.
 
-    Plans are kept by the identity of the function object, those of a bound method by its ``self`` and its function,
-    both weakly: two instances of a class never share a plan, an ``id`` that is reused finds nothing, and a cached plan
-    keeps neither function nor model alive. The same plan object comes back each time.
+    The cache key is the identity of the function object, or of a bound method's ``self`` and function. References are
+    weak: two instances of a class never share a plan, a reused ``id`` finds nothing, and a cached plan keeps neither
+    function nor model alive. Each call returns the same plan object.
 
     Examples:
         >>> import torch
@@ -250,7 +250,7 @@ def compile_cached(
 def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, backend: str = "auto") -> Program:
     """Record a plan's step as a program.
 
-    Training state is left as it was found, on every backend. It has to be there: run a step with an optimizer eagerly
+    Training state is unchanged afterwards, on every backend. It has to exist: run a step with an optimizer eagerly
     once.
 
     Examples:
@@ -275,8 +275,8 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
 
     Raises:
         BackendError: if the backend does not exist, or cannot record on the plan's device.
-        FeedError: if the feed is not the planned one.
-        CaptureError: if the step makes state that does not exist yet, such as an optimizer's in its first step.
+        FeedError: if the feed does not match the plan.
+        CaptureError: if the step creates state that does not exist yet, as an optimizer does in its first step.
         UncoveredRoleError: if the policy leaves an external without storage.
         RefusalError: if the backend cannot record the step, or memory runs out.
     """
@@ -302,7 +302,7 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
 
 
 def _warm_up(plan: Plan, feed: Feed, backend: Backend, walk: Walk) -> None:
-    """Run the plan's step once. Raises CaptureError if it makes state that was not there in ``walk``."""
+    """Run the plan's step once. Raises CaptureError if it creates state that ``walk`` does not have."""
     args, kwargs = feed.rebuild(feed.leaves)
     with plan.handles.rates, presenting_capture():
         backend.run(lambda: call_step(plan.handles.function(), args, kwargs))

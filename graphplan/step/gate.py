@@ -1,7 +1,7 @@
-"""The speed gate: measures a step without graphplan, then with replays, and says whether replays pay.
+"""The speed gate: measures a step without graphplan, then with replays, and decides whether replays pay off.
 
-The device is waited for at both ends of what is timed, and nowhere else. A training step is timed from the end of one
-step to the end of the next, an inference call by itself. A device that is busy all the time leaves nothing to save.
+It waits for the device at both ends of a measurement, and nowhere else. A training step is timed from the end of one
+step to the end of the next, an inference call by itself. If the device is always busy, replays cannot save time.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from graphplan.step.peers import Peers
 from graphplan.step.runner import Parts, brought_to
 
 Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-SKIPPED = 2  # First eager calls, which are not timed: they load kernels, and optimizers make their state.
-STEPS = 5  # Steps that are timed together, at least.
+SKIPPED = 2  # First eager calls, which are not timed: they load kernels, and optimizers create their state.
+STEPS = 5  # Minimum number of steps that are timed together.
 _MOST_IDLE = 0.062
-"""Share of a step in which the device may have nothing to do: in 1,000 steps replays have to save what the way to a
-program takes (two traces, a capture and checks took as long as 62 launches of a GPT-2 step on an H200).
+"""Share of a step in which a busy device may be idle. In 1,000 steps, replays have to save the cost of a program: two
+traces, a capture and checks took as long as 62 launches of a GPT-2 step on an H200.
 """
-_WINDOWS = 3  # Times that replays are measured before they are found slower; the best counts.
-_CLEAR = 2.0  # Slower by this factor in one window is enough.
-_SINGLE = 64  # Other steps whose end is waited for, to time a replay after them.
+_WINDOWS = 3  # Measurements of replays before they count as slower; the best one counts.
+_CLEAR = 2.0  # If replays are slower by this factor, one measurement is enough.
+_SINGLE = 64  # Maximum number of other steps for whose end the host waits, to time a replay after them.
 _UNEVEN = 0.5
-"""A step that takes a larger share of a timing window is not counted: a validation or a checkpoint came between."""
+"""A timing window is repeated if one step takes a larger share of it: a validation or a checkpoint came between."""
 _PATIENCE = 1.0  # Seconds that a rank waits for the votes of the others.
 
 
 class Clock:
-    """The host's clock, and one device to wait for."""
+    """The host's clock, together with the device to synchronize with."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def now(self) -> float:
-        """Seconds."""
+        """The host's time in seconds, without a synchronization."""
         return perf_counter()
 
     def rest(self) -> float:
@@ -59,15 +59,15 @@ class Clock:
         return self.now()
 
     def watch(self) -> Callable[[], float]:
-        """Begin to watch the device. The result ends that, and returns the share of time that it was idle."""
+        """Start to watch the device. The returned function stops that, and returns the share of time it was idle."""
         return Idleness([current_stream(self._device)]).end if is_accelerator(self._device) else lambda: 1.0
 
 
 class Gate:
-    """Compares one step's time with replays to its time without graphplan: has it become ``least`` times as fast?
+    """The comparison of a step's time with replays and without graphplan: is it ``least`` times as fast with replays?
 
-    A loop does the same again after ``period`` steps. Steps are timed from end to end if it ``loops``, or else by
-    themselves. ``peers`` are other ranks, which decide alike.
+    If the step ``loops``, it is timed from the end of one step to the end of the next, else each call by itself. The
+    loop's work repeats after ``period`` steps. ``peers`` are other ranks, which come to the same decision.
     """
 
     def __init__(
@@ -75,40 +75,40 @@ class Gate:
     ) -> None:
         self._least, self._clock, self._period = least, clock, period
         self._loops, self._peers = loops, peers
-        self._numbers = count()  # Each gate of a run puts questions of its own to ``peers``.
+        self._numbers = count()  # Numbers for the votes of ``peers``: each gate of a run needs its own.
         self._number = next(self._numbers)
         self._skips = SKIPPED
-        self._times: list[float] = []  # The ends of the steps that are timed, or the seconds of the calls.
+        self._times: list[float] = []  # The end times of a loop's steps, or the durations of calls, in seconds.
         self._retries = 0
         self._watch: Callable[[], float] | None = None
         self._windows: list[float] = []
-        self._single: list[float] = []  # Seconds of replays between other steps.
+        self._single: list[float] = []  # Durations in seconds of single replays that follow other steps.
         self._waits = _SINGLE
         self._other_end: float | None = None
-        self.eager: float | None = None  # Seconds per step without graphplan, once they are known.
-        self.idle = 1.0  # The share of that time in which the device had nothing to do.
+        self.eager: float | None = None  # Seconds per step without graphplan, once measured.
+        self.idle = 1.0  # The share of that time in which the device was idle.
 
     @classmethod
     def of(cls, options: Options, device: torch.device, **others: Any) -> Gate | None:
-        """A gate for a step on ``device``; None where replays do not have to be faster than eager steps."""
+        """A gate for a step on ``device``; None if replays do not have to be faster than eager steps."""
         least = options.least_speedup(device)
         return cls(least, Clock(device), **others) if options.backend != "eager" and least > 0 else None
 
     def again(self) -> Gate:
-        """Make a gate for another form of the step."""
+        """Make a gate for another form of the step, with the same eager time."""
         gate = copy(self)
         gate._number, gate._times, gate._windows, gate._single = next(self._numbers), [], [], []
         return gate
 
     @property
     def measured(self) -> dict[str, float]:
-        """Seconds per step, ``"eager"`` without graphplan and ``"replayed"``, as far as they are known."""
+        """Seconds per step, ``"eager"`` (without graphplan) and ``"replayed"``, as far as they were measured."""
         found = {"eager": self.eager, "replayed": min(self._windows, default=None)}
         return {kind: seconds for kind, seconds in found.items() if seconds is not None}
 
     @property
     def is_busy(self) -> bool:
-        """Whether the device was busy for nearly all of the eager steps' time, on all ranks."""
+        """Whether the device was busy during nearly all of the eager steps' time, on all ranks."""
         return self._agree("busy", self.idle <= _MOST_IDLE)
 
     def _agree(self, what: str, answer: bool) -> bool:
@@ -119,7 +119,7 @@ class Gate:
         return 0.0 if self._loops else self._clock.rest()
 
     def _end(self, start: float) -> float | None:
-        """End a step or a call. Return the seconds of one, once there were enough."""
+        """End a step or a call. Return the seconds per step, once enough were timed."""
         if self._loops:
             return self._end_lap()
         self._times.append(self._clock.rest() - start)
@@ -129,7 +129,7 @@ class Gate:
         return median(times)
 
     def _end_lap(self) -> float | None:
-        """End a step of a loop. Steps in a row are timed again if one took longer than all others together."""
+        """End a step of a loop. Repeat the window if one step took longer than all others together."""
         if not self._times:
             self._times = [self._clock.rest()]
             return self._end_single(self._times[0])
@@ -139,7 +139,7 @@ class Gate:
             return None
         ends, self._times = self._times, []
         longest = max(end - start for start, end in pairwise(ends))
-        # Ranks have to come to their votes in the same steps.
+        # Ranks have to vote in the same steps, so they do not repeat windows.
         if self._peers is None and self._retries < _WINDOWS - 1 and longest > _UNEVEN * (ends[-1] - ends[0]):
             self._retries += 1
             return None
@@ -147,7 +147,7 @@ class Gate:
         return (self._clock.rest() - ends[0]) / steps
 
     def _end_single(self, now: float) -> float | None:
-        """End the first replay after another step. Return the seconds of one, once there were enough."""
+        """End the first replay after another step. Return the median of such replays, once enough were timed."""
         if self._other_end is None:
             return None
         self._single.append(now - self._other_end)
@@ -158,8 +158,8 @@ class Gate:
         return median(times)
 
     def end_other(self) -> None:
-        """End a step that is no replay, while replays are timed: where shapes take turns, no two replays may follow
-        each other, and each is timed from the end of the step before.
+        """End a step that is no replay, while replays are timed. If shapes alternate, there may be no consecutive
+        replays, so a single replay is timed from the end of this step.
         """
         self.cancel()
         if self._loops and self._period == 1 and self._peers is None and self._waits:
@@ -180,7 +180,7 @@ class Gate:
         return self.eager is not None
 
     def end_replay(self, start: float = 0.0) -> bool | None:
-        """End a replay. Return whether replays pay; None while that is not known."""
+        """End a replay. Return True or False once it is known whether replays pay off, else None."""
         assert self.eager is not None
         seconds = self._end(start)
         if seconds is None:
@@ -194,7 +194,7 @@ class Gate:
         return False if is_last or needed > self.eager * _CLEAR else None
 
     def cancel(self) -> None:
-        """Do not count this call, since something else has run. A loop is measured anew."""
+        """Discard this call's time, since something else has run. In a loop, restart the measurement."""
         if self._loops:
             self._times, self._other_end = [], None
         if self._watch is not None:
@@ -202,7 +202,7 @@ class Gate:
             self._watch = None
 
     def error(self, what: str, costs: str = "") -> SlowerError:
-        """Make the error for replays of ``what`` that do not pay."""
+        """Make the error for replays of ``what`` that do not pay off."""
         eager, replayed = (self.measured[kind] * 1e6 for kind in ("eager", "replayed"))
         return SlowerError(
             f"{what} took {eager:.0f} µs per {'step' if self._loops else 'call'} eagerly and {replayed:.0f} µs with "
@@ -213,11 +213,11 @@ class Gate:
 
 
 class Timing:
-    """Times a step whose replays have to pay: a training step with one ``gate``, which is made for its first calls
-    unless it is given, an inference step with one for each signature.
+    """The timing of a step whose replays have to be faster than eager steps. A training step has one ``gate``, which is
+    made for its first calls unless it is given; an inference step has one for each signature.
 
-    ``way`` makes the calls in place of the state machine, if set; ``leave`` is applied to the arguments of the
-    function's own calls; ``down_because`` says why all calls are those, None if they are not, or are being timed.
+    ``way``: if set, runs the calls in place of the state machine. ``leave``: transforms the arguments of stock calls,
+    which run the function alone. ``down_because``: why all calls are stock; None if they are not, or are timed.
     """
 
     def __init__(
@@ -232,23 +232,23 @@ class Timing:
             self._runner.stats.measured = gate.measured
         self.opens = opens and gate is None
         self.way: Serve | None = None if gate is None else self._timed
-        self._calls = 0  # Stock calls that were not counted yet.
+        self._calls = 0  # Stock calls that the statistics do not contain yet.
         self.down_because: tuple[SkipReason, str] | None = None
 
     @property
     def is_stock(self) -> bool:
-        """Whether calls are the step's function's, with nothing of graphplan's around it but a count."""
+        """Whether calls run the step's function alone, and graphplan only counts them."""
         return self.way == self._call_stock
 
     def take_counts(self) -> Stats:
-        """Return the counts of all calls so far, those of the function alone among them."""
+        """Return the statistics of all calls so far, including stock calls."""
         stats = self._runner.stats
         count, self._calls = self._calls, 0
         stats.count_stock(count, *(self.down_because or ()))
         return stats
 
     def be_stock(self, reason: SkipReason | None, detail: str = "") -> None:
-        """From now on, call the step's function alone: for a ``reason``, or to time it."""
+        """Run the step's function alone from now on: for a ``reason``, or without one to time it."""
         self.take_counts()
         self.way = self._call_stock
         self.down_because = None if reason is None else (reason, detail)
@@ -267,18 +267,18 @@ class Timing:
         return result
 
     def close(self) -> None:
-        """Make calls in the step's own way again."""
+        """Stop timing, and let the state machine run the calls again."""
         if self._gate is not None:
             self._gate.cancel()
         self._go_on(None)
 
     def _go_on(self, way: Serve | None) -> None:
-        """End calls of the function alone. Make the next ones this way, or in the step's own."""
+        """End stock calls. Run the next calls by ``way``, or without one by the state machine."""
         self.take_counts()
         self.way, self.down_because = way, None
 
     def begins(self, feed: Feed) -> bool:
-        """Return True if the next calls are eager and timed, before anything is prepared. Asked once."""
+        """Return True if the next calls are stock and timed, and start that. Only the first call has an effect."""
         if not self.opens or self._options.mode != "train":
             return False
         self.opens = False
@@ -291,7 +291,7 @@ class Timing:
         return gate is not None
 
     def _look(self) -> None:
-        """After a timed call of the function: go on with replays once the eager time is known."""
+        """After a timed stock call: continue with the state machine once the eager time is known."""
         gate = self._gate
         assert gate is not None
         with self.having_run():
@@ -331,7 +331,7 @@ class Timing:
         return result
 
     def decide(self, gate: Gate, pays: bool) -> SlowerError | None:
-        """Note what was measured. Return the error if replays do not pay."""
+        """Record the measured times. Return the error if replays do not pay off."""
         stats = self.take_counts()
         stats.measured = gate.measured
         if pays:
@@ -344,7 +344,7 @@ class Timing:
 
     @contextmanager
     def having_run(self) -> Iterator[None]:
-        """Leave an error of the block to the next call, since the step of this one has run."""
+        """Postpone a refusal in the block to the next call, since this call's step has already run."""
         try:
             yield
         except Exception as error:

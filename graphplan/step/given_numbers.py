@@ -1,5 +1,5 @@
-"""Numbers among a step's arguments that vary (an annealed weight, the epoch): owners' numbers from then on, which are
-followed. Those whose values code needs stay a part of the key, each with a program of its own.
+"""Numbers among a step's arguments that vary (an annealed weight, the epoch). They become owners' numbers, which have
+stand-ins. If code needs a number's value, it stays a part of the key, and each value has a program of its own.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from graphplan.step.managed import Managed
 from graphplan.tensors.symbolic import has_stand_ins
 from graphplan.tensors.trees import GivenNumber
 
-_DIFFERENT = 3  # Values of one argument after which it varies.
+_DIFFERENT = 3  # Number of different values after which an argument counts as varying.
 _Place = int | str
 """The position of an argument, or its keyword."""
 
 
 class _Arguments:
-    """Has the numbers of the call that goes on as attributes."""
+    """The varying numbers of the current call, as attributes."""
 
 
 class GivenNumbers:
-    """The arguments of one step ``fn`` that were found to vary."""
+    """The varying numbers among the arguments of one step ``fn``."""
 
     def __init__(self, fn: Callable[..., Any], managed: Managed) -> None:
         self._managed = managed
         self._owner = free_name("arguments", managed.owners)
         self._names: list[str] = []
-        # Functions in C may have none. What a decorator wraps may have other arguments.
+        # Functions in C may have no signature. A wrapped function may have other arguments than its wrapper.
         with suppress(TypeError, ValueError):
             parameters = inspect.signature(fn, follow_wrapped=False).parameters.items()
             self._names = [name for name, kind in parameters if kind.kind <= kind.POSITIONAL_OR_KEYWORD]
         self._held = _Arguments()
         self._seen: dict[_Place, set[Any]] = {}
-        self._literal: set[_Place] = set()  # Those whose values code needs.
+        self._literal: set[_Place] = set()  # Arguments whose values code needs.
         self.needed: list[str] = []
-        """Where code needs them, in words."""
+        """Descriptions of the arguments whose values code needs."""
         self.given: dict[_Place, str] = {}
-        """Those that vary, with the names under which their numbers are held: each has one of its own."""
+        """The varying arguments, with the unique attribute names that hold their numbers."""
         self._made: dict[tuple[str, type], GivenNumber] = {}
 
     def _name(self, place: _Place) -> str:
         name = place if isinstance(place, str) else self._names[place] if place < len(self._names) else f"args[{place}]"
-        # All objects have attributes with such names.
+        # All objects have attributes with double underscores, so such a keyword needs another name.
         return free_name(f"kwargs[{name}]" if name.startswith("__") else name, self.given.values())
 
     def put(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with :class:`GivenNumber` in the places of those that vary, which are held from now on."""
+        """Return the arguments with each varying number replaced by a :class:`GivenNumber`, and store the numbers."""
         if not self.given:
             return args, kwargs
         own = [self._one(place, value) for place, value in enumerate(args)]
@@ -61,14 +61,14 @@ class GivenNumbers:
         if name is None or not has_stand_ins(type(value)):
             return value
         setattr(self._held, name, value)
-        # Each call has the same ones, which are compared by identity.
+        # Reuse the object in each call, since it is compared by identity.
         key = name, type(value)
         if key not in self._made:
             self._made[key] = GivenNumber((self._held, *key))
         return self._made[key]
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Note the numbers among the arguments of a call without a program. Return True if another one varies."""
+        """Record the numbers among the arguments of a call without a program. Return True if a further one varies."""
         fresh: list[_Place] = []
         places: list[_Place] = [*range(len(args)), *kwargs]
         for place, value in zip(places, (*args, *kwargs.values()), strict=True):
@@ -84,7 +84,7 @@ class GivenNumbers:
         return bool(fresh)
 
     def give_up(self, paths: Collection[str], told: Callable[[str], str] = str) -> list[str]:
-        """Leave those in the key that lie at ``paths``, since code needs their values. Return which, as ``told``."""
+        """Put the arguments at ``paths`` back into the key, since code needs their values. Return them as ``told``."""
         places = {place: f"{self._owner}.{name}" for place, name in self.given.items()}
         places = {place: path for place, path in places.items() if path in paths}
         self._literal |= places.keys()
@@ -95,5 +95,5 @@ class GivenNumbers:
 
     @property
     def paths(self) -> set[str]:
-        """The paths of those that vary."""
+        """The paths of the varying arguments."""
         return {f"{self._owner}.{name}" for name in self.given.values()}

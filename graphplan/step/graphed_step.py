@@ -1,4 +1,4 @@
-"""A graphed step: one call at a time through its state machine, and what it tells of itself."""
+"""A graphed step: the callable around a state machine, its statistics and its report."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _KEY = "_graphed_methods"
 class GraphedStep(CallLock, Reports):
     """A step that replays itself. Made by :func:`graph_step`.
 
-    In a class it is a method: each instance has a step, and programs, of its own. Steps that are given the same
-    ``backends`` share memory; ``peers`` are other ranks that capture if this one does. A ``gate`` that knows the eager
-    time decides whether replays pay. Without one, a step that ``is_alone`` times its first calls if its options ask for
-    that, and compiles its modules; otherwise both are the caller's business.
+    In a class it is a method: each instance has a step, and programs, of its own. Steps with the same ``backends``
+    share memory. ``peers`` are the other ranks: all ranks capture, or none. A ``gate`` that knows the eager time
+    decides whether replays pay off. Without one, a step that ``is_alone`` times its first calls if its options require
+    that, and compiles its modules. Otherwise, the caller does both.
 
     Examples:
         >>> import torch
@@ -50,11 +50,11 @@ class GraphedStep(CallLock, Reports):
         graphplan: 1 plan; 5 of 10 steps replayed; ...
 
     Attributes:
-        machine: what makes its calls, and its parts.
+        machine: the state machine that runs the calls, with its parts.
         shapes: counts of shapes, capture sizes and elements, for ``shapes="bucket"``.
 
     Raises:
-        OptionError: if ``fn`` cannot be called, or only begins something when it is.
+        OptionError: if ``fn`` cannot be called, or if a call does not run its body (a coroutine, a generator).
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class GraphedStep(CallLock, Reports):
         self._serve = self.machine.serve if self._padded is None else self._padded.serve
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step: eagerly, traced, captured or replayed. Same results whichever it is.
+        """Run the step: eagerly, traced, captured or replayed. The results are the same in each case.
 
         Raises:
             ClosedError: after :meth:`close`.
-            BusyError: while another call is going on, in another thread or around this one.
+            BusyError: during another call, in another thread or around this one.
             RefusalError: if the step cannot be replayed correctly (see ``on_failure``); the call is undone.
-            PaddingError: if padding changes what the step leaves (``shapes="bucket"``); the call is undone.
+            PaddingError: if padding changes the state or the results (``shapes="bucket"``); the call is undone.
         """
         way = self.machine.timing.way
         return self._call(args, kwargs) if way is None else way(args, kwargs)
@@ -108,7 +108,7 @@ class GraphedStep(CallLock, Reports):
             self._end_turn()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """The method of one instance, or under ``@classmethod`` of one class."""
+        """Return the graphed method of one instance, or, under ``@classmethod``, of one class."""
         if instance is None or not isinstance(self._fn, FunctionType):
             return self
         made = Methods.of(instance, self._name).made
@@ -121,42 +121,42 @@ class GraphedStep(CallLock, Reports):
         return type(self)(method, owners_of(method, self._owners), self._options)
 
     def invalidate(self, why: str) -> None:
-        """Drop every program; the next calls trace and capture again. ``why`` goes into the report.
+        """Drop every program; the next calls trace and capture again. ``why`` appears in the report.
 
         Raises:
-            BusyError: while a call is going on.
+            BusyError: during a call.
         """
         with self._alone():
             self.stats.note(f"invalidated: {why}", "guards")
             self.machine.forget()
 
     def close(self) -> None:
-        """Drop every program and put the optimizers' flags back. The step cannot be called again.
+        """Drop every program and restore the optimizers' flags. The step cannot be called again.
 
         Raises:
-            BusyError: while a call is going on.
+            BusyError: during a call.
         """
         with self._alone():
             self.machine.close()
 
     @property
     def is_down(self) -> bool:
-        """Whether calls are calls of the step's function, and nothing else."""
+        """Whether the step has stood down: calls run the step's function alone."""
         return self.down_because is not None
 
     @property
     def down_because(self) -> tuple[SkipReason, str] | None:
-        """Why the step stands down, and its wording; None if it does not."""
+        """The reason and its text if the step has stood down; else None."""
         return self.machine.timing.down_because
 
     @property
     def plan(self) -> Plan | None:
-        """The latest plan; None before there are traces enough."""
+        """The latest plan; None before the first one."""
         return self.machine.runner.plan
 
     @property
     def stats(self) -> Stats:
-        """What the calls so far were."""
+        """The statistics of the calls so far."""
         return self.machine.timing.take_counts()
 
     @property
@@ -181,7 +181,7 @@ class GraphedStep(CallLock, Reports):
 
     @property
     def facts(self) -> list[str]:
-        """What the report says beside counts: what was changed on optimizers to make them capturable, and padding."""
+        """The facts in the report: the changes that made optimizers capturable, and the counts of padding."""
         padded = [] if self._padded is None else [f"{self.shapes} ({self._padded.padding.ladders})"]
         return [*(f"prepared: {change}" for change in self.machine.managed.changes), *padded]
 
@@ -212,11 +212,11 @@ def graph_step(fn: Callable[..., Any], options: StepOptions) -> GraphedStep:  # 
             shape and dtype.
 
     Returns:
-        A callable with ``plan``, ``stats``, ``report()``, ``invalidate(why)`` and ``close()``. Tensors that the step
-        returns come back as detached copies, so a replayed loss has no ``grad_fn``.
+        A callable with ``plan``, ``stats``, ``report()``, ``invalidate(why)`` and ``close()``. It returns detached
+        copies of the step's tensors, so a replayed loss has no ``grad_fn``.
 
     Raises:
-        OptionError: if an option has a value or a type that makes no sense.
+        OptionError: if an option has an invalid value or type.
         PolicyError: if a mode, role or policy does not exist.
         BackendError: if a backend does not exist.
         OwnersError: if ``owners`` is neither a mapping nor a sequence.
@@ -225,7 +225,7 @@ def graph_step(fn: Callable[..., Any], options: StepOptions) -> GraphedStep:  # 
 
 
 class Methods:
-    """The graphed methods of one instance or class, by what they are in the class. A copy of the instance has none."""
+    """The graphed methods of one instance or class, by the class attribute. A copy of the instance has none."""
 
     def __init__(self, instance: int = 0) -> None:
         self._instance = instance
@@ -233,7 +233,7 @@ class Methods:
 
     @classmethod
     def of(cls, instance: Any, name: str) -> Methods:
-        """Those of ``instance``. Raises OptionError if it cannot keep that called ``name``."""
+        """The methods of ``instance``. Raises OptionError if it has no ``__dict__`` to keep the one called ``name``."""
         try:
             inner = vars(instance)
         except TypeError:
@@ -243,10 +243,10 @@ class Methods:
             ) from None
         if _KEY not in inner or inner[_KEY]._instance != id(instance):
             if isinstance(instance, type):
-                # In its own namespace, which cannot be written to: a class that inherits the method keeps its own.
+                # A class's `__dict__` is read-only. A subclass that inherits the method has an attribute of its own.
                 type.__setattr__(instance, _KEY, cls(id(instance)))
             else:
-                # A shallow copy has the dictionary's items, and its original's methods among them.
+                # A shallow copy shares the items of the original's `__dict__`, so replace the original's methods.
                 inner[_KEY] = cls(id(instance))
         return inner[_KEY]
 
@@ -255,7 +255,7 @@ class Methods:
 
 
 def owners_of(fn: Callable[..., Any], owners: Mapping[str, Any] | Sequence[Any] | None) -> Any:
-    """The module that is called, or the object whose method is, beside what was named."""
+    """The ``owners``, and in addition the module that is called, or the object whose method is called."""
     own: Any = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     if own is None or inspect.ismodule(own) or isinstance(own, type):
         return owners
@@ -268,10 +268,10 @@ def owners_of(fn: Callable[..., Any], owners: Mapping[str, Any] | Sequence[Any] 
 
 
 def check_form(fn: Callable[..., Any]) -> None:
-    """Raise OptionError for a function whose call only begins something, such as a coroutine."""
+    """Raise OptionError for a function whose call does not run its body, such as a coroutine function."""
     while isinstance(fn, partial):
         fn = fn.func
-    # What runs when an object is called is a method of its class.
+    # Calling an object runs a method of its class.
     call = fn.forward if isinstance(fn, nn.Module) else type(fn).__call__ if callable(fn) else None
     asks = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     if any(ask(each) for ask in asks for each in (fn, call)):

@@ -1,8 +1,9 @@
-"""From a call to its program: by comparing it with earlier calls, on the fast path, or by its key."""
+"""Find the program of a call: on the fast path, by comparison with earlier calls, or by its key."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import repeat
 from operator import is_not
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from graphplan.compare.comparing import Checks, Row, facts_of, lie
 from graphplan.environment.collector import no_collections
-from graphplan.feed.signature import Feed, alignment_unit, check_feed, is_itself, leaf_key
+from graphplan.feed.signature import Feed, alignment_unit, check_feed, is_keyed_by_identity, leaf_key
+from graphplan.observe.host_draws import LookAhead
 from graphplan.program.program import Program
 from graphplan.step.batch_variants import reads_of
 from graphplan.step.entries import Entry, Key, Variant
@@ -22,14 +24,14 @@ from graphplan.tensors.trees import PLAIN_LEAVES, flatten_arguments, take_leaves
 from graphplan.trace.batch_reads import Search
 
 _KINDS = 8
-"""Kinds of calls with tensors of the same shapes that are remembered: as many as ways by what is read of a batch."""
-_SHAPES = 256  # Shapes of tensors in one layout whose kinds of calls are remembered.
+"""Maximum known calls with tensors of the same shapes: as many as there may be batch variants of one key."""
+_SHAPES = 256  # Maximum combinations of tensor shapes in one layout whose calls are remembered.
 _COMPARABLE = PLAIN_LEAVES | {type}
-"""Types of leaves that are compared without code of their own; records hold classes, too."""
+"""Types of leaves whose comparison runs no user code. Classes are among them, since records hold classes."""
 
 
 class Lookup:
-    """Looks up feeds for one step."""
+    """The lookup of entries and programs by the key of a call, for one step."""
 
     def __init__(self, parts: Parts) -> None:
         self._runner, self._managed, self._programs = parts.runner, parts.managed, parts.programs
@@ -39,23 +41,27 @@ class Lookup:
         self._moves = self._feed_device is not None and self._feed_device.type != "cpu"
 
     def find(self, feed: Feed, base: Entry | None = None) -> tuple[Entry, Program | None]:
-        """The feed's entry, and a program that fits. ``base``: the entry without what is read of the batch."""
-        looked = False
+        """Find the feed's entry, and a program that fits. ``base``: the entry without reads of the batch."""
         self._managed.sharding.settle()
+        with LookAhead():
+            return self._find(feed, base)
+
+    def _find(self, feed: Feed, base: Entry | None) -> tuple[Entry, Program | None]:
+        looked = False
         while True:
             entry = self._entry(feed, base)
             if entry.batch is not None or entry.refusal is not None:
-                # Others have its programs, or it has none.
+                # The programs belong to the entries of the batch's reads, or there are none.
                 return entry, None
             program = entry.select(self._managed.grad_presence, self._stats.calls)
             if program is None:
                 is_first = not entry.eager_calls and self._programs.is_further(entry)
-                is_eager = entry.way.refusal is not None or not entry.way.is_met
-                is_eager = is_eager or bool(self._programs.waits(entry) or self._programs.turns_away(entry))
+                is_eager = entry.way.refusal is not None or entry.lacks_value
+                is_eager = is_eager or bool(self._programs.waits(entry) or self._programs.limit_reason(entry))
                 if looked or is_first or is_eager:
-                    # An eager step, for which nothing needs to be known, unless owners were looked at.
+                    # The call will be eager, so a walk over the owners would be wasted.
                     return entry, None
-                # Owners' containers may have been replaced since they were last looked at (a loaded checkpoint).
+                # Owners' containers may have been replaced since the last walk (a loaded checkpoint).
                 looked = True
                 if self._managed.fingerprint() >= 0:
                     with no_collections():
@@ -63,9 +69,9 @@ class Lookup:
             elif program.fits():
                 return entry, program
             elif entry.places and not looked and entry.relocate(self._managed.walk().scalars):
-                # An object that has such a number was replaced by another one.
+                # An object that holds a number which decides between ways was replaced.
                 looked = True
-            # Following what moved may bring other hyper-parameters with it (a loaded checkpoint), hence another key.
+            # The resync may also have found other hyper-parameters (a loaded checkpoint), which are a part of the key.
             elif not self._follow(program, entry, base):
                 return self._entry(feed, base), None
 
@@ -73,7 +79,7 @@ class Lookup:
         key = self._key(feed, self._managed.next_fingerprint())
         entry = self._programs.get(key)
         if entry is None or entry.wants_grad:
-            # Leaves of one key that ask for gradients may still differ in whether they have a grad_fn.
+            # Leaves that require gradients can have equal keys, and still differ in whether they have a grad_fn.
             check_feed(feed, self._runner.device if self._feed_device is None else None)
         if entry is not None:
             return entry
@@ -82,18 +88,18 @@ class Lookup:
         return self._programs.add(key, Entry.of(feed, base))
 
     def enter(self, feed: Feed, base: Entry) -> Entry:
-        """A new entry for the call of ``base`` that was found to be ``feed``, with what is read of the batch."""
+        """Add an entry for ``feed``, a call of ``base`` together with the reads of its batch."""
         return self._programs.add((self._geometry(feed), *base.key[1:]), Entry.of(feed, base))
 
     def _key(self, feed: Feed, fingerprint: int) -> Key:
         return (self._geometry(feed), self._modes.now(), fingerprint)
 
     def _geometry(self, feed: Feed) -> tuple[Any, ...]:
-        # Where tensors are moved to the step's device, that gives them new alignments.
+        # A copy to the step's device has an alignment of its own, whatever the fed tensor's is.
         return (feed.key, () if self._moves else feed.alignments())
 
     def moved(self, feed: Feed) -> Feed:
-        """The feed with its tensors on the step's device, if ``device=`` asks for that."""
+        """The feed with its tensors moved to the step's device, if ``device=`` is given."""
         home = self._feed_device
         if home is None:
             return feed
@@ -121,14 +127,14 @@ class Lookup:
         return False
 
     def keep(self, feed: Feed, entry: Entry) -> None:
-        """Keep ``entry`` under the feed's new key, once a first step has made the owners known."""
+        """Keep ``entry`` under the feed's new key: the first step discovered owners, which changes the fingerprint."""
         key = self._key(feed, self._managed.fingerprint())
         if self._programs.get(key) is None:
             self._programs.add(key, entry)
 
 
 class Layout:
-    """The containers and records of a call's arguments, and the known ``calls`` with them, by shapes of tensors."""
+    """The structure of a call's arguments, and the known ``calls`` with this structure, by shapes of tensors."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         self.structures = [flatten_arguments(arg)[1] for arg in args]
@@ -137,7 +143,7 @@ class Layout:
         self.latest: KnownCall | None = None
 
     def leaves(self, args: Sequence[Any]) -> list[Any] | None:
-        """The leaves of ``args``, if they lie in such containers and records."""
+        """The leaves of ``args``; None if their structure differs."""
         if len(args) != len(self.structures):
             return None
         if self._is_flat:
@@ -147,9 +153,9 @@ class Layout:
 
 
 class KnownCall:
-    """One kind of call: leaves in a layout, each a tensor, a literal or a class, with the ``entry`` and the ``program``
-    that were found for it. ``checks`` compare everything else with what it was, but for which gradients were there: the
-    ``variant``, None if the program serves whatever there is.
+    """A remembered call: its leaves (tensors, literals or classes) and the ``entry`` and ``program`` that it found.
+    ``checks`` compare everything else that the key depends on, except for the ``variant``: which gradients exist, or
+    None if the program serves every variant.
     """
 
     def __init__(self, feed: Feed, entry: Entry, program: Program, *, checks: Any, variant: Variant | None) -> None:
@@ -159,12 +165,12 @@ class KnownCall:
         self.variant = variant
         self._reads, self._ask = reads_of(feed), program.adopted.guards.ask
         self._kinds = list(map(type, feed.leaves))
-        # Only facts of the tensors are kept, not the tensors: they are a batch.
+        # Keep only metadata of the tensors: a reference would keep the batch alive.
         self._tensors = [index for index, _ in feed.tensors()]
         tensors = [leaf for _, leaf in feed.tensors()]
         self._fit = facts_of(tensors, placed=False).fit
         (_, alignments), *_ = entry.key
-        # There are none where tensors are moved to the step's device.
+        # The key has no alignments if tensors are moved to the step's device.
         self._units: list[int] = list(map(alignment_unit, tensors)) if alignments else [1] * len(tensors)
         self._alignments = list(alignments) or [0] * len(tensors)
         self._adopted = list(program.inputs.adopted.items())
@@ -175,7 +181,7 @@ class KnownCall:
         ]
 
     def take(self, search: Search) -> Sequence[Any] | None:
-        """The leaves of a call of this kind, with what is read of the batch before the step; else None."""
+        """The leaves of an equal call, with the reads of its batch; None if the call differs."""
         leaves = search.leaves
         if self._reads is not None:
             tensors = self._reads.find(search)
@@ -198,28 +204,30 @@ class KnownCall:
 
 
 def _shapes(leaves: Sequence[Any]) -> Any:
-    """The shapes of tensors, by which known calls are found."""
+    """The shapes of the tensors among ``leaves``, as a key for known calls."""
     try:
         return tuple([leaf.shape if type(leaf) is Tensor else None for leaf in leaves])
     except RuntimeError:
-        # A nested tensor has no shape, and no program.
+        # A nested tensor has no shape. It cannot be replayed either.
         return None
 
 
 class FastPath:
-    """Finds the programs of calls that are like earlier ones, without making their keys."""
+    """A cache that finds the programs of calls that equal earlier ones, without making their keys."""
 
     def __init__(self, managed: Managed) -> None:
         self._managed = managed
         self._modes = managed.modes
         self._layouts: list[Layout] = []
+        self._draws = False  # A step branches on numbers that it draws on the host.
         self.knows = False
-        """Whether the latest call is like a known one, though its program may not be replayed at once."""
+        """Whether the latest call equals a known one, even if its program may not be replayed at once."""
 
     def find(self, args: Sequence[Any]) -> tuple[KnownCall, Sequence[Any]] | None:
-        """Find a known call like this one whose program may be replayed, and the leaves of this one."""
+        """Find an equal known call whose program may be replayed at once, and the leaves of this call."""
         try:
-            found = self._search(args)
+            with LookAhead() if self._draws else nullcontext():
+                found = self._search(args)
             self.knows = found is not None
             if found is None:
                 return None
@@ -249,9 +257,11 @@ class FastPath:
         return None
 
     def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
-        """Remember a call, if everything that its key depends on can be compared."""
+        """Remember a call, if everything that its key depends on can be compared without user code."""
         read = [leaf for index, leaf in enumerate(feed.leaves) if index not in feed.unread]
-        is_plain = all(type(leaf) in _COMPARABLE or is_itself(leaf) for leaf in read) and not entry.wants_grad
+        is_plain = (
+            all(type(leaf) in _COMPARABLE or is_keyed_by_identity(leaf) for leaf in read) and not entry.wants_grad
+        )
         if not is_plain or any(attributes_on(leaf) for _, leaf in feed.tensors()):
             return
         self._managed.fingerprint()
@@ -269,6 +279,7 @@ class FastPath:
         if leaves is None or any(map(is_not, leaves, feed.leaves)):
             return
         call = KnownCall(feed, entry, program, checks=checks, variant=variant)
+        self._draws |= bool(program.plan.drawn)
         search = Search(leaves)
         if call.take(search) is not None:
             shapes = _shapes(leaves)

@@ -1,4 +1,4 @@
-"""What every managed call of a step shares: its owners, prepared optimizers, device learning rates, fingerprint."""
+"""The state that all managed calls of a step share: owners, prepared optimizers, device learning rates, fingerprint."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ from graphplan.program.faults import is_raised_by_user, refusing
 from graphplan.program.fingerprint import Fingerprint
 from graphplan.specs.paths import free_name
 from graphplan.step.compiled import runs_compiled
-from graphplan.tensors.deferred import stood_for
+from graphplan.tensors.deferred import replaced_classes
 from graphplan.trace.mode import refuse_trace
 from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
 
 Result = TypeVar("Result")
-_NAMES = "names"  # The owner that stands for the names in the step's code.
-_STATES = "dropout_states"  # The owner of what operators draw from that is no generator.
+_NAMES = "names"  # The owner that holds the names in the step's code.
+_STATES = "dropout_states"  # The owner of random states that torch keeps for operators outside of generators.
 _STATE = ["_fingerprint", "_last_id", "refusal"]
-_FINGERPRINTS = 256  # Fingerprints that keep their numbers; of more, the latest ones.
+_FINGERPRINTS = 256  # Maximum fingerprints that keep their numbers; the least recently used ones are forgotten.
 _CHURN = 3
-"""After so many new values of a hyper-parameter without a capture between them, the step is refused."""
+"""After this many new values of hyper-parameters without a capture between them, the step is refused."""
 
 
 def _check_made(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse, in the trace, an optimizer made by the step that torch cannot step in a capture."""
+    """Refuse the traced step if it makes an optimizer that torch cannot step in a capture."""
     if not may_be_captured(optimizer):
         refuse_trace(
             OptimizerError,
@@ -65,14 +65,14 @@ def _check_made(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Managed:
-    """Owners of one step, named and discovered, and the optimizers among them, with the ``changes`` that made these
-    capturable. A step that does not train (``trains``) owns optimizers that others step.
+    """The owners of one step, named and discovered, and the ``changes`` that made their optimizers capturable. If a
+    step does not train (``trains``), other steps step its optimizers.
 
-    ``handles`` give plans access to the ``owners``, ``names`` are those in the step's code, ``refusal`` is raised at
-    the next call. ``kept`` are objects that the last call made and left on an owner, by path; ``has_learnt``: it may
-    have led to new owners or names; ``knows_all``: no object that the latest call used was met for the first time, to
-    become an owner or a name when it is met again. ``compiled`` says how compiled code that ran was compiled, with its
-    name, by identity.
+    ``handles`` give plans access to the ``owners``. ``names``: the names in the step's code. ``refusal``: raised at the
+    next call. ``kept``: objects that the last call made and left on an owner or returned, by path. ``has_learnt``: the
+    last call may have found new owners or names. ``knows_all``: the last call used no object for the first time; an
+    object becomes an owner or a name when it is used a second time. ``compiled``: the settings and the name of
+    compiled code that ran, by identity.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Managed:
         self._walked: Walk | None = None
         self._sharding: Sharding | None = None
         self._counted: list[tuple[torch.optim.Optimizer, int, str]] = []
-        # Layout and values of the latest two fingerprints.
+        # Layout and values of the latest fingerprint, and of the one before its last change.
         self._last: tuple[Any, tuple[Any, ...]] | None = None
         self._before: tuple[Any, tuple[Any, ...]] | None = None
         self._last_id = 0
@@ -114,7 +114,7 @@ class Managed:
         self.churn = 0  # New values of hyper-parameters since the latest capture.
         self.names = Namespace()
         self._root = {"step": fn}
-        self._fed: dict[int, dict[str, Any]] = {}  # Optimizers that were fed, by identity.
+        self._fed: dict[int, dict[str, Any]] = {}  # Fed optimizers, by identity.
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         for owner in self.owners.values():
             if has_groups(owner):
@@ -124,26 +124,26 @@ class Managed:
                     self.refusal = error
 
     def _take_scalers(self) -> None:
-        """Own gradient scalers that the step names before code runs: which kernels optimizers get depends on them."""
+        """Add gradient scalers that the step's code names to the owners: optimizers' kernels depend on them."""
         known = set(map(id, self.owners.values()))
         for name, scaler in names_in(self._fn):
-            # One of a class of the user's is an object like others: its own code is looked at.
+            # A scaler of a user's class is an ordinary object, whose own code is traced.
             is_scaler = issubclass(type(scaler), GradScaler) and not is_users(type(scaler))
             if is_scaler and id(scaler) not in known and scaler.is_enabled():
                 known.add(id(scaler))
                 self.owners[free_name(name, self.owners)] = scaler
 
     def walk(self) -> Walk:
-        """Walk the owners; CaptureError if one of them cannot be read."""
+        """Walk the owners. Raises CaptureError if one of them cannot be read."""
         with refusing():
             return walk_owners(self.owners)
 
     def runs_compiled(self, walk: Walk) -> bool:
-        """Whether the step runs code that ``torch.compile`` compiled: it has, or ``walk`` has just found some."""
+        """Return True if the step has run compiled code, or if ``walk`` or its function contains some."""
         return bool(self.compiled) or runs_compiled(walk, self._fn)
 
     def manage(self, optimizer: torch.optim.Optimizer) -> None:
-        """Prepare an optimizer and shadow its learning rate, once. One that cannot be captured is noted instead."""
+        """Prepare an optimizer and shadow its learning rate, once. Set ``refusal`` if it cannot be captured."""
         if id(optimizer) in self._managed or self._refuses(optimizer):
             return
         with refusing():
@@ -172,11 +172,11 @@ class Managed:
         before: Trace | None,
         on_first_sight: Callable[[Any], None] = lambda thing: None,
     ) -> tuple[Any, Walk]:
-        """Trace the step, and take in the modules and optimizers that it uses: its result, and a walk afterwards.
+        """Trace the step and own the modules and optimizers that it uses. Return its result, and a walk afterwards.
 
         Raises:
-            ReadSignal: if the step does with a deferred number what only real ones are good for.
-            RefusalError: if it does, and cannot be replayed for another reason.
+            ReadSignal: if the step uses a stand-in in a way that needs a real number.
+            RefusalError: if it does so, and cannot be replayed for another reason.
         """
         with Discovery(self.manage, on_first_sight, _check_made) as discovery:
             try:
@@ -193,13 +193,13 @@ class Managed:
                 is_own = isinstance(error, GraphPlanError) or is_out_of_memory(error) or is_raised_by_user(error)
                 if not stands_in or is_own:
                     raise
-                # C code that is handed a stand-in says that it wants something else.
+                # The error may come from C code that does not accept a stand-in.
                 raise ReadSignal(symbolic=record.symbolic.touched if record.symbolic.are_there else None) from None
         discovery.faults.check()
         if record.deferred is not None and record.deferred.has_stand_ins:
             is_lost, is_compiled = not record.symbolic.are_over(), bool(record.deferred and record.executed.compiled)
             if is_lost or is_compiled or _are_misused(record):
-                # What refuses the step anyway need not be looked for again.
+                # A violation refuses the step in any case, so do not trace again to find it.
                 raise record.violation or ReadSignal(
                     symbolic=record.symbolic.touched if is_lost or not record.deferred else None
                 )
@@ -207,17 +207,17 @@ class Managed:
         return result, self.walk() if self._take_owners(discovery, after) else after
 
     def _take_owners(self, discovery: Discovery, *walks: Walk) -> bool:
-        """Own what ran and is in none of the ``walks``. Return True if there is any."""
+        """Own modules and optimizers that ran and are in none of the ``walks``. Return True if there are any."""
         found = discovery.unknown(self._fn, *walks)
         for name, owner in found.items():
             self.owners[free_name(name, self.owners)] = owner
         return bool(found)
 
     def discover(self, call: Callable[[], Result], *, fed: Iterable[Any]) -> Result:
-        """Run ``call`` and own what its code uses and names, less what it is ``fed``; of compiled code in the trace."""
+        """Run ``call``; own what its code uses and names, except ``fed`` objects. A trace does so for compiled code."""
         before, self.has_learnt = self.walk_of_call(), True
         if self.runs_compiled(before):
-            # All steps run the kernel of replays, the first one too.
+            # Every step has to run the optimizer kernel that replays run, including the first one.
             for optimizer in [thing for _, thing in names_in(self._fn) if isinstance(thing, torch.optim.Optimizer)]:
                 self.manage(optimizer)
             return call()
@@ -236,7 +236,7 @@ class Managed:
         return result
 
     def check_kept(self) -> None:
-        """Raise HostEffectError if the code that ran last made a module or an optimizer, and left it behind."""
+        """Raise HostEffectError if the last call made a module or an optimizer that still exists after it."""
         for path, what in self.kept.items():
             raise HostEffectError(
                 f"the step creates {path} ({what}), which still exists after the step; a replay runs no Python and "
@@ -252,8 +252,8 @@ class Managed:
         *,
         seen: Iterable[nn.Module] | None = None,
     ) -> bool:
-        """Own the names that code used, and the objects that it used a second time. Return True if any is new. The
-        ``walk`` is of before if the modules that were ``seen`` are given, else of after.
+        """Own the names that code used, and objects that it used for the second time. Return True if any is new. The
+        ``walk`` was made before the call if the ``seen`` modules are given, else after it.
         """
         asked: dict[int, bool] = {}
         self.compiled |= executed.compiled
@@ -262,7 +262,7 @@ class Managed:
         def has_met(thing: Any) -> bool:
             number = id(thing)
             if number not in asked:
-                # No step makes the class of a layer that is there afterwards.
+                # The class of an existing layer counts as met, since the step cannot have made it.
                 asked[number] = number in kinds or self._met.get(number) is thing
                 self._met[number] = thing
             return asked[number]
@@ -272,7 +272,7 @@ class Managed:
         grown |= not walk.passed.isdisjoint(executed.mentioned)
         grown |= executed.name_all(self._fn, self.names, has_met)
         grown |= self._count_reached() > reached
-        # Its defaults, and what a partial function holds for it.
+        # The step function itself leads to its defaults and to arguments that a partial holds.
         is_new = self.names.add(STEP, self._root, "step")
         self.owners.setdefault(_NAMES, self.names)
         grown |= self._take_wrappers(walk)
@@ -288,9 +288,9 @@ class Managed:
         return grown
 
     def take_fed(self, leaves: Iterable[Any]) -> None:
-        """Own the modules that a step is fed, and name the optimizers: it may read what it does not run."""
+        """Own the modules and name the optimizers that a step is fed: it may read them without running them."""
         things = [leaf for leaf in leaves if isinstance(leaf, nn.Module | torch.optim.Optimizer)]
-        # Most steps are fed none, and owners are not walked for that.
+        # Most steps are fed none, so avoid the walk over the owners then.
         walk = self.walk_before() if things else Walk()
         known = {*map(id, walk.modules), *map(id, walk.optimizers.values())}
         for leaf in (thing for thing in things if id(thing) not in known):
@@ -303,7 +303,7 @@ class Managed:
             self._walked = None
 
     def take_leaves(self, paths: Collection[str]) -> bool:
-        """Own the gradients of tensors that get them as parameters do. Return True if any is new."""
+        """Own the gradients of leaf tensors at ``paths`` that are no parameters. Return True if any is new."""
         if self.names.leaves.issuperset(paths):
             return False
         self.names.leaves.update(paths)
@@ -311,8 +311,8 @@ class Managed:
         return True
 
     def _take_wrappers(self, walk: Walk) -> bool:
-        """Own optimizers that code has names for and that share groups with owned ones: a step may use their state
-        without their ``step``. Return True if any is new.
+        """Own optimizers that code names and that share groups with owned ones: a step may use their state without
+        calling their ``step``. Return True if any is new.
         """
         owned = {id(optimizer) for optimizer in walk.optimizers.values()}
         groups = {id(group) for optimizer in walk.optimizers.values() for group in optimizer.param_groups}
@@ -323,7 +323,7 @@ class Managed:
         return bool(found)
 
     def take_states(self, own_states: Iterable[Tensor]) -> bool:
-        """Own the memory that torch keeps for operators, by device. Return True if any is new."""
+        """Own the random states that torch keeps for operators, by device. Return True if any is new."""
         new = {str(state.device): state for state in own_states}
         known = self.owners.get(_STATES, {})
         if all(known.get(device) is state for device, state in new.items()):
@@ -332,17 +332,17 @@ class Managed:
         return True
 
     def _count_reached(self) -> int:
-        """How many owners are reached through objects of libraries, by names that the step's code uses."""
+        """The number of owners that are reached through libraries' objects by names that the step's code uses."""
         reached = [owner for owner in self.owners.values() if isinstance(owner, Reached)]
         return sum(not self.names.attributes.isdisjoint(owner.names) for owner in reached)
 
     def refresh(self, walk: Walk | None = None) -> None:
-        """Update everything that is derived from the owners; ``walk`` is over them as they are now."""
+        """Update everything that is derived from the owners. ``walk``, if given, has to be current."""
         if self.refusal is not None:
             return
         walk = self.walk() if walk is None else walk
         if any(map(self._refuses, walk.optimizers.values())):
-            # One that torch did not call may only turn up here, and take no hooks.
+            # An optimizer that did not call torch's `__init__` may first appear here. It has no attributes for hooks.
             return
         self.rates.attach(walk.optimizers.values())
         self._sharding = Sharding(walk.modules)
@@ -365,7 +365,7 @@ class Managed:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether :meth:`refresh` is due: it was never called, or an optimizer has begun to count."""
+        """Whether :meth:`refresh` is due: it was never called, or another optimizer counts its steps in a group."""
         return self._fingerprint is None or list(self.rates.counted) != self._counted
 
     def walk_before(self) -> Walk:
@@ -375,28 +375,28 @@ class Managed:
         return self._walked
 
     def walk_of_call(self) -> Walk:
-        """:meth:`walk_before` for the last time in a call: the step runs next."""
+        """Return :meth:`walk_before` and forget it, since the step runs next and may change the owners."""
         walk, self._walked = self.walk_before(), None
         return walk
 
     def end_call(self) -> None:
-        """Drop the walk, which references what the owners held."""
+        """Drop the walk, which keeps objects alive that the owners held."""
         self._walked = None
 
     @property
     def sharding(self) -> Sharding:
-        """The modules that FSDP2 shards, and how to put them at rest."""
+        """The modules that FSDP2 shards, and the method that reshards them."""
         if self._sharding is None:
             try:
                 self._sharding = Sharding(self.walk_before().modules)
             except FaultError as error:
-                # A step that is refused asks, too.
+                # Do not raise here: calls of a refused step need this property, too.
                 self.refusal = error
                 self._sharding = Sharding([])
         return self._sharding
 
     def fingerprint(self) -> int:
-        """A number for the Python values that a program bakes in; equal values have equal numbers."""
+        """The number of the Python values that a program bakes in; equal values have equal numbers."""
         if self._fingerprint is None:
             return -1
         values = self._fingerprint.values()
@@ -405,13 +405,13 @@ class Managed:
         return self._last_id
 
     def rows(self, compared: Collection[int]) -> list[Row] | None:
-        """Guard rows that hold while nothing was refused and the fingerprint is unchanged; None if rows cannot tell."""
+        """Guard rows that hold while no refusal is set and the fingerprint is unchanged; None if there are none."""
         rows = None if self._fingerprint is None else self._fingerprint.rows(compared)
         own: Row = ("same_values", [vars(self)] * len(_STATE), _STATE, list(map(vars(self).get, _STATE)))
         return None if rows is None else [own, *rows]
 
     def next_fingerprint(self) -> int:
-        """The fingerprint of a call. Raises OptimizerError for a hyper-parameter that keeps changing."""
+        """Return the fingerprint of a call. Raises OptimizerError for a hyper-parameter that keeps changing."""
         if self._fingerprint is not None and not self._fingerprint.matches_groups():
             self.refresh()
         before, number = self._last, self.fingerprint()
@@ -437,16 +437,16 @@ class Managed:
         return "; ".join(changed[:3]) or "other modes, flags, or objects"
 
     def grad_presence(self) -> tuple[bool, ...]:
-        """Which parameters have a gradient now."""
+        """For each parameter, True if it has a gradient now."""
         return tuple(param.grad is not None for param in self._parameters)
 
     def prepare(self) -> None:
-        """Prepare all optimizers that are known."""
+        """Prepare all owned optimizers."""
         for optimizer in self.walk().optimizers.values():
             self.manage(optimizer)
 
     def stand_down(self, *, is_by_time: bool) -> None:
-        """Undo the preparation of optimizers, unless the speed gate would change deterministic algorithms."""
+        """Undo the preparation of optimizers, unless the speed gate would change deterministic results by that."""
         if not (is_by_time and self._trains and torch.are_deterministic_algorithms_enabled()):
             self.release()
             return
@@ -454,7 +454,7 @@ class Managed:
         self.rates.stay()
 
     def release(self) -> None:
-        """Put the optimizers' flags back."""
+        """Restore the optimizers' flags."""
         self.rates.release()
         self._managed = set()
 
@@ -472,8 +472,8 @@ def _churn_error(changed: Sequence[str]) -> OptimizerError:
 
 
 def _are_misused(record: Trace) -> bool:
-    """Whether stand-ins are kept where nothing knows of them, or may have been told from what they stand for."""
+    """Return True if stand-ins outlive the step, or if code may have distinguished them from real values."""
     assert record.deferred is not None
     if record.reads.misused({name for _, _, name in record.symbolic.tables}):
         return True
-    return not record.deferred.are_over() or record.reads.may_tell(stood_for(copies=bool(record.deferred.copies)))
+    return not record.deferred.are_over() or record.reads.detects(replaced_classes(copies=bool(record.deferred.copies)))

@@ -1,4 +1,4 @@
-"""Memory for programs and for the copies of checks: whether they fit the budget and the device."""
+"""Memory for programs and for the copies of checks: decide whether they fit into the budget and on the device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.programs import Programs
 
-_COPIES = 3  # Copies alive at once: from before the step, after the replay, eager's while that is repeated.
-_MARGIN = 1.2  # Room is left for fragments and temporaries.
-_GROUPS = 4  # Groups of programs that share memory, of which one can go when a budget is used up.
+_COPIES = 3  # Copies alive at once: from before the step, after the replay, and after the eager step in a repetition.
+_MARGIN = 1.2  # Factor that leaves memory for fragmentation and temporaries.
+_GROUPS = 4  # A group of programs that share memory ends at 1/4 of the budget, since only whole groups can be evicted.
 
 
 class MemoryBudget:
@@ -32,7 +32,7 @@ class MemoryBudget:
         self._peers = peers
 
     def make(self, entry: Entry, plan: Plan, backend: Backend) -> MemoryBudgetError | None:
-        """Make room for a program of ``plan``, on every rank or none; or say why there is none."""
+        """Make room for a program of ``plan``, on every rank or on none. Return the error if that is impossible."""
         error = self._find(entry, plan, backend)
         if self._peers is not None and self._budget is not None and plan.communicates:
             all_can = self._peers.vote(f"memory {self._programs.attempts}", error is None)
@@ -68,7 +68,7 @@ class MemoryBudget:
         return error
 
     def settle(self, entry: Entry, latest: Program, backend: Backend) -> MemoryBudgetError | None:
-        """After the ``latest`` capture, drop what is over the budget in fact, and give unused memory back."""
+        """After the ``latest`` capture, drop programs that exceed the budget in fact, and release unused memory."""
         error = None
         if self._budget is not None:
             while self._programs.nbytes > self._budget and self._programs.evict_for_memory(entry):
@@ -83,12 +83,12 @@ class MemoryBudget:
         return error
 
     def after_check(self, backend: Backend) -> None:
-        """Give back what the eager step of a check took, if it is much, or under a budget."""
+        """Release memory that the eager step of a check took, if there is a budget or if it took much."""
         if self._budget is not None or not backend.may_take(0):
             backend.trim()
 
     def for_copies(self, walk: Walk, backend: Backend) -> torch.device | None:
-        """Where to copy the owners' tensors to: their own device (None), or the CPU if they are large."""
+        """The device for copies of the owners' tensors: their own device (None), or the CPU if they are large."""
         tensors = {id(t): t.nbytes for slot in walk.slots.values() for t in slot.tensors() if is_accelerator(t.device)}
         return None if backend.may_take(sum(tensors.values())) else torch.device("cpu")
 
@@ -105,7 +105,7 @@ def _refusal(plan: Plan, what: str, bound: str) -> MemoryBudgetError:
 
 
 def room_beside(device: torch.device, backend: Backend, rest: int) -> float:
-    """Bytes of copies that may lie on ``device`` where it has no room for all, and is to have ``rest`` bytes left."""
+    """Bytes of copies for which ``device`` has room, if it cannot hold all and has to keep ``rest`` bytes free."""
     free = free_bytes(device)
     room = backend.room() if free is None else min(backend.room(), free - rest)
     return max(0, room) / _MARGIN
@@ -114,11 +114,11 @@ def room_beside(device: torch.device, backend: Backend, rest: int) -> float:
 def find_room(
     nbytes: int, device: torch.device, may_take: Callable[[int], bool] = lambda nbytes: True, copies: int = _COPIES
 ) -> tuple[torch.device | None, str]:
-    """Where ``copies`` of ``nbytes`` of state fit: ``device``, if they may take it, the host, or None and why."""
+    """Find a place for ``copies`` of ``nbytes`` of state: ``device`` if ``may_take``, the host, or None and why."""
     needed = int(nbytes * copies * _MARGIN)
     host = torch.device("cpu")
     for place in dict.fromkeys((device, host)):
-        # To ask a device's driver takes a millisecond.
+        # A query of the device's driver takes a millisecond, so ask `may_take` first.
         if place != host and not may_take(needed):
             continue
         free = free_bytes(place)

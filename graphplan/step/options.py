@@ -1,4 +1,4 @@
-"""The options of a graphed step, checked once."""
+"""The options of a graphed step, and their validation."""
 
 from __future__ import annotations
 
@@ -41,41 +41,41 @@ _CHECKS: Checks = (
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """What :func:`graphplan.graph_step`, :func:`graphplan.graphed` and the callback take.
+    """The options that :func:`graphplan.graph_step`, :func:`graphplan.graphed` and the callback share.
 
     Args:
         backend: ``"auto"`` (a CUDA graph if the tensors are on CUDA, the tape on the CPU), ``"cudagraph"``,
             ``"tape"``, or ``"eager"``.
-        on_failure: ``"raise"`` (refusals before the first good replay raise, later ones go on eagerly with a warning)
-            or ``"eager"`` (always go on, without graphplan).
+        on_failure: ``"raise"`` (a refusal before the first good replay raises; a later one warns, and calls continue
+            eagerly) or ``"eager"`` (always warn and continue eagerly).
         allow: paths (or patterns) of Python effects that replays may leave out, such as ``"model.calls"``.
-        watch: installed packages (top-level names) whose globals, classes and closures are guarded as the user's own
-            are, in the whole process; without it, what they hold there is trusted, and found by checks alone.
+        watch: installed packages (top-level names) whose globals, classes and closures are guarded like the user's own
+            code, in the whole process. Without it, their values are not guarded, and only checks find changes.
         compile: ``True`` compiles the modules among the owners (in a Trainer the module's parts and its ``forward``)
-            with ``torch.compile`` before their first step: the captured kernels are compiled ones, and the numbers the
-            compiler's. Or arguments of ``torch.compile`` by name; without them nothing is compiled on the CPU.
+            with ``torch.compile`` before their first step: the captured kernels and the numbers are the compiler's. Or
+            arguments of ``torch.compile`` by name. With ``True``, nothing is compiled on the CPU.
         max_graphs: number of programs that are kept. One that is no longer in use makes room for another. While all
-            are used, or if signatures come that never come again, calls without a program are eager.
-        memory_budget: bytes that all programs together may compute in (the callback's: those of training, and as much
-            those of evaluation); None: as many as the device has. Programs that were used least recently make room. The
-            steps of one that is estimated to be too large are eager, with one warning.
+            are in use, or if signatures never recur, calls without a program are eager.
+        memory_budget: bytes of memory that all programs together may use (in the callback: those of training, and as
+            much again for those of evaluation). None: as many as the device has. The least recently used programs make
+            room. If a program is estimated to be too large, its steps are eager, with one warning.
         verify: which replays are checked against the eager step, whose outcome then stands: ``"geometric"`` (1, 2, 4,
-            8, … and every 1000th, fewer if they take long; of all shapes together, and the first one of each), n for
-            every n-th, or ``"off"``. A check runs the step eagerly besides, and needs copies of parameters and state.
+            8, … and every 1000th, fewer if they take long, counted over all shapes, and the first one of each shape), n
+            for every n-th, or ``"off"``. A check also runs the step eagerly, and copies parameters and state.
         min_speedup: how many times as fast as eager steps the calls have to be, from the end of one to the end of the
             next (in inference and evaluation: each by itself). The first seven calls (in inference: of each signature)
-            are left alone, and five of them are timed. If replays are slower, or the device is busy all the time,
-            programs go, and optimizers and Trainers are stock. 0 captures at once and keeps programs all the same.
-            None: 1.0 on CUDA, 0 on the CPU.
+            run without graphplan, and five of them are timed. If replays are slower, or the device is busy all the
+            time, programs are dropped, and optimizers and Trainers are restored. 0 captures at once and keeps programs
+            in any case. None: 1.0 on CUDA, 0 on the CPU.
         shapes: ``"exact"`` (a program for each shape), or ``"bucket"``: batches are padded to a capture size, and
-            results cut. A training step is trained on what its batches are padded to. Before padded calls 1, 2, 4, 8, …
-            of each size it is rehearsed on the batch as it came and on the padded one, and both are undone: if
-            something differs by more than rounding, the step is refused by its name; under ``on_failure="eager"`` this
-            and all further batches are trained on as they came. The first two calls (of ``graphed``, the first one),
-            batches beyond the largest size, and evaluation in a Trainer are not padded.
+            results are cut. A training step trains on the padded batches. Before padded calls 1, 2, 4, 8, … of each
+            size, a rehearsal runs the step on the original and on the padded batch, and undoes both. If a value
+            differs by more than rounding, the step is refused with the name of the value; under ``on_failure="eager"``,
+            this and all further batches are not padded. The first two calls (of ``graphed``, the first one), batches
+            beyond the largest size, and evaluation in a Trainer are not padded.
         buckets: capture sizes of dimension 0, in elements, or by dimension; see :func:`graphplan.buckets.fit`.
-        pad: the number that padding holds; or numbers by argument, by key of a dictionary that is fed (``"labels"``) or
-            by path (``"batch[1]"``).
+        pad: the padding value; or values by argument, by key of a fed dictionary (``"labels"``) or by path
+            (``"batch[1]"``).
         dynamic: dimensions that may vary, by the same names; by default all but the last of an n-d tensor, all of a 1-d
             one. Only those are padded.
     """
@@ -95,21 +95,21 @@ class CommonOptions:
     dynamic: Mapping[str, Dims] | None = None
 
     def shared(self) -> dict[str, Any]:
-        """The options that a step underneath has, too, by name."""
+        """The values, by name, of the options that :class:`Options` has, too, except ``owners``."""
         names = {each.name for each in fields(Options)} - {"owners"}
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainOptions(CommonOptions):
-    """What :func:`graphplan.graph_step` and :func:`graphplan.graphed` take; a Trainer decides about it itself.
+    """The options of :func:`graphplan.graph_step` and :func:`graphplan.graphed` that a Trainer determines itself.
 
     Args:
-        owners: objects whose tensors the function uses, by name or as a sequence. The module or ``self`` that is
-            graphed is one, and modules and optimizers that run are found without being named.
-        device: where to move fed tensors, in containers of the function's own; without it they must be where the
-            function computes.
-        mask: the argument that gets a boolean tensor which is true for what is not padding.
+        owners: objects whose tensors the function uses, by name or as a sequence. The graphed module or ``self`` is
+            always one, and modules and optimizers that run are discovered without being named.
+        device: the device to which fed tensors are moved, in new containers; without it they must be on the device of
+            the step.
+        mask: the argument that gets a boolean tensor, true for all elements that are not padding.
     """
 
     owners: Mapping[str, Any] | Sequence[Any] | None = None
@@ -119,24 +119,24 @@ class PlainOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(CommonOptions):
-    """What :func:`graphplan.graph_step` and the callback take.
+    """The options that :func:`graphplan.graph_step` and the callback share.
 
     Args:
-        warmup_steps: number of eager calls before a feed signature is traced; at least 1. Once the step has had so
-            many, a further signature that comes often takes one of its own.
+        warmup_steps: number of eager calls before a feed signature is traced; at least 1. Once the step has had this
+            many, a further signature that comes often needs only one of its own.
         eager_if: a predicate over the step's arguments (in a Trainer: ``(batch, batch_idx)``), or n for every n-th call
             (batch of an epoch): these calls run eagerly.
         prepare_optimizers: whether optimizers may be made capturable while their step runs (see
-            :func:`prepare_optimizer`); what was changed is in the report, and not in checkpoints.
+            :func:`prepare_optimizer`). The report lists the changes; checkpoints do not contain them.
         fuse_optimizer: whether foreach optimizers are switched to torch's fused kernels if it has them on the device
-            (Adam, AdamW, SGD): faster, with other rounding. On the CPU they are what makes an optimizer capturable.
-        max_recaptures: number of captures in a row that may come to fewer than 16 replays each, or of plans that are
-            out of date before theirs, before the step is refused.
+            (Adam, AdamW, SGD): faster, with other rounding. On the CPU, optimizers are capturable only with these.
+        max_recaptures: number of consecutive captures that may have fewer than 16 replays each, or of plans that may be
+            out of date before their capture, before the step is refused.
         debug: wait for the device after each capture and each first replay, and name the program in its errors.
-        prefetch: whether inputs of 4 MiB and more in pinned host memory are copied to the device while it is busy with
-            the replay before, into buffers as large, one for each program: with ``device=``, or in a Trainer where
-            ``transfer`` leaves batches in host memory. They have to be written when they are fed (as a ``DataLoader``'s
-            are), not by work that the device still has to do.
+        prefetch: whether inputs of 4 MiB and more in pinned host memory are copied to the device while it runs the
+            previous replay, into additional buffers of the same size, one set for each program. It needs ``device=``,
+            or a Trainer in which ``transfer`` leaves batches in host memory. The inputs must be complete when they are
+            fed (as a ``DataLoader``'s are), not written by device work that is still pending.
     """
 
     warmup_steps: int = 3
@@ -150,11 +150,11 @@ class TrainingOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(TrainingOptions, PlainOptions):
-    """What :func:`graphplan.graph_step` takes beside the step.
+    """The options of :func:`graphplan.graph_step`.
 
     Args:
-        mode: ``"train"`` or ``"inference"``: which default policy holds.
-        policy: which roles are static and which are copied in; overrides ``mode``.
+        mode: ``"train"`` or ``"inference"``: selects the default policy.
+        policy: which roles are static and which are copied in; overrides the policy of ``mode``.
     """
 
     mode: str = "train"
@@ -163,12 +163,12 @@ class StepOptions(TrainingOptions, PlainOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(StepOptions):
-    """The options of a step, whichever way they were given; its owners are told apart from them.
+    """The validated options of a step, for every caller. The owners are passed separately.
 
-    ``autograd``: whether calls whose results shall have gradients flow through them are eager, instead of detached.
+    ``autograd``: whether calls through which gradients should flow are eager. If False, results are detached.
 
     Raises:
-        OptionError, PolicyError, BackendError: for values that make no sense.
+        OptionError, PolicyError, BackendError: for invalid values.
     """
 
     outputs: str = "clone"
@@ -198,7 +198,7 @@ class Options(StepOptions):
             Ladders(self.buckets)
 
     def _keep_names(self, option: str, is_name: Callable[[str], bool], expected: str) -> None:
-        """Keep a copy of a sequence of names: later changes of the caller's list are not meant for the step."""
+        """Validate and copy a sequence of names, so that later changes of the caller's list do not affect the step."""
         value = getattr(self, option)
         names = None if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
         if names is None or not all(isinstance(name, str) and is_name(name) for name in names):
@@ -207,34 +207,34 @@ class Options(StepOptions):
 
     @hands_over
     def asks_eager(self, calls: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether ``eager_if`` wants the call with these arguments, the ``calls``-th, to be eager."""
+        """Return True if ``eager_if`` makes this call, the ``calls``-th, eager."""
         if callable(self.eager_if):
             return bool(self.eager_if(*args, **kwargs))
         return self.eager_if is not None and (calls - 1) % self.eager_if == 0
 
     @property
     def check_every(self) -> int | None:
-        """Which replays are checked; see :func:`parse_verify`."""
+        """The schedule of checks; see :func:`parse_verify`."""
         return parse_verify(self.verify)
 
     def least_speedup(self, device: torch.device) -> float:
-        """How often a replay has to fit into an eager step. The tape is there to be tested with, not to be fast."""
+        """The required speed-up of replays. By default 0 on the CPU, where the tape is for tests and not for speed."""
         if self.min_speedup is not None:
             return self.min_speedup
         return 0.0 if device.type == "cpu" else 1.0
 
     @property
     def may_stay_eager(self) -> bool:
-        """Whether a busy device needs no program: nothing is asked for that pays there, too."""
+        """Whether a step on a busy device may stay eager: no option is set that helps there, too."""
         asks = self.compile is not False or self.fuse_optimizer or self.prefetch
         return not asks and not torch.are_deterministic_algorithms_enabled()
 
     @property
     def pads_rows(self) -> bool:
-        """Whether a batch may have fewer rows than the step is given."""
+        """Whether dimension 0 is padded, so that the step may get more rows than the batch has."""
         return self.buckets is not None and 0 in Ladders(self.buckets).dims
 
     @property
     def feed_device(self) -> torch.device | None:
-        """Where fed tensors are moved, if anywhere."""
+        """The device to which fed tensors are moved; None if they are not moved."""
         return None if self.device is None else torch.device(self.device)

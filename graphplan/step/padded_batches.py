@@ -1,10 +1,10 @@
 """Steps and predictions whose batches are padded to capture sizes. Rehearsals check that padding has no effect: the
-step runs on the batch as it came and on the padded one, without dropout, and both are undone.
+step runs on the original batch and on the padded one, without dropout, and both runs are undone.
 
-Compared is what the step *changes*, which other kernels may round otherwise: by a share of the change itself, and by a
-multiple of what a third rehearsal finds, from parameters with other last bits, where terms cancel and rounding is all
-that is left. (Changes of six kinds of language models on a CPU differed by up to four times that in float32, and by
-half of it in bfloat16.)
+The check compares *changes*. Kernels for other sizes round differently, so two changes may differ by a share of the
+change itself. Where terms cancel, only rounding is left: they may also differ by a multiple of the effect of other last
+bits of the parameters, which a third rehearsal measures. (Changes of six kinds of language models on a CPU differed by
+up to four times that in float32, and by half of it in bfloat16.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graphplan.errors import FeedError, HostEffectError, OptionError, PaddingErr
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed, asks_for_gradients, flatten, is_dense, no_keys
 from graphplan.observe.source import find_source
-from graphplan.observe.watching import Aside
+from graphplan.observe.watching import Unwatched
 from graphplan.owners.generators import HostGenerators
 from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.snapshot import Snapshot
@@ -50,16 +50,16 @@ from graphplan.verify.schedule import Timetable
 from graphplan.verify.state import State, collect_tensors, collect_values, tensors_of
 
 _CALLS_TO_KNOW = 2
-"""First calls of a training step, which are not padded: an object that the step changes is known once it turns up a
-second time, and has to be known to be undone. Of predictions it is the first one alone.
+"""First calls of a training step, which are not padded: an object that the step changes becomes an owner when it is
+used a second time, and only changes of owners can be undone. For predictions, only the first call is not padded.
 """
-_SHARE = "dropout_p"  # The argument of attention's operators, and of their derivatives.
+_SHARE = "dropout_p"  # An argument of attention operators and their derivatives.
 _NOISE, _NATIVE = "aten.bernoulli_.float", "aten.native_dropout.default"
 _SIDES = Sides("the padded step", "the unpadded step", "rounding comes to")
 
 
 class PaddedBatches:
-    """Serves the calls of one step at capture sizes. Raises OptionError if ranks train together."""
+    """The padding of one step's calls to capture sizes. Raises OptionError if several ranks train together."""
 
     def __init__(self, machine: StateMachine, shapes: ShapeStats) -> None:
         if machine.peers is not None:
@@ -78,12 +78,12 @@ class PaddedBatches:
         machine.timing.leave = self.padding.leave
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call that has the turn, at its capture size if it has one."""
+        """Run a call that holds the call lock, padded to its capture size if there is one."""
         feed = self._plain_feed(args, kwargs)
         begins = self._calls < (_CALLS_TO_KNOW if self._trains else 1)
         kind: Kind | None = None
         if feed is not None and not (self._trains and (begins or self._stopped_by is not None)):
-            # A call with no dimension at all may be a wrong one, which the step itself has words for.
+            # If no tensor has a dimension, the call may be wrong: let the step itself raise its error.
             are_expected = not self.shapes.shapes and any(leaf.dim() for _, leaf in feed.tensors())
             found = self.padding.kind(feed, are_expected=are_expected)
             if isinstance(found, str):
@@ -91,7 +91,7 @@ class PaddedBatches:
             kind = found
         if feed is None or kind is None or begins:
             result = self._machine.serve(*self.padding.leave(args, kwargs))
-            # Before a step begins, its calls are the function's own.
+            # Stock calls, as for the gate's eager time, discover no owners, so they do not count.
             self._calls += not self._machine.timing.is_stock and self._runner.device is not None
             return result
         if self._stopped_by is not None and kind.is_padded:
@@ -106,7 +106,7 @@ class PaddedBatches:
         return result
 
     def _plain_feed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed | None:
-        """The call, flattened; None if its tensors cannot be replaced by padded ones, or if it will not be replayed."""
+        """The flattened call; None if its tensors cannot be replaced by padded ones, or if it will not be replayed."""
         if self._options.backend == "eager" or self._machine.is_closed or surroundings() is not None:
             return None
         if not self._trains and torch.is_grad_enabled():
@@ -124,7 +124,7 @@ class PaddedBatches:
         return self.padding.leave(*feed.given)
 
     def _serve_unpadded(self, feed: Feed, reason: SkipReason, detail: str) -> Any:
-        """Make the call as it came: in training as any step, eagerly in inference, where it may never come again."""
+        """Run the call unpadded: in training like any step, in inference eagerly, since its shape may never recur."""
         args, kwargs = self._as_it_came(feed)
         if self._trains:
             if reason is not SkipReason.PADDING:
@@ -137,7 +137,7 @@ class PaddedBatches:
 
     def _serve_padded(self, feed: Feed, kind: Kind, *, is_compared: bool = False) -> Any:
         if not (self._trains or kind.is_padded) and isinstance(self._machine.latest, SkipReason):
-            # Python ran last, and is given what was passed: it may change containers.
+            # The latest call was eager. Pass the original arguments, since Python code may change their containers.
             return self._machine.serve(*self._as_it_came(feed))
         result = self._machine.serve(*kind.pad(feed))
         self.shapes.count(kind.own.values(), kind.staged.values())
@@ -172,13 +172,13 @@ class PaddedBatches:
         return result
 
     def _is_known(self, kind: Kind) -> bool:
-        """Whether what has run was compared with padding: Python may do something else by now, and new programs too."""
+        """Return True if the code that ran was compared with an unpadded run: an eager call, or a checked program."""
         latest = self._machine.latest
         is_old = not kind.is_padded or isinstance(latest, SkipReason) or latest in kind.size.checked
         return is_old and kind.is_sure
 
     def _compare_in_time(self, feed: Feed, kind: Kind) -> tuple[SkipReason, str] | None:
-        """Rehearse the step both ways. Returns why the call is not to be padded, if so; may raise RefusalError."""
+        """Rehearse the step with and without padding. Return why not to pad the call, if so; may raise RefusalError."""
         size, stats = kind.size, self._runner.stats
         number = size.calls + 1
         padded = kind.pad(feed)
@@ -200,7 +200,7 @@ class PaddedBatches:
                     f"graphplan does not pad a batch, because its comparison failed with {reason}"
                 )
         finally:
-            # It was a rehearsal.
+            # A rehearsal's result is not the result of the call.
             self._runner.outcome = None
         if reason:
             return SkipReason.CHECK, f"it could not be compared: {reason}"
@@ -209,12 +209,12 @@ class PaddedBatches:
         return None
 
     def _compare(self, feed: Feed, kind: Kind, padded: Arguments) -> str:
-        """Compare the call with and without padding. Returns why there was no room for that, if so."""
+        """Compare the call with and without padding. Return why there is no memory for that, if so."""
         runner, moved = self._runner, self._machine.lookup.moved
         walk = self._machine.managed.walk()
         assert runner.device is not None
         nbytes = sum({id(t): t.nbytes for t in tensors_of(walk).values() if id(t) not in walk.found}.values())
-        # Three rehearsals leave copies, where a check of a replay has those of two steps.
+        # Three rehearsals leave copies, one more than the two steps of a replay's check.
         room, reason = find_room(nbytes, runner.device, runner.backend.may_take, copies=4)
         if room is not None:
             own, other = (moved(flatten(*each, no_keys)) for each in (self._as_it_came(feed), padded))
@@ -222,7 +222,7 @@ class PaddedBatches:
         return reason
 
     def _refuse(self, error: RefusalError) -> None:
-        """Raise, or say that batches are no longer padded."""
+        """Raise ``error``, or warn that batches are no longer padded."""
         self._machine.refusals.refuse(error, "graphplan no longer pads this step's batches")
         self._stopped_by = error
         self._runner.stats.note(f"no longer padded: {error}")
@@ -234,20 +234,20 @@ def _is_plain(leaf: Tensor) -> bool:
 
 
 class RehearsalMode(OperatorMode):
-    """Runs a step without dropout, and notes what it draws, and has ``written`` to that has not been ``copied``."""
+    """A dispatch mode that skips dropout, notes draws, and copies storages that are not ``copied`` when ``written``."""
 
     def __init__(self, copied: set[int | None]) -> None:
         super().__init__()
         self._copied = copied
         self._made: set[int | None] = set()
-        self.record = Trace()  # What no snapshot can put back, and the types of all numbers.
+        self.record = Trace()  # Changes that no snapshot can undo, and the dtypes of all results.
         self._states = self.record.unowned_draws
         self._states += [(generator, generator.get_state()) for generator in default_generators()]
         self._host_states = HostGenerators()
         self._places: dict[str, None] = {}
         self.written: set[int | None] = set()
 
-    def operate(self, aside: Aside, call: OperatorCall) -> Any:
+    def operate(self, aside: Unwatched, call: OperatorCall) -> Any:
         """Run an operator, unless it is dropout."""
         if call.schema.may_write:
             self._save(call)
@@ -257,10 +257,10 @@ class RehearsalMode(OperatorMode):
             self.record.dtypes.add(tensor.dtype)
         return out
 
-    def _run(self, aside: Aside, call: OperatorCall) -> Any:
+    def _run(self, aside: Unwatched, call: OperatorCall) -> Any:
         schema, args, kwargs = call.schema, call.args, call.kwargs
         if schema.name == _NOISE:
-            # A mask of what is kept, which is divided by its share: by itself, then.
+            # Dropout multiplies by this mask divided by the share that it keeps. Fill it with the share: that gives 1.
             share = call.given(1)
             return args[0].fill_(0.5 if share is None else share)
         if schema.name == _NATIVE:
@@ -277,7 +277,7 @@ class RehearsalMode(OperatorMode):
         return aside.run(schema.operator, args, kwargs)
 
     def _save(self, call: OperatorCall) -> None:
-        """Copy what is about to be written and neither has a copy nor was made by the step."""
+        """Copy storages that are about to be written, unless they have a copy or were made by the step."""
         for tensor in call.written():
             storage = storage_id(tensor)
             is_known = storage in self._made or storage in self._copied or storage in self.written
@@ -288,7 +288,7 @@ class RehearsalMode(OperatorMode):
 
     @property
     def draws(self) -> list[str]:
-        """What has drawn random numbers; empty if no generator was moved."""
+        """The places that drew random numbers; empty if no generator's state changed."""
         moved = self._host_states.moved()
         if any(not torch.equal(generator.get_state(), state) for generator, state in self._states):
             moved += self._places
@@ -296,7 +296,7 @@ class RehearsalMode(OperatorMode):
 
 
 class PaddingCheck:
-    """One comparison with ``feed`` as it came. ``walk`` is over the owners now; copies lie on ``room``."""
+    """One comparison with the original ``feed``. ``walk`` is a current walk over the owners; copies go to ``room``."""
 
     def __init__(self, machine: StateMachine, walk: Walk, feed: Feed, room: torch.device) -> None:
         self._machine, self._walk, self._feed, self._room = machine, walk, feed, room
@@ -304,13 +304,13 @@ class PaddingCheck:
         self._rounding = 0.0
 
     def run(self, padded: Feed, kind: Kind) -> None:
-        """Compare with the step on ``padded``. Raises PaddingError if that leaves something else, or if it cannot be
-        told, and HostEffectError if the step changes the containers that it is fed.
+        """Compare with the step on ``padded``. Raises PaddingError if that gives other values, or if the comparison is
+        impossible, and HostEffectError if the step changes fed containers.
         """
         try:
             problems = self._compare(padded, kind)
         except BaseException:
-            # Between two rehearsals, parameters have other last bits.
+            # The third rehearsal changes the last bits of parameters, so restore them after an error, too.
             self._snapshot.restore()
             raise
         if problems:
@@ -340,7 +340,7 @@ class PaddingCheck:
         return self._differences(ours, theirs) + problems
 
     def _differences(self, came: Mapping[str, Tensor], padded: Mapping[str, Tensor]) -> list[str]:
-        """Tensors that rounding does not explain, causes first. Raises ArithmeticError if none is finite."""
+        """Describe differences that rounding does not explain, causes first. Raises ArithmeticError if not finite."""
         live = tensors_of(self._walk)
         old = {path: value for path, t in live.items() if (value := self._snapshot.value(t)) is not None}
         alike = [path for path in came if path in padded and fits(came[path], padded[path])]
@@ -350,13 +350,13 @@ class PaddingCheck:
         for path in alike:
             apart = far.get(path, 0.0)
             share = tolerance(came[path].dtype)
-            # Of the tensor itself, two units in the last place.
+            # Also allow two units in the last place of the tensor itself.
             excess = apart - share * moves[path] - share**2 / 2 * sizes[path]
             if not excess <= 0:
                 if not (math.isfinite(apart) or bool(came[path].isfinite().all())):
                     raise ArithmeticError(f"{path} has infinite or NaN elements, also without padding")
                 over[path] = excess
-        # Without gradients no terms cancel into updates, and other threads may be reading the parameters.
+        # Without gradients, no terms cancel in updates, and other threads may read the parameters: do not nudge them.
         noise: Mapping[str, float] = {}
         if over and torch.is_grad_enabled():
             params = {path: local(param) for path, param in self._walk.parameters.values()}
@@ -376,7 +376,7 @@ class PaddingCheck:
         return 3 if slot.is_parameter or is_optimizer_state(path) else 0
 
     def _rehearse(self, feed: Feed, extra: Mapping[str, Tensor]) -> tuple[Any, State]:
-        """Run the step without dropout and undo it. Returns its result, and copies of what it left and of ``extra``."""
+        """Run the step without dropout and undo it. Return its result, and copies of its state and of ``extra``."""
         fed = CallArguments(*feed.rebuild(feed.leaves)).watch()
         mode, runner = RehearsalMode(self._snapshot.storages), self._machine.runner
         try:
@@ -403,7 +403,7 @@ class PaddingCheck:
         walk, allow = self._machine.managed.walk(), self._machine.options.allow
 
         def is_left_out(path: str) -> bool:
-            # What only a name leads to may be a whole dataset.
+            # Leave out untouched tensors that are found only by a name, which may be a whole dataset.
             tensors = walk.slots[path].tensors() if path in walk.slots else []
             untouched = all(id(t) in walk.found and storage_id(t) not in written for t in tensors)
             return (bool(tensors) and untouched) or is_allowed(path, allow)

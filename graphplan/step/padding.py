@@ -1,4 +1,4 @@
-"""Padding calls to a capture size, in memory that a program can use as its input as it is."""
+"""Padding of calls to a capture size, in memory that a program can use as its input without a copy."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Value = TypeVar("Value")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _MOST_SHAPES = 65536
 _MOST_SIZES = 1024
-_MOST_KINDS = 4096  # Bounds of what is counted or remembered: each literal among the arguments makes another kind.
+_MOST_KINDS = 4096  # Limits of the counts and caches: each literal among the arguments makes another kind of call.
 _STEP = re.compile(r"\[(?:'(?P<key>[^']*)'|[^\]]*)\]|\.(?P<attribute>\w+)")
 """One step of a path into a container: ``['labels']``, ``[0]`` or ``.labels``."""
 
 
 def outer_first(tensor: Tensor) -> tuple[int, ...]:
-    """Dimensions in memory order; a copy that keeps it keeps the memory format."""
+    """The dimensions in memory order. A copy with the same order has the same memory format."""
     strides = tensor.stride()
     return tuple(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim)))
 
 
 class Dynamic:
-    """The dynamic dimensions of a function's arguments by name: by default all but the last, or the only one."""
+    """The dynamic dimensions of a function's arguments, by name. Default: all but the last one, or the only one."""
 
     def __init__(self, fn: Callable[..., Any], dims: Mapping[str, Dims] | None) -> None:
         if dims is not None and not isinstance(dims, Mapping):
@@ -71,7 +71,7 @@ class Dynamic:
             raise OptionError(f"{option} names {unknown[0]!r}; expected one of: {', '.join(known)}")
 
     def _names_in(self, structure: Any) -> list[list[str]]:
-        """The names of each leaf of a call, closest first: ``batch['labels']``, ``labels``, ``batch``."""
+        """The names of each leaf of a call, the most specific first: ``batch['labels']``, ``labels``, ``batch``."""
         (_, _, args), (_, keywords, values) = structure[2]
         roots = [*self._positional, *(self._rest for _ in args)][: len(args)]
         found = []
@@ -84,8 +84,8 @@ class Dynamic:
         return found
 
     def values(self, feed: Feed, by_name: Mapping[str, Value], option: str) -> list[Value | None]:
-        """The value for each leaf, by the closest of its names, or None: that of a parameter, of a key or attribute
-        within it (``labels``), or a path (``batch['labels']``). Raises OptionError for a name that no leaf has.
+        """The value for each leaf, by the most specific of its names, or None. A name is that of a parameter, of a key
+        or attribute in it (``labels``), or a path (``batch['labels']``). Raises OptionError for a name without a leaf.
         """
         found = self.names(feed.structure)
         if option not in self._checked:
@@ -113,9 +113,9 @@ def _parse(name: str, value: Any) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Kind:
-    """Calls of one signature: what each dynamic dimension is (``true``) and becomes (``sizes``), the memory of padded
-    leaves (``staged``), the call's part of it (``own``), what is filled with which value, and the ``mask`` that padded
-    calls get. ``lent`` are the storages of that memory.
+    """Calls of one signature: the size of each dynamic dimension before (``true``) and after padding (``sizes``), the
+    memory of padded leaves (``staged``), the call's part of it (``own``), the parts that are filled with a value
+    (``fills``), and the ``mask`` argument of padded calls. ``lent``: the storages of that memory.
     """
 
     size: CaptureSize
@@ -136,19 +136,19 @@ class Kind:
 
     @property
     def is_padded(self) -> bool:
-        """Return True if any dimension grows."""
+        """Return True if any dimension is padded."""
         return self.true != self.sizes
 
     @property
     def is_sure(self) -> bool:
-        """Return True if enough is known to cut the results of these calls."""
+        """Return True if the results of these calls can be cut."""
         size = self.size
         if size.known is None or self._sure_of is not size.known:
             self._sure_of = size.known if size.is_sure(self.true, self.sizes) else None
         return self._sure_of is not None
 
     def pad(self, feed: Feed) -> Arguments:
-        """The arguments of a call at its capture size."""
+        """Return the arguments of a call at its capture size."""
         leaves = list(feed.leaves)
         with torch.no_grad():
             for part, value in self.fills:
@@ -161,7 +161,7 @@ class Kind:
         return args, {**kwargs, **self.mask}
 
     def hand_back(self, feed: Feed, program: Program | None) -> None:
-        """Copy what the call wrote to padded arguments to the caller's, unless ``program`` has put results there."""
+        """Copy the call's writes to padded arguments back to the caller's, unless ``program`` put results there."""
         lent = set() if program is None else {storage_id(lease.tensor) for lease in program.outputs.lent}
         self._gone = {index for index, leaf in feed.tensors() if storage_id(leaf) in lent} if lent else set()
         with torch.no_grad():
@@ -170,7 +170,7 @@ class Kind:
                     feed.leaves[index].copy_(self.own[index])
 
     def cut(self, feed: Feed, leaves: Sequence[Any]) -> Any:
-        """The results at their true sizes, none of them in memory that the next call overwrites."""
+        """Return the results at their true sizes, with copies of those in memory that the next call overwrites."""
         lasting = []
         for leaf in leaves:
             if isinstance(leaf, Tensor) and not isinstance(leaf, StaticOutput) and storage_id(leaf) in self.lent:
@@ -182,7 +182,7 @@ class Kind:
 
 
 class Padding:
-    """Pads calls of one function, in ``buffers``, and remembers their kinds. Raises OptionError for unknown names."""
+    """The padding of one function's calls, in ``buffers``, by kind of call. Raises OptionError for unknown names."""
 
     def __init__(self, fn: Callable[..., Any], options: Options, buffers: Buffers, stats: ShapeStats) -> None:
         assert options.buckets is not None
@@ -202,7 +202,7 @@ class Padding:
         self._kinds: dict[Hashable, Kind] = {}
 
     def kind(self, feed: Feed, *, are_expected: bool) -> Kind | str:
-        """How calls like this one are padded, or why not. Raises OptionError for a ladder that is of no use."""
+        """Return how calls like this one are padded, or why not. Raises OptionError for a ladder that is never used."""
         kind = self._kinds.get(feed.key)
         if kind is not None:
             return kind
@@ -216,7 +216,7 @@ class Padding:
         return kind
 
     def _places(self, feed: Feed, *, are_expected: bool = False) -> list[Place]:
-        """The dynamic dimensions with a ladder."""
+        """The dynamic dimensions that have a ladder of capture sizes."""
         places = [(index, dim) for index, dim in self._dynamic.of(feed) if dim in self.ladders.dims]
         padded = {dim for _, dim in places}
         missing = [dim for dim in self.ladders.dims if dim not in padded and (places or are_expected)]
@@ -229,7 +229,7 @@ class Padding:
         return places
 
     def _misfit(self, feed: Feed, places: Sequence[Place]) -> str | None:
-        """Why a call fits no capture size; None if it fits one."""
+        """Return why a call fits no capture size; None if it fits one."""
         if not places:
             return "no argument has a dimension with capture sizes"
         for index, dim in places:
@@ -263,7 +263,7 @@ class Padding:
         return Kind(size, true, sizes, staged, own, fills, mask, lent, rebuilder(feed.structure))
 
     def _size(self, feed: Feed, staged: Mapping[int, Tensor]) -> CaptureSize:
-        """The capture size of calls that are padded to what is ``staged``."""
+        """The capture size of calls that are padded to the ``staged`` tensors."""
         others = [key for index, key in enumerate(feed.key[1:]) if index not in staged]
         key = (feed.key[0], *others, *((memory.shape, memory.dtype) for memory in staged.values()))
         if len(self._stats.shapes) < _MOST_SHAPES:
@@ -272,7 +272,7 @@ class Padding:
         return self._sizes(key)
 
     def _memory(self, position: Hashable, leaf: Tensor, dims: Mapping[int, int]) -> Tensor:
-        """The memory of a leaf at its capture size, a part of one allocation. ``dims`` maps dimensions to ladders."""
+        """The memory of a leaf at its capture size, in one shared allocation. ``dims`` maps dimensions to ladders."""
         order, device = outer_first(leaf), self._device or leaf.device
         largest, shape = list(leaf.shape), list(leaf.shape)
         for dim, ladder in dims.items():
@@ -286,7 +286,7 @@ class Padding:
         return self._leases[key].tensor
 
     def _wanted_mask(self, feed: Feed, places: Sequence[Place]) -> tuple[Tensor, dict[int, int]] | None:
-        """A mask of ones for the tensor with most padded dimensions, and their ladders; None if none is wanted."""
+        """A mask of ones for the tensor with most padded dimensions, and their ladders; None if no mask is needed."""
         given = {names[-1] for names in self._dynamic.names(feed.structure)}
         if self._mask is None or not places or self._mask in given:
             return None
@@ -296,7 +296,7 @@ class Padding:
         return torch.ones(shape, dtype=torch.bool, device=self._device or leaf.device), dict(enumerate(dims))
 
     def leave(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """The arguments of a call as it came, with a mask that hides nothing where the function wants one."""
+        """The arguments of an unpadded call, with a mask of ones if the function takes a mask."""
         wanted = None
         if self._mask is not None:
             with suppress(FeedError):
@@ -306,12 +306,12 @@ class Padding:
 
 
 def _begin(whole: Tensor, leaf: Tensor) -> Tensor:
-    """The part of ``whole`` that ``leaf`` takes."""
+    """The part of ``whole`` that ``leaf`` occupies."""
     return whole[tuple(map(slice, leaf.shape))]
 
 
 def _gaps(whole: Tensor, leaf: Tensor) -> Iterator[Tensor]:
-    """The parts of ``whole`` that ``leaf`` does not take."""
+    """The parts of ``whole`` that ``leaf`` does not occupy."""
     for dim, size in enumerate(leaf.shape):
         if size < whole.shape[dim]:
             yield whole.narrow(dim, size, whole.shape[dim] - size)

@@ -1,4 +1,4 @@
-"""From traces to a plan, and what follows where two traces of a step do not give one: others, or a refusal."""
+"""Make a plan from traces, and decide what follows if two traces do not give one: further traces, or a refusal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from graphplan.owners.views import Given, Numbers
 from graphplan.plan.build import build_plan
 from graphplan.plan.difference import is_reordered
 from graphplan.plan.plan import Plan
-from graphplan.plan.single import suffices
+from graphplan.plan.single import one_trace_suffices
 from graphplan.step.entries import Entry, Line, value_at
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
@@ -34,46 +34,46 @@ from graphplan.trace.symbolic_numbers import SymbolicNumbers, may_be_symbolic
 from graphplan.verify.schedule import next_check
 
 FICKLE_TRACES = 3
-"""Traces and captures of one line that may come to another value than a trace before, where the step branches on it."""
-TWICE = ContextVar("twice", default=False)
-"""Whether steps that are made meanwhile are traced twice in any case: two traces name the line that differs."""
-_REORDERED = 5  # Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps.
-_REPLACED = (Given, Numbers)  # Kinds of numbers that have stand-ins before they are known to change.
-_STRADDLING = 3  # Pairs of traces in a row between which host code changed something: it is no coincidence any more.
+"""Traces and captures of one line in which a branch may change before the step is refused."""
+ALWAYS_TWO_TRACES = ContextVar("twice", default=False)
+"""Whether steps that are created in this context need two traces: only two traces can name the line that differs."""
+_REORDERED = 5  # Maximum retraces for reordered autograd; back off 4, 8, ... 64 steps.
+_REPLACED = (Given, Numbers)  # Containers whose numbers have stand-ins even before they are known to change.
+_STRADDLING = 3  # Consecutive pairs of traces between which host code changed a value before the step is refused.
 
 
 class Planner:
-    """Makes plans of one step's traces, and says which numbers have stand-ins in these."""
+    """The planner of one step: makes plans from traces, and selects the numbers that have stand-ins in traces."""
 
     def __init__(self, parts: Parts) -> None:
         self._managed, self._options, self._peers = parts.managed, parts.options, parts.peers
         self._stats = parts.runner.stats
         self._follows_draws = True
-        self._replaces = True  # Until code needs a real number that is not known.
-        self._kept: set[str] = set()  # Paths of numbers that code needs real ones of.
-        self._numbers: dict[str, Any] = {}  # Those that the step's code names, as before the latest call.
-        self._tables: set[str] = set()  # Names of containers in which the step looks up numbers.
-        self._looks_up = True  # Until code needs a real one.
-        self._changing_numbers: set[str] = set()  # The paths of those that were others before some call.
-        self._read: dict[str, Any] = {}  # The numbers that the latest plan is good for, by path.
+        self._replaces = True  # False once code needed a real number and it is unknown which one.
+        self._kept: set[str] = set()  # Paths of numbers whose real values code needs.
+        self._numbers: dict[str, Any] = {}  # Numbers that the step's code names, as before the latest call.
+        self._tables: set[str] = set()  # Names of containers in which the step only looks up numbers.
+        self._looks_up = True  # False once code needed a real container.
+        self._changing_numbers: set[str] = set()  # Paths of numbers that have changed between calls.
+        self._read: dict[str, Any] = {}  # The numbers for which the latest plan is valid, by path.
         self._latest: Trace | None = None  # The latest trace, until there is a plan or a refusal.
-        self._times_changed: Counter[str] = Counter()  # How often values at these paths differed between traces.
+        self._times_changed: Counter[str] = Counter()  # How often the value at a path differed between traces.
         self._changing = "", 0  # The path that differs between consecutive traces, and how often in a row.
-        # Ranks have to trace in the same steps.
+        # A single trace needs a check of the first replay, and ranks have to trace in the same steps.
         is_checked = next_check(self._options.check_every, 0) == 1
-        self.may_be_single = is_checked and self._peers is None and not TWICE.get()
-        """Whether one trace may be enough for a plan."""
+        self.single_trace_allowed = is_checked and self._peers is None and not ALWAYS_TWO_TRACES.get()
+        """Whether a plan may be made from a single trace."""
 
-    def distrust(self) -> None:
-        """Make no more plans of one trace."""
-        self.may_be_single = False
+    def require_two_traces(self) -> None:
+        """Require two traces for each plan from now on."""
+        self.single_trace_allowed = False
 
     def forget(self) -> None:
-        """Let go of what was traced."""
+        """Drop the latest trace."""
         self._latest, self._changing = None, ("", 0)
 
     def note(self, facts: Trace, walk: Walk) -> None:
-        """Note a trace, and what has changed since the one before, of whatever key."""
+        """Record a trace, and the first value that has changed since the previous trace, of any key."""
         before, self._latest = self._latest, facts
         if before is not None:
             changed = host_changes(TracePair(before, facts, walk, self._options.allow))
@@ -82,7 +82,7 @@ class Planner:
             self._changing = path, self._changing[1] + 1 if path and path == self._changing[0] else int(bool(path))
 
     def note_numbers(self, walk: Walk) -> None:
-        """Note which of the numbers that the step's code names are others than before an earlier call."""
+        """Record which of the numbers that the step's code names have changed since the previous call."""
         named = {path: place for path, place in walk.scalars.items() if self._may_replace(path, place)}
         numbers = {path: value for path, place in named.items() if _may_vary(value := value_at(place))}
         before = self._numbers
@@ -93,13 +93,13 @@ class Planner:
     def _may_replace(self, path: str, place: Scalar, *, is_named: bool = False) -> bool:
         names = self._managed.names
         is_named |= path in self._changing_numbers or place.is_called(names.attributes)
-        # What a metric or an average of a package's counts, its methods may read.
+        # Methods of a package's metrics and averages may read the counters that these objects keep.
         is_named |= place.attribute in names.mentioned and _is_of_package(type(place.owner))
         is_named |= type(place.container) is Given or isinstance(place.owner, Namespace)
         return is_named and may_be_symbolic(place) and not is_allowed(path, self._options.allow)
 
     def make_symbolic(self, walk: Walk, device: torch.device | None, *, arguments_alone: bool) -> SymbolicNumbers:
-        """Stand-ins for the numbers of the step that is traced next: those that change, and the Trainer's counts."""
+        """Make stand-ins for the next trace, for arguments that vary, the Trainer's counters and changing numbers."""
         self._learn_changed(walk)
         self.note_numbers(walk)
         kinds = _REPLACED[: 1 if arguments_alone else 2] if self._replaces else ()
@@ -110,7 +110,7 @@ class Planner:
         }
         tables = walk.tables(self._tables) if replaced else []
         held = {id(space[key]) for space, key, _ in tables}
-        # What is looked up is in the table then: an item has no stand-in of its own.
+        # A container's stand-in covers its items, so they have no stand-ins of their own.
         replaced = {path: place for path, place in replaced.items() if id(place.container) not in held}
         follows = [name for name in (PYTHONS, NUMPYS) if not is_allowed(name, self._options.allow)]
         may_follow = self._follows_draws and self._replaces and not arguments_alone
@@ -120,7 +120,7 @@ class Planner:
         )  # fmt: skip
 
     def take_tables(self, facts: Trace, walk: Walk) -> bool:
-        """Take in which containers the step only looks up numbers in. Return True if these have no stand-ins yet."""
+        """Record the containers in which the step only looks up numbers. Return True if one has no stand-in yet."""
         if not self._looks_up or self._managed.names.computes:
             return False
         looked_up = {name for code in facts.symbolic.looking.values() for name in looked_up_in(code)} - self._tables
@@ -130,13 +130,13 @@ class Planner:
         return bool(found) and not self._tables.isdisjoint(looked_up)
 
     def drop_tables(self) -> bool:
-        """Leave real containers in all places. Return True if there were stand-ins."""
+        """Use no stand-ins for containers from now on. Return True if there were any."""
         had, self._looks_up = bool(self._tables), self._looks_up and not self._tables
         self._tables = set()
         return had
 
     def _learn_changed(self, walk: Walk) -> None:
-        """Learn which numbers that the latest plan is good for are others now."""
+        """Record which numbers have changed since the latest plan, which is valid for their old values."""
         for path, value in self._read.items():
             place = walk.scalars.get(path)
             is_other = place is not None and not same_value(value_at(place), value)
@@ -144,7 +144,7 @@ class Planner:
                 self._changing_numbers.add(path)
 
     def replace_less(self, paths: frozenset[str], walk: Walk) -> None:
-        """Leave real numbers at ``paths``, since code needs their values; without paths, at the places of numbers that
+        """Use real numbers at ``paths``, since code needs their values. Without paths, use real numbers for all that
         were seen to change, or if there are none, everywhere.
         """
         if not paths:
@@ -158,46 +158,46 @@ class Planner:
         return type(place.container) in kinds or (len(kinds) > 1 and path in self._changing_numbers)
 
     def take_truths(self, facts: Trace, walk: Walk) -> None:
-        """Count truth values that change as asked, if the step's code may have read them."""
+        """Record a question for each changing truth value that the step's code may have read."""
         for path, value in self._numbers.items():
             place = walk.scalars.get(path)
             if type(value) is bool and place is not None and self._changes(path, place) and facts.reads.covers(place):
                 facts.symbolic.ask_truth(path, value)
 
     def plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
-        """The plan of the line's traces; None if others have to follow, RefusalError if none would do."""
+        """Make the plan of the line's traces; None if more are needed. Raises RefusalError if more would not help."""
         plan = self._plan(call, walk, at_end) if len(call.line.traces) > 1 else self._plan_single(call, at_end)
-        doubt = call.entry.doubt
-        if plan is not None and doubt is not None:
-            call.line.traces, call.entry.doubt = [], None
-            raise doubt
+        single_trace_error = call.entry.single_trace_error
+        if plan is not None and single_trace_error is not None:
+            call.line.traces, call.entry.single_trace_error = [], None
+            raise single_trace_error
         if plan is not None and not plan.single:
             self.settle(call, plan)
         return plan
 
     def settle(self, call: Call, plan: Plan) -> None:
-        """Let go of the traces of a plan that is captured, or going to be."""
+        """Drop the traces of a plan that two traces gave or that is captured next, and reset their counters."""
         call.line.traces, call.line.straddling, call.line.renamed, self._latest = [], 0, 0, None
         self.take_numbers(plan)
 
     def take_numbers(self, plan: Plan) -> None:
-        """Take in which numbers a plan is good for: those that are others in the next trace have stand-ins there."""
+        """Record the numbers for which a plan is valid. If one has changed by the next trace, it gets a stand-in."""
         self._read = {path: value for path, value in plan.reads.values.items() if _may_vary(value)}
 
     def _plan_single(self, call: Call, at_end: Walk | None) -> Plan | None:
-        """The plan of one trace, which stays until the capture: the first of two, if the step is another by then."""
+        """Make a plan from one trace, which is kept: it is the first of two if the plan is outdated at the capture."""
         (trace,) = call.line.traces
-        may_be_single = self.may_be_single and self._managed.knows_all and at_end is not None
-        if not (may_be_single and suffices(trace, self._managed.rates.storages)):
+        single_trace_allowed = self.single_trace_allowed and self._managed.knows_all and at_end is not None
+        if not (single_trace_allowed and one_trace_suffices(trace, self._managed.rates.storages)):
             return None
         try:
             with self._managed.rates:
                 handles = self._managed.handles
                 plan = build_plan(trace, trace, call.feed, handles, allow=self._options.allow, walk=at_end)
         except RefusalError:
-            # A second trace says more.
+            # The refusal after a second trace is more specific.
             return None
-        # Replays that communicate are not checked.
+        # A single trace needs a check of the first replay, which is not certain if the step communicates.
         return None if plan.communicates else plan
 
     def _plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
@@ -210,7 +210,7 @@ class Planner:
             with self._managed.rates:
                 return self._build(first, second, feed, handles, loose=loose, **planning)
         except RefusalError as error:
-            line.traces, entry.doubt = [], None
+            line.traces, entry.single_trace_error = [], None
             if isinstance(error, OutcomeError):
                 line.outcomes += 1
                 if line.outcomes >= FICKLE_TRACES:
@@ -228,7 +228,7 @@ class Planner:
             raise
 
     def _build(self, *parts: Any, allow: Sequence[str], **planning: Any) -> Plan:
-        """The plan of two traces. While refusals are collected, what may be allowed is, to find the next one."""
+        """Make the plan of two traces. While refusals are collected, allow each refused path, to find the next one."""
         while True:
             try:
                 return build_plan(*parts, allow=allow, **planning)
@@ -238,14 +238,14 @@ class Planner:
                 allow = (*allow, error.path)
 
     def _learns(self, error: RefusalError, pair: TracePair) -> bool:
-        """Whether the step's code names numbers that changed and had no stand-ins, which may be what is in the way."""
+        """Return True if numbers changed without stand-ins, which may have caused ``error``; they get stand-ins now."""
         if not isinstance(error, (HostScalarError, HostEffectError, ControlFlowError)) or not self._replaces:
             return False
         before, now = (trace.entry_scalars for trace in pair.both)
         changed = {path for path in before.keys() & now.keys() if not same_value(before[path], now[path])}
         numbers = (path for path in changed & pair.walk.scalars.keys() if _may_vary(now[path]))
         places = {path: pair.walk.scalars[path] for path in numbers if path not in self._changing_numbers}
-        # What only a library's code names may have been set once (a layer's probability), but not by the step itself.
+        # If only a library's code names a number, one change from outside is no pattern (a layer's probability).
         again = {path for path, times in self._times_changed.items() if times > 1}
         counted = {path for path, _, new in pair.changed("scalars") if new is not None}
         again |= counted
@@ -256,7 +256,7 @@ class Planner:
         return bool(new)
 
     def _may_trace_anew(self, entry: Entry, line: Line, pair: TracePair) -> bool:
-        """Whether two traces differ by what happened between them, so that further ones may be alike."""
+        """Return True if two traces differ because of an event between them, so that further traces may be alike."""
         if self._changing[1] >= _STRADDLING:
             return False
         moved = pair.second.moved_since(pair.first)
@@ -281,7 +281,7 @@ class Planner:
         return True
 
     def _is_newly_followed(self, line: Line, pair: TracePair) -> bool:
-        """Whether a number has a stand-in from the second trace on, since it was seen to change."""
+        """Return True if a number got its stand-in only in the second trace, after it was seen to change."""
         late = pair.second.symbolic.places.keys() - pair.first.symbolic.places.keys()
         if not late:
             return False
@@ -291,18 +291,18 @@ class Planner:
 
 
 def _is_of_package(kind: type) -> bool:
-    """Whether a class is an installed package's, torchmetrics' modules included: torch's layers count nothing."""
+    """Return True for a class of an installed package, torchmetrics' modules included. torch's layers count nothing."""
     is_module = issubclass(kind, Module) and not str(kind.__module__).startswith("torch.")
     return not is_users(kind) and (is_module or not is_librarys(kind))
 
 
 def _may_vary(value: Any) -> bool:
-    """Whether it is a number that may have a stand-in, or a truth value."""
+    """Return True for a truth value, or a number that may have a stand-in."""
     return type(value) is bool or has_stand_ins(type(value))
 
 
 def _settled(pair: TracePair) -> str | None:
-    """Describe a number that the step changed in the first trace, and left alone in the second: a bound was reached."""
+    """Describe a number that the step changed in the first trace but not in the second, as at an upper bound."""
     settled = (path for path, old, new in pair.changed("scalars") if old is not None and new is None)
     path = next((path for path in settled if path in pair.second.symbolic.places), None)
     return None if path is None else f"the step does not change {path}, but the step before did"

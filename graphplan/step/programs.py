@@ -1,4 +1,4 @@
-"""The cache of one step: entries by key, their programs, how many are kept, and how often they are captured again."""
+"""The cache of one step: entries by key, their programs, how many are kept, and how often they are recaptured."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from graphplan.step.entries import PAYS, Entry, Key
 from graphplan.step.options import Options
 
 _KEYS_PER_GRAPH = 8
-_IDLE = 16  # Lookups per known key after which a program that none of them found is no longer in use.
-_ALLOWANCE = 40  # Eager steps that starting may take beyond what replays save, before a further program waits.
+_IDLE = 16  # A program is no longer in use after this many lookups per known key that did not find it.
+_ALLOWANCE = 40  # In eager steps: how far starting costs may exceed savings before a further program has to wait.
 _HORIZON = 500
-"""Calls within which replays have to save what starting takes: many fits are no longer."""
-_OFTEN = 16  # Times as often as it has come so far that a signature or a way is expected to come at most.
-_UNPAID = 2  # Captures in a row that did not pay, after which further ones wait.
+"""Calls within which replays have to save the cost of starting, since many fits are no longer."""
+_OFTEN = 16  # A signature or a way is expected to come at most this many times as often as it has come so far.
+_UNPAID = 2  # Consecutive captures that did not pay off, after which further ones wait.
 _LONGEST = 32
-"""Maximum number of waits in a row without a replay between them, of which a call may count two."""
-_LONGER = 4  # It is multiplied by this for ways through the code, and where the capture after it has not paid.
+"""Maximum number of consecutive waits without a replay between them. One call may count as two waits."""
+_LONGER = 4  # Factor on the longest wait for ways through the code, and if the capture after it did not pay off.
 _PATIENCE = 4  # A capture is overdue after this many times the calls that it needs.
-_GEOMETRIES = 256  # Geometries of feeds whose latest program is remembered.
-_REASONS = 8  # Reasons of recaptures that an error lists.
+_GEOMETRIES = 256  # Maximum geometries of feeds whose latest program is remembered.
+_REASONS = 8  # Maximum reasons of recaptures that an error lists.
 EXPECTED = (
     "Expected a value that stays the same for many steps. Keep it constant, keep it in a tensor that is updated in "
     "place, or pass it as an argument"
@@ -33,7 +33,7 @@ EXPECTED = (
 
 
 class Programs:
-    """Entries by key, and the bounds on them and their programs. The least recently used go first."""
+    """The entries by key, and the limits on entries and programs. The least recently used ones are evicted first."""
 
     def __init__(self, options: Options, stats: Stats, *, may_wait: bool = False) -> None:
         self._options = options
@@ -41,17 +41,17 @@ class Programs:
         self._may_wait = may_wait
         self._entries: dict[Key, Entry] = {}
         self._lookups = self._keyed_since = 0
-        # By geometry of the feed, the latest program, or how often it was replayed before it was closed.
+        # By geometry of the feed: the latest program, or its number of replays once it is closed.
         self._latest: dict[Hashable, Program | int] = {}
         self._reasons: list[str] = []
         self._unpaid = 0
-        self._captured_at = 0  # How many calls there had been as the first program was captured.
-        self.attempts = 0  # Calls on the way to a program that have returned.
+        self._captured_at = 0  # The number of calls up to the first capture.
+        self.attempts = 0  # Returned calls that were on the way to a program.
         self._misses = self._paid = 0
         self._waits = self._waits_at = 0
         self._longest = _LONGEST
         self._said = self._is_told = False
-        self._is_tried = False  # Something was begun after the longest wait.
+        self._is_tried = False  # The longest wait is over, so a trace or a capture may start.
 
     def get(self, key: Key) -> Entry | None:
         """The entry of ``key``."""
@@ -61,13 +61,13 @@ class Programs:
         return entry
 
     def touch(self, entry: Entry) -> None:
-        """Count ``entry`` as the one used last."""
+        """Mark ``entry`` as the most recently used one."""
         self._lookups += 1
         entry.met += 1
         entry.used = self._lookups
 
     def add(self, key: Key, entry: Entry) -> Entry:
-        """Keep ``entry`` under ``key``, and under no other."""
+        """Store ``entry`` under ``key``, and under no other key."""
         entry.since = entry.since or self._lookups + 1
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
@@ -81,13 +81,13 @@ class Programs:
         return entry
 
     def other_shapes(self, entry: Entry) -> list[Entry]:
-        """Entries that differ by tensors' shapes and devices alone: Lightning moves a fit's first batch itself."""
+        """Entries that differ only in tensors' shapes and devices (Lightning moves a fit's first batch itself)."""
         form = without_geometry(entry.key[0][0])
         others = [other for other in self._entries.values() if other.key[1:] == entry.key[1:] and other is not entry]
         return [other for other in others if without_geometry(other.key[0][0]) == form]
 
     def is_further(self, entry: Entry) -> bool:
-        """Whether there is a plan of the same step for another shape."""
+        """Return True if the same step has a plan for another shape."""
         return any(other.plans for other in self.other_shapes(entry))
 
     def all(self) -> list[Program]:
@@ -96,25 +96,25 @@ class Programs:
 
     @property
     def guesses(self) -> int:
-        """Ways through the step, by what it reads of its batch, that no batch has taken again."""
+        """The number of batch variants, over all keys none of whose variants has recurred."""
         return sum(entry.batch.guesses for entry in self._entries.values() if entry.batch is not None)
 
     def never_again(self, error: HostSyncError) -> HostSyncError:
-        """What refuses a further trace for what the step reads of its batches; ``error`` does so for its first read."""
+        """The error that refuses a further trace for reads of the batch; ``error`` is the one for the first read."""
         ways = [entry.batch for entry in self._entries.values() if entry.batch is not None and entry.batch.guesses]
         return error if any(way.has_looked for way in ways) else unlike_in_shape(error, len(ways))
 
     def knows(self, geometry: Hashable) -> bool:
-        """Whether a program was captured for such a feed."""
+        """Return True if a program was captured for feeds of this ``geometry``."""
         return geometry in self._latest
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the programs compute in."""
+        """Bytes of memory that the programs use."""
         return sum(program.nbytes for program in self.all())
 
     def drop(self, entry: Entry, reason: str) -> None:
-        """Close one entry's programs because of ``reason``."""
+        """Close the programs of ``entry`` for a recapture because of ``reason``."""
         self._stats.note(f"recapture: {reason}", "recaptures")
         self._reasons = [*self._reasons, reason][-_REASONS:]
         entry.lasted = sum(program.replays for program in entry.programs())
@@ -126,7 +126,7 @@ class Programs:
         self._let_go()
 
     def take_back(self, entry: Entry, program: Program) -> None:
-        """Close one program of an entry, which has not paid and does not count as a capture that did not."""
+        """Close one program of an entry without counting it as a capture that did not pay off."""
         for way in entry.ways:
             way.lines = {variant: line for variant, line in way.lines.items() if line.program is not program}
         program.close()
@@ -134,31 +134,31 @@ class Programs:
             del self._latest[entry.key[0]]
 
     def replays_of(self, base: Entry) -> int:
-        """Replays by the programs that there are for what is read of the batches of an entry."""
+        """The replays of all open programs for batch variants of ``base``."""
         ways = (entry for entry in self._entries.values() if entry.base is base)
         return sum(program.replays for entry in ways for program in entry.programs())
 
     def close_ways(self, base: Entry) -> None:
-        """Close the programs for what is read of the batches of an entry."""
+        """Close the programs for all batch variants of ``base``."""
         for entry in self._entries.values():
             if entry.base is base:
                 self.close(entry)
 
     def _let_go(self) -> None:
-        """Replace closed programs by the number of their replays."""
+        """Replace references to closed programs by their numbers of replays."""
         for key, program in self._latest.items():
             if isinstance(program, Program) and not program.is_open:
                 self._latest[key] = program.replays
 
     def forget(self) -> None:
-        """Close every program, and start again."""
+        """Close every program and clear refusals."""
         for entry in self._entries.values():
             self.close(entry)
             entry.refusal = None
         self._misses = 0
 
     def evict_for_memory(self, kept: Entry) -> bool:
-        """Drop the oldest generation of programs, unless it is ``kept``'s. Return True if there was one."""
+        """Close the least recently used generation of programs that has none of ``kept``. Return True if one exists."""
         used: dict[object, int] = {}
         for entry in self._entries.values():
             for program in entry.programs():
@@ -175,7 +175,7 @@ class Programs:
         return True
 
     def count_capture(self, entry: Entry, program: Program) -> None:
-        """Count a capture, and whether the one before it for such a feed has paid. Evict programs that are too many."""
+        """Count a capture, and whether the previous one for this geometry has paid off. Evict surplus programs."""
         geometry = entry.key[0]
         before = self._latest.pop(geometry, None)
         is_further = len(entry.programs()) > 1
@@ -183,7 +183,7 @@ class Programs:
         entry.captured, entry.untried = True, 0
         self._captured_at = self._captured_at or self._stats.calls
         if is_further and isinstance(before, Program) and before.is_open:
-            # That of another way may still pay, unless it made room for this one.
+            # The other way's program may still pay off. Count only programs that were closed to make room.
             self._unpaid += entry.wasted
             entry.wasted = 0
         elif before is not None:
@@ -203,8 +203,8 @@ class Programs:
             self._stats.note("evicted: more programs than max_graphs")
         self._let_go()
 
-    def turns_away(self, entry: Entry) -> str | None:
-        """Why ``entry`` may not have another program; None if it may."""
+    def limit_reason(self, entry: Entry) -> str | None:
+        """Return why ``entry`` may not get another program; None if it may."""
         is_first, limit = entry.used == entry.since, _PATIENCE * (self._options.warmup_steps + 3)
         if is_first and self._latest and self._misses >= limit and self.progress == self._paid:
             return f"{self._misses} calls in a row had new signatures, and none of these was repeated"
@@ -219,30 +219,30 @@ class Programs:
         return f"all {self._options.max_graphs} programs that max_graphs= allows are in use or in preparation"
 
     def waits(self, entry: Entry) -> str | None:
-        """Return why a new signature, another way through the step, or a capture after some that did not pay, has to
-        wait until replays save what starting took so far, less an allowance. None if it may start now, or has waited
-        long enough without a replay, which saves nothing.
+        """Return why a new signature, another way through the step, or a capture after some that did not pay off, has
+        to wait until replays have saved the cost of starting, less an allowance. None if it may start now, or has
+        waited long enough without a replay: only replays save time.
         """
         has_ways = len(entry.ways) > 1
         is_behind = any(other.progress > entry.progress for other in self._entries.values())
         is_further = (has_ways or not entry.captured) and (bool(self.all()) or is_behind)
-        # Each call may take a way of its own. Where that is an error, it is told of early.
+        # Each call may take a way of its own. If refusals raise, do not wait: the error should come early.
         is_further |= has_ways and self._options.on_failure == "eager"
-        # What has changed twice may change again; a number has a stand-in once it was seen to change.
+        # One recapture may be due to a number, which has a stand-in from then on. After two, a third is likely.
         is_again = math.isfinite(entry.lasted) and len(self._reasons) > 1 and not entry.programs()
         is_again &= self._options.on_failure == "eager"
-        # What has begun is brought to its end.
+        # An entry that has traces may always complete its program.
         if entry.progress or not (is_further or is_again or self._unpaid >= _UNPAID):
             return None
         if not self.has_spent(entry):
             self._longest = _LONGEST
             return None
-        # Where a step goes one of many ways by chance, most calls may be none that is known yet.
+        # If a step takes one of many ways at random, most calls may be on unknown ways: wait longer.
         longest = self._longest * (_LONGER if has_ways or is_again else 1)
-        # Before there is a program, ways that are traced may be such as do not come again.
+        # Before the first capture, count traces instead: the traced ways may never recur.
         progress = self.progress or self._stats.traced
         if self._waits_at != progress:
-            # What was captured or traced after the longest wait has not paid.
+            # The trace or capture after the longest wait has not paid off, so the next wait is longer.
             self._longest *= _LONGER if self._is_tried else 1
             self._waits, self._waits_at, self._is_tried = 0, progress, False
         self._waits += 1
@@ -254,12 +254,12 @@ class Programs:
         return f"{what} is traced once replays have saved the time of earlier traces and captures"
 
     def pass_by(self, *, is_for_good: bool) -> None:
-        """Count a call without a look at what it is fed: it waits as those before it, or for want of room."""
+        """Count a call that skips the lookup: it has to wait, or (``is_for_good``) ``max_graphs`` is reached."""
         self._lookups += is_for_good
         self._waits += 2 * (not is_for_good)
 
     def why_unpaid(self) -> str | None:
-        """Why captures in a row have not paid, so that further ones wait; None if it is not so. Told once."""
+        """Return, only once, why consecutive captures have not paid off, so that further ones wait; else None."""
         if self._is_told or min(self._unpaid, len(self._reasons)) < _UNPAID:
             return None
         self._is_told = True
@@ -272,15 +272,15 @@ class Programs:
         )
 
     def has_spent(self, entry: Entry | None = None) -> bool:
-        """Whether starting takes more than replays save, with what has begun and one more, ``entry`` if it is known.
-        Replays are expected to go on to save as they have for the rest of the first ``_HORIZON`` calls, and those of
-        ``entry`` have to save by then what one more costs.
+        """Return True if starting costs more than replays save. The cost includes programs on the way and one more,
+        that of ``entry`` if given. Replays are assumed to save as much as so far for the rest of the first ``_HORIZON``
+        calls. By then, the replays of ``entry`` have to save the cost of one program.
         """
         if not self._may_wait:
             return False
         balance, calls = self._stats.balance(), self._stats.calls
         begun = sum(entry.progress > 0 and not entry.programs() for entry in self._entries.values())
-        # The first one takes as long as two others: its traces look for more.
+        # The first program costs as much as two others, since its traces search for more.
         cost = balance.spent / (1 + self._stats.captured)
         debt = balance.spent + (1 + begun) * cost - balance.saved
         rest = max(0, _HORIZON - calls)
@@ -289,10 +289,10 @@ class Programs:
         return debt - balance.saved * rest / max(1, calls - self._captured_at) >= _ALLOWANCE
 
     def _expected(self, entry: Entry, calls: int) -> float:
-        """How many of the next ``calls`` will be an entry's, on the way that it takes now, by how many have been and of
-        how many since the first; no more than were replayed before it was captured again.
+        """Estimate how many of the next ``calls`` will be the entry's on its current way, from its share of the calls
+        since its first one. At most as many as were replayed before its latest recapture.
         """
-        # What is read of a batch takes a lookup of its own.
+        # A call with reads of its batch takes two lookups.
         lookups = (self._lookups - entry.since) / (1 if entry.base is None else 2)
         rate, met = (entry.met - 1) / max(1.0, lookups), entry.met
         if len(entry.ways) > 1:
@@ -301,11 +301,11 @@ class Programs:
 
     @property
     def progress(self) -> int:
-        """How many captures and replays there were."""
+        """The number of captures and replays."""
         return self._stats.replayed + self._stats.captured
 
     def begin_anew(self) -> None:
-        """From now on, keys have a value in them that code needs: those of earlier calls do not come again."""
+        """Restart the count of attempts: keys contain another value from now on, so earlier keys cannot recur."""
         self._keyed_since, self.attempts = self._lookups, 0
 
     def count_new(self) -> None:
@@ -314,7 +314,7 @@ class Programs:
         self._paid = self.progress
 
     def churn(self) -> RecaptureError | None:
-        """Return the error if captures follow each other without paying."""
+        """Return the error if ``max_recaptures`` consecutive captures have not paid off."""
         if self._unpaid < self._options.max_recaptures:
             return None
         return RecaptureError(
@@ -323,12 +323,12 @@ class Programs:
         )
 
     def check_due(self, feed: Feed, values: Sequence[str]) -> NotCapturedError | None:
-        """The error, once, if no capture came in time. ``feed`` was looked up last; code needs the ``values``."""
+        """Return, once, the error if no capture came in time. ``feed`` was looked up last; code needs ``values``."""
         if self._latest or self._said:
             return None
         needed = self._options.warmup_steps + 3
         repeats = any(known.eager_calls > 1 and known.used > self._keyed_since for known in self._entries.values())
-        # What code needs values of may go round, as the time of a sampler does: there is room for so many.
+        # The needed values may recur in cycles, as a sampler's time steps do, and max_graphs of them have room.
         patience = max(_PATIENCE * needed, self._options.max_graphs * bool(values))
         if self.attempts < patience * (self._options.max_graphs if repeats else 1):
             return None

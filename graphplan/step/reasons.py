@@ -1,4 +1,4 @@
-"""Why a call is eager, and how it runs: one table, read from top to bottom; the first row that applies decides."""
+"""The table that decides why a call is eager, and how it runs. The first row that applies decides."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 _NEVER_AGAIN = 8
-"""Values that code needs of which none has come again, after which it is told where there is no program."""
-_TOO_LONG = 256  # Calls that were eager for want of a value that came before: these are no beginning any more.
-_MOSTLY = 4  # Of these for each replay are most.
+"""Untraced ways by needed values after which, if there is no program, a warning explains the eager calls."""
+_TOO_LONG = 256  # Eager calls because of needed values before the step may be refused.
+_MOSTLY = 4  # Such calls for each replay before the step is refused.
 
 
 @dataclass
 class Call:
-    """One call, and what is found out about it on its way to a program. ``around``: what is active around it."""
+    """One call, and the findings about it. ``around`` describes a mode or transform that is active around the call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -45,13 +45,13 @@ class Call:
 
 
 Found = bool | str | RefusalError | None
-"""Whether a row applies; by a text, the wording for reports, or an error, whose reason counts."""
+"""Whether a row applies. A text is the wording for reports; an error's own reason is used."""
 Way = Callable[[Call, SkipReason | None, str], Any]
 
 
 class Reasons:
-    """The table of one ``step``: a reason (None: an error's own, or none), what finds it, how the call runs. An error
-    without a way refuses all calls. Rows note in the call what they find, for those below.
+    """The table of one ``step``. Each row: a reason (None: the found error's own, or none), a function that returns
+    whether the row applies, how the call runs (None: a found error refuses all calls). Rows store findings in the call.
     """
 
     def __init__(self, step: StateMachine) -> None:
@@ -59,15 +59,15 @@ class Reasons:
         options, managed, programs, timing, on = step.options, step.managed, step.programs, step.timing, SkipReason
         may_advance = (lambda is_planned: True) if step.peers is None else step.peers.may_advance
         self._table: tuple[tuple[SkipReason | None, Callable[[Call], Found], Way | None], ...] = (
-            # Gradients may flow through calls for results; others are as their neighbours are.
+            # With `autograd`, gradients may flow through the call. Else run it like the calls before and after it.
             (on.SURROUNDINGS, lambda call: call.around, step.plainly if options.autograd else step.as_traced),
             (on.BACKEND_EAGER, lambda call: options.backend == "eager", step.plainly),
-            # What the call is fed.
+            # Rows about the fed arguments.
             (on.GRADIENT, self._asks_for_gradients, step.plainly),
             (on.EAGER_IF, self._asks_eager, step.as_traced),
             (None, lambda call: timing.begins(call.feed), step.as_stock),
             (None, lambda call: managed.refusal, None),
-            # Its entry, and perhaps a program. To look for them may refuse the step.
+            # Rows about the call's entry and program. The lookup may set `managed.refusal`, so check that again.
             (on.SHAPE, self._takes_no_known_way, step.as_traced),
             (None, lambda call: managed.refusal, None),
             (on.GRADIENT, lambda call: call.entry.outside, step.plainly),
@@ -76,10 +76,10 @@ class Reasons:
             (None, self._is_timed, step.timed),
             (on.FEED, self._misfit, step.as_traced),
             (None, lambda call: call.program is not None, step.replay),
-            # Calls without a program.
+            # Rows for calls without a program.
             (on.GUARD, lambda call: call.entry.take_pause(), step.as_traced),
             (on.SHAPE, self._is_overdue, step.plainly),
-            (on.MAX_GRAPHS, lambda call: programs.turns_away(call.entry), step.plainly),
+            (on.MAX_GRAPHS, lambda call: programs.limit_reason(call.entry), step.plainly),
             (on.SHAPE, self._waits, step.wait),
             (None, lambda call: programs.churn() or step.stages.change(call.entry), None),
             (on.PEERS, lambda call: not may_advance(bool(call.entry.plans)), step.as_traced),
@@ -92,7 +92,7 @@ class Reasons:
         )
 
     def of(self, call: Call) -> tuple[SkipReason | None, str, Way]:
-        """The first row that applies to a call. Raises RefusalError if the step is refused."""
+        """Return reason, detail and way of the first row that applies. Raises RefusalError if the step is refused."""
         for reason, find, way in self._table:
             found = find(call)
             if not found:
@@ -106,7 +106,7 @@ class Reasons:
         raise AssertionError("the last row applies to every call")
 
     def _asks_for_gradients(self, call: Call) -> Found:
-        """Find what the call is fed; applies if gradients are wanted for it."""
+        """Flatten the arguments into ``call.feed``. Applies if gradients are wanted for them."""
         call.feed = flatten(call.args, call.kwargs, self._step.unread.keys)
         return self._step.options.autograd and any(map(asks_for_gradients, call.feed.leaves))
 
@@ -115,7 +115,7 @@ class Reasons:
         return step.options.asks_eager(step.calls, *own_arguments(call.args, call.kwargs))
 
     def _takes_no_known_way(self, call: Call) -> Found:
-        """Find the entry, and perhaps a program. Applies where the batch takes no known way, and no other is traced."""
+        """Find the entry, and perhaps a program. Applies if no batch variant matches, and no new one is traced."""
         lookup = self._step.lookup
         base, call.program = lookup.find(call.feed)
         call.entry = base
@@ -129,7 +129,7 @@ class Reasons:
             base.refusal = base.batch.refusal
             if base.refusal is not None:
                 self._step.refusals.refuse(base.refusal)
-                # To look for a known way takes its operators.
+                # Each search for a batch variant runs operators. Without programs, no call searches any more.
                 programs.close_ways(base)
                 self._step.fast_path.forget()
                 return False
@@ -145,7 +145,7 @@ class Reasons:
         return None
 
     def _waits(self, call: Call) -> Found:
-        """Where what the step reads has changed for good, nothing is going to be saved by what was captured before."""
+        """Applies if the call has to wait for savings. If reads have changed for good, none will come: do not wait."""
         has_turned = call.entry.batch is not None and call.entry.batch.has_turned
         return None if has_turned else self._step.programs.waits(call.entry)
 
@@ -156,11 +156,11 @@ class Reasons:
         return entry.refusal or entry.way.refusal
 
     def _computes_with(self, call: Call) -> Found:
-        """The step's code needs the value of an owner's number that no call has had, or one of many. Raises
-        RefusalError where most calls were eager for that.
+        """Applies if code needs the value of an owner's number, and this value is new or one of too many. Raises
+        HostScalarError if most calls were eager for that reason.
         """
         entry, programs = call.entry, self._step.programs
-        if entry.way.is_met and not entry.has_many_values:
+        if not entry.lacks_value:
             return None
         entry.needing += 1
         detail = f"the step's code needs the value of {entry.way.where} on the path that these calls take"
@@ -176,7 +176,7 @@ class Reasons:
         return f"{detail}. {advice}"
 
     def _is_timed(self, call: Call) -> Found:
-        """Open the gate of the call's key, if its replays have to pay; applies to calls for the eager time."""
+        """Create the gate of the call's key if replays have to be faster. Applies to calls that measure eager time."""
         entry, step = call.entry, self._step
         if not entry.is_decided and entry.gate is None:
             if step.timing.opens:
@@ -193,7 +193,7 @@ class Reasons:
         return misfit
 
     def _is_overdue(self, call: Call) -> Found:
-        """No program has come in time. Raises that, if refusals are raised."""
+        """Applies if no program was captured in time. Raises NotCapturedError if refusals raise."""
         step = self._step
         call.feed = step.lookup.moved(call.feed)
         overdue = step.programs.check_due(call.feed, step.given.needed)
@@ -206,7 +206,7 @@ class Reasons:
         return str(overdue)
 
     def _is_cold(self, call: Call) -> Found:
-        """Applies to the first calls of a key. Finds the line of others."""
+        """Applies to the first calls of a key. For other calls, finds the line."""
         step, entry = self._step, call.entry
         call.is_on_way = True
         if not entry.eager_calls:
@@ -220,13 +220,13 @@ class Reasons:
         line = call.line = entry.line(call.variant)
         gone = next((path for path in line.state if path not in walk.slots), None)
         if gone is not None:
-            # A recording would make it anew in every replay.
+            # A recording would create this state again in every replay.
             step.stats.note(f"traced anew: {gone} no longer exists, and only an eager step can create it", "traces")
             entry.forget(line)
         return gone is not None
 
     def _has_come_once(self, call: Call) -> Found:
-        """One of several ways through the step that was traced once has to come again before it is captured."""
+        """Applies to one of several ways through the step that was traced once: it is captured when it recurs."""
         line, plan = call.line, call.line.plan
         is_rare = plan is not None and plan.single and len(call.entry.ways) > 1 and not line.has_come_again
         line.has_come_again = True
@@ -244,6 +244,6 @@ class Reasons:
         assert plan is not None
         cramped = step.memory.make(call.entry, plan, step.runner.backend)
         if cramped is not None:
-            # No fault of the step's: nothing to raise.
+            # The step is correct, so a lack of memory only warns.
             step.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
         return cramped

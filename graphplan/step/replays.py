@@ -1,4 +1,4 @@
-"""Replays of a program that is ready: plain ones, and those that are checked against the eager step."""
+"""Replays of programs, with or without a check against the eager step."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from graphplan.verify.check import Check, Verdict, detached
 from graphplan.verify.schedule import Timetable, next_check
 
 _UNPROVEN = "the first replay after a single trace could not be checked"
-_LATEST = 2  # Captures whose checks go on where the program is captured again.
+_LATEST = 2  # Latest captures whose check schedule continues after a recapture.
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What became of a replay that was to be checked: ``result`` is the call's, ``error`` what was found wrong.
+    """The outcome of a replay that was due for a check: the call's ``result``, and the ``error`` if it was wrong.
 
-    ``proves_nothing``: the program was made of one trace, and the check does not say that it is good. Its step is
-    traced twice instead, and refused for the ``doubt``, if the replay was wrong, unless these traces say more.
+    ``is_inconclusive``: the program comes from a single trace, and the check did not prove it correct. The step is
+    traced twice instead. If those traces show no reason for a refusal, it is refused for any ``single_trace_error``.
     """
 
     result: Any
     error: VerifyError | None = None
-    doubt: RefusalError | None = None
-    proves_nothing: bool = False
+    single_trace_error: RefusalError | None = None
+    is_inconclusive: bool = False
 
 
 class _Series(Tally):
-    """Programs of several shapes, or one after another: checked as often as one, and each at its ``first`` replay."""
+    """The check schedule of programs of one form, checked as often as one program, and each at its ``first`` replay."""
 
     def __init__(self, timetable: Timetable, first: int) -> None:
         super().__init__(first)
@@ -56,7 +56,7 @@ class _Series(Tally):
         self._checked: WeakKeyDictionary[Program, int] = WeakKeyDictionary()
 
     def is_due(self, program: Program) -> bool:
-        """Whether the next replay, one of ``program``'s, is checked: its check is the oldest, or one is overdue."""
+        """Return True if ``program``'s next replay is checked: a check is due, and it is its turn or one is overdue."""
         number = self.replays + 1
         if program not in self._checked:
             return number >= self._first
@@ -73,18 +73,18 @@ class _Series(Tally):
 
 
 class Replays:
-    """Replays programs, checks replays, and counts both. ``parts`` are the step's."""
+    """The replays of one step: runs, checks and counts them."""
 
     def __init__(self, parts: Parts) -> None:
         self._runner, self._options, self._peers = parts.runner, parts.options, parts.peers
         self._stats = parts.runner.stats
         self._asked = 0
         self._by_form: WeakValueDictionary[int, _Series] = WeakValueDictionary()
-        # They live as long as their programs, or here.
+        # Keeps the latest series alive after their programs are closed, for programs that are captured again.
         self._latest: deque[_Series] = deque(maxlen=_LATEST)
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
-        """Replay once. Raises OutcomeError, with everything as it was, if the step branches otherwise."""
+        """Replay once. Raises OutcomeError if a branch changed; the replay is undone then."""
         start = perf_counter()
         result = program.run(leaves)
         try:
@@ -109,13 +109,13 @@ class Replays:
         program.tally.replays += 1
 
     def is_due(self, program: Program) -> bool:
-        """Whether the next replay of ``program`` is to be checked."""
+        """Return True if the next replay of ``program`` is to be checked."""
         return isinstance(program.tally, _Series) and program.tally.is_due(program)
 
     def check(self, program: Program, feed: Feed) -> Checked | None:
-        """A replay that is checked against eager, whose outcome stands; a plain one where there is no room for that, or
-        None with a program that is not replayed then. Raises OutcomeError and PeerError with everything as it was,
-        CheckMemoryError where other ranks run the eager step as well.
+        """Replay and compare with the eager step, whose outcome stands. If a check is impossible, only replay, or
+        return None if the program is unproven. Raises OutcomeError and PeerError with everything undone, and
+        CheckMemoryError if memory runs out in an eager step that other ranks run as well.
         """
         nbytes = program.count_state_bytes()
         room, reason = find_room(nbytes, program.plan.device, self._runner.backend.may_take)
@@ -139,17 +139,17 @@ class Replays:
                     on_any=self._on_any if program.plan.communicates else bool,
                 )
                 repeated = None
-                if program.is_unproven:
+                if program.needs_first_check:
                     repeated = RepeatedOperators(program.expected, answers_in(fed.kwargs), program.numbers)
                 verdict = check.run(partial(self._eager, program, fed, feed.leaves, repeated))
         except (torch.OutOfMemoryError, PeerError) as error:
             fed.restore()
             return self._unchecked(program, feed, first_line(error))
         unlike = None if repeated is None else _unlike(repeated)
-        if program.is_unproven and (unlike is not None or verdict.open or verdict.differences):
+        if program.needs_first_check and (unlike is not None or verdict.open or verdict.differences):
             wrong = _disagreement(program, verdict) if verdict.differences else None
             self._stats.note(f"traced anew: {unlike or wrong or f'{_UNPROVEN} ({verdict.open})'}", "traces")
-            return Checked(verdict.result, doubt=wrong and (unlike or wrong), proves_nothing=True)
+            return Checked(verdict.result, single_trace_error=wrong and (unlike or wrong), is_inconclusive=True)
         if verdict.differences:
             return Checked(verdict.result, _disagreement(program, verdict, verdict.result))
         change = fed.change()
@@ -171,7 +171,7 @@ class Replays:
         return Checked(verdict.result)
 
     def begin(self, program: Program) -> None:
-        """Have a new program checked with others of its kind. If it communicates, all ranks check in the same steps."""
+        """Add a program to the check schedule of its form. If it communicates, all ranks check in the same steps."""
         plan, every, peers = program.plan, self._options.check_every, self._peers
         agree: Callable[[int], int] = int
         if peers is not None and plan.communicates:
@@ -184,7 +184,7 @@ class Replays:
         program.tally = series
 
     def _ask_peers(self, reason: str) -> str:
-        """Why this check is impossible, if so: it runs collectives twice, so all ranks have to check the same step."""
+        """Return why this check is impossible, or "". It repeats collectives, so all ranks must check the same step."""
         if self._peers is None:
             return "the step communicates with other ranks, and a check on one rank would keep them waiting"
         can = self._peers.vote(f"check {self._stats.calls}", not reason)
@@ -201,7 +201,7 @@ class Replays:
         repeated: RepeatedOperators | None,
         walk: Callable[[], Walk],
     ) -> Any:
-        """The eager step of a check, heard by ``repeated``. ``walk`` leads to what its owners hold afterwards."""
+        """Run the eager step of a check under ``repeated``. ``walk`` walks the owners as they are after the step."""
         try:
             return self._between(program, fed, leaves, walk, repeated)
         except torch.OutOfMemoryError as error:
@@ -233,7 +233,7 @@ class Replays:
         return result
 
     def _on_any(self, says: bool) -> bool:
-        """Whether any rank ``says`` so. Raises PeerError if one has left the check for want of memory."""
+        """Return True if any rank ``says`` so. Raises PeerError if one has left the check because of lack of memory."""
         assert self._peers is not None
         self._asked += 1
         is_none = self._peers.vote(f"check {self._stats.calls} {self._asked}", not says, together=True)
@@ -242,18 +242,18 @@ class Replays:
         return not is_none
 
     def _place(self, program: Program, nbytes: int, room: torch.device) -> tuple[torch.device, float]:
-        """Where a check's next copy goes, and how many bytes of it stay on the device if it goes to the host: pinned
-        memory takes long to allocate, and not all copies need it.
+        """The device for a check's next copy, and how many bytes of the copy stay on the program's device if the rest
+        goes to the host: pinned memory is slow to allocate, and not all copies need it.
         """
         backend, device = self._runner.backend, program.plan.device
         place = find_room(nbytes, device, backend.may_take, copies=1)[0] or room
-        # Of the rest, the eager step takes its part, and comparing copies takes less than these.
+        # Leave memory for the eager step, and for comparing the copies, which needs less than the copies take.
         rest = program.plan.footprint.peak + nbytes
         return place, 0 if place == device else room_beside(device, backend, rest)
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> Checked | None:
-        """A replay without the check that is due; None if the program is not replayed without it."""
-        if program.is_unproven:
+        """Replay without the check that is due; None if the program is unproven and must not be replayed unchecked."""
+        if program.needs_first_check:
             self._stats.note(f"traced anew: {_UNPROVEN} ({reason})", "traces")
             return None
         self._stop_checks(program, reason)
@@ -265,7 +265,7 @@ class Replays:
 
 
 def _unlike(repeated: RepeatedOperators) -> RefusalError | None:
-    """The error for a step that runs other operators than were traced, or with other numbers."""
+    """The error if the eager step ran other operators than the traced step, or with other numbers; else None."""
     repeated.faults.check()
     try:
         for _ in check_operators(repeated.expected, repeated.found):
@@ -278,7 +278,7 @@ def _unlike(repeated: RepeatedOperators) -> RefusalError | None:
 def _disagreement(program: Program, verdict: Verdict, result: Any = None) -> VerifyError:
     number = program.replays + 1
     (first, text), *others = verdict.differences.items()
-    # Those between two checks were not compared.
+    # Replays between two checks are not compared, so earlier ones may have been wrong, too.
     past = "; replays since the previous check may also have differed" if number > 1 else ", nothing is lost"
     more = f" (and {len(others)} more: {', '.join(path for path, _ in others[:4])})" if others else ""
     return VerifyError(

@@ -1,4 +1,4 @@
-"""How a step's function runs as Python, how an eager call is counted, and whether a refusal raises."""
+"""Run a step's function as Python, count eager calls, and raise refusals or warn about them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from graphplan.step.peers import Peers
 from graphplan.step.programs import Programs
 from graphplan.tensors.trees import map_result
 
-_LEADING = (nn.Module, Optimizer, Tensor)  # What leads to tensors.
+_LEADING = (nn.Module, Optimizer, Tensor)  # Types of objects that are or hold tensors.
 
 
 class Backends:
-    """Backends by device and name, for steps of one owner: their programs share a stream and a pool."""
+    """The backends, by name and device, of steps that belong together: their programs share a stream and a pool."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, torch.device], Backend] = {}
@@ -50,13 +50,12 @@ class Backends:
         return self._known[key]
 
 
-_NUMBER = re.compile(r"(?<![\w.:\[])-?\d[\w.+-]*")  # Neither that of a line nor one in a path.
-ADVICE = "Or pass on_failure='eager' to continue without replays"
-"""The end of the text of a refusal that is raised."""
+_NUMBER = re.compile(r"(?<![\w.:\[])-?\d[\w.+-]*")  # A number in a text, but no line number and no part of a path.
+ADVICE = "Or pass on_failure='eager' to continue without replays"  # The end of the text of each refusal that is raised.
 
 
 class Refusals:
-    """Raises a step's refusals if they escalate: by default, those before the first replay. Or warns."""
+    """The refusals of one step. Those that escalate (by default, before the first replay) are raised, others warn."""
 
     def __init__(self, on_failure: str, stats: Stats, peers: Peers | None) -> None:
         self._peers = peers
@@ -64,7 +63,7 @@ class Refusals:
         self.escalates: Callable[[RefusalError], bool] = lambda error: on_failure == "raise" and not stats.replayed
 
     def refuse(self, error: RefusalError, consequence: str = "graphplan runs this step eagerly") -> None:
-        """Raise ``error`` if it escalates, else warn once of the ``consequence``. Other ranks are told."""
+        """Raise ``error`` if it escalates, else warn once of the ``consequence``. Inform other ranks in both cases."""
         if self._peers is not None and not isinstance(error, FeedError):
             self._peers.refuse(error)
         is_always_raised = isinstance(error, DeviceError)
@@ -80,7 +79,7 @@ class Refusals:
 
     @hands_over
     def warn(self, text: str) -> None:
-        """Warn once, whatever numbers the text has: programs may have others. If warnings are errors, it is raised."""
+        """Warn once for texts that differ only in numbers (of two programs). Raises if warnings are errors."""
         sentence = _NUMBER.sub("0", text)
         if sentence not in self._warned:
             self._warned.add(sentence)
@@ -88,7 +87,7 @@ class Refusals:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Clear the tracebacks of an error and its causes: a refusal is kept for long, and frames reference the batch."""
+    """Clear the tracebacks of an error and its causes: refusals are kept, and their frames reference the batch."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
@@ -96,7 +95,7 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 class Runner:
-    """Runs one step's function, and counts the calls of the step."""
+    """The runner of one step's function, with its backend and the statistics of its calls."""
 
     def __init__(self, fn: Callable[..., Any], managed: Managed, backend: str, backends: Backends) -> None:
         self.fn = fn
@@ -107,16 +106,16 @@ class Runner:
         self.device: torch.device | None = None
         self.plan: Plan | None = None
         self.stats = Stats()
-        self.outcome: tuple[Any] | None = None  # What the step's function has returned in this call, once it has.
+        self.outcome: tuple[Any] | None = None  # The result of the step's function, once it has returned in this call.
 
     @property
     def backend(self) -> Backend:
-        """The backend, once :meth:`settle_backend` was called."""
+        """The backend; available after :meth:`settle_backend`."""
         assert self._backend is not None
         return self._backend
 
     def call(self, fed: CallArguments) -> Any:
-        """Call the step's function, with what FSDP2 has gathered settled before and after it."""
+        """Call the step's function. Reshard FSDP2 modules before and after it."""
         self._managed.sharding.settle()
         result = call_step(self.fn, fed.args, fed.kwargs)
         self.outcome = (result,)
@@ -126,8 +125,8 @@ class Runner:
     def run(
         self, body: Callable[[], Any], *, traced: bool = False, within: Callable[[Callable[[], Any]], Any] | None = None
     ) -> Any:
-        """Run ``body`` as every managed step: as if captured, on the backend's stream or ``within`` what prepares its
-        memory, with device learning rates for the optimizers; if ``traced``, for all code.
+        """Run ``body`` as a managed step: code is told that a capture is active, and optimizers get device learning
+        rates (if ``traced``, all code does). ``within`` replaces the backend's ``run``, to prepare a program's memory.
         """
         with presenting_capture(), self._managed.rates if traced else self._managed.rates.within_optimizers():
             if self._backend is None:
@@ -135,7 +134,7 @@ class Runner:
             return (within or self._backend.run)(body)
 
     def eager(self, fed: CallArguments, reason: SkipReason | None, detail: str = "", *, managed: bool = False) -> Any:
-        """An eager call: ``managed``, as before a trace, or with numbers for learning rates."""
+        """Run an eager call: as a ``managed`` step, like those before a trace, or with learning rates as numbers."""
         if managed:
             result = self.run(lambda: self.call(fed))
         else:
@@ -152,12 +151,12 @@ class Runner:
             self.stats.skip(reason, detail)
 
     def settle_backend(self, feed: Feed) -> None:
-        """Choose device and backend once the owners' and the feed's tensors show where the step computes."""
+        """Choose the device and the backend, once, from the tensors of the owners and the feed."""
         if self._backend is not None:
             return
         walk = self._managed.walk_before()
         if not feed.tensors() and not any(slot.tensors() for slot in walk.slots.values()):
-            # A step that is fed nothing: what it names leads to tensors, of which its first call makes owners.
+            # Neither the feed nor the owners have tensors: use those that the code names, which become owners later.
             named = dict(names_in(inspect.unwrap(self.fn)))
             walk = walk_owners({name: each for name, each in named.items() if isinstance(each, _LEADING)})
         device = find_device(walk, feed)
@@ -169,7 +168,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the classes that serve one step share."""
+    """The objects that the classes of one step share."""
 
     options: Options
     managed: Managed
@@ -181,7 +180,7 @@ class Parts:
 
 
 def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-    """Move the tensors among arguments of any kind to ``device``, if that is given."""
+    """The arguments, of any kind, with their tensors moved to ``device`` if that is given."""
     if device is None:
         return CallArguments(args, kwargs)
     return CallArguments(*map_result(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)))

@@ -1,4 +1,4 @@
-"""The stages on the way to a program: eager warm-up, traces, capture. What is refused of these is undone."""
+"""The stages on the way to a program: eager warm-up, traces, capture. A refused trace or capture is undone."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ from graphplan.tensors.trees import flatten_result, named_leaves
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.records import Trace
 
-_NO_ACCIDENT = 2  # Steps in a row that are no coincidence.
-_RENAMED = 8  # Traces in a row that use new names, after which no other one is made.
-_WELL_KNOWN = 4  # First calls of keys in a row that were watched for nothing, after which those of others are not.
-_OFTEN = 32  # A key that comes again within so many calls gets its program early, if that costs less than usual.
+_NO_ACCIDENT = 2  # Consecutive steps that show the same behaviour before it counts as a rule.
+_RENAMED = 8  # Consecutive traces that use new names before the step is refused.
+_WELL_KNOWN = 4  # Consecutive first calls of keys without a discovery, after which first calls are no longer watched.
+_OFTEN = 32  # A key that recurs within this many calls may share the warm-up of other shapes.
 
 
 class Stages:
-    """Takes the steps on the way to a program, and counts them."""
+    """Runs and counts the calls on the way to a program: warm-up, traces, captures."""
 
     def __init__(
         self, parts: Parts, lookup: Lookup, buffers: Buffers, memory: MemoryBudget, unread: UnreadValues
@@ -70,27 +70,27 @@ class Stages:
         self._refusals, self._programs, self._stats = parts.refusals, parts.programs, parts.runner.stats
         self._buffers, self._memory, self._unread, self._peers = buffers, memory, unread, parts.peers
         self._given, self._reads = parts.given, FoundReads(parts, lookup)
-        self._changes: list[str] = []  # What first calls in a row, each of a new key, changed in what they were fed.
-        self._learnt_nothing = 0  # First calls of keys in a row.
-        self._keeping = 0  # Warm-up steps in a row that have made modules or optimizers, and kept them.
+        self._changes: list[str] = []  # Changes of fed containers in consecutive first calls, each of a new key.
+        self._learnt_nothing = 0  # Consecutive first calls of keys that discovered no owner or name.
+        self._keeping = 0  # Consecutive warm-up steps that made modules or optimizers and kept them.
         self._has_begun = False
-        self._defers = True  # Reads of numbers wait until values are needed.
-        self._latest: Trace | None = None  # The latest trace until a capture, even if it was thrown away.
+        self._defers = True  # Traces defer reads of numbers until code needs the values.
+        self._latest: Trace | None = None  # The latest trace until a capture, even if it was discarded.
         self._planner = Planner(parts)
 
     def forget(self) -> None:
-        """Let go of what was traced."""
+        """Drop everything that traces have left here."""
         self._changes, self._latest = [], None
         self._planner.forget()
 
     def is_ready(self, entry: Entry) -> bool:
-        """Whether the next call of ``entry`` is traced or captured. All shapes of a training step warm up together, so
-        one that comes often needs a single eager step of its own. Asked once for each call.
+        """Return True if the next call of ``entry`` is traced or captured. All shapes of a training step warm up
+        together, so a frequent one needs a single eager step of its own. Called once per call of the step.
         """
         calls = self._stats.calls
         is_often, entry.called = calls - entry.called <= _OFTEN, calls
         enough = self._options.warmup_steps
-        # Ranks have to trace in the same steps.
+        # Ranks have to trace in the same steps, but their batches may differ in shape.
         may_share = self._options.mode == "train" and self._peers is None
         if may_share and is_often and entry.is_new and 0 < entry.warm < enough:
             warm = entry.warm + sum(other.warm for other in self._programs.other_shapes(entry))
@@ -99,10 +99,10 @@ class Stages:
         return entry.warm >= enough
 
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
-        """An eager step that takes in the owners that it uses; they are known if another shape has a plan."""
+        """Run an eager step and discover the owners that it uses, unless a plan of another shape already knows them."""
         self._runner.settle_backend(feed)
         if not self._has_begun and not self._runner.backend.executes:
-            # Steps before this one ran on another stream.
+            # Accumulation nodes of earlier steps belong to another stream, for which a capture could not wait.
             renew_accumulators(param for _, param in self._managed.walk_before().parameters.values())
         self._has_begun = True
         if not entry.eager_calls:
@@ -114,7 +114,7 @@ class Stages:
                 result = self._runner.run(call)
             else:
                 self._planner.note_numbers(self._managed.walk_before())
-                # Further calls of one more key are watched, before it is traced, until one shows nothing new.
+                # Watch the warm-up calls of a further key until one of them discovers nothing new.
                 is_first_known = not entry.eager_calls and self._learnt_nothing >= _WELL_KNOWN
                 is_well_known = is_first_known or (entry.warm > 1 and not self._managed.has_learnt)
                 result = self._runner.run(call if is_well_known else partial(self._watch, call, fed, entry))
@@ -126,7 +126,7 @@ class Stages:
         self._runner.backend.note_eager()
         entry.eager_calls += 1
         self._runner.count_eager(None)
-        if self._managed.scaled_steps.unborn:
+        if self._managed.scaled_steps.skipped_without_state:
             self._stats.skip(SkipReason.UNBORN)
         elif self._options.autograd and any(map(asks_for_gradients, flatten_result(result)[0])):
             entry.outside = True
@@ -146,18 +146,18 @@ class Stages:
         return result
 
     def _watch_results(self, entry: Entry, result: Any) -> None:
-        """Note if a backward pass outside the step comes to what it has returned."""
+        """Note if a backward pass outside the step reaches its results."""
         call = entry.eager_calls
         for name, leaf in named_leaves(result):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(partial(_note_flow, entry.flows_out, call, name))
+                leaf.register_hook(partial(_note_flow, entry.outer_backward, call, name))
 
     def change(self, entry: Entry) -> HostEffectError | None:
-        """The error for a step whose results gradients flow through, or that changes what it is fed in each first call.
-        Raises it for what the step keeps.
+        """The error for a step whose results take part in an outer backward pass, or that changes fed containers in all
+        first calls. Raises HostEffectError for modules or optimizers that the step makes and keeps.
         """
-        if len(entry.flows_out) >= min(_NO_ACCIDENT, self._options.warmup_steps):
-            name = next(iter(entry.flows_out.values()))
+        if len(entry.outer_backward) >= min(_NO_ACCIDENT, self._options.warmup_steps):
+            name = next(iter(entry.outer_backward.values()))
             return HostEffectError(
                 f"a backward pass outside the step reaches {name}, which the step returns; a replay returns it "
                 "without an autograd graph. Put the whole training step into the function: forward pass, backward "
@@ -171,7 +171,7 @@ class Stages:
         return None
 
     def advance(self, call: Call) -> Any:
-        """A trace, or with a plan in hand the capture; a refusal that is not raised leads to an eager step."""
+        """Trace the call, or capture it if there is a plan. A refusal that is not raised leads to an eager step."""
         entry, feed = call.entry, call.feed
         is_single = call.line.plan is not None and call.line.plan.single
         try:
@@ -183,13 +183,13 @@ class Stages:
         except ReadSignal as signal:
             if signal.indices:
                 self._unread.mark(feed, signal.indices)
-                # Later calls have keys with more in them.
+                # The value that was read is a part of later keys, which find other entries.
                 entry.drop()
                 entry.warm = entry.eager_calls = 0
             else:
                 call.line.traces = []
                 entry.warm = min(entry.warm, self._options.warmup_steps - 1)
-            # An error of the step's own comes out here, too.
+            # The trace was undone, so this is the call's only run. It raises the step's own error, too.
             result = self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
             if signal.indices or self._planner.drop_tables() or self._reads.stop_waiting():
                 return result
@@ -202,22 +202,22 @@ class Stages:
         except Exception as error:
             refusal = error if isinstance(error, RefusalError) else refusal_of(error)
             if refusal is None:
-                # A mode of the caller's around the step may raise what it likes.
+                # Under a dispatch mode of the caller's, the error may be that mode's, so it does not count.
                 call.line.outcomes += call.line.plan is not None and _get_current_dispatch_mode() is None
                 if call.line.outcomes > 1 or is_single:
-                    # A capture is undone. Where its state leads to the error each time, an eager step gets beyond that.
-                    # The trace with which one of a single trace is compared is gone by then.
+                    # A capture is undone, so the same state may raise again and again: an eager step changes the state.
+                    # A plan of a single trace has lost the trace that its first replay would be compared with.
                     call.line.plan = None
                     entry.warm = min(entry.warm, self._options.warmup_steps - 1)
                 raise
-        # No second trace changes what room there is, nor a policy.
+        # Lack of memory and an uncovered role do not depend on the trace, so a second trace would not help.
         if is_single and not isinstance(refusal, (CaptureMemoryError, UncoveredRoleError)):
             self._stats.note(f"traced anew: {refusal}", "traces")
             call.line.plan = None
-            self.distrust()
+            self.require_two_traces()
             return self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
         if isinstance(refusal, OutcomeError):
-            # It would keep the frames of the recorded step.
+            # The traceback would keep the frames of the recorded step alive.
             refusal.__traceback__ = None
             call.line.outcomes += 1
             if call.line.outcomes < FICKLE_TRACES:
@@ -226,9 +226,9 @@ class Stages:
         self._refuse(entry, refusal)
         return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal))
 
-    def distrust(self) -> None:
-        """Trace all calls twice from here on: one trace did not tell all of some."""
-        self._planner.distrust()
+    def require_two_traces(self) -> None:
+        """Trace all calls twice from now on, since a single trace missed something."""
+        self._planner.require_two_traces()
 
     def _refuse(self, entry: Entry, error: RefusalError) -> None:
         if self._peers is None and entry.may_refuse_way():
@@ -240,7 +240,7 @@ class Stages:
 
     @refusing_memory()
     def _attempt(self, call: Call) -> Any:
-        """A trace or a capture as a transaction; see :meth:`_run_traced` for the exception."""
+        """Trace or capture the call, and undo it after an error; see :meth:`_run_traced` for the exception."""
         walk, feed, plan = call.walk, call.feed, call.line.plan
         with ExitStack() as undo:
             generators = plan.traced.generators if plan is not None else ()
@@ -249,7 +249,7 @@ class Stages:
             device = self._memory.for_copies(walk, self._runner.backend)
             snapshot = Snapshot(walk, extra=extra, generators=generators, device=device)
             undo.callback(snapshot.restore)
-            # What is recorded next must not lack the casts of weights that the caller's autocast has cached.
+            # A later recording must contain its casts of weights, so autocast must not reuse cached ones.
             undo.callback(torch.clear_autocast_cache)
             self._drop_outdated(call)
             result = self._trace(call, undo, snapshot) if call.line.plan is None else self._capture(call, undo)
@@ -258,8 +258,8 @@ class Stages:
             return result
 
     def _drop_outdated(self, call: Call) -> None:
-        """Drop a plan if Python values have changed since its traces, or what is read before the step is elsewhere.
-        Raises RecaptureError where that is so time and again.
+        """Drop a plan if Python values have changed since its traces, or if tensors that are read before the step were
+        replaced. Raises RecaptureError after ``max_recaptures`` such plans in a row.
         """
         line, found = call.line, reads_of(call.feed)
         if found is not None:
@@ -271,7 +271,7 @@ class Stages:
         if found is not None and found.is_outdated:
             changed = changed or "the values that are read before the step are in other containers"
         if changed is not None:
-            # A single trace is the first of two now.
+            # A single trace does not count: it becomes the first of two.
             line.outdated += not line.plan.single
             self._planner.take_numbers(line.plan)
             line.plan = None
@@ -284,8 +284,8 @@ class Stages:
             self._stats.note(f"traced anew: {changed}", "traces")
 
     def _trace(self, call: Call, undo: ExitStack, snapshot: Snapshot) -> Any:
-        """Trace a call, and keep the trace. A step that runs compiled code is undone, and run again. Raises
-        RefusalError, or ReadSignal if the step reads a value that its key leaves out, or one whose read cannot wait.
+        """Trace a call and keep the trace. If the step runs compiled code, undo the traced run and run it again. Raises
+        RefusalError, or ReadSignal if the step reads a value that the key leaves out or that cannot be deferred.
         """
         facts, feed = Trace(), call.feed
         rehearses = self._managed.runs_compiled(call.walk)
@@ -301,10 +301,10 @@ class Stages:
         undo.callback(facts.undo_unowned_writes)
         with placeholders, self._stats.timed("trace"):
             result, walk = self._run_traced(call, fed, facts, undo, rehearses=rehearses)
-            # Not what the trace holds beside: batches, and copies of tensors that no owner has.
+            # Keep only these parts: the trace also references batches and copies of tensors without an owner.
             self._latest = Trace(operators=facts.operators, drawings=facts.drawings)
             result = placeholders.settled(result)
-            if feed.unread and facts.reads.may_tell(tuple({type(feed.leaves[index]) for index in feed.unread})):
+            if feed.unread and facts.reads.detects(tuple({type(feed.leaves[index]) for index in feed.unread})):
                 raise ReadSignal(feed.unread)
             rehearsal, taken = None, taken_item(call.walk, facts.executed.iterated, self._options.allow)
             if taken is None and (rehearses or facts.executed.compiled):
@@ -330,9 +330,9 @@ class Stages:
                     raise
                 if rehearses:
                     name_compiled(error)
-                # Calls that take this way are known by what it has asked.
+                # Record the questions of this trace, so that later calls on this way are recognised and stay eager.
                 call.entry.learn(facts, call.walk.scalars)
-                # The traced step is a good eager step, and stands unless the refusal raises.
+                # The traced step is a correct eager step. It is undone only if the refusal raises.
                 self._refuse(call.entry, error)
                 self._stats.skip(error.reason, str(error))
         call.entry.eager_calls += 1
@@ -343,7 +343,7 @@ class Stages:
     def _run_traced(
         self, call: Call, fed: CallArguments, facts: Trace, undo: ExitStack, *, rehearses: bool
     ) -> tuple[Any, Walk]:
-        """Run the step under the trace. An error of the step's own leaves what it leaves in an eager step."""
+        """Run the step under the trace. After an error of the step's own, nothing is undone, as in an eager step."""
         entry, line, feed = call.entry, call.line, call.feed
         device, before = self._runner.device, self._latest
         walks: list[Walk] = []
@@ -361,27 +361,27 @@ class Stages:
                 raise
             if is_steps_own(error) and not (rehearses or feed.unread):
                 undo.pop_all()
-                # The next step makes good what this one left half done, or fails again; traces come after it.
+                # Run the next call eagerly before tracing again: this one may have left state half changed.
                 line.traces = []
                 entry.warm = min(entry.warm, self._options.warmup_steps - 1)
             raise
 
     def _take(self, call: Call, facts: Trace, at_end: Walk | None) -> None:
-        """Keep a trace, and plan if there are enough. ``at_end`` is its last walk, if still valid."""
+        """Keep a trace, and make a plan if there are enough. ``at_end`` is its last walk, if that is still valid."""
         line = call.line
         check_threads(facts, self._options.allow)
         if self._managed.rates.stepped_newcomers:
-            # Later steps run other kernels.
+            # Stock kernels ran for parameters that are new to the optimizer. Later steps run other kernels.
             line.traces = []
             return
-        if facts.is_to_be_repeated:
+        if facts.needs_another_trace:
             line.traces = []
-            if facts.batch is not None and facts.violation is None and not facts.batch.is_to_be_repeated:
-                # Replays compare some of the reads; the others can be made before the step from now on.
+            if facts.batch is not None and facts.violation is None and not facts.batch.needs_another_trace:
+                # Replays compare some of the reads. The others can run before the step from now on.
                 self._reads.take(call, facts.batch, facts, may_turn=False)
             return
         if self._managed.take_leaves(facts.leaves):
-            # Their gradients had no places yet.
+            # In this trace, the gradients of these tensors were not owned yet.
             line.traces = []
             return
         if facts.violation is not None:
@@ -389,7 +389,7 @@ class Stages:
         self._managed.check_kept()
         walk = at_end or self._managed.walk()
         if self._managed.take_names(facts.executed, walk):
-            # Code ran for the first time: what it uses was not watched yet.
+            # Code ran for the first time, and this trace did not watch the objects that it uses.
             line.traces = []
             self._count_renamed(line)
             return
@@ -397,7 +397,7 @@ class Stages:
             walk = self._managed.walk()
             at_end = at_end and walk
             facts.find_owned(facts.own_states, walk)
-        may_turn, batch = self._planner.may_be_single, facts.batch
+        may_turn, batch = self._planner.single_trace_allowed, facts.batch
         learns = batch is not None and not self._reads.take(call, batch, facts, may_turn=may_turn)
         learns = learns or self._planner.take_tables(facts, walk)
         if learns or self._give_up(facts.symbolic.used, facts.symbolic.told):
@@ -414,7 +414,7 @@ class Stages:
         plan = line.plan = self._planner.plan(call, walk, at_end)
         if plan is None:
             if has_turned:
-                # Others are traced with what was read before.
+                # The next traces make these reads before the step, and this one did not.
                 line.traces = []
             return
         for text in omissions(facts, self._options.allow):
@@ -437,7 +437,7 @@ class Stages:
             )
 
     def _give_up(self, paths: Collection[str], told: Callable[[str], str] = str) -> bool:
-        """Have arguments at ``paths`` in the key again, since code needs their values. Return True if there are any."""
+        """Make arguments at ``paths`` a part of the key again, since code needs their values. Return True if any is."""
         given = self._given.give_up(paths, told)
         for value in given:
             self._stats.note(f"each value needs its own program: the step's code needs {value}", "traces")
@@ -446,13 +446,13 @@ class Stages:
         return bool(given)
 
     def _capture(self, call: Call, undo: ExitStack) -> Any:
-        """Capture a call and return its result. Raises ReadSignal if a placeholder was used."""
+        """Capture a call and return its result. Raises ReadSignal if code used a placeholder."""
         options, backend, plan = self._options, self._runner.backend, call.line.plan
         assert plan is not None
-        # The trace itself is let go before the capture, and with it what it was fed.
+        # The capture needs memory, so the trace and the batch that it references are dropped before it.
         expected = call.line.traces[-1].repeated() if plan.single else ((), {})
         if plan.single:
-            # Most of what one trace was fed is gone by now.
+            # Most tensors that the single trace was fed are gone by now: keep only those that this call is fed, too.
             fed = {storage_id(leaf) for _, leaf in call.feed.tensors()}
             kept = tuple(tensor for tensor in plan.kept if storage_id(tensor) in fed)
             plan = call.line.plan = self._runner.plan = replace(plan, kept=kept)
@@ -461,7 +461,7 @@ class Stages:
         compiled = self._managed.runs_compiled(call.walk)
         if compiled and not backend.executes:
             refuse_beside_compiled(plan)
-        # Compiled code is made for the classes of its arguments, so it gets no placeholders.
+        # Compiled code is specialized on the classes of its arguments, so it gets no placeholders.
         placeholders = Placeholders(call.feed, () if compiled else call.feed.unread)
         feed = placeholders.feed
         undo.callback(CallArguments.of(feed).watch().restore)

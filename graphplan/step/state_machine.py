@@ -1,6 +1,6 @@
-"""The state machine of a graphed step: for each key eager warm-up, a trace or two, one capture, then replays.
+"""The state machine of a graphed step. Each key goes through eager warm-up, one or two traces, one capture, replays.
 
-A refusal before the first good replay raises and undoes its call; after it, the step goes on eagerly with one warning.
+A refusal before the first good replay raises and undoes its call. A later one warns once, and calls continue eagerly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from graphplan.feed.signature import Feed, flatten
 from graphplan.feed.unread import UnreadValues
 from graphplan.observe.source import find_source, with_users_line
 from graphplan.program.faults import refusal_of
-from graphplan.program.outputs import lasting
+from graphplan.program.outputs import copy_overwritten
 from graphplan.program.program import LATEST_OUTCOMES, Program
 from graphplan.step.call_lock import running_step, runs_within_step
 from graphplan.step.compiled import CompiledModules
@@ -50,15 +50,15 @@ from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
 from graphplan.step.stages import Stages
 from graphplan.trace.mode import is_traced, refuse_trace
 
-_RESTS = 8  # Calls in a row that had to wait, after which as many that are not known go without a look.
+_MOST_WAITS = 8  # After this many consecutive calls that had to wait, skip the lookup for as many unknown calls.
 _IDLE = frozenset({SkipReason.SHAPE, SkipReason.MAX_GRAPHS})
-_FRUITLESS = 8  # Refused calls in a row after which a step stands down.
+_MOST_REFUSED = 8  # Consecutive refused calls after which a step stands down.
 _FICKLE, _SHARE = 8, 1 / 4
-"""Replays that end where the step branches, if they are many beside the others, after which a program is given up."""
+"""Replays that ended at a changed branch: 8 alike in a row lead to a recapture, 1/4 of all replays to a refusal."""
 
 
 class StateMachine:
-    """Runs each call of one step, with ``serve`` as its way in. Raises OptionError if there is no module to compile."""
+    """The state machine of one step; ``serve`` runs its calls. Raises OptionError for ``compile=`` without a module."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class StateMachine:
         self.runner.stats.follow = options.mode == "train"
         self.stats = self.runner.stats
         self.refusals = Refusals(options.on_failure, self.stats, peers)
-        # Ranks would not decide alike what has paid.
+        # Ranks measure different times, so they would not agree on when a capture may start.
         self.programs: Programs = Programs(options, self.stats, may_wait=trains and peers is None)
         self.memory = MemoryBudget(options, self.programs, peers)
         self.unread = UnreadValues()
-        # Other callers have numbers that vary among their owners already.
         self.given = GivenNumbers(fn, self.managed)
         self._is_alone = peers is None
+        # If not `is_alone`, the caller has already made varying numbers a part of its owners.
         self._gives = is_alone and peers is None and not is_eager
         parts = Parts(options, self.managed, self.runner, self.refusals, self.programs, peers, self.given)
         self.lookup = Lookup(parts)
@@ -101,20 +101,20 @@ class StateMachine:
         self.timing: Timing = Timing(parts, gate=gate, opens=is_alone, serve=serve, stand_down=self.stand_down)
         self.reasons = Reasons(self)
         self.calls = 0
-        # What ran in the latest call: a program, or Python, on the way to one (None) or for a reason.
+        # The program that the latest call replayed, the reason why it was eager, or None on the way to a program.
         self.latest: Program | SkipReason | None = None
         self.is_closed = False
-        self._fruitless, self._refused_by = (0, 0), ""
-        # Calls in a row that were looked up and had to wait, and why; and how many go without a look from here on.
-        self._idles = self._rests = 0
+        self._refused_in_a_row, self._refused_by = (0, 0), ""
+        # Consecutive calls that were looked up and had to wait; calls that skip the lookup next; why the latest waited.
+        self._consecutive_waits = self._lookups_to_skip = 0
         self._idle_for: tuple[SkipReason | None, str] = (None, "")
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call that has the turn: a replay at once if it is like an earlier one."""
+        """Run a call that holds the call lock. Replay at once if the call equals an earlier one."""
         self.calls += 1
         if self.given.given:
             args, kwargs = self.given.put(args, kwargs)
-        # A step that is closed knows no call.
+        # A closed step finds nothing here, since close() clears the fast path.
         known = None if kwargs else self.fast_path.find(args)
         if known is None:
             return self._serve_any(args, kwargs)
@@ -128,15 +128,15 @@ class StateMachine:
         except GuardError:
             if kind.program.fits():
                 raise
-            # Nothing has run, and the program is going to be dropped.
+            # The replay has not started, and the slow path drops the program.
             return self._serve_any(args, kwargs)
         return self._within_call(lambda: self._instead(Call(args, kwargs), kind.entry, kind.program, outcome))
 
     def _serve_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_closed:
             raise ClosedError("this step was closed; make a new one with graph_step")
-        if self._rests and not (kwargs or self.fast_path.knows):
-            self._rests -= 1
+        if self._lookups_to_skip and not (kwargs or self.fast_path.knows):
+            self._lookups_to_skip -= 1
             self.latest = self._idle_for[0]
             self.programs.pass_by(is_for_good=self.latest is SkipReason.MAX_GRAPHS)
             return self._within_call(lambda: self.plainly(Call(args, kwargs), *self._idle_for))
@@ -149,7 +149,7 @@ class StateMachine:
                 f"the step calls another graphed step at {with_users_line(find_source())}; a recording cannot contain "
                 "another one. Call the original function here, or graph only the parts",
             )
-            # With learning rates on the device, the other's code would seem to compute with them.
+            # Run the function alone: with device learning rates, the outer trace would see this step compute with them.
             return self.runner.call(brought_to(self.options.feed_device, args, kwargs))
         if around is not None and changing_mode() is not None and not runs_within_step():
             self.refusals.warn(
@@ -158,55 +158,57 @@ class StateMachine:
         return self._within_call(lambda: self._transit(Call(args, kwargs, around)))
 
     def _within_call(self, run: Callable[[], Any]) -> Any:
-        """Make what ``run`` calls a part of the step."""
+        """Run ``run`` as a part of the step, and end the call."""
         self.runner.outcome = None
         with running_step():
             try:
-                result = lasting(run())
+                result = copy_overwritten(run())
             finally:
                 self.managed.end_call()
         self.runner.outcome = None
         return result
 
     def _transit(self, call: Call) -> Any:
-        """Run, trace, capture, replay or check."""
+        """Run the call in the way that the table of reasons selects: eager, traced, captured, replayed or checked."""
         try:
             reason, detail, way = self.reasons.of(call)
         except RefusalError as error:
             self.demote(error)
             reason, detail, way = error.reason, str(error), self.refused
         self.latest = reason
-        self._idles = self._idles + 1 if reason in _IDLE and way in (self.wait, self.plainly) else 0
-        # Ranks would not leave out the same calls, and ask each other in those that they look up.
-        self._rests = _RESTS if self._idles >= _RESTS and self._is_alone else 0
+        self._consecutive_waits = (
+            self._consecutive_waits + 1 if reason in _IDLE and way in (self.wait, self.plainly) else 0
+        )
+        # Ranks would skip the lookup in different calls, and then wait for each other in those that look up.
+        self._lookups_to_skip = _MOST_WAITS if self._consecutive_waits >= _MOST_WAITS and self._is_alone else 0
         self._idle_for = reason, detail
         result = way(call, reason, detail)
         self.programs.attempts += call.is_on_way
         return result
 
     def plainly(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
-        """With no program to come, so learning rates are numbers."""
+        """Run the call eagerly where no program will follow, so learning rates stay Python numbers."""
         return self.runner.eager(self._arguments_of(call), reason, detail)
 
     def wait(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
-        """With no program for now: what starting takes has to be saved first."""
+        """Run the call eagerly until replays have saved the cost of earlier traces and captures."""
         why = self.programs.why_unpaid()
         if why is not None:
             self.refusals.warn(f"graphplan runs most calls eagerly from now on: {why}. {EXPECTED}")
         return self.plainly(call, reason, detail)
 
     def as_traced(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
-        """As the steps that programs are compared with."""
+        """Run the call eagerly under the same conditions as a trace: managed learning rates, the backend's stream."""
         return self.runner.eager(self._arguments_of(call), reason, detail, managed=True)
 
     def as_stock(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
-        """The first call that is timed, before anything of the step's is prepared."""
+        """Run the first call that the speed gate times, before optimizers are prepared."""
         self.calls -= 1
         assert self.timing.way is not None
         return self.timing.way(call.args, call.kwargs)
 
     def timed(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
-        """The function alone, timed by the gate of its key."""
+        """Run the function alone, timed by the gate of its key."""
         gate, fed = call.entry.gate, self._arguments_of(call)
         assert gate is not None
         start = gate.begin()
@@ -216,7 +218,7 @@ class StateMachine:
         return result
 
     def warm_up(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
-        """The first calls of a key, which take in the owners that the step uses."""
+        """Run one of the first calls of a key eagerly, and discover the owners that the step uses."""
         self.fast_path.forget()
         entry, known = call.entry, len(self.managed.owners)
         with no_collections():
@@ -226,29 +228,29 @@ class StateMachine:
         return result
 
     def _arguments_of(self, call: Call) -> CallArguments:
-        """What Python is called with: on the step's device, if ``device=`` is given."""
+        """The arguments for an eager call, moved to the step's device if ``device=`` is given."""
         return brought_to(self.options.feed_device, call.args, call.kwargs)
 
     def refused(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
-        """An eager call because of an error: calls like it may never have a program."""
+        """Run the call eagerly because of a refusal, and count it."""
         result = self.plainly(call, reason, detail)
         self._count_refused(reason, detail)
         return result
 
     def _count_refused(self, reason: SkipReason | None, detail: str, *, is_traced: bool = False) -> None:
-        """Stand down after several refused calls in a row, or two traces of other signatures with the same error."""
-        count, before = self._fruitless
+        """Stand down after several consecutive refused calls, or after traces of two signatures with the same error."""
+        count, before = self._refused_in_a_row
         progress = self.stats.captured + self.stats.replayed
         count = count + 1 if before == progress else 1
         if is_traced:
-            count += _FRUITLESS * (count > 1 and self._refused_by == detail)
+            count += _MOST_REFUSED * (count > 1 and self._refused_by == detail)
             self._refused_by = detail
-        self._fruitless = count, progress
-        if count >= _FRUITLESS and self.timing.down_because is None and not self.programs.all():
+        self._refused_in_a_row = count, progress
+        if count >= _MOST_REFUSED and self.timing.down_because is None and not self.programs.all():
             self.stand_down(reason, detail)
 
     def replay(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
-        """A replay, checked if that is due, or timed; an eager step where the step branches otherwise."""
+        """Replay the call, with a check if one is due, or timed by its gate. Run it eagerly if a branch changed."""
         program = self.latest = call.program
         assert program is not None
         try:
@@ -272,12 +274,12 @@ class StateMachine:
         pays = gate.end_replay(start)
         if pays is not None:
             entry.gate, entry.is_decided = None, True
-            # A result may lie in the program's memory, so the next call closes that.
+            # The result may lie in the program's memory, so only the next call closes the program.
             entry.refusal = self.timing.decide(gate, pays)
         return result
 
     def _check(self, call: Call, program: Program) -> Any:
-        """A replay that is checked against eager. After a difference, the step stands down."""
+        """Replay and compare with the eager step. After a difference, the step stands down."""
         try:
             checked = self.replays.check(program, self.lookup.moved(call.feed))
         except PeerError as refusal:
@@ -286,13 +288,13 @@ class StateMachine:
             self.latest = refusal.reason
             return self.refused(call, refusal.reason, str(refusal))
         if checked is None:
-            # Not beside the program, which goes: there may be no room for both.
+            # Close the program before the eager step: there may be no memory for both.
             self._take_back(call.entry, program)
             self.runner.backend.trim()
             return self.as_traced(call, SkipReason.SHAPE, "")
         self.memory.after_check(self.runner.backend)
-        if checked.proves_nothing:
-            self._take_back(call.entry, program, checked.doubt)
+        if checked.is_inconclusive:
+            self._take_back(call.entry, program, checked.single_trace_error)
             self.runner.count_eager(SkipReason.SHAPE)
         elif checked.error is not None:
             error = checked.error
@@ -302,21 +304,21 @@ class StateMachine:
             self.runner.count_eager(error.reason, str(error))
         return checked.result
 
-    def _take_back(self, entry: Entry, program: Program, doubt: RefusalError | None = None) -> None:
-        """Let go of a program that was made of one trace; the step is traced twice from here on."""
+    def _take_back(self, entry: Entry, program: Program, single_trace_error: RefusalError | None = None) -> None:
+        """Close a program that was planned from a single trace. From now on, each plan needs two traces."""
         self.latest = SkipReason.SHAPE
         self.programs.take_back(entry, program)
-        entry.doubt = doubt
-        self.stages.distrust()
+        entry.single_trace_error = single_trace_error
+        self.stages.require_two_traces()
 
     def _instead(self, call: Call, entry: Entry, program: Program, outcome: OutcomeError) -> Any:
-        """An eager step for a replay that branched otherwise: if often, calls are eager; in a row, captured anew."""
+        """Run the step eagerly in place of a replay whose branch changed. Recapture, or refuse, if that is frequent."""
         self.latest = None
         if "feed" not in vars(call):
             call.feed = flatten(call.args, call.kwargs, self.unread.keys)
         result = self.replays.instead(program, self.lookup.moved(call.feed), outcome)
         if program.outcomes_alike >= _FICKLE:
-            # The branch has turned: a warm-up is over.
+            # The branch seems to have changed for good, for example at the end of a warm-up phase.
             self.programs.drop(entry, str(outcome))
             self.fast_path.forget()
         elif program.outcomes >= max(LATEST_OUTCOMES, program.replays * _SHARE):
@@ -326,7 +328,7 @@ class StateMachine:
         return result
 
     def advance(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
-        """A trace or a capture, which may evict other programs."""
+        """Trace or capture the call. A capture may evict other programs."""
         self.fast_path.forget()
         captured = self.stats.captured
         with no_collections():
@@ -349,13 +351,13 @@ class StateMachine:
         return result
 
     def demote(self, error: RefusalError) -> None:
-        """Raise ``error``, or stand down; a FeedError concerns its own call only."""
+        """Raise ``error``, or warn and stand down. A FeedError concerns its own call only."""
         self.refusals.refuse(error)
         if not isinstance(error, FeedError):
             self.stand_down(error.reason, str(error))
 
     def refusal_of(self, error: Exception) -> RefusalError | None:
-        """The refusal that ``error`` becomes if the call is recovered; None if ``error`` is raised."""
+        """The refusal to recover from after ``error``; None if ``error`` has to be raised as it is."""
         if isinstance(error, EffectError):
             self.managed.refusal = CaptureError(str(error))
         refusal = refusal_of(error)
@@ -364,11 +366,11 @@ class StateMachine:
         return refusal
 
     def recover(self, refusal: RefusalError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """End a call in which graphplan itself has failed, with the step done once."""
+        """End a call in which graphplan itself has failed. The step runs exactly once."""
         if self.runner.outcome is None:
             self.refusals.refuse(refusal)
             with suppress(Exception):
-                # The step is stock, whatever else fails in this.
+                # Standing down ends with the stock function, even if a part of the cleanup raises.
                 self.stand_down(refusal.reason, str(refusal))
             try:
                 self.refused(Call(*self.timing.leave(args, kwargs)), refusal.reason, str(refusal))
@@ -376,7 +378,7 @@ class StateMachine:
                 if self.runner.outcome is None:
                     raise
         else:
-            # The next call is told.
+            # The step has already run, so the next call raises the refusal.
             self.managed.refusal = refusal
         outcome, self.runner.outcome = self.runner.outcome, None
         assert outcome is not None
@@ -395,7 +397,7 @@ class StateMachine:
     def stand_down(self, reason: SkipReason | None, detail: str) -> None:
         """Drop programs and buffers, undo the preparation of optimizers, and call the step's function alone."""
         with ExitStack() as parts:
-            # Whichever of them raises, the step is stock in the end.
+            # Callbacks run in reverse order, and each one runs even if another raises.
             parts.callback(self.timing.be_stock, reason, detail)
             parts.callback(self.managed.stand_down, is_by_time=reason in (SkipReason.BUSY, SkipReason.SLOWER))
             parts.callback(self.buffers.clear)
@@ -410,7 +412,7 @@ class StateMachine:
             part.forget()
 
     def close(self) -> None:
-        """Drop every program and put the owners back as they were, for good."""
+        """Drop every program, restore the owners' flags, and refuse further calls."""
         self.forget()
         self.buffers.clear()
         self.managed.release()

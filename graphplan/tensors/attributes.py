@@ -40,7 +40,7 @@ def has_own_operators(tensor: Tensor) -> bool:
     return own is not torch._C._disabled_torch_dispatch_impl
 
 
-def dressed(static: Tensor, leaf: Any) -> Tensor:
+def with_class_and_attributes(static: Tensor, leaf: Any) -> Tensor:
     """Return ``static``, which replaces the fed ``leaf`` in a recording, with the class and attributes of ``leaf``."""
     if not issubclass(type(leaf), Tensor) or leaf.requires_grad:
         return static

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphplan.environment.devices import is_accelerator
 from graphplan.tensors.attributes import PLAIN_KINDS
-from graphplan.tensors.page_locked import HostMemory, is_copied_to
+from graphplan.tensors.page_locked import HostMemory, fits_host_memory
 
 _SMALL, _TOGETHER = 2**22, 2**24
 """Maximum bytes of one tensor in a batched comparison, and of the whole batch, which is copied twice."""
@@ -120,20 +120,20 @@ def _host_memory(tensors: Sequence[Tensor], device: torch.device | None) -> dict
     """Return pinned memory for host copies of ``tensors``, by accelerator; none if ``device`` is not the host."""
     if device is None or device.type != "cpu":
         return {}
-    copied = [tensor for tensor in tensors if is_accelerator(tensor.device) and is_copied_to(tensor)]
+    copied = [tensor for tensor in tensors if is_accelerator(tensor.device) and fits_host_memory(tensor)]
     homes = {tensor.device for tensor in copied}
     return {home: HostMemory(home, [tensor for tensor in copied if tensor.device == home]) for home in homes}
 
 
 def _moved(tensor: Tensor, device: torch.device | None, memory: Mapping[torch.device, HostMemory]) -> Tensor:
     """Return a copy on another device; a copy on the host uses page-locked ``memory``, which is faster."""
-    if tensor.device not in memory or not is_copied_to(tensor):
+    if tensor.device not in memory or not fits_host_memory(tensor):
         return tensor.to(device, copy=True)
     return memory[tensor.device].empty_like(tensor).copy_(tensor, non_blocking=True)
 
 
 @torch.no_grad()
-def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy ``values`` into ``targets`` of the same shapes and dtypes, one by one. On an H200 a copy takes 7 µs and no
     kernel; loading the kernel that copies many tensors takes 15 to 25 ms, once.
     """
@@ -150,7 +150,7 @@ def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
     synchronized once, unless something differs.
     """
     rows = [(two, one) if _is_on_host(one) else (one, two) for one, two in zip(ones, twos, strict=True)]
-    home = home_of_few(tensor for tensor, _ in rows)
+    home = comparison_device(tensor for tensor, _ in rows)
     homes = [_home(one) if one.nbytes <= _SMALL and _is_plain(two) else None for one, two in rows]
     keys = [home and (home, two.device) for home, (_, two) in zip(homes, rows, strict=True)]
     parts = [members for _, members in groups([one for one, _ in rows], keys, _TOGETHER)]
@@ -167,7 +167,7 @@ def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
     return sorted(found)
 
 
-def home_of_few(tensors: Iterable[Tensor]) -> torch.device | None:
+def comparison_device(tensors: Iterable[Tensor]) -> torch.device | None:
     """Return the CPU device if comparing these tensors with others of equal sizes is faster there, else None."""
     return torch.device("cpu") if sum(t.nbytes for t in tensors if not _is_on_host(t)) <= _FEW else None
 

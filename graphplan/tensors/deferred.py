@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.tensors.number_operands import inverse, with_bounds, with_operand, with_value, with_weight
 
-INSTEAD: ContextVar[str] = ContextVar("instead", default="")
+REPLACED_READ: ContextVar[str] = ContextVar("instead", default="")
 """Marks operators that replace a deferred read: ``"operators"`` that no eager step runs, or operators that make a
 ``"constant"`` whose value is different in an eager step.
 """
@@ -320,7 +320,7 @@ def is_deferred(value: Any) -> TypeGuard[DeferredNumber]:
     return issubclass(type(value), DeferredNumber)
 
 
-def stood_for(*, copies: bool) -> tuple[type, ...]:
+def replaced_classes(*, copies: bool) -> tuple[type, ...]:
     """Return the classes that deferred numbers, deferred arrays and (``copies``) host copies stand for."""
     numpy: Any = sys.modules.get("numpy")
     arrays = (numpy.generic, numpy.ndarray) if hasattr(numpy, "ndarray") else ()
@@ -404,12 +404,12 @@ def with_values(function: Callable[..., Any], operands: Iterable[Any]) -> Any:
 
 @contextmanager
 def instead(what: str) -> Iterator[None]:
-    """Mark the operators that run within as replacements of reads: see :data:`INSTEAD`."""
-    token = INSTEAD.set(what)
+    """Mark the operators that run within as replacements of reads: see :data:`REPLACED_READ`."""
+    token = REPLACED_READ.set(what)
     try:
         yield
     finally:
-        INSTEAD.reset(token)
+        REPLACED_READ.reset(token)
 
 
 def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:
@@ -417,7 +417,7 @@ def on_device(number: DeferredNumber, dtype: torch.dtype) -> Tensor:
     tensors. If that would not give the same bits as on the host, the value is read instead.
     """
     made: dict[int, Tensor] = {}
-    number._reader.computes |= not INSTEAD.get()
+    number._reader.computes |= not REPLACED_READ.get()
     with torch.no_grad():
         for node in in_order(number):
             if node.is_symbolic:

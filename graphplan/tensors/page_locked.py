@@ -98,8 +98,8 @@ class _Piece:
 
 
 class HostMemory:
-    """Page-locked memory for host copies of ``tensors`` of one ``device``, for which :func:`is_copied_to` is True. One
-    large piece is made several times as fast as many small ones.
+    """Page-locked memory for host copies of ``tensors`` of one ``device``, all of which :func:`fits_host_memory`.
+    One large piece is made several times as fast as many small ones.
     """
 
     def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
@@ -118,7 +118,7 @@ class HostMemory:
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def is_copied_to(tensor: Tensor) -> bool:
+def fits_host_memory(tensor: Tensor) -> bool:
     """Return True if a copy of ``tensor`` may use :class:`HostMemory`: the tensor is plain and without gaps."""
     if type(tensor) not in PLAIN_KINDS or tensor.layout is not torch.strided or tensor.is_quantized:
         return False

@@ -73,13 +73,13 @@ def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return False
 
 
-def is_wide(tensor: Tensor) -> bool:
+def has_wide_gaps(tensor: Tensor) -> bool:
     """Return True if the gaps between the elements of ``tensor`` are so wide that a copy should be dense."""
     reach = span(tensor.shape, tensor.stride())
     return reach > _SPARSENESS * max(tensor.numel(), 1) and reach * tensor.element_size() > _SPARE
 
 
-def distinct(tensor: Tensor) -> Tensor:
+def without_overlap(tensor: Tensor) -> Tensor:
     """Return ``tensor``, or a view with each element once if several share memory (an expanded tensor)."""
     shape, stride = tensor.shape, tensor.stride()
     if not overlaps(shape, stride):
@@ -96,14 +96,14 @@ def copier(tensor: Tensor) -> Callable[[], Tensor]:
         return tensor.clone
     shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     is_alike = torch.empty_like(tensor, device="meta").stride() == stride
-    if is_alike or is_wide(tensor) or tensor.is_conj() or tensor.is_neg():
+    if is_alike or has_wide_gaps(tensor) or tensor.is_conj() or tensor.is_neg():
         # Kernels work on a dense copy of a conjugated or negated tensor.
         return tensor.clone
-    source = distinct(tensor)
+    source = without_overlap(tensor)
 
     def copy() -> Tensor:
         made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        (made if source is tensor else distinct(made)).copy_(source)
+        (made if source is tensor else without_overlap(made)).copy_(source)
         return made
 
     return copy

@@ -82,7 +82,7 @@ class Gives:
             return type(error) is self.kind
 
 
-def come_out(asked: Mapping[Question, Any], numbers: Mapping[str, Any]) -> bool:
+def answers_hold(asked: Mapping[Question, Any], numbers: Mapping[str, Any]) -> bool:
     """Return True if all questions have the same answers as before, for ``numbers`` by path."""
     return all(_is_same(question.answer(numbers), answer) for question, answer in asked.items())
 

@@ -30,7 +30,7 @@ from graphplan.trace.batch_reads import (
 from graphplan.trace.caches import Cached, find_cached
 from graphplan.trace.call_recorder import CallRecorder
 from graphplan.trace.host_reads import Place, begins_slice, find_place
-from graphplan.trace.operator_schemas import OF_GEOMETRY, PACKING, OperatorCall, tensors_in
+from graphplan.trace.operator_schemas import LIKE_OPERATORS, PACKING, OperatorCall, tensors_in
 
 _LARGEST = 4096
 """Maximum elements of a tensor that the host may read as a whole: each different content needs its own program."""
@@ -69,7 +69,7 @@ class EarlierReads:
 
     expected: set[Place] = field(default_factory=set)
     waiting: set[Place] = field(default_factory=set)
-    in_vain: int = 0
+    useless_deferrals: int = 0
     waits_no_more: bool = False
     cached: dict[int, Cached] = field(default_factory=dict)
     looks: int = 0
@@ -95,7 +95,7 @@ class BatchRecorder(CallRecorder):
         """Tensors that no owner holds."""
         self._of_unowned: set[int | None] = set()
         """Storages of these, and of what is computed from these and known tensors alone."""
-        self.is_to_be_repeated = False
+        self.needs_another_trace = False
         """Whether another trace is needed, in which cached tensors are known, or a read is deferred."""
         self.is_outdated = False
         """Whether a read in the step gives something else than the one made before it."""
@@ -211,19 +211,19 @@ class BatchRecorder(CallRecorder):
 
     def note_waited(self, *, for_good: bool) -> None:
         """Count a trace with deferred integers. If deferring does not help, programs for single values are better."""
-        self.earlier.in_vain = 0 if for_good else self.earlier.in_vain + 1
-        self.is_to_be_repeated |= not for_good
-        if self.earlier.in_vain >= _VAIN:
+        self.earlier.useless_deferrals = 0 if for_good else self.earlier.useless_deferrals + 1
+        self.needs_another_trace |= not for_good
+        if self.earlier.useless_deferrals >= _VAIN:
             self.earlier.stop_waiting()
 
-    def wait_for(self, changed: Collection[int | None]) -> None:
+    def defer_integers(self, changed: Collection[int | None]) -> None:
         """Defer, from the next trace on, integer reads that may begin a slice and depend on ``changed`` storages."""
         earlier, before = self.earlier, len(self.earlier.waiting)
         reads = [call.read for call in self._calls if call.read is not None and call.read.place in self._beginning]
         owned = self._owned.intersection(changed)
         if owned and not earlier.waits_no_more:
             earlier.waiting.update(read.place for read in reads if not owned.isdisjoint(self._needed_for(read)[1]))
-        self.is_to_be_repeated |= len(earlier.waiting) > before
+        self.needs_another_trace |= len(earlier.waiting) > before
 
     def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
         """See :class:`CallRecorder`; :meth:`read` records reads."""
@@ -247,7 +247,7 @@ class BatchRecorder(CallRecorder):
     def _is_beyond(self, call: OperatorCall, given: Sequence[Tensor]) -> bool:
         """Return True if an operator uses an unknown tensor and has no effect that matters here. Most are like that."""
         schema = call.schema
-        if schema.may_write or schema.is_random or schema.name in OF_GEOMETRY:
+        if schema.may_write or schema.is_random or schema.name in LIKE_OPERATORS:
             return False
         known, met, unowned = self._known, self._met, self._of_unowned
         for tensor in given:
@@ -283,7 +283,7 @@ class BatchRecorder(CallRecorder):
         self._beyond.add(place)
         if self._needs_unowned(contents_of(call) or call.tensors()):
             self._look_in_caches()
-        return self.is_to_be_repeated
+        return self.needs_another_trace
 
     def _look_in_caches(self) -> None:
         """Search caches for tensors on which reads may depend, for the next trace."""
@@ -294,7 +294,7 @@ class BatchRecorder(CallRecorder):
             # A search takes as long as some steps: do not repeat one without a find.
             self.earlier.looks = self.earlier.looks + 1 if found else _LOOKS
             self.earlier.cached |= found
-            self.is_to_be_repeated |= bool(found)
+            self.needs_another_trace |= bool(found)
 
     def _take(
         self,

@@ -13,7 +13,7 @@ from graphplan.feed.signature import is_dense
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import Call, Read, TensorSlot
 from graphplan.trace.changes import place_of
-from graphplan.trace.operator_schemas import OF_GEOMETRY, OperatorCall, tensors_in
+from graphplan.trace.operator_schemas import LIKE_OPERATORS, OperatorCall, tensors_in
 
 RESTORE = "restore"
 """The name of a recorded call that restores a generator's state."""
@@ -53,7 +53,7 @@ class CallRecorder:
     def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
         """Record an operator that is no read after it has run. It got the tensors ``given`` and returned ``made``."""
         schema = call.schema
-        if schema.name in OF_GEOMETRY and not self.has(call.args[0]) and is_dense(call.args[0]):
+        if schema.name in LIKE_OPERATORS and not self.has(call.args[0]) and is_dense(call.args[0]):
             self._note_filled(call, made[0])
             return
         written = list(map(storage_id, call.written())) if schema.may_write else []
@@ -61,8 +61,8 @@ class CallRecorder:
             self._let_go(written)
             return
         follows = self._may_repeat(call, made) and all(map(self.has, given))
-        # An in-place change of shape (``turns``) has already altered the argument: the call could not be repeated.
-        is_kept = torch.get_default_dtype() == self._dtype and not schema.turns
+        # An in-place view operator has already changed the argument's shape: the call could not be repeated.
+        is_kept = torch.get_default_dtype() == self._dtype and not schema.is_inplace_view
         if not (follows and is_kept and all(map(is_dense, made))):
             self._let_go(written)
         elif made or written:

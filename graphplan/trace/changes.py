@@ -20,7 +20,7 @@ from graphplan.environment.origin import is_librarys
 from graphplan.owners.flags import COMPUTED, Flags
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.slots import Items, Slot, Walk, holds_plain, tensor_leaves
-from graphplan.owners.tensor_metadata import ABSENT, THERE, difference, is_there, metadata_of
+from graphplan.owners.tensor_metadata import ABSENT, EXISTS, difference, is_there, metadata_of
 from graphplan.owners.walk import walk_owners
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.dtensors import local
@@ -150,16 +150,16 @@ class Recorder:
         if moved:
             self._note_moved(found, moved, places, now)
         for path, scalar in now.scalars.items():
-            if not scalar.lies_here:
+            if not scalar.is_stored_here:
                 continue
             known = self.walk.scalars.get(path)
-            is_hidden = known is not None and not known.lies_here
+            is_hidden = known is not None and not known.is_stored_here
             is_new = isinstance(scalar.container, (dict, list)) and id(scalar.container) not in self._containers
             if is_new and known is not None and not is_hidden:
                 found.renewed.add(path)
             value = scalar.get()
             # A new attribute of an object hides the attribute of its class, whose value has not changed.
-            old = ABSENT if is_hidden else self.scalars.get(path, THERE if path in self.places else ABSENT)
+            old = ABSENT if is_hidden else self.scalars.get(path, EXISTS if path in self.places else ABSENT)
             if not same_value(old, value) and not path.startswith(grown):
                 found.scalars[path] = (old, value)
         for path in self.scalars.keys() - now.scalars.keys() - found.rebindings.keys():
@@ -173,7 +173,7 @@ class Recorder:
         pairs = {path: (self._found.get(path, ABSENT), now.get(path, ABSENT)) for path in {**self._found, **now}}
         counted = self.walk.counted
         return {
-            path: (THERE if isinstance(old, Tensor) else old, new)
+            path: (EXISTS if isinstance(old, Tensor) else old, new)
             for path, (old, new) in pairs.items()
             if not (isinstance(new, Tensor) or new is COMPUTED or path in counted or same_value(old, new))
         }
@@ -250,7 +250,7 @@ def _new_items(old: tuple[Any, ...], items: Items, *, may_drop: bool) -> list[An
 
 def is_alike(known: Any, metadata: Any) -> bool:
     """Return True if the current ``metadata`` of a place equal those that are ``known``, as far as these matter."""
-    return is_there(metadata) if known is THERE else same_value(known, metadata)
+    return is_there(metadata) if known is EXISTS else same_value(known, metadata)
 
 
 def told_apart(first: Any, second: Any, tell: Callable[[Any], str] = repr) -> tuple[str, str]:

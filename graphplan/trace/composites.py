@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.errors import Faults
-from graphplan.observe.watching import Aside, is_kept_from_compiler
+from graphplan.observe.watching import Unwatched, is_kept_from_compiler
 from graphplan.tensors.dtensors import is_imagined, is_wrapped
 from graphplan.trace.batch_reads import Answer, BatchAnswers
 from graphplan.trace.derivatives import own_derivatives
@@ -71,8 +71,8 @@ class OperatorMode(TorchDispatchMode):
         return True
 
     @abstractmethod
-    def operate(self, aside: Aside, call: OperatorCall) -> Any:
-        """Run an operator with ``aside.run``: the step's watchers see nothing else that is done here."""
+    def operate(self, unwatched: Unwatched, call: OperatorCall) -> Any:
+        """Run an operator with ``unwatched.run``: the step's watchers see nothing else that is done here."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,28 +81,28 @@ class OperatorMode(TorchDispatchMode):
             return NotImplemented
         schema = schema_of(func)
         call = OperatorCall(schema, args, kwargs or {})
-        with Aside() as aside:
+        with Unwatched() as unwatched:
             if schema.is_ignored or is_imagined():
-                return aside.run(func, args, call.kwargs)
+                return unwatched.run(func, args, call.kwargs)
             if schema.is_composite and _comes_whole(call):
                 with self, _as_outside(func, self._casts):
-                    return aside.run(func._op_dk, (_COMPOSITE, *args), call.kwargs)
+                    return unwatched.run(func._op_dk, (_COMPOSITE, *args), call.kwargs)
             if func is _BINCOUNT and _has_bound(call):
                 with self:
-                    counts = aside.run(_count_below, args, call.kwargs)
+                    counts = unwatched.run(_count_below, args, call.kwargs)
                 if counts is not None:
                     return counts
             try:
                 if self.casts_within(call):
                     with _as_outside(func, self._casts):
-                        return self._hear(aside, call)
+                        return self._dispatch(unwatched, call)
                 masks = call.masks() if schema.may_synchronize else ()
                 if masks:
                     finds = (OperatorCall(schema_of(_FIND), (mask,), {}) for mask in masks)
-                    call = call.with_positions([self._hear(aside, find) for find in finds])
-                return self._hear(aside, call)
+                    call = call.with_positions([self._dispatch(unwatched, find) for find in finds])
+                return self._dispatch(unwatched, call)
             except Exception as error:  # noqa: BLE001 - the step goes on
-                out = aside.carry_on(error, func, args, kwargs or {})
+                out = unwatched.result_despite(error, func, args, kwargs or {})
                 self.faults.note(error)
                 return out
 
@@ -110,11 +110,11 @@ class OperatorMode(TorchDispatchMode):
         """Return True if the operator runs others for which autocast casts: it must be on, as outside the mode."""
         return call.schema.casts_within and any(self._casts.values())
 
-    def _hear(self, aside: Aside, call: OperatorCall) -> Any:
+    def _dispatch(self, unwatched: Unwatched, call: OperatorCall) -> Any:
         answer = None if self._answers is None else self._answers.take(call)
         if answer is None or not self.takes(answer, call):
-            return self.operate(aside, call)
-        return self.operate(aside, answer.call) if answer.call is not None else answer.value
+            return self.operate(unwatched, call)
+        return self.operate(unwatched, answer.call) if answer.call is not None else answer.value
 
 
 def _has_bound(call: OperatorCall) -> bool:

@@ -252,7 +252,7 @@ class DeferredReads:
         return does
 
     @property
-    def waits_for_good(self) -> bool:
+    def deferring_helps(self) -> bool:
         """Whether deferred integers begin slices, and code has needed the value of none."""
         return self._begins_slices and not self._needs_whole
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from graphplan.errors import CaptureError
 from graphplan.observe.source import find_source
-from graphplan.observe.watching import Aside
+from graphplan.observe.watching import Unwatched
 from graphplan.tensors.copying import same_bits
 from graphplan.trace.batch_reads import BatchAnswers
 from graphplan.trace.composites import OperatorMode
@@ -114,7 +114,7 @@ class GivenValues(OperatorMode):
         if self._missing is not None:
             raise self._missing
 
-    def operate(self, aside: Aside, call: OperatorCall) -> Any:
+    def operate(self, unwatched: Unwatched, call: OperatorCall) -> Any:
         """Run an operator, or return what it read in the traces."""
         schema = call.schema
         is_shape = call.has_dynamic_shape()
@@ -134,7 +134,7 @@ class GivenValues(OperatorMode):
         copies = {id(tensor): self._copy_of(tensor, schema.name) for tensor in operands}
         if copies:
             args = tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), args)
-        return aside.run(schema.operator, args, call.kwargs)
+        return unwatched.run(schema.operator, args, call.kwargs)
 
     def _copy_of(self, tensor: Tensor, name: str) -> Tensor:
         at_place = self._next.get(find_place()) if self._next else None

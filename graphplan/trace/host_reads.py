@@ -23,7 +23,7 @@ from graphplan.environment.origin import TORCH, is_ours
 from graphplan.errors import HostSyncError, OutcomeError
 from graphplan.observe.branches import Use, branches_of
 from graphplan.observe.source import runs_steps
-from graphplan.observe.subscripts import begins_slices
+from graphplan.observe.subscripts import result_begins_slices
 
 _MACHINERY = tuple(
     os.path.join(TORCH, name) for name in ("_compile.py", "_ops.py", "_dynamo", "utils/_python_dispatch.py")
@@ -94,7 +94,7 @@ def _asking(frame: FrameType | None) -> FrameType | None:
 def begins_slice() -> bool:
     """Return True if the integer being read begins slices, and the code only writes to these."""
     frame = _asking(sys._getframe(1))
-    return frame is not None and begins_slices(frame.f_code, frame.f_lasti)
+    return frame is not None and result_begins_slices(frame.f_code, frame.f_lasti)
 
 
 def is_torchs() -> bool:

@@ -239,7 +239,7 @@ class HostSyncs:
         is_expected = any(known.expected and known.place == place for known in trace.host_reads)
         batch = None if is_expected else trace.batch
         if read is not None and batch is not None and batch.read(*read, error=refusal, may_be_expected=may_be_expected):
-            self._is_answered = not batch.is_to_be_repeated and read[0].schema.name != PACKING
+            self._is_answered = not batch.needs_another_trace and read[0].schema.name != PACKING
             if read[0].schema.name == TO_COPY:
                 self._operands.add_constant(read[1])
             return

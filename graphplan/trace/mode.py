@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from graphplan.errors import CaptureError, RefusalError
 from graphplan.observe.conversions import given_to_script
 from graphplan.observe.source import CHECKPOINT, Source, Sources, find_source, is_run_by
-from graphplan.observe.watching import Aside
-from graphplan.tensors.deferred import INSTEAD
+from graphplan.observe.watching import Unwatched
+from graphplan.tensors.deferred import REPLACED_READ
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import Answer, BatchAnswers, is_read
 from graphplan.trace.collectives import finish
@@ -24,7 +24,7 @@ from graphplan.trace.derivatives import is_derived_here
 from graphplan.trace.host_syncs import HostSyncs
 from graphplan.trace.host_transfers import HostRecorder
 from graphplan.trace.operands import NOWHERE, Operand, Operands
-from graphplan.trace.operator_schemas import NESTED_FIX, OF_GEOMETRY, OperatorCall, tensors_in
+from graphplan.trace.operator_schemas import LIKE_OPERATORS, NESTED_FIX, OperatorCall, tensors_in
 from graphplan.trace.rate_reads import RateWatch
 from graphplan.trace.records import Operator, Trace, TracedExternal
 from graphplan.trace.rng import TracedGenerators
@@ -73,7 +73,7 @@ class TraceMode(OperatorMode):
         super().__exit__(*exc)
         self._sources.forget()
 
-    def operate(self, aside: Aside, call: OperatorCall) -> Any:
+    def operate(self, unwatched: Unwatched, call: OperatorCall) -> Any:
         """Run an operator and record it."""
         schema, record, fixed = call.schema, self.record, self.operands.fixed
         name = schema.name
@@ -96,7 +96,7 @@ class TraceMode(OperatorMode):
             )
         if schema.is_random or schema.own_state is not None:
             self._note_draw(call, source)
-        out = aside.run(schema.call, call.args, call.kwargs, is_native=schema.is_native)
+        out = unwatched.run(schema.call, call.args, call.kwargs, is_native=schema.is_native)
         if schema.communicates:
             out = finish(name, out)
         if schema.is_random:
@@ -120,7 +120,7 @@ class TraceMode(OperatorMode):
             fixed.update(operands)
         is_certain = bool(self.operands.drawn) and self.operands.is_certain(call, operands)
         computes = not (written or schema.is_random or schema.allocates)
-        if constant is not None or is_certain or (computes and (stay_fixed or name in OF_GEOMETRY)):
+        if constant is not None or is_certain or (computes and (stay_fixed or name in LIKE_OPERATORS)):
             fixed.update(map(self.operands.internal, made))
         if schema.is_random:
             self.operands.note_draw(name, out)
@@ -130,7 +130,9 @@ class TraceMode(OperatorMode):
         is_threaded = get_ident() != self._thread
         self._note_gradients(call, tensors, is_threaded=is_threaded)
         facts = name, operands, offsets, tuple(scalars), source, launches, constant, schema.is_random, is_threaded
-        record.operators.append(Operator(*facts, INSTEAD.get() == ("operators" if constant is None else "constant")))
+        record.operators.append(
+            Operator(*facts, REPLACED_READ.get() == ("operators" if constant is None else "constant"))
+        )
         return out
 
     def _note_gradients(self, call: OperatorCall, tensors: list[Tensor], *, is_threaded: bool) -> None:
@@ -161,7 +163,7 @@ class TraceMode(OperatorMode):
         record = self.record
         for storage, external in record.externals.items():
             if storage not in record.entry_slots:
-                external.let_go()
+                external.detect_temporary()
         record.footprint = self.operands.footprint
         if self._host is not None:
             record.host_program = self._host.program()

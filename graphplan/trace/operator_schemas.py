@@ -117,7 +117,7 @@ UNORDERED = tuple(
 """Prefixes of operators that add in any order on a device, from the list of torch.use_deterministic_algorithms."""
 TRANSFERS = (TO_COPY, "aten.copy_.default")
 """Operators that may copy from one device to another."""
-OF_GEOMETRY = frozenset(
+LIKE_OPERATORS = frozenset(
     f"aten.{name}.default" for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 )
 """Operators that use no values of their first argument, only its shape, strides, dtype and device."""
@@ -180,7 +180,7 @@ class Schema:
         self.own_state = self.arguments.index(OWN_STATE) if OWN_STATE in self.arguments else None
         self.may_write = bool(self.written or self.hidden)
         self.is_native = name.startswith("aten.") and not _has_python_kernel(operator)
-        self.turns = torch.Tag.inplace_view in tags
+        self.is_inplace_view = torch.Tag.inplace_view in tags
         self.is_random = torch.Tag.nondeterministic_seeded in tags
         self.reads_values = torch.Tag.data_dependent_output in tags
         self.has_dynamic_shape = torch.Tag.dynamic_output_shape in tags

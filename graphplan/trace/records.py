@@ -60,11 +60,12 @@ class Operator:
     """One dispatched operator. ``operands`` are ``("external" | "internal", number)`` in argument order, numbered by
     first appearance; ``offsets`` are the storage offsets of the external ones; ``scalars`` are the other arguments by
     name; ``launches`` is False for views and allocations; ``threaded``: the autograd engine ran it in a thread of its
-    own; ``is_instead``: in its place, an eager step reads a number, or makes a tensor of that number.
+    own; ``replaces_read``: in its place, an eager step reads a number, or makes a tensor of that number.
     """
 
     __slots__ = (
-        "constant", "is_instead", "launches", "name", "offsets", "operands", "random", "scalars", "source", "threaded",
+        "constant", "launches", "name", "offsets", "operands", "random", "replaces_read", "scalars", "source",
+        "threaded",
     )  # fmt: skip
 
     def __init__(
@@ -78,12 +79,12 @@ class Operator:
         constant: Tensor | None,
         random: bool,
         threaded: bool,
-        is_instead: bool = False,
+        replaces_read: bool = False,
     ) -> None:
         # Not a NamedTuple or dataclass: a trace would record calls of their code, which is in no file.
         self.name, self.operands, self.offsets, self.scalars, self.source = name, operands, offsets, scalars, source
         self.launches, self.constant, self.random, self.threaded = launches, constant, random, threaded
-        self.is_instead = is_instead
+        self.replaces_read = replaces_read
 
 
 @dataclass(slots=True)
@@ -99,12 +100,12 @@ class TracedExternal:
     communicated: bool = False
     is_scripted: bool = False
     """Whether scripted code used it first, without getting it as an argument."""
-    is_passing: bool = False
+    is_temporary: bool = False
     """Whether scripted code made it from a host number, and nothing refers to it any more: ``tensor`` is a copy."""
     _storage: torch.UntypedStorage | None = None
 
-    def let_go(self) -> None:
-        """Set :attr:`is_passing`. Keep the storage, so that its address is not used again."""
+    def detect_temporary(self) -> None:
+        """Set :attr:`is_temporary`. Keep the storage, so that its address is not used again."""
         tensor = self.tensor
         is_number = type(tensor) is Tensor and not tensor.dim() and tensor.device.type == "cpu"
         if not (self.is_scripted and is_number) or self.mutated:
@@ -114,7 +115,7 @@ class TracedExternal:
         self.tensor = copy
         del tensor
         held = reference()
-        self.is_passing = held is None and not is_shared
+        self.is_temporary = held is None and not is_shared
         self.tensor = copy if held is None else held
 
     @property
@@ -162,7 +163,7 @@ class Trace:
     undone: frozenset[int] = frozenset()
     """Storages of externals that the step has changed before the last of these reads."""
     batch: BatchRecorder | None = None
-    is_to_be_repeated: bool = False
+    needs_another_trace: bool = False
     """Whether the next trace handles reads in another way, so that the facts of this one do not count."""
     deferred: DeferredReads | None = None
     draws: list[str] = field(default_factory=list)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from graphplan.observe.source import find_source
-from graphplan.observe.watching import Aside
+from graphplan.observe.watching import Unwatched
 from graphplan.trace.batch_reads import Answer, BatchAnswers
 from graphplan.trace.changes import same_value
 from graphplan.trace.composites import OperatorMode
@@ -37,7 +37,7 @@ class RepeatedOperators(OperatorMode):
         super().__init__(answers)
         self._answer: Answer | None = None
         self._traced, self._numbers = expected, numbers
-        self.expected = [operator for operator in expected if not operator.is_instead]
+        self.expected = [operator for operator in expected if not operator.replaces_read]
         self._reads_more = len(self.expected) < len(expected)
         self.found: list[Operator] = []
         self._is_unlike = False
@@ -47,13 +47,13 @@ class RepeatedOperators(OperatorMode):
         self._answer = answer
         return False
 
-    def operate(self, aside: Aside, call: OperatorCall) -> Any:
+    def operate(self, unwatched: Unwatched, call: OperatorCall) -> Any:
         """Run an operator, and record its name and numbers, with the source of the expected operator if it is alike."""
         answer, self._answer = self._answer, None
         noted = call if answer is None else answer.call
         if noted is not None:
             self._note(noted)
-        return aside.run(call.schema.call, call.args, call.kwargs, is_native=call.schema.is_native)
+        return unwatched.run(call.schema.call, call.args, call.kwargs, is_native=call.schema.is_native)
 
     def _note(self, call: OperatorCall) -> None:
         name, scalars = call.schema.name, tuple(call.tensors_and_others()[1])

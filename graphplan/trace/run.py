@@ -18,7 +18,7 @@ from graphplan.observe.capture_state import presenting_capture
 from graphplan.observe.profile import Profile
 from graphplan.observe.source import find_source, runs_step, with_users_line
 from graphplan.owners.generators import HostGenerators
-from graphplan.owners.sharding import Sharding, come_to_rest
+from graphplan.owners.sharding import Sharding, reshard_and_walk
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.walk import walk_owners
 from graphplan.specs.roles import TensorSpec
@@ -66,7 +66,7 @@ def trace(
     The step runs to its end even if a fact will lead to a refusal: it is a real step.
     """
     record.device = device
-    sharding, walk = come_to_rest(owners)
+    sharding, walk = reshard_and_walk(owners)
     tensors = feed.tensors()
     names = feed.names() if tensors else []
     recorder = Recorder(owners, walk, {names[index]: leaf for index, leaf in tensors})
@@ -108,13 +108,13 @@ def _check_reads(record: Trace, batch: BatchRecorder) -> None:
     """Find reads that cannot be made before the step: have replays compare them from the next trace on, or refuse."""
     changed = {storage for storage, outer in record.externals.items() if outer.mutated}
     if record.deferred is not None and record.deferred.whole:
-        batch.note_waited(for_good=record.deferred.waits_for_good)
-    batch.wait_for(changed)
-    record.is_to_be_repeated |= batch.is_to_be_repeated
+        batch.note_waited(for_good=record.deferred.deferring_helps)
+    batch.defer_integers(changed)
+    record.needs_another_trace |= batch.needs_another_trace
     for read in batch.impossible(changed):
         if read.may_be_expected and read.place not in batch.earlier.expected:
             batch.earlier.expected.add(read.place)
-            record.is_to_be_repeated = True
+            record.needs_another_trace = True
         else:
             assert read.error is not None
             record.refuse(read.error)

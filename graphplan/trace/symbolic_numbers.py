@@ -23,7 +23,7 @@ from graphplan.errors import CaptureError, HostScalarError
 from graphplan.feed.signature import is_literal
 from graphplan.observe.host_draws import DRAWN, Draw, HostDraws
 from graphplan.observe.source import Source, find_source, with_users_line
-from graphplan.owners.slots import Item, Namespace, Scalar, Walk, lasting
+from graphplan.owners.slots import Item, Namespace, Scalar, Walk, item_by_attribute
 from graphplan.owners.views import Attributes, Cell, Given, Inherited, Members, Numbers, attributes_of, home
 from graphplan.tensors.deferred import NumberForm, form_of, in_order, value_of
 from graphplan.tensors.symbolic import Question, SymbolicNumber, has_stand_ins
@@ -109,7 +109,7 @@ class SymbolicNumbers:
         may_fill: bool = True,
         is_shared: bool = False,
     ) -> None:
-        found = {path: lasting(place) for path, place in places.items() if may_be_symbolic(place)}
+        found = {path: item_by_attribute(place) for path, place in places.items() if may_be_symbolic(place)}
         self.lies = lies_of(found)
         self.places = {path: found[path] for path, (first, _) in self.lies.items() if path == first}
         self.asked: dict[Question, Any] = {}
@@ -279,7 +279,7 @@ class SymbolicNumbers:
         drawn = next((path for path in question.paths if path in self.drawn), None)
         if drawn is not None and self._is_shared:
             self._refuse_drawn(drawn, "branches on")
-        elif self._hears():
+        elif self._is_in_step():
             if self._questions is not None and question not in self._questions:
                 self._differ(
                     f"branches on {' and '.join(question.paths)} at {find_source()}, otherwise than the traced step "
@@ -292,7 +292,7 @@ class SymbolicNumbers:
 
     def look_up(self, code: CodeType) -> None:
         """Record that ``code`` needs the value of a number as an index."""
-        if self._hears():
+        if self._is_in_step():
             self.looking[id(code)] = code
 
     def touch(self, number: SymbolicNumber) -> None:
@@ -309,7 +309,7 @@ class SymbolicNumbers:
     def _note_use(self, path: str, needs: str = "") -> None:
         if path in self.drawn:
             self._refuse_drawn(path, "needs the value of")
-        elif path not in self.used and self._hears():
+        elif path not in self.used and self._is_in_step():
             self.used[path] = with_users_line(find_source())
             self.needs[path] = needs
             self.touched.add(path)
@@ -318,7 +318,7 @@ class SymbolicNumbers:
         """Return a ``path`` of :attr:`used`, and where its value is used, for a message."""
         return f"{path} at {self.used[path]}"
 
-    def _hears(self) -> bool:
+    def _is_in_step(self) -> bool:
         """Return True in the step: in the thread that entered this, or in autograd's, which Python does not know."""
         own = get_ident()
         return not self._is_over and (own == self._thread or all(own != other.ident for other in threading.enumerate()))
@@ -431,7 +431,7 @@ def may_be_symbolic(place: Scalar) -> bool:
     """Return True if a stand-in can be put at ``place``: an attribute of an object or a class that can be assigned, a
     property, a variable, or an item in a list or dictionary that one of these holds.
     """
-    if type(lasting(place)) is Item:
+    if type(item_by_attribute(place)) is Item:
         return True
     if isinstance(place.owner, Namespace) or place.name or place.others or isinstance(place.container, Members):
         return _container_of(place) is not None
@@ -446,7 +446,7 @@ def may_be_symbolic(place: Scalar) -> bool:
 def lies_of(places: Mapping[str, Scalar]) -> dict[str, tuple[str, bool]]:
     """Return, for each of ``places``, the first path of the same place, and whether it is inherited from a class."""
     first: dict[tuple[int, Any], str] = {}
-    names = {path: first.setdefault(_identity(lasting(place)), path) for path, place in places.items()}
+    names = {path: first.setdefault(_identity(item_by_attribute(place)), path) for path, place in places.items()}
     return {path: (name, type(places[path].container) is Inherited) for path, name in names.items()}
 
 

@@ -16,7 +16,7 @@ from graphplan.owners.flags import COMPUTED
 from graphplan.owners.tensor_metadata import ABSENT
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.attributes import is_freed
-from graphplan.tensors.copying import bits, copy_all, home_of_few, unequal, values_of
+from graphplan.tensors.copying import bits, comparison_device, copy_all, unequal, values_of
 from graphplan.trace.changes import same_value
 
 SPREADS = 8.0
@@ -66,7 +66,7 @@ def _norm(*row: Tensor) -> Tensor:
 
 def _gathered(rows: Sequence[tuple[Tensor, ...]]) -> list[list[Tensor]]:
     """Return the rows, each on one device; all on the host, copied together, if that is faster."""
-    if home_of_few(tensor for row in rows for tensor in row) is None:
+    if comparison_device(tensor for row in rows for tensor in row) is None:
         homes = [next((tensor.device for tensor in row if not tensor.is_cpu), row[0].device) for row in rows]
         pairs = zip(rows, homes, strict=True)
         return [[tensor.to(home, non_blocking=home.type != "cpu") for tensor in row] for row, home in pairs]

@@ -53,7 +53,7 @@ def collect_values(
     """Return the current Python values of owners and ``result``, flags of owners and ``fed``, and torch's switches."""
     values = {name: leaf for name, leaf in result if not isinstance(leaf, Tensor)}
     for path, scalar in walk.scalars.items():
-        if not scalar.lies_here or allowed(path):
+        if not scalar.is_stored_here or allowed(path):
             continue
         value = scalar.get()
         if type(value) in PLAIN:

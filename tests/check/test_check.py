@@ -118,7 +118,7 @@ def test_a_part_that_is_replayed() -> None:
 
 def test_a_fit_that_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its first step, so that no step was counted."""
-    monkeypatch.setattr("graphplan.callback.callback.closed_to_training", lambda *args, **options: "a reason")
+    monkeypatch.setattr("graphplan.callback.callback.training_obstacle", lambda *args, **options: "a reason")
     result = fit.check_fit(subjects.Good, subjects.Data)
     assert result.blockers == ("no step of this fit can be captured: a reason",)
     assert result.replayed == "nothing would be replayed"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import HostScalarError, SkipReason, graph_step
-from graphplan.observe.looks import looks_of
+from graphplan.observe.looks import container_uses
 from tests.models import attributes, updating_rig
 from tests.twins import SECOND_TRACE, Rig, assert_equals_eager, assert_refused, assert_same_as_eager, line_of
 
@@ -502,7 +502,7 @@ def _unusual(items: Any, other: Any) -> Any:
 @pytest.mark.parametrize("code", [_unusual.__code__, _Kept.by_key.__code__, test_a_list_that_is_allowed.__code__])
 def test_code_of_any_kind_is_read(code: Any) -> None:
     """Variables of the function's own are looked at by nobody."""
-    assert not any(look.name in ("items", "other") for look in looks_of(code))
+    assert not any(look.name in ("items", "other") for look in container_uses(code))
 
 
 def _append_dict(model: Any, x: Tensor, loss: Tensor) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graphplan.tensors.copying import copy_all, unequal, write_all
+from graphplan.tensors.copying import copy_all, copy_into, unequal
 from graphplan.tensors.page_locked import PageLocked, _pieces_for
 from tests.devices import needs_cuda
 from tests.program.test_copying import *  # noqa: F403
@@ -22,7 +22,7 @@ def test_nobody_waits_for_copies(place: str) -> None:
     try:
         torch.cuda.set_sync_debug_mode("error")
         copies = copy_all(tensors, to)
-        write_all(tensors, copies)
+        copy_into(tensors, copies)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [copy.device.type for copy in copies] == [place] * 4 + ["cpu"]
@@ -49,7 +49,7 @@ def test_copies_on_the_host_go_back(beside: int, places: set[str]) -> None:
     tensors[3].fill_(1)
     assert unequal(tensors, copies) == list(range(len(tensors)))
     order = [*range(0, len(tensors), 2), *range(1, len(tensors), 2)]
-    write_all([tensors[index] for index in order], [copies[index] for index in order])
+    copy_into([tensors[index] for index in order], [copies[index] for index in order])
     assert all(map(torch.equal, tensors, values))
 
 
@@ -64,7 +64,7 @@ def test_large_copies_on_the_host_have_memory_that_is_kept() -> None:
     assert address % 2**21 == 0
     target = torch.zeros_like(tensor)
     torch.cuda._sleep(10**8)
-    write_all([target], [copy])
+    copy_into([target], [copy])
     del copy
     (again,) = copy_all([-tensor], host)
     assert again.data_ptr() == address

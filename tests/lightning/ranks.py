@@ -255,7 +255,7 @@ def _takes_long(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return self.loss_of(batch) + 0.0 * (idle @ idle).mean()
 
 
-class Told(L.Trainer):
+class ComputedItem(L.Trainer):
     """On rank 0 a SIGTERM comes in after the step's own look at it and before the next broadcast."""
 
     @property
@@ -389,7 +389,7 @@ def signalled(rank: int, step: int) -> dict[str, Any]:
 def sigterm() -> dict[str, Any]:
     """Every rank ends before the same step."""
     torch.manual_seed(0)
-    trainer = trainer_of([callback_of()], Told, max_epochs=LONG)
+    trainer = trainer_of([callback_of()], ComputedItem, max_epochs=LONG)
     try:
         trainer.fit(LitDigits(), DataLoader(digits()[0], BATCH))
     except SIGTERMException:

@@ -97,10 +97,10 @@ def test_odd_tensors_in_a_trainer(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "callback.gates:has_hook", "callback.callback:closed_to_training", "callback.callback:closed_loop",
+        "callback.gates:has_hook", "callback.callback:training_obstacle", "callback.callback:loop_obstacle",
         "callback.callback:allow_fused_clipping", "callback.loop.optimization:AutomaticSeam.install",
         "callback.loop.training_loop:LoopSeam.__init__",
-        "callback.logging.late_numbers:LateRows.__init__",
+        "callback.logging.late_numbers:PendingRows.__init__",
         "callback.loop.seam:Seam.__init__",
         "step.planner:build_plan", "verify.check:Check.compare", "program.program:Program.fits",
     ],
@@ -115,7 +115,7 @@ def test_errors_of_graphplans_own_after_timed_steps(tmp_path: Path, monkeypatch:
 
 
 def test_errors_of_graphplans_own_in_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_refused("callback.callback:closed_to_all", tmp_path, monkeypatch, eval=True)
+    assert_refused("callback.callback:capture_obstacle", tmp_path, monkeypatch, eval=True)
 
 
 class Shown(LitDigits):
@@ -133,7 +133,7 @@ IN_FIT = [
     *("logging.step_logs:StepLogs.start", "logging.step_logs:StepLogs._settled"),
     *("logging.step_logs:StepLogs._in_known_dtype", "logging.step_logs:find_source"),
     "logging.connector:LazyConnector.postpone",
-    *("logging.late_numbers:LateRows.take", "logging.late_numbers:LateRows.look"),
+    *("logging.late_numbers:PendingRows.take", "logging.late_numbers:PendingRows.look"),
     *("logging.late_numbers:HostCopy.__init__", "logging.late_numbers:HostCopy.has_arrived"),
     "logging.late_numbers:HostCopy.wait",
 ]

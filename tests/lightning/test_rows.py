@@ -155,9 +155,9 @@ def test_rows_that_cannot_come_late(other: bool, late: list[None], tmp_path: Pat
 def test_a_row_waits_for_no_more_than_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host does not run ahead of the device for ever."""
     waiting: list[int] = []
-    plain = rows.LateRows.look
+    plain = rows.PendingRows.look
     monkeypatch.setattr(HostCopy, "has_arrived", lambda self: False)
-    monkeypatch.setattr(rows.LateRows, "look", lambda self: (waiting.append(len(self.pending)), plain(self))[1])
+    monkeypatch.setattr(rows.PendingRows, "look", lambda self: (waiting.append(len(self.pending)), plain(self))[1])
     fit(with_step(_step), tmp_path, tape(), max_epochs=1)
     assert max(waiting) == 2
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassAUROC
 
 from graphplan import HostScalarError, HostSyncError
-from graphplan.tensors.symbolic import SymbolicNumber, come_out
+from graphplan.tensors.symbolic import SymbolicNumber, answers_hold
 from graphplan.trace import symbolic_numbers
 from graphplan.trace.symbolic_numbers import SymbolicNumbers
 from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
@@ -403,7 +403,7 @@ def test_values_of_which_there_are_few_are_asked_about() -> None:
         lent = SymbolicNumbers()
         assert str(use(SymbolicNumber(lent, 3, "n"))) == str(use(3))
         assert not lent.used and all("n at " in text for text in lent.needed.values())
-        assert [number for number in range(12) if come_out(lent.asked, {"n": number})] == alike
+        assert [number for number in range(12) if answers_hold(lent.asked, {"n": number})] == alike
 
 
 def test_no_stand_in_waits_for_the_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 
 from graphplan.callback import callback as callbacks
-from graphplan.callback.gates import hands_out_batch, keeps_stock_transfer
+from graphplan.callback.gates import keeps_stock_transfer, may_read_batch
 from tests.lightning.parts import LitDigits, Observer, assert_same_fits, fit, loaders, tape, with_step
 
 
@@ -71,8 +71,8 @@ def test_on_the_cpu_nothing_is_moved() -> None:
 
 
 def test_callbacks_that_leave_batches_alone() -> None:
-    assert not hands_out_batch(LearningRateMonitor())
-    assert hands_out_batch(Observer())
+    assert not may_read_batch(LearningRateMonitor())
+    assert may_read_batch(Observer())
 
 
 class _Joins(Callback):

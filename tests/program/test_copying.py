@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan.tensors import copying
-from graphplan.tensors.copying import copy_all, unequal, write_all
+from graphplan.tensors.copying import copy_all, copy_into, unequal
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -73,7 +73,7 @@ def test_what_is_written_back_is_what_was_there() -> None:
     for tensor in tensors:
         tensor.detach().zero_()
     assert unequal(wanted, tensors)
-    write_all(tensors, copies)
+    copy_into(tensors, copies)
     assert unequal(wanted, tensors) == []
     assert [tensor.data_ptr() for tensor in tensors] == addresses
 

@@ -98,7 +98,7 @@ def _lists() -> Facts:
     return tuple(parts)
 
 
-class Asked:
+class TypeCalls:
     """Says the same each time that it is asked, until somebody sets another answer."""
 
     answer: Any = 2.0
@@ -108,7 +108,7 @@ class Asked:
 
 
 def _results() -> Facts:
-    return [Asked(), Asked()], [2, 2.0]
+    return [TypeCalls(), TypeCalls()], [2, 2.0]
 
 
 def _equal() -> Facts:
@@ -253,7 +253,7 @@ def test_a_column_is_read_and_compared(kind: str) -> None:
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 def test_checks_of_things_that_lead_back_to_them_are_collected(module: Any) -> None:
-    kept = Asked()
+    kept = TypeCalls()
     kept.checks = (module.Checks if module is not None else comparing._Checks)(
         [  # type: ignore[attr-defined]
             ("same_results", [kept], [2])

@@ -211,7 +211,7 @@ def test_what_cannot_be_undone_is_said_so(on_failure: str) -> None:
     rig = build(_rig)
     step = managed(rig, on_failure=on_failure)
     with (
-        raising("graphplan.owners.snapshot:write_all", lambda number: True),
+        raising("graphplan.owners.snapshot:copy_into", lambda number: True),
         pytest.raises(EffectError, match="InjectedError while a step was undone: not expected"),
     ):
         drive(rig, step)

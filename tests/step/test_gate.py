@@ -547,7 +547,7 @@ def test_nobody_looks_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idleness, "_PAUSE", 60.0)
     stream = Stream()
     watch = Idleness([stream])
-    with idleness.UNDISTURBED:
+    with idleness.CAPTURE_LOCK:
         watch._look()
         assert watch.end() == 0.0
     assert stream.looks == 0

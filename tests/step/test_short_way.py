@@ -199,7 +199,7 @@ def test_attributes_that_containers_have_suddenly() -> None:
         graph(OrderedDict(x=X))
     marked: Any = OrderedDict(x=X)
     marked.note = 1
-    with pytest.warns(UserWarning, match=r"attributes of its own \(note\)"):
+    with pytest.warns(UserWarning, match=r"additional attributes \(note\)"):
         graph(marked)
     assert graph.stats.replayed == 4
 

@@ -689,7 +689,7 @@ def test_only_an_unproven_program_is_taken_back() -> None:
         step(*args)
         found = step.machine.find_program(args)
         assert found is None or isinstance(found[0], Program)
-        unproven.append(found is not None and found[0].is_unproven)
+        unproven.append(found is not None and found[0].needs_first_check)
     assert unproven == [False] * (WARMUP + 1) + [True, False]
 
 

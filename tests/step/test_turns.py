@@ -98,7 +98,9 @@ def test_a_step_within_another_one() -> None:
         return inner(x, y)  # culprit
 
     step = managed(replace(rig, step=outer), on_failure="eager")
-    with pytest.warns(UserWarning, match=rf"calls another graphed step at {line_of(outer)} in outer.*Call the fun"):
+    with pytest.warns(
+        UserWarning, match=rf"calls another graphed step at {line_of(outer)} in outer.*Call the original fun"
+    ):
         assert_same_runs(expected, drive(rig, step))
     assert inner.stats.replayed and not step.stats.replayed
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphplan.observe.bytecode import loads_callee, plain_steps, steps_of
+from graphplan.observe.bytecode import instructions_of, loads_callee, plain_instructions
 
 _PADDING = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "PUSH_NULL", "NOT_TAKEN")
 _LARGE = "\n".join(["def f(x):", "    while x:", *(f"        x.name_{n} += {n}.5" for n in range(300)), "    return x"])
@@ -58,7 +58,7 @@ def test_they_are_those_of_dis(module: ModuleType) -> None:
     codes = list(_codes(compile(_source(module), "module.py", "exec")))
     assert len(codes) > 50
     for code in codes:
-        own = [(step.opname, step.argval, step.offset) for step in plain_steps(code)]
+        own = [(step.opname, step.argval, step.offset) for step in plain_instructions(code)]
         for mine, other in zip(own, _plain(code), strict=True):
             assert mine[::2] == other[::2]
             assert mine[0] in _TOLD_IN_WORDS or repr(mine[1]) == repr(other[1])
@@ -68,15 +68,19 @@ def test_large_arguments_are_put_together() -> None:
     (code,) = (code for code in _codes(compile(_LARGE, "large.py", "exec")) if code.co_name == "f")
     assert len(code.co_names) == 300
     assert "EXTENDED_ARG" in {step.opname for step in dis.get_instructions(code)}
-    own = [(step.opname, step.argval, step.offset) for step in plain_steps(code) if step.opname not in _TOLD_IN_WORDS]
+    own = [
+        (step.opname, step.argval, step.offset)
+        for step in plain_instructions(code)
+        if step.opname not in _TOLD_IN_WORDS
+    ]
     assert own == [step for step in _plain(code) if step[0] not in _TOLD_IN_WORDS]
-    assert {step.argval for step in plain_steps(code) if step.opname == "STORE_ATTR"} == set(code.co_names)
+    assert {step.argval for step in plain_instructions(code) if step.opname == "STORE_ATTR"} == set(code.co_names)
 
 
 def test_what_is_loaded_to_be_called_is_told() -> None:
     for code in _codes(compile(_source(inspect), "inspect.py", "exec")):
         of_dis = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]
-        for own, other in zip(steps_of(code), of_dis, strict=True):
+        for own, other in zip(instructions_of(code), of_dis, strict=True):
             assert own.arg == other.arg
             # As ``dis`` writes it: "NULL + name", since Python 3.12 also of attributes.
             marked = own.opname in ("LOAD_GLOBAL", "LOAD_ATTR") and "NULL" in other.argrepr

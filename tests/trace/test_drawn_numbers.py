@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from graphplan import GraphPlanError, HostScalarError, graph_step
 from graphplan.observe import host_draws
+from graphplan.observe.host_draws import Draw, LookAhead, peek
+from graphplan.owners import walk
 from graphplan.owners.generators import NUMPYS, PYTHONS, HostGenerators
 from graphplan.trace.symbolic_numbers import SymbolicNumbers
 from tests.devices import BACKEND
@@ -233,6 +235,10 @@ REFUSED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     ),
     "a text": ("needs the value of a random number", lambda x: [f"{np.random.rand():.2f}", x * 2][1]),
     "an array": ("draws from NumPy's random generator", lambda x: [np.random.rand(3), x * 2][1]),
+    "positions of a mask": (
+        "draws from NumPy's random generator",
+        lambda x: x.repeat(16)[torch.tensor(np.random.permutation(32) < 16)],
+    ),
     "a choice": ("draws from Python's random generator", lambda x: [random.choice("ab"), x * 2][1]),
     "tensors that it chooses": (
         r"draws from Python's random generator at test_drawn_numbers\.py:\d+ .*`.*random\.sample",
@@ -286,3 +292,74 @@ def test_a_replay_that_ends_early_has_drawn_once() -> None:
         runs.append([step(torch.full((3,), 9.0 if index == 12 else 1.0)).tolist() for index in range(20)])
     assert runs[0] == runs[1]
     assert step.stats.replayed > 0
+
+
+def _draws(*shares: float) -> tuple[tuple[Draw, ...], list[float]]:
+    """Draws of Python's and NumPy's generators in turns, and a list that notes each that is made."""
+    made: list[float] = []
+    draws = []
+    for number, share in enumerate(shares):
+        name, function = (NUMPYS, np.random.uniform) if number % 2 else (PYTHONS, random.uniform)
+
+        def call(low: float, high: float, function: Callable[[float, float], float] = function) -> float:
+            made.append(high)
+            return function(low, high)
+
+        draws.append(Draw(f"draw {number}", name, f"{share}", call, (0.0, share), {}))
+    return tuple(draws), made
+
+
+def test_a_look_ahead_makes_each_draw_once() -> None:
+    """Longer and shorter rows of the same draws, and another row; then the generators are where they were."""
+    draws, made = _draws(1.0, 2.0, 3.0)
+    others, _ = _draws(1.0, 2.5)
+    state = HostGenerators()
+    expected = [function(0.0, share) for function, share in ((random.uniform, 1.0), (np.random.uniform, 2.0))]
+    state.restore()
+    with LookAhead():
+        first = peek(draws[:2])
+        assert list(first.values()) == expected
+        assert peek(draws[:1]) == {"draw 0": expected[0]} and peek(draws[:2]) == first
+        assert peek(draws).items() >= first.items() and made == [1.0, 2.0, 3.0]
+        assert peek(others)["draw 0"] == expected[0] and peek(others)["draw 1"] != expected[1]
+        assert peek(draws).items() >= first.items()
+    assert not state.moved()
+    assert peek(draws[:2]) == first and not state.moved()
+
+
+def test_a_draw_that_fails_moves_no_generator() -> None:
+    """It fails again when it is asked for again, and those before it are as they were."""
+    (first,), _ = _draws(1.0)
+    failing = Draw("draw 1", PYTHONS, "()", lambda: random.random() > 2 or [].pop(), (), {})
+    state = HostGenerators()
+    with LookAhead():
+        known = peek([first])
+        for _ in range(2):
+            with pytest.raises(IndexError, match="pop from empty list"):
+                peek([first, failing])
+        assert peek([first]) == known
+    assert not state.moved()
+
+
+def test_a_value_that_is_one_of_too_many_walks_no_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls are eager in any case, also where it has come before."""
+    model = nn.Linear(4, 4)
+
+    def step(x: Tensor) -> Tensor:
+        if random.random() < 0.5:
+            return model(x).sum()
+        return model(x * x[random.randrange(8)] + x[random.randrange(8)]).sum()
+
+    graphed = graph_step(step, backend="tape", verify="off", on_failure="eager")
+    walks: list[int] = []
+    start = walk._Walker.__init__
+    monkeypatch.setattr(walk._Walker, "__init__", lambda self, owners: (walks.append(1), start(self, owners))[1])
+    random.seed(0)
+    with warnings.catch_warnings(record=True):
+        for _ in range(600):
+            graphed(torch.ones(8, 4))
+        walks.clear()
+        for _ in range(200):
+            graphed(torch.ones(8, 4))
+    assert graphed.stats.replayed > 200
+    assert len(walks) <= 8

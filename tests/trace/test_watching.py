@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from graphplan.errors import Faults
 from graphplan.observe import profile, watching
 from graphplan.observe.profile import Profile
-from graphplan.observe.watching import Aside
+from graphplan.observe.watching import Unwatched
 from tests.crossing import each
 from tests.failure_modes.naive import changing_rig, loss_of
 from tests.twins import assert_same_as_eager
@@ -74,16 +74,16 @@ def test_what_is_done_aside_is_not_watched() -> None:
     read: list[str] = []
     with Profile(lambda name, tensor: read.append(name)):
         x.tolist()
-        with Aside() as aside:
+        with Unwatched() as unwatched:
             x.numpy()
-            with Aside():
+            with Unwatched():
                 x.numpy()
             x.numpy()
-            aside.run(x.tolist, (), {})
+            unwatched.run(x.tolist, (), {})
             x.numpy()
         x.tolist()
-        with pytest.raises(ZeroDivisionError), Aside() as aside:
-            aside.run(divmod, (1, 0), {})
+        with pytest.raises(ZeroDivisionError), Unwatched() as unwatched:
+            unwatched.run(divmod, (1, 0), {})
         x.tolist()
     assert read == ["Tensor.tolist"] * 4
     assert sys.getprofile() is None

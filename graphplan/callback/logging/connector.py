@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _METRIC
 from torch import Tensor
 
 from graphplan.callback.lightning_code import is_known
-from graphplan.callback.logging.late_numbers import LateRows
+from graphplan.callback.logging.late_numbers import PendingRows
 from graphplan.callback.patches import Patches, Recover, recovering, settled
 
 _OWN_REFERENCES = 2  # Reference count of a dictionary that only the connector holds, as ``getrefcount`` returns it.
@@ -24,7 +24,7 @@ class LazyConnector(_LoggerConnector):
     """The class of a Trainer's logger connector while a seam is installed. ``rows`` are rows that loggers get late."""
 
     recover: Recover
-    rows: LateRows
+    rows: PendingRows
 
     def postpone(self, results: Any) -> None:
         """Fill the dictionaries when one of them is read, or now if other code holds one."""
@@ -128,5 +128,5 @@ def defer_numbers(trainer: Trainer, recover: Recover, patches: Patches) -> None:
     connector: Any = trainer._logger_connector
     kind: type = type(connector)
     if kind is _LoggerConnector and is_known("logs"):
-        patches.kind(connector, LazyConnector, recover=recover, rows=LateRows(trainer, patches))
+        patches.kind(connector, LazyConnector, recover=recover, rows=PendingRows(trainer, patches))
         patches.callback(connector.end)

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from graphplan.callback.lightning_code import is_known
 from graphplan.callback.patches import Patches
-from graphplan.observe.watching import Aside
+from graphplan.observe.watching import Unwatched
 from graphplan.program.capture import is_recorded
 from graphplan.tensors.deferred import HostCopy, instead, is_deferred, may_be_on_device, value_of
 from graphplan.tensors.storages import storage_id
@@ -56,7 +56,7 @@ class LateCopies:
         owned: set[int | None] = set()
         if self._watched:
             # This is not part of the step, and a trace would be slow if it watched each call.
-            with Aside():
+            with Unwatched():
                 # A change of a parameter or buffer does not increase the version of a tensor from its ``.data``.
                 owned.update(_memory_of(self._module))
         for key, tensor, version in self._watched:

@@ -21,7 +21,7 @@ from graphplan.feed.call_arguments import hands_over
 
 _MOST = 2  # Maximum number of pending rows.
 
-_ROWS: WeakKeyDictionary[Any, LateRows] = WeakKeyDictionary()  # Pending rows by logger. A copy of a logger has none.
+_ROWS: WeakKeyDictionary[Any, PendingRows] = WeakKeyDictionary()  # Pending rows by logger. A copy of a logger has none.
 
 
 class HostCopy:
@@ -81,7 +81,7 @@ class _Row(NamedTuple):
     step: int
 
 
-class LateRows:
+class PendingRows:
     """The pending rows of one fit, for Lightning's ``CSVLogger`` and ``TensorBoardLogger``."""
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from graphplan.callback.lightning_code import is_known
 from graphplan.callback.logging.epoch_sums import Group
 from graphplan.callback.logging.late_copies import LOSS, LateCopies
-from graphplan.callback.patches import Patches, telling
+from graphplan.callback.patches import Patches, calling_first
 from graphplan.compare.moving import apart
 from graphplan.errors import Faults, HostEffectError, HostSyncError
 from graphplan.feed.call_arguments import hands_over
@@ -80,7 +80,7 @@ class _NotingResults(_ResultCollection):
 
 
 for _name in ("__contains__", "__getitem__", "__iter__", "__len__", "get", "items", "keys", "values"):
-    setattr(_NotingResults, _name, telling("log_now", getattr(dict, _name)))
+    setattr(_NotingResults, _name, calling_first("log_now", getattr(dict, _name)))
 
 
 def _undo_of(results: _ResultCollection) -> Callable[[], None]:

@@ -37,7 +37,7 @@ class ManualSeam(Seam):
 
     def _run(self, kwargs: OrderedDict[str, Any]) -> Any:
         """Run in place of ``manual_optimization.run``."""
-        if self._has_left():
+        if self._hooks_changed():
             return self._stock(self._on_device(kwargs))
         self._schedules.start()
         return self._serve(self._step, self._epoch_loop.batch_idx, kwargs)
@@ -110,7 +110,7 @@ class AutomaticSeam(Seam):
     def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
         """Run in place of ``automatic_optimization.run``."""
         run = partial(type(self._loop).run, self._loop, optimizer, batch_idx)
-        if self._has_left() or self._loop._skip_backward:
+        if self._hooks_changed() or self._loop._skip_backward:
             return run(self._on_device(kwargs))
         if not self.part:
             try:
@@ -121,7 +121,7 @@ class AutomaticSeam(Seam):
                 self._keep_optimizer_outside(str(error).removesuffix(f". {ADVICE}"))
         # The graphed forward moves its batch to the device itself.
         result = run(kwargs)
-        self._look_at(self._step)
+        self._remove_if_down(self._step)
         return result
 
     @override

@@ -23,13 +23,13 @@ from graphplan.callback.patches import Patches, Recover, recovering
 from graphplan.callback.trainer_state import (
     ARGUMENTS,
     STEP_HOOKS,
+    SYNC_FLAG,
     WRAPPER,
-    WRAPPERS_NOTE,
     Arguments,
     hooked_callbacks,
     optimizers_of,
-    reached_objects,
     trainer_numbers,
+    trainer_objects,
 )
 from graphplan.compare.comparing import Checks, contents_of
 from graphplan.effects.allowed import is_allowed
@@ -60,7 +60,7 @@ _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
 
 
 class Seam(ABC):
-    """The seam of one loop. ``take_off`` undoes ``install`` and all ``patches``, but keeps ``figures`` and ``notes``.
+    """The seam of one loop. ``remove`` undoes ``install`` and all ``patches``, but keeps ``figures`` and ``notes``.
 
     ``options`` are the options of the steps, ``given`` those of the callback. ``stand_down`` removes the seam when all
     further steps are eager. ``gate`` has timed the steps so far. ``part`` names the replayed part of a step, and is
@@ -96,7 +96,7 @@ class Seam(ABC):
         self._options = replace(
             options,
             warmup_steps=max(options.warmup_steps, needed_warmup(trainer.strategy)),
-            allow=(*_OWN_EFFECTS, f"{WRAPPER}.{WRAPPERS_NOTE}", *effects, *options.allow),
+            allow=(*_OWN_EFFECTS, f"{WRAPPER}.{SYNC_FLAG}", *effects, *options.allow),
             eager_if=None if self._asks_eager is None else lambda *args: self._wants_eager,
         )
         may_read = self._asks_eager is not None or self._variant is not None
@@ -134,7 +134,7 @@ class Seam(ABC):
         self.patches.callback(compiled.undo)
         self.notes += compiled.notes
 
-    def take_off(self) -> list[GraphedStep]:
+    def remove(self) -> list[GraphedStep]:
         """Remove the seam, and close its steps, which restores the optimizers' flags. Return the steps that have stood
         down, which are still open: their optimizers keep their kernels until the end of the run.
         """
@@ -158,7 +158,7 @@ class Seam(ABC):
         numbers = trainer_numbers(self._trainer, trains=self._options.mode == "train")
         if self._watches_index:
             numbers[ARGUMENTS] = Given(self._arguments, ("batch_idx", "epoch"))
-        return owners | numbers | hooked_callbacks(self._trainer) | reached_objects(self._trainer)
+        return owners | numbers | hooked_callbacks(self._trainer) | trainer_objects(self._trainer)
 
     def _make(self, owners: dict[str, Any], gate: Gate | None = None) -> GraphedStep:
         """Make a graphed step. ``gate``, or a copy of the gate that timed the fit's steps, times its replays."""
@@ -190,7 +190,7 @@ class Seam(ABC):
     def _escalates(self, error: RefusalError) -> bool:
         return self._options.on_failure == "raise" and not any(step.stats.replayed for step in self._steps)
 
-    def _look_at(self, step: GraphedStep) -> None:
+    def _remove_if_down(self, step: GraphedStep) -> None:
         """After a call of ``step``, remove the seam if the step has stood down."""
         if step.down_because is not None:
             self._stand_down(*step.down_because)
@@ -229,7 +229,7 @@ class Seam(ABC):
             "removed, or a method of the module was replaced. Keep the hooks, and let them check a flag"
         )
 
-    def _has_left(self) -> bool:
+    def _hooks_changed(self) -> bool:
         """Return True, and remove the seam, if the optimizers or hooks in the step are not those of the capture."""
         reason = self._replaced()
         if reason is None:
@@ -256,7 +256,7 @@ class Seam(ABC):
     def _serve(self, step: GraphedStep, batch_idx: int, kwargs: OrderedDict[str, Any], *facts: Any) -> Any:
         """Run a batch through ``step``, and remove the seam if the step stands down."""
         result = self._through(step, batch_idx, kwargs, *facts)
-        self._look_at(step)
+        self._remove_if_down(step)
         return result
 
     def _through(self, step: GraphedStep, batch_idx: int, kwargs: OrderedDict[str, Any], *facts: Any) -> Any:
@@ -269,7 +269,7 @@ class Seam(ABC):
             self._wants_eager = self._asks_eager(batch_idx + 1, (batch, batch_idx), {})
         if not self._start_logs():
             return self._stock(self._on_device(kwargs))
-        known = _literals((*facts, getattr(self._wrapper, WRAPPERS_NOTE, None)))
+        known = _literals((*facts, getattr(self._wrapper, SYNC_FLAG, None)))
         if self._variant is not None:
             out = step(batch, known, self._variant_of(batch))
         else:
@@ -293,7 +293,7 @@ class Seam(ABC):
     def _finish(self, out: dict[str, Any]) -> None:
         """Finish a call, whether its Python ran or it was replayed: set DDP's flag, and make the log calls."""
         if out["note"] is not None:
-            setattr(self._wrapper, WRAPPERS_NOTE, out["note"])
+            setattr(self._wrapper, SYNC_FLAG, out["note"])
         if out["logs"]:
             # No context manager, since this runs after each replay.
             try:
@@ -313,6 +313,6 @@ class Seam(ABC):
         fed = CallArguments((own,), {}).watch()
         out = self.logs.around(lambda: self._stock(kwargs))
         put, keys = fed.changes()
-        return {**out, _PUT: put, "keys": keys, "note": getattr(self._wrapper, WRAPPERS_NOTE, None)}
+        return {**out, _PUT: put, "keys": keys, "note": getattr(self._wrapper, SYNC_FLAG, None)}
 
     _body.__qualname__ = NAME

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from graphplan.environment.origin import is_users_file
 from graphplan.feed.placeholders import is_stand_in
-from graphplan.observe.bytecode import Step, loaded_path, plain_steps, steps_of
+from graphplan.observe.bytecode import Instruction, instructions_of, loaded_path, plain_instructions
 
 _RAISE = "RAISE_VARARGS"
 
 
-class Asked(NamedTuple):
+class TypeCalls(NamedTuple):
     """The calls of ``type`` in one code object. ``paths``: arguments, or their attributes, that are passed to it.
     ``names``: dotted names of the classes that a result is compared with. ``others``: whether there are other calls.
     ``in_errors``: whether some calls only make the text of an error (``raise TypeError(f"got {type(x)}")``).
@@ -40,7 +40,7 @@ class Asked(NamedTuple):
         return [found if isinstance(found := _found(*names), type) else None for names in firsts]
 
 
-_NOTHING = Asked()
+_NOTHING = TypeCalls()
 
 
 def _found(value: Any, attributes: Iterable[str]) -> Any:
@@ -51,11 +51,11 @@ def _found(value: Any, attributes: Iterable[str]) -> Any:
 
 
 @lru_cache(4096)
-def asked_classes(code: CodeType) -> Asked:
+def type_calls(code: CodeType) -> TypeCalls:
     """Return the calls of ``type`` in the user's ``code``."""
     if "type" not in code.co_names or not is_users_file(code.co_filename):
         return _NOTHING
-    steps = plain_steps(code)
+    steps = plain_instructions(code)
     bound = {step.argval for step in steps if step.opname in ("STORE_FAST", "DELETE_FAST")}
     own = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]} - bound
     stored = {step.argval for step in steps if step.opname == "STORE_ATTR"}
@@ -75,13 +75,13 @@ def asked_classes(code: CodeType) -> Asked:
             names.update(compared)
             if not compared:
                 elsewhere.add(_ends_in_raise(steps[at:]))
-    return Asked(frozenset(paths), frozenset(names), False in elsewhere, True in elsewhere)
+    return TypeCalls(frozenset(paths), frozenset(names), False in elsewhere, True in elsewhere)
 
 
 def _end_of_call(code: CodeType, start: int) -> int:
     """Return the offset of the one-argument call of the callable loaded at ``start``; -1 if none, or after a jump."""
     depth = 0
-    for step in steps_of(code):
+    for step in instructions_of(code):
         if step.offset < start:
             continue
         if "JUMP" in step.opname:
@@ -92,7 +92,7 @@ def _end_of_call(code: CodeType, start: int) -> int:
     return -1
 
 
-def _compared(steps: Sequence[Step]) -> list[tuple[str, ...]]:
+def _compared(steps: Sequence[Instruction]) -> list[tuple[str, ...]]:
     """Return the names in the comparison that follows (``is C``, ``== pkg.C``, ``in (A, B)``); none if none follows."""
     names, at = [], 0
     while path := loaded_path(steps[at:], ("LOAD_GLOBAL",)):
@@ -104,20 +104,20 @@ def _compared(steps: Sequence[Step]) -> list[tuple[str, ...]]:
     return names if is_one or (is_among and steps[at].arg == len(names)) else []
 
 
-def asks_classes(code: CodeType) -> bool:
+def calls_type(code: CodeType) -> bool:
     """Return True if the user's ``code`` calls ``type`` on anything."""
-    return asked_classes(code) != _NOTHING
+    return type_calls(code) != _NOTHING
 
 
 @lru_cache(4096)
 def handles_errors(code: CodeType) -> bool:
     """Return True if ``code`` may catch an exception that it, or a function that it calls, has raised."""
-    names = [step.opname for step in steps_of(code)]
+    names = [step.opname for step in instructions_of(code)]
     handlers = (pair for pair in pairwise(names) if pair[0] == "PUSH_EXC_INFO" and pair[1] != "WITH_EXCEPT_START")
     return "SETUP_FINALLY" in names or "suppress" in code.co_names or any(handlers)
 
 
-def _ends_in_raise(steps: Iterable[Step]) -> bool:
+def _ends_in_raise(steps: Iterable[Instruction]) -> bool:
     ends = (
         name
         for name in (step.opname for step in steps)
