@@ -83,7 +83,7 @@ def test_arguments_in_host_memory_that_are_read() -> None:
     expected, found = build(make), build(make)
     step = managed(found, backend=BACKEND, on_failure="eager")
     left = drive(expected, expected.step).state
-    with pytest.warns(UserWarning, match=r"args\[1\] is on cpu and the step reads it, beside tensors on cuda"):
+    with pytest.warns(UserWarning, match=r"args\[1\] is on cpu and the step reads it beside tensors on cuda"):
         assert_same(left, drive(found, step).state)
     assert step.stats.replayed == 0
 

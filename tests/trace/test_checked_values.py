@@ -110,5 +110,5 @@ def elsewhere(model: nn.Module, x: Tensor, loss: Tensor) -> None:
 def test_a_check_on_a_device_is_a_host_read() -> None:
     """There torch copies what it looks at to the host: the operator, the line, and what looks at nothing."""
     make = partial(updating_rig, elsewhere, attributes())
-    text = rf"aten\._linalg_check_errors\.default reads whether .* at {line_of(elsewhere)}.*cholesky_ex"
+    text = rf"aten\._linalg_check_errors\.default checks on the host whether .* at {line_of(elsewhere)}.*cholesky_ex"
     assert_refused(make, HostSyncError, text)

@@ -242,7 +242,7 @@ def test_a_python_number_that_operators_get(update: Callable[..., Any], verify: 
 @HANDED_OVER
 def test_a_python_number_that_is_asked_and_needed() -> None:
     """``F.dropout`` asks whether it is a probability: calls with another one than the call before are eager."""
-    with pytest.warns(UserWarning, match=r"computes with model\.temperature at .*decaying_dropout"):
+    with pytest.warns(UserWarning, match=r"needs the value of model\.temperature at .*decaying_dropout"):
         step = assert_same_as_eager(partial(scalar_rig, decaying_dropout))
     assert step.stats.replayed == 0
 
