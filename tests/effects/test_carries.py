@@ -158,7 +158,7 @@ def test_no_gradients_flow_into_a_replay() -> None:
     rig = build(lambda: _normalised(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))))
     drive(rig, managed(rig))
     weight = rig.owners["model"][1].weight
-    with pytest.raises(GradientError, match=r"comes to model\.1\.weight, which a replay left there"):
+    with pytest.raises(GradientError, match=r"reaches model\.1\.weight, which a replay left there"):
         weight.sum().backward()
 
 
