@@ -8,11 +8,12 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, partialmethod
 from importlib.util import resolve_name
 from inspect import getmro
+from itertools import chain
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ProxyTypes
@@ -111,9 +112,17 @@ class ExecutedCode:
         if label is not None and label not in self.writers:
             self.writers[label] = str(find_source())
 
-    def name_all(self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]) -> bool:
-        """Add the names that ``fn`` uses and whose objects an earlier call ``has_met``; return True if any is new."""
-        new = [names.add(label, space, key) for label, space, key in self._places(fn, names, has_met)]
+    def name_all(
+        self,
+        fn: Callable[..., Any],
+        names: Namespace,
+        has_met: Callable[[Any], bool],
+        hooks: Callable[[], Sequence[Any]] = tuple,
+    ) -> bool:
+        """Add the names that ``fn`` uses and whose objects an earlier call ``has_met``; return True if any is new.
+        ``hooks`` returns the hooks that torch may have called.
+        """
+        new = [names.add(label, space, key) for label, space, key in self._places(fn, names, has_met, hooks)]
         asked = frozenset[str]().union(*(names_of(code).asked for code in self._globals))
         new.append(not names.asked.issuperset(asked))
         names.asked |= asked
@@ -132,7 +141,11 @@ class ExecutedCode:
                 yield thing
 
     def _places(
-        self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]
+        self,
+        fn: Callable[..., Any],
+        names: Namespace,
+        has_met: Callable[[Any], bool],
+        hooks: Callable[[], Sequence[Any]],
     ) -> Iterator[tuple[str, Any, Any]]:
         own = getattr(function_of(fn), "__globals__", None)
         for code, space in self._globals.items():
@@ -155,7 +168,7 @@ class ExecutedCode:
                 yield from self._within(name, module, found)
         held = (function_of(member) for kind in self._kinds(has_met) for member in list(vars(kind).values()))
         methods = [function for function in held if function is not None and function.__code__ in self._globals]
-        for function in self._functions([fn, *methods], names, has_met):
+        for function in self._functions([fn, *methods], names, has_met, hooks):
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
                 if name != "__class__":
                     yield name, Cell(cell), name
@@ -201,7 +214,11 @@ class ExecutedCode:
                     yield f"{kind.__name__}.{name}", values, name
 
     def _functions(
-        self, roots: Iterable[Callable[..., Any]], names: Namespace, has_met: Callable[[Any], bool]
+        self,
+        roots: Iterable[Callable[..., Any]],
+        names: Namespace,
+        has_met: Callable[[Any], bool],
+        hooks: Callable[[], Sequence[Any]],
     ) -> Iterator[FunctionType]:
         """Yield the functions with closures whose code ran: those that ``roots`` reach by name, and any other function
         whose closure variables match a call, unless the step makes a new one in each call.
@@ -214,8 +231,9 @@ class ExecutedCode:
         # If functions that an earlier step found account for all calls, their names are known.
         known = {code: [reference() for reference in names.functions.get(code, ())] for code in left}
         codes = [code for code in left if not self._are_explained(code, filter(None, known[code]))]
-        # gc.get_referrers looks at all objects of the process: try the attributes of known objects first.
-        held = list(self._held()) if codes else []
+        # gc.get_referrers looks at all objects of the process, in 60 ms: try hooks and known objects' attributes first.
+        hooked = chain.from_iterable(_wrapped_by(function_of(hook)) for hook in hooks()) if codes else ()
+        held = [*self._held(), *hooked] if codes else []
         unheld = [code for code in codes if not self._are_explained(code, held)]
         found = [function for function in held if function.__code__ in codes and function.__code__ not in unheld]
         found += [thing for thing in (gc.get_referrers(*unheld) if unheld else ()) if isinstance(thing, FunctionType)]
@@ -229,12 +247,11 @@ class ExecutedCode:
                 yield from functions
 
     def _held(self) -> Iterator[FunctionType]:
-        """Yield the functions that are attributes of the objects whose methods ran."""
-        for reference in self._objects.values():
-            for value in list((attributes_of(reference()) or {}).values()):
-                function = function_of(value)
-                if function is not None:
-                    yield function
+        """Yield the functions that are attributes of the objects whose methods ran, and of their classes."""
+        spaces = [attributes_of(reference()) or {} for reference in self._objects.values()]
+        for space in (*spaces, *map(vars, filter(is_users, self._classes))):
+            for member in list(space.values()):
+                yield from _wrapped_by(function_of(member))
 
     def _are_explained(self, code: CodeType, functions: Iterable[FunctionType]) -> bool:
         """Return True if the closures of ``functions`` account for all closure variables that ``code`` ran with."""
@@ -290,6 +307,13 @@ def function_of(member: Any) -> FunctionType | None:
     return member if isinstance(member, FunctionType) else None
 
 
+def _wrapped_by(function: FunctionType | None) -> Iterator[FunctionType]:
+    """Yield ``function`` and those that it wraps: a package's decorator (``torch.no_grad()``) hides the user's own."""
+    while isinstance(function, FunctionType):
+        yield function
+        function = vars(function).get("__wrapped__")
+
+
 def _reachable(roots: Iterable[Any]) -> Iterable[FunctionType]:
     """Return the functions of ``roots`` and those that they reach by name through closures and globals."""
     found: dict[int, FunctionType] = {}
@@ -298,12 +322,11 @@ def _reachable(roots: Iterable[Any]) -> Iterable[FunctionType]:
         thing = left.pop()
         if type(thing) in ProxyTypes:
             continue
-        function = function_of(thing)
-        if function is None or id(function) in found or not is_users_file(function.__code__.co_filename):
-            continue
-        found[id(function)] = function
-        left += _variables_of(function).values()
-        left += [function.__globals__.get(name) for name in names_of(function.__code__).variables]
+        for function in _wrapped_by(function_of(thing)):
+            if id(function) not in found and is_users_file(function.__code__.co_filename):
+                found[id(function)] = function
+                left += _variables_of(function).values()
+                left += [function.__globals__.get(name) for name in names_of(function.__code__).variables]
     return found.values()
 
 

@@ -21,8 +21,6 @@ from graphplan.trace.changes import same_value
 
 _PARTS = ("_modules", "_parameters", "_buffers")
 _OF_MODULES, _OF_OPTIMIZERS = ("training", "forward"), ("step", "zero_grad")
-
-
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -76,6 +74,10 @@ class Hooks:
         return tuple(
             [(label, tuple([(number, Odd(hook)) for number, hook in hooks.items()])) for label, hooks in held if hooks]
         )
+
+    def functions(self) -> list[Any]:
+        """Return the functions and objects that torch calls as hooks."""
+        return [hook.value for _, hooks in self.values() for _, hook in hooks]
 
     def rows(self) -> list[Row]:
         """After :meth:`values`: return comparisons that hold while no hook is added or removed."""

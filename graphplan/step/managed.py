@@ -36,7 +36,7 @@ from graphplan.owners.views import GroupCounts, attributes_of
 from graphplan.owners.walk import walk_owners
 from graphplan.plan.plan import Handles
 from graphplan.program.faults import is_raised_by_user, refusing
-from graphplan.program.fingerprint import Fingerprint
+from graphplan.program.fingerprint import Fingerprint, Hooks
 from graphplan.specs.paths import free_name
 from graphplan.step.compiled import runs_compiled
 from graphplan.tensors.deferred import replaced_classes
@@ -270,7 +270,7 @@ class Managed:
         reached = self._count_reached()
         grown = self.modes.watch(executed.switches)
         grown |= not walk.passed.isdisjoint(executed.mentioned)
-        grown |= executed.name_all(self._fn, self.names, has_met)
+        grown |= executed.name_all(self._fn, self.names, has_met, lambda: Hooks(walk).functions())
         grown |= self._count_reached() > reached
         # The step function itself leads to its defaults and to arguments that a partial holds.
         is_new = self.names.add(STEP, self._root, "step")

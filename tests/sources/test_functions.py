@@ -146,10 +146,47 @@ class WithLoss(nn.Module):
         return self.loss(self.model, x, y)
 
 
-def held_rig(*, changed: float = 2.0) -> Rig:
-    """A function that a module holds whose method runs, and a change of that function's variable."""
+def _hold(model: WithLoss) -> Callable[[float], None]:
+    model.loss, put = weighted(0.5)
+    return put
+
+
+def _hold_decorated(model: WithLoss) -> Callable[[float], None]:
     loss, put = weighted(0.5)
-    model = WithLoss(loss)
+    model.loss = torch.enable_grad()(loss)
+    return put
+
+
+def _register_on_a_layer(model: WithLoss) -> Callable[[float], None]:
+    weight = 0.5
+
+    def put(value: float) -> None:
+        nonlocal weight
+        weight = value
+
+    model.model[4].register_forward_hook(lambda layer, args, out: out * weight)
+    return put
+
+
+def _register_on_a_parameter(model: WithLoss) -> Callable[[float], None]:
+    weight = 0.5
+
+    def put(value: float) -> None:
+        nonlocal weight
+        weight = value
+
+    model.model[4].weight.register_hook(lambda gradient: gradient * weight)
+    return put
+
+
+HOLD = [_hold, _hold_decorated, _register_on_a_layer, _register_on_a_parameter]
+
+
+def held_rig(hold: Callable[[WithLoss], Callable[[float], None]], *, changed: float = 2.0) -> Rig:
+    """A function that a module holds whose method runs, or that torch calls as a hook, and a change of its variable."""
+    model = WithLoss(F.cross_entropy)
+    model.loss = lambda layers, x, y: F.cross_entropy(layers(x), y)
+    put = hold(model)
     optimizer = SGD(model.parameters(), lr=0.05, fused=True)
 
     def train_step(x: Tensor, y: Tensor) -> Tensor:
@@ -163,12 +200,15 @@ def held_rig(*, changed: float = 2.0) -> Rig:
     return Rig(train_step, {"model": model}, calls, lambda index: put(changed if index >= CHANGED else 0.5))
 
 
-def test_a_function_that_an_object_of_the_step_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hold", HOLD)
+def test_a_function_that_an_object_of_the_step_holds(
+    hold: Callable[[WithLoss], Callable[[float], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is guarded without the collector's going through all objects, which takes a dozen steps of a small model."""
     looked: list[int] = []
     monkeypatch.setattr(spaces, "gc", SimpleNamespace(get_referrers=lambda *codes: searched(looked, *codes)))
-    assert_equals_eager(partial(held_rig, changed=0.5))
-    step = assert_equals_eager(held_rig, captured=2, replayed=CALLS - 6 - 4)
+    assert_equals_eager(partial(held_rig, hold, changed=0.5))
+    step = assert_equals_eager(partial(held_rig, hold), captured=2, replayed=CALLS - 6 - 4)
     assert re.search(CHANGE, step.report())
     assert not looked
 
