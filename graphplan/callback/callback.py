@@ -87,11 +87,11 @@ class GraphPlanCallback(Callback):
         self._figures: dict[str, Figures] = {}
         self._earlier: deque[tuple[str, Figures]] = deque(maxlen=_RUNS)
         self._backends = Backends()
-        self._kept = Patches()  # Undone at the end of a fit, even if its seam is removed earlier.
+        self._fit_patches = Patches()  # Undone at the end of a fit, even if its seam is removed earlier.
         self._stock = StockBatches()
         self._gate: Gate | None = None
 
-    def _of(self, part: str, *, describes: bool = False) -> Figures:
+    def _figures_of(self, part: str, *, describes: bool = False) -> Figures:
         """Return the figures of training or evaluation in the current or last run, with programs if ``describes``."""
         seam = self._seams.get(part)
         figures = seam.figures if seam is not None else self._figures.get(part, Figures())
@@ -102,22 +102,22 @@ class GraphPlanCallback(Callback):
     @property
     def stats(self) -> Stats:
         """Counts of the training steps of the current fit, or of the last one."""
-        return self._of(_TRAINING).stats
+        return self._figures_of(_TRAINING).stats
 
     @property
     def eval_stats(self) -> Stats:
         """Counts of the validation, test and prediction steps of the current run, or of the last one."""
-        return self._of(_EVALUATION).stats
+        return self._figures_of(_EVALUATION).stats
 
     @property
     def plan(self) -> Plan | None:
         """The latest plan of a training step in the current fit, or in the last one."""
-        return self._of(_TRAINING).plan
+        return self._figures_of(_TRAINING).plan
 
     @property
     def notes(self) -> list[str]:
         """Notes of the report on the training steps of the current fit, or of the last one."""
-        return list(self._of(_TRAINING).notes)
+        return list(self._figures_of(_TRAINING).notes)
 
     def report(self, format: str = "text") -> str:
         """Report on the steps of all fits and evaluations so far.
@@ -129,13 +129,13 @@ class GraphPlanCallback(Callback):
             OptionError: for another format, or if a library that draws pages is not installed (``graphplan[plot]``).
         """
         check_format(format)
-        training, evaluation = (self._of(part, describes=format != "text") for part in (_TRAINING, _EVALUATION))
+        training, evaluation = (self._figures_of(part, describes=format != "text") for part in (_TRAINING, _EVALUATION))
         runs = [*self._earlier, (_TRAINING, training)]
         return report_of_runs([*runs, (_EVALUATION, evaluation)] if evaluation.stats.calls else runs, format)
 
     def _begin_figures(self, part: str) -> None:
         """Keep the figures of the previous run for the report, and start new ones."""
-        figures = self._of(part)
+        figures = self._figures_of(part)
         if figures.stats.calls:
             self._earlier.append((part, replace(figures, plan=None)))
         self._figures[part] = Figures()
@@ -178,8 +178,8 @@ class GraphPlanCallback(Callback):
         if reason is not None:
             self._refuse(_TRAINING, reason)
             return
-        LaggingSigterm(trainer, self._kept)
-        allow_fused_clipping(trainer, self._kept)
+        LaggingSigterm(trainer, self._fit_patches)
+        allow_fused_clipping(trainer, self._fit_patches)
         period = trainer.accumulate_grad_batches
         gate = Gate.of(self.options, trainer.strategy.root_device, period=period, peers=find_peers())
         if is_eager:
@@ -278,7 +278,7 @@ class GraphPlanCallback(Callback):
         """Remove the seam at the end of a run that only evaluates. A fit keeps it for the next validation."""
         if trainer.state.fn != TrainerFn.FITTING and _EVALUATION in self._seams:
             self._remove()
-            rank_zero_info(self._of(_EVALUATION).headline())
+            rank_zero_info(self._figures_of(_EVALUATION).headline())
 
     on_test_end = on_predict_end = on_validation_end
 
@@ -305,7 +305,7 @@ class GraphPlanCallback(Callback):
         """Remove the seams and keep their figures."""
         self._remove_part(_TRAINING)
         self._remove_part(_EVALUATION)
-        self._kept.close()
+        self._fit_patches.close()
         vars(self).pop(_STEP_ENDS, None)
         if self._gate is not None:
             self._gate.cancel()
@@ -319,7 +319,7 @@ class GraphPlanCallback(Callback):
         if seam is not None:
             programs = seam.describe_programs()
             for step in seam.remove():
-                self._kept.callback(step.close)
+                self._fit_patches.callback(step.close)
             self._figures[part] = replace(seam.figures, programs=programs)
 
     @override
@@ -341,7 +341,7 @@ class GraphPlanCallback(Callback):
         trained = _TRAINING in self._seams or self._stock.count
         self._remove()
         if trained:
-            rank_zero_info(self._of(_TRAINING).headline())
+            rank_zero_info(self._figures_of(_TRAINING).headline())
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -363,7 +363,7 @@ class GraphPlanCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes and figures, without the seams and other references to the Trainer or the module."""
         state = {name: value for name, value in vars(self).items() if name not in (*_LIGHTNINGS_OWN, _STEP_ENDS)}
-        figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
+        figures = {part: replace(self._figures_of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
         fresh = {"_seams": {}, "_backends": Backends(), "_kept": Patches(), "_gate": None}
         return {**state, **fresh, "_figures": figures, "_stock": StockBatches()}
 

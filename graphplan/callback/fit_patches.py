@@ -21,7 +21,7 @@ from graphplan.callback.patches import Patches
 from graphplan.environment.devices import is_accelerator
 
 _METHOD, _NOTIFIER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
-EVERY = 8  # Steps between two all-reduces. The result of one is read when the next one starts.
+SIGNAL_INTERVAL = 8  # Steps between two all-reduces. The result of one is read when the next one starts.
 _log = logging.getLogger("graphplan")
 
 
@@ -45,8 +45,8 @@ def _clip(plugin: Any, optimizer: Any, clip_val: int | float = 0.0, *args: Any, 
 
 class LaggingSigterm:
     """Replaces the broadcast of rank 0's SIGTERM flag before each step of Lightning's epoch loop. Several ranks
-    all-reduce their flags instead, and read the result ``EVERY`` steps later, without waiting. Lightning's signal
-    handler broadcasts at once, which may meet a collective of the step. In training, this one only sets a flag.
+    all-reduce their flags instead, and read the result ``SIGNAL_INTERVAL`` steps later, without waiting. Lightning's
+    signal handler broadcasts at once, which may meet a collective of the step. In training, this one only sets a flag.
     """
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
@@ -55,39 +55,39 @@ class LaggingSigterm:
         self._connector: Any = trainer._signal_connector
         self._stock: Any = getattr(self._connector, _NOTIFIER, None)
         self._calls = 0
-        self._is_told = False
+        self._has_signal = False
         self._answer: Callable[[], int] = lambda: 0
         if trainer.world_size > 1 and hasattr(loop, _METHOD):
             patches.method(loop, _METHOD, self._ask)
-            _replace_handler(self._stock, self._take_note)
+            _replace_handler(self._stock, self._on_sigterm)
             patches.callback(self._end)
 
     def _end(self) -> None:
         """Restore Lightning's handler, and pass a noted signal on to Lightning."""
-        _replace_handler(self._take_note, self._stock)
-        if self._is_told:
+        _replace_handler(self._on_sigterm, self._stock)
+        if self._has_signal:
             self._connector.received_sigterm = True
 
-    def _take_note(self, number: int, frame: Any) -> None:
+    def _on_sigterm(self, number: int, frame: Any) -> None:
         """Run in place of Lightning's own handler."""
         if not self._trainer.training:
             # No step is running, so Lightning's handler may broadcast.
             self._stock(number, frame)
             return
-        if not self._is_told and (launcher := self._trainer.strategy.launcher) is not None:
+        if not self._has_signal and (launcher := self._trainer.strategy.launcher) is not None:
             launcher.kill(number)
-        self._is_told = True
+        self._has_signal = True
 
     def _ask(self) -> None:
         """Run in place of the loop's ``_broadcast_sigterm_tensor``."""
         self._calls += 1
-        if self._calls % EVERY:
+        if self._calls % SIGNAL_INTERVAL:
             return
         rank = self._answer() - 1
         self._answer = self._send()
         if rank >= 0:
             _log.warning("rank %d got a SIGTERM: every rank ends before step %d", rank, self._trainer.global_step)
-            self._is_told = True
+            self._has_signal = True
             with suppress(RuntimeError):
                 distributed.barrier()
             raise SIGTERMException
@@ -95,7 +95,7 @@ class LaggingSigterm:
     def _send(self) -> Callable[[], int]:
         """Start an all-reduce. Return a function to read the result: the highest rank with a SIGTERM plus one, or 0."""
         device = self._trainer.strategy.root_device
-        told = self._is_told or bool(getattr(self._trainer, "received_sigterm", False))
+        told = self._has_signal or bool(getattr(self._trainer, "received_sigterm", False))
         highest = torch.full((1,), told * (self._trainer.global_rank + 1), device=device)
         work = distributed.all_reduce(highest, distributed.ReduceOp.MAX, async_op=True)
         assert work is not None

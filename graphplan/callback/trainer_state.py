@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from graphplan.callback.gates import has_hook
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.slots import Reached, Via
-from graphplan.owners.views import Numbers
+from graphplan.owners.views import ReadOnly
 from graphplan.specs.paths import free_name
 
 _TRAINER = (
@@ -46,15 +46,15 @@ def trainer_numbers(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
     loop: Any = trainer.fit_loop
     owners: dict[str, Any] = {
         # Only evaluation has a sanity check.
-        "trainer": Numbers(trainer, _TRAINER if trains else (*_TRAINER, "sanity_checking")),
-        "trainer.fit_loop.epoch_loop": Numbers(loop.epoch_loop, _LOOP),
-        "trainer.optim_progress": Numbers(loop.epoch_loop.automatic_optimization.optim_progress, ("optimizer_steps",)),
+        "trainer": ReadOnly(trainer, _TRAINER if trains else (*_TRAINER, "sanity_checking")),
+        "trainer.fit_loop.epoch_loop": ReadOnly(loop.epoch_loop, _LOOP),
+        "trainer.optim_progress": ReadOnly(loop.epoch_loop.automatic_optimization.optim_progress, ("optimizer_steps",)),
     }
     for holder, name in ((loop, "epoch_progress"), (loop.epoch_loop, "batch_progress")):
         progress = getattr(holder, name)
         for part in ("total", "current"):
             known = [number for number in _PROGRESS if hasattr(getattr(progress, part), number)]
-            owners[f"trainer.{name}.{part}"] = Via(Numbers(getattr(progress, part), known), name)
+            owners[f"trainer.{name}.{part}"] = Via(ReadOnly(getattr(progress, part), known), name)
     for index, config in enumerate(trainer.lr_scheduler_configs):
         owners[f"lr_schedulers[{index}]"] = config.scheduler
     return owners
@@ -134,10 +134,10 @@ def group_numbers(optimizer: Optimizer) -> dict[str, Any]:
     """Return owners for an optimizer that steps outside the replay. Code in the step may read its learning rate."""
     groups = optimizer.param_groups
     found = {
-        f"optimizer.param_groups[{index}]": Numbers(_Group(optimizer, index), _numbers_in(group))
+        f"optimizer.param_groups[{index}]": ReadOnly(_Group(optimizer, index), _numbers_in(group))
         for index, group in enumerate(groups)
     }
-    return {**found, "optimizer": Numbers(_Added(optimizer, len(groups)), ("param_groups",))}
+    return {**found, "optimizer": ReadOnly(_Added(optimizer, len(groups)), ("param_groups",))}
 
 
 class Arguments:

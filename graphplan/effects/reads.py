@@ -18,7 +18,7 @@ from graphplan.observe.type_calls import calls_type
 from graphplan.owners.contents import is_proxy, unseen
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.tensor_metadata import ABSENT, EXISTS, StandIn, difference, is_there
-from graphplan.owners.views import Given
+from graphplan.owners.views import CallNumbers
 from graphplan.specs.paths import Fact, Path, names
 from graphplan.tensors.symbolic import Question
 from graphplan.trace.changes import is_alike, is_now, same_value, told, told_apart
@@ -177,7 +177,7 @@ def _refuse_stale(stale: Mapping[str, Scalar], pair: TracePair) -> NoReturn:
         instead = (
             f"Replays follow numbers that operators compute with (x * n), but {needs} needs the value itself. {instead}"
         )
-    if type(scalar.container) is Given:
+    if type(scalar.container) is CallNumbers:
         instead = (
             "Move that code to on_train_batch_end, select the batches that run it with eager_if=, or pass variant= to "
             "get a program for each of a few cases, or, "

@@ -10,7 +10,7 @@ from graphplan.effects.allowed import is_allowed
 from graphplan.observe.profile import Reads
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.tensor_metadata import ABSENT
-from graphplan.owners.views import Given
+from graphplan.owners.views import CallNumbers
 from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace
 
@@ -56,7 +56,7 @@ class TracePair:
 
     def uses(self, path: str, scalar: Scalar) -> bool:
         """Return True if code needed the value of a number with a stand-in, or of an argument without one."""
-        is_given = type(scalar.container) is Given
+        is_given = type(scalar.container) is CallNumbers
         return any(path in t.symbolic.used or (is_given and path not in t.symbolic.places) for t in self.both)
 
     def tracks(self, path: str) -> bool:

@@ -47,8 +47,8 @@ class Conversions:
     """A context manager that calls these functions for reads in the thread that entered it. If several are nested, the
     innermost one with the function is used. ``on_read(what, tensor)`` is called for each unseen read, with None if the
     tensor is unknown. The others return a result: ``on_item`` of ``item()``, ``on_copy`` of a copy to host memory,
-    ``on_list`` of ``torch.tensor`` of scalar tensors, ``on_truth`` of ``bool(tensor)``, read in place of the values
-    that it is computed from, ``on_whole`` of ``int(tensor)``. Where the type allows None, that means torch's result.
+    ``on_list`` of ``torch.tensor`` of scalar tensors, ``on_bool`` of ``bool(tensor)``, read in place of the values
+    that it is computed from, ``on_int`` of ``int(tensor)``. Where the type allows None, that means torch's result.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Conversions:
         on_item: Callable[[Tensor], Any] | None = None,
         on_copy: Callable[[Tensor], Tensor | None] | None = None,
         on_list: Callable[[Sequence[Tensor]], Tensor | None] | None = None,
-        on_truth: Callable[[Tensor], bool] | None = None,
-        on_whole: Callable[[Tensor], Any] | None = None,
+        on_bool: Callable[[Tensor], bool] | None = None,
+        on_int: Callable[[Tensor], Any] | None = None,
     ) -> None:
         self._on_read, self._on_item, self._on_copy, self._on_list = on_read, on_item, on_copy, on_list
-        self._on_truth, self._on_whole = on_truth, on_whole
+        self._on_truth, self._on_whole = on_bool, on_int
         self._thread = 0
 
     def __enter__(self) -> Conversions:
@@ -79,7 +79,7 @@ class Conversions:
         return next(filter(None, own), None)
 
     @classmethod
-    def tell(cls, what: str, tensor: Tensor | None = None) -> None:
+    def report_read(cls, what: str, tensor: Tensor | None = None) -> None:
         """Report a read to the watcher of this thread."""
         on_read = cls._innermost("_on_read")
         if on_read is not None:
@@ -95,20 +95,20 @@ class Conversions:
     def truth_of(cls, tensor: Tensor) -> bool | None:
         """Return this thread's answer to ``bool(tensor)`` of a number; None if torch is to answer."""
         is_number = type(tensor) in PLAIN_KINDS and tensor.numel() == 1 and tensor.dtype is not torch.bool
-        on_truth = cls._innermost("_on_truth") if is_number else None
-        return None if on_truth is None else on_truth(tensor.detach() != 0)
+        on_bool = cls._innermost("_on_truth") if is_number else None
+        return None if on_bool is None else on_bool(tensor.detach() != 0)
 
     @classmethod
     def equality_of(cls, first: Any, second: Any) -> bool | None:
         """Return this thread's answer to ``torch.equal(first, second)``; None if torch is to answer."""
-        on_truth = cls._innermost("_on_truth")
-        if on_truth is None or not all(type(each) in PLAIN_KINDS for each in (first, second)):
+        on_bool = cls._innermost("_on_truth")
+        if on_bool is None or not all(type(each) in PLAIN_KINDS for each in (first, second)):
             return None
         facts = [(each.shape, each.dtype, each.device, each.layout) for each in (first, second)]
         # If both share a storage, torch may not need to read values.
         is_other = facts[0] == facts[1] and storage_id(first) != storage_id(second)
         may_compare = is_other and first.layout is torch.strided
-        return on_truth((first.detach() == second.detach()).all()) if may_compare else None
+        return on_bool((first.detach() == second.detach()).all()) if may_compare else None
 
     @classmethod
     def stack_of(cls, numbers: Sequence[Any]) -> Tensor | None:
@@ -141,7 +141,7 @@ def _number(name: str) -> Callable[..., Any]:
     def converting(self: Tensor) -> Any:
         # If dispatch modes are active, they see the operator.
         if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
-            Conversions.tell(_OF_LIST)
+            Conversions.report_read(_OF_LIST)
         elif name == "__bool__" and (truth := Conversions.truth_of(self)) is not None:
             return truth
         return convert(self)
@@ -155,7 +155,7 @@ def _reader(name: str, home: Any) -> Callable[..., Any]:
     @wraps(read)
     def reading(tensor: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         if not is_silent(sys._getframe(1).f_code):
-            Conversions.tell(READERS[name], tensor)
+            Conversions.report_read(READERS[name], tensor)
         return read(tensor, *args, **kwargs)
 
     return reading
@@ -272,8 +272,8 @@ def _converted(kind: type, value: Any) -> Any:
     if type(value) not in PLAIN_KINDS or value.numel() != 1 or value.is_complex():
         return None
     if kind is int:
-        on_whole = None if value.is_floating_point() else Conversions._innermost("_on_whole")
-        return None if on_whole is None else on_whole(value)
+        on_int = None if value.is_floating_point() else Conversions._innermost("_on_whole")
+        return None if on_int is None else on_int(value)
     on_item = Conversions._innermost("_on_item")
     number = None if on_item is None else on_item(value)
     return _converted(kind, number) if is_deferred(number) else number

@@ -322,11 +322,12 @@ def _reachable(roots: Iterable[Any]) -> Iterable[FunctionType]:
         thing = left.pop()
         if type(thing) in ProxyTypes:
             continue
-        for function in _wrapped_by(function_of(thing)):
-            if id(function) not in found and is_users_file(function.__code__.co_filename):
-                found[id(function)] = function
-                left += _variables_of(function).values()
-                left += [function.__globals__.get(name) for name in names_of(function.__code__).variables]
+        function = function_of(thing)
+        if function is None or id(function) in found or not is_users_file(function.__code__.co_filename):
+            continue
+        found[id(function)] = function
+        left += _variables_of(function).values()
+        left += [function.__globals__.get(name) for name in names_of(function.__code__).variables]
     return found.values()
 
 

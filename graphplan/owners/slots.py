@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.tensor_metadata import ABSENT, metadata_of
-from graphplan.owners.views import Cell, GroupCounts, Inherited, Members, Numbers, attributes_of, present
+from graphplan.owners.views import Cell, GroupCounts, Inherited, Members, ReadOnly, attributes_of, present
 from graphplan.specs.paths import free_name
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
 from graphplan.tensors.dtensors import local
@@ -63,7 +63,7 @@ class Scalar:
     @property
     def is_stored_here(self) -> bool:
         """Whether the container itself stores the value; False for properties and inherited class attributes."""
-        return not isinstance(self.container, (Numbers, Inherited))
+        return not isinstance(self.container, (ReadOnly, Inherited))
 
     @property
     def component(self) -> str:
@@ -75,7 +75,7 @@ class Scalar:
         container = self.container
         if isinstance(container, Inherited):
             yield from (("none_there", space, self.key) for space in container.before)
-        if isinstance(container, Numbers):
+        if isinstance(container, ReadOnly):
             yield "equal_attributes", container.thing, self.key, value
         else:
             space = container.space if isinstance(container, Members) else present(container)

@@ -43,7 +43,7 @@ from graphplan.owners.views import (
     ComputedItem,
     Inherited,
     Members,
-    Numbers,
+    ReadOnly,
     Setting,
     attributes_of,
     contents,
@@ -105,13 +105,13 @@ class ValueWalker:
                 self._parameter(value, path, container, key, source)
             else:
                 self._slot(path, container, key, source)
-                self._marks(value, path)
+                self._walk_tensor_attributes(value, path)
         elif kind is tuple and _ATOMS.issuperset(map(type, value)):
             # Sizes, strides and paddings of layers are compared as one value.
             self.walk.scalars[path] = Scalar(container, key, *source)
         elif kind in CODE and depth <= MAX_DEPTH:
             self.walk.scalars[path] = Scalar(container, key, *source)
-            self._behind(value, path, depth, source)
+            self._walk_referents(value, path, depth, source)
         elif not is_gone(value):
             self._other_value(value, path, container, key, depth, source)
 
@@ -122,7 +122,7 @@ class ValueWalker:
             self._parameter(value, path, container, key, source)
         elif issubclass(kind, Tensor):
             self._slot(path, container, key, source)
-            self._marks(value, path)
+            self._walk_tensor_attributes(value, path)
         elif issubclass(kind, tuple):
             self._tuple(value, path, container, key, depth, source)
         elif depth > MAX_DEPTH:
@@ -142,7 +142,7 @@ class ValueWalker:
             # Numbers and strings, but also functions, types and dtypes: all that a step's code can distinguish.
             self.walk.scalars[path] = Scalar(container, key, *source)
             if not issubclass(kind, SCALARS):
-                self._behind(value, path, depth, source)
+                self._walk_referents(value, path, depth, source)
 
     def _slot(self, path: str, container: Any, key: Any, source: Source) -> None:
         self.walk.slots[path] = Slot(container, key, *source, path=path)
@@ -151,13 +151,13 @@ class ValueWalker:
         self.walk.slots[path] = Slot(container, key, *source, path=path, is_parameter=True)
         number = id(param)
         if number not in self.walk.parameters:
-            self._marks(param, path)
+            self._walk_tensor_attributes(param, path)
             self.walk.parameters[number] = (path, param)
             if param.requires_grad or param.grad is not None:
                 place = Path.gradient(path)
                 self.walk.slots[place] = Slot(Setting(param), "grad", param, "grad", path=place, param=param)
 
-    def _marks(self, tensor: Tensor, path: str) -> None:
+    def _walk_tensor_attributes(self, tensor: Tensor, path: str) -> None:
         """Walk the attributes that code has set on a tensor. Most tensors have none."""
         inner = attributes_on(tensor)
         if not inner and type(tensor) in PLAIN_KINDS:
@@ -189,13 +189,13 @@ class ValueWalker:
             if issubclass(type(item), Tensor):
                 if place in self._leaves and has_own_gradient(item):
                     self._parameter(item, place, value, number, source)
-                self._marks(item, place)
+                self._walk_tensor_attributes(item, place)
             elif not issubclass(type(item), SCALARS):
                 self._value(item, place, value, number, depth + 1, source)
 
     def _items(self, items: MutableMapping[Any, Any] | Items, path: str, depth: int, source: Source) -> None:
         if not self._first_visit(items):
-            self._lead(items, source)
+            self._record_reference(items, source)
             # Record where it was found first: a later container at this path may be known from another place.
             self.walk.objects[path] = Scalar({path: self._homes.get(id(items), "what an optimizer has")}, path, *source)
             return
@@ -209,7 +209,7 @@ class ValueWalker:
         if isinstance(items, deque):
             # With ``[:]``, code that only appends does not count as reading these.
             via = f"{source[1]}[:]"
-            self.walk.scalars[f"{path}.maxlen"] = Scalar(Numbers(items), "maxlen", *source, via)
+            self.walk.scalars[f"{path}.maxlen"] = Scalar(ReadOnly(items), "maxlen", *source, via)
             is_full = ComputedItem(items, lambda deque: len(deque) == deque.maxlen)
             self.walk.objects[f"full({path})"] = Scalar(is_full, "full", *source, via)
         # Call the built-in methods: a subclass of dict may override them.
@@ -224,7 +224,7 @@ class ValueWalker:
         if type(items) not in (dict, list, deque) and is_user_object(items):
             self._object(items, path, depth, visited=True)
 
-    def _lead(self, items: Any, source: Source) -> None:
+    def _record_reference(self, items: Any, source: Source) -> None:
         """Record a further reference to a container that was found elsewhere, and so to the containers in it."""
         known, way = self._leads.setdefault(id(items), {}), (id(source[0]), source[1])
         if way in known:
@@ -232,7 +232,7 @@ class ValueWalker:
         known[way] = source
         for item in islice(items.values() if isinstance(items, MAPPINGS) else items, MAX_ITEMS):
             if isinstance(item, (*MAPPINGS, list, deque, tuple)):
-                self._lead(item, source)
+                self._record_reference(item, source)
 
     def _rest(self, items: MutableMapping[Any, Any] | Items, start: int, path: str, source: Source) -> None:
         """Record the items of a long container from ``start`` on. They are compared, but not walked."""
@@ -323,7 +323,7 @@ class ValueWalker:
                     self._parameter(part, f"{path}.{name}", parts, name, (module, name))
                 else:
                     self._slot(f"{path}.{name}", parts, name, (module, name))
-                    self._marks(part, f"{path}.{name}")
+                    self._walk_tensor_attributes(part, f"{path}.{name}")
         for kind in filter(inner.get, _HOOKS):
             hooks = inner[kind]
             for number, hook in hooks.items() if isinstance(hooks, (dict, Mapping)) else ():
@@ -348,7 +348,7 @@ class ValueWalker:
         self.walk.found.difference_update(map(id, buffers))
         return list(fresh)
 
-    def _behind(self, value: Any, path: str, depth: int, source: Source) -> None:
+    def _walk_referents(self, value: Any, path: str, depth: int, source: Source) -> None:
         """Walk what a function, method, class, module, weak reference or buffer leads to."""
         if isinstance(value, FunctionType):
             # functools.wraps() copies ``__module__`` of the wrapped function to the user's function.
@@ -362,11 +362,11 @@ class ValueWalker:
             if not isinstance(source[0], LRScheduler):
                 self._named.append((path, unwrapped(value)))
         elif isinstance(value, partial):
-            self._behind(value.func, f"{path}.func", depth, source)
-            self._tuple(value.args, f"{path}.args", Numbers(value), "args", depth, source)
+            self._walk_referents(value.func, f"{path}.func", depth, source)
+            self._tuple(value.args, f"{path}.args", ReadOnly(value), "args", depth, source)
             self._items(value.keywords, f"{path}.keywords", depth, source)
         elif isinstance(value, _lru_cache_wrapper):
-            self._behind(value.__wrapped__, f"{path}.__wrapped__", depth, source)
+            self._walk_referents(value.__wrapped__, f"{path}.__wrapped__", depth, source)
         elif isinstance(value, type):
             if is_users(value) and not issubclass(value, Enum) and self._first_visit(value):
                 self._class(value, path, depth)
@@ -395,13 +395,13 @@ class ValueWalker:
         if isinstance(bound, nn.Module | dict | list | deque) or is_user_object(bound):
             # The step's own object gets the name that the step's code uses for it.
             place = "self" if path == STEP else f"{path}.__self__"
-            self._value(bound, place, Numbers(method), "__self__", depth + 1, source)
+            self._value(bound, place, ReadOnly(method), "__self__", depth + 1, source)
         if isinstance(method, MethodType):
-            self._behind(method.__func__, f"{path}.__func__", depth, source)
+            self._walk_referents(method.__func__, f"{path}.__func__", depth, source)
 
     def _function(self, function: FunctionType, path: str, depth: int, source: Source) -> None:
         """Walk a function's code, defaults and attributes. Its closure and globals are walked by name."""
-        space = Numbers(function)
+        space = ReadOnly(function)
         self.walk.scalars[f"{path}.__code__"] = Scalar(space, "__code__", *source)
         self._value(function.__defaults__, f"{path}.__defaults__", space, "__defaults__", depth + 1, source)
         if function.__code__.co_kwonlyargcount:

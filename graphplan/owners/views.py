@@ -19,7 +19,7 @@ _MOST_ITEMS = 65536
 """Maximum number of items of a list or dictionary that are compared before each replay."""
 
 
-class Numbers:
+class ReadOnly:
     """Attributes and properties of an object of torch, Lightning or Python: read and guarded, but never written."""
 
     def __init__(self, thing: Any, names: Sequence[str] = ()) -> None:
@@ -30,11 +30,11 @@ class Numbers:
         return getattr(self.thing, name)
 
 
-class Given(Numbers):
+class CallNumbers(ReadOnly):
     """Numbers that a step gets as arguments: its code need not load an attribute of this name to read them."""
 
 
-class Setting(Numbers):
+class Setting(ReadOnly):
     """Settable attributes that a class computes or validates, such as properties."""
 
     def __setitem__(self, name: str, value: Any) -> None:

@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from graphplan.owners.kinds import MAPPINGS, SCALARS, has_groups, is_of_library, is_user_object
 from graphplan.owners.slots import Namespace, Reached, Scalar, Slot, Via, Walk
 from graphplan.owners.values import Source, ValueWalker, has_own_gradient
-from graphplan.owners.views import ComputedItem, GroupCounts, Numbers, attributes_of
+from graphplan.owners.views import ComputedItem, GroupCounts, ReadOnly, attributes_of
 from graphplan.specs.paths import free_name
 
 _OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults", "step", "zero_grad"})
@@ -33,14 +33,14 @@ class _Walker(ValueWalker):
         mentioned = names.mentioned if names.mentioned and not names.computes else None
         super().__init__(names, mentioned)
         self._roots = {
-            name: owner.thing if isinstance(owner, (Numbers, Via, Reached)) else owner
+            name: owner.thing if isinstance(owner, (ReadOnly, Via, Reached)) else owner
             for name, owner in owners.items()
             if not isinstance(owner, Namespace)
         }
 
     def enter(self, owner: Any, path: str) -> None:
         """Walk a named owner of any type."""
-        if isinstance(owner, Numbers):
+        if isinstance(owner, ReadOnly):
             for name in owner.names:
                 self.walk.scalars[f"{path}.{name}"] = Scalar(owner, name, owner.thing, name)
         elif isinstance(owner, GroupCounts):
@@ -70,7 +70,7 @@ class _Walker(ValueWalker):
         elif attributes_of(owner) is not None or is_user_object(owner):
             self._object(owner, path, 0)
         else:
-            self._behind(owner, path, 0, (owner, path))
+            self._walk_referents(owner, path, 0, (owner, path))
 
     def _reached(self, owner: Reached, path: str) -> None:
         if self._used.isdisjoint(owner.names):

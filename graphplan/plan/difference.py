@@ -208,7 +208,7 @@ def _check_externals(first: Trace, second: Trace) -> None:
 
 def _check_generators(first: Trace, second: Trace) -> None:
     """Refuse a random operator that draws from two generators: a recording continues one generator."""
-    for (old, _), (new, source) in zip(first.drawings, second.drawings, strict=True):
+    for (old, _), (new, source) in zip(first.operator_draws, second.operator_draws, strict=True):
         if old is not new:
             raise GeneratorSeekError(
                 f"the random operator at {source} draws from another {new.device} torch.Generator than in the step "

@@ -142,7 +142,7 @@ class Plan:
     may_reorder: bool
     undone: frozenset[str]
     defers: bool
-    whole: frozenset[Place]
+    integer_places: frozenset[Place]
     tables: frozenset[str]
     symbolic: Mapping[str, type]
     filled: tuple[NumberTensor, ...]

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 
 from graphplan.owners.slots import is_optimizer_state
-from graphplan.owners.views import Given, Numbers
+from graphplan.owners.views import CallNumbers, ReadOnly
 from graphplan.specs.paths import Fact, names
 from graphplan.tensors.deferred import NumberForm
 from graphplan.trace.changes import Rebinding
@@ -49,7 +49,7 @@ def _works_on_host(trace: Trace) -> bool:
     reads = any(read.expected for read in trace.host_reads)
     if reads or trace.prints or (trace.deferred is not None and trace.deferred.shows_more):
         return True
-    return bool(trace.draws or trace.drawings) or _follows(trace.symbolic, trace.changes.scalars.keys())
+    return bool(trace.draws or trace.operator_draws) or _follows(trace.symbolic, trace.changes.scalars.keys())
 
 
 def _follows(numbers: SymbolicNumbers, changed: Collection[str]) -> bool:
@@ -57,7 +57,7 @@ def _follows(numbers: SymbolicNumbers, changed: Collection[str]) -> bool:
     owners hold such numbers that are not in ``changed``: one trace cannot tell if the step sets one to its old value.
     """
     others = (place for path, place in numbers.places.items() if path not in changed)
-    is_given = all(type(place.container) in (Given, Numbers) for place in others)
+    is_given = all(type(place.container) in (CallNumbers, ReadOnly) for place in others)
     needs_more = numbers.used.keys() - changed or numbers.behind or numbers.rewrites
     return bool(needs_more) or not is_given
 

@@ -131,7 +131,9 @@ def _record(
                 follows={draw.generator for draw in plan.drawn}, may_fill=backend.executes,
                 questions=plan.reads.questions.keys() if plan.single else None, tables=walk.tables(plan.tables),
             )  # fmt: skip
-            deferring = DeferredReads(fills=False, defers=plan.defers, symbolic=numbers, whole=plan.whole)
+            deferring = DeferredReads(
+                fills=False, defers=plan.defers, symbolic=numbers, integer_places=plan.integer_places
+            )
             with own_derivatives() if plan.traced.derives else nullcontext(), deferring as deferred:
                 result = call_step(plan.handles.function(), fed.args, fed.kwargs)
             bindings.numbers.copies, bindings.numbers.are_kept = deferred.copies, deferred.are_kept

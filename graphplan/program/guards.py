@@ -16,7 +16,7 @@ from graphplan.compare.comparing import Checks, Row, contents_of, facts_of, row_
 from graphplan.observe.host_draws import peek
 from graphplan.owners.slots import Item, Scalar, Slot, Walk, is_optimizer_state, item_by_attribute, tensor_leaves
 from graphplan.owners.tensor_metadata import TensorMetadata, metadata_of
-from graphplan.owners.views import ComputedItem, Given, attributes_of, extent, home
+from graphplan.owners.views import CallNumbers, ComputedItem, attributes_of, extent, home
 from graphplan.plan.plan import Plan
 from graphplan.specs.paths import Path
 from graphplan.tensors.dtensors import is_sharded, local
@@ -55,7 +55,7 @@ class Guards:
         symbolic = {path: item_by_attribute(place) for path in plan.symbolic if (place := walk.value(path)) is not None}
         # Numbers given as arguments are always integers: only their branches are guarded.
         symbolic = {
-            path: place for path, place in symbolic.items() if path in asked or type(place.container) is not Given
+            path: place for path, place in symbolic.items() if path in asked or type(place.container) is not CallNumbers
         }
         self._shown = _Metadata(plan.reads.metadata, walk)
         self.ask: Callable[[], bool] | None = None

@@ -123,7 +123,7 @@ class Outputs:
         """Bytes of leased memory."""
         return sum(lease.tensor.nbytes for lease in self.lent)
 
-    def renew(self) -> None:
+    def mark_overwritten(self) -> None:
         """Mark the results of the previous run as overwritten."""
         for lease in self.lent:
             lease.number += 1

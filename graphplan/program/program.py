@@ -190,7 +190,7 @@ class Program:
         try:
             self.bindings.numbers.start()
             self.inputs.load(leaves)
-            self.outputs.renew()
+            self.outputs.mark_overwritten()
             self._launch()
         except Exception:
             if drawn_from is not None:

@@ -17,7 +17,7 @@ from graphplan.environment.devices import is_accelerator
 from graphplan.errors import CaptureError, HostScalarError, HostSyncError, RefusalError
 from graphplan.owners.discovery import names_in
 from graphplan.owners.slots import Walk
-from graphplan.owners.views import Numbers, attributes_of
+from graphplan.owners.views import ReadOnly, attributes_of
 from graphplan.plan.plan import Plan
 from graphplan.tensors.copying import copy_all
 from graphplan.tensors.trees import named_leaves
@@ -34,7 +34,7 @@ def _compiled(walk: Walk, fn: Callable[..., Any]) -> Iterator[Any]:
     """Compiled code among the owners and the names in ``fn``, which become owners only after the first step."""
     yield from (optimizer for optimizer in walk.optimizers.values() if _compiles_itself(optimizer))
     # Leave out attributes of library objects: they may be properties, whose code may raise.
-    held = (scalar.get() for scalar in walk.scalars.values() if not isinstance(scalar.container, Numbers))
+    held = (scalar.get() for scalar in walk.scalars.values() if not isinstance(scalar.container, ReadOnly))
     for value in [*walk.modules, *held, fn, *(value for _, value in names_in(getattr(fn, "__func__", fn)))]:
         if _is_compiled(value):
             yield value

@@ -78,7 +78,7 @@ class Frequency:
 
 
 @dataclass(slots=True)
-class Way:
+class CodePath:
     """One control-flow path through a step's code. ``asked``: questions about owners' numbers, with the answers that
     lead here. ``draws``: random draws on the host, whose numbers count as owners'. ``kinds``: classes of the numbers.
 
@@ -139,10 +139,10 @@ class Entry:
     after a single trace, raised once two traces give a plan. ``captured``: it has or had a program; ``lasted``: replays
     until its programs were last dropped for a recapture. ``gate`` times its replays until ``is_decided``. ``outside``:
     results take part in a backward pass outside the step, so calls are eager. ``batch``: reads of the batch choose
-    another entry, whose ``base`` is this one. ``ways``: the current one is last; the numbers at ``places`` decide
-    between them. ``untried``: ways that were traced since the last capture; ``too_many``: the error if they exceed a
-    limit. ``unknown``: frequencies of untraced ways, by the answers to questions. ``wasted``: programs of ways that
-    were closed before they had paid off. ``needing``: calls that were eager because code needs a value.
+    another entry, whose ``base`` is this one. ``code_paths``: the current one is last; the numbers at ``places`` decide
+    between them. ``traced_since_capture``: the number of code paths traced since the last capture; ``too_many``: the
+    error if it exceeds a limit. ``unknown``: frequencies of untraced paths, by the answers to questions.
+    ``unpaid_programs``: programs closed before they had paid off. ``value_calls``: calls eager for a needed value.
     ``outer_backward``: names of results that an outer backward pass reached, by the number of the call.
     ``pause``: why this call is eager despite a program; ``paused``: a program's replays before its latest pause.
     """
@@ -162,11 +162,11 @@ class Entry:
     outside: bool = False
     batch: BatchVariants | None = None
     base: Entry | None = None
-    ways: list[Way] = field(default_factory=lambda: [Way()])
+    code_paths: list[CodePath] = field(default_factory=lambda: [CodePath()])
     places: dict[str, Scalar] = field(default_factory=dict)
-    untried: int = 0
-    wasted: int = 0
-    needing: int = 0
+    traced_since_capture: int = 0
+    unpaid_programs: int = 0
+    value_calls: int = 0
     unknown: dict[tuple[Any, ...], Frequency] = field(default_factory=dict)
     too_many: HostScalarError | None = None
     gate: Gate | None = None
@@ -184,27 +184,27 @@ class Entry:
         return entry
 
     @property
-    def way(self) -> Way:
+    def code_path(self) -> CodePath:
         """The current way."""
-        return self.ways[-1]
+        return self.code_paths[-1]
 
     @property
     def lines(self) -> dict[Variant, Line]:
         """The lines of the current way."""
-        return self.way.lines
+        return self.code_path.lines
 
     @property
     def lacks_value(self) -> bool:
         """Whether code needs a value that has no program and will not get one: it is new, or one of more than there are
         ways to keep.
         """
-        way = self.way
-        return not way.is_met or (way.needs_values and not way.lines and len(self.unknown) >= _WAYS)
+        code_path = self.code_path
+        return not code_path.is_met or (code_path.needs_values and not code_path.lines and len(self.unknown) >= _WAYS)
 
     @property
     def is_new(self) -> bool:
         """Whether no call was traced on the current way yet."""
-        return not (self.lines or (self.captured and len(self.ways) == 1))
+        return not (self.lines or (self.captured and len(self.code_paths) == 1))
 
     @property
     def progress(self) -> int:
@@ -223,15 +223,15 @@ class Entry:
 
     def forget(self, line: Line) -> None:
         """Remove ``line``, so that its calls are traced from the beginning."""
-        way = self.way
-        way.lines = {variant: known for variant, known in way.lines.items() if known is not line}
+        code_path = self.code_path
+        code_path.lines = {variant: known for variant, known in code_path.lines.items() if known is not line}
 
     def select(self, variant: Callable[[], Variant], call: int) -> Program | None:
         """The ready program for the gradients and owners' numbers of this ``call``, if there is one."""
-        if self.places or any(way.draws for way in self.ways):
-            self._turn()
-            self.way.taken.count(call)
-        ready = self.way.programs
+        if self.places or any(each.draws for each in self.code_paths):
+            self._select_code_path()
+            self.code_path.taken.count(call)
+        ready = self.code_path.programs
         # If the step discards gradients unread, one program serves every variant.
         for_any = next((program for program in ready if not program.plan.tells_gradients), None)
         if for_any is not None or not ready:
@@ -244,7 +244,7 @@ class Entry:
 
     def learn(self, facts: Trace, places: Mapping[str, Scalar]) -> None:
         """Record what a trace of the latest call asked about owners' numbers, which lie at ``places``."""
-        asked, way = facts.symbolic.asked, self.way
+        asked, code_path = facts.symbolic.asked, self.code_path
         paths = {path for question in asked for path in question.paths} | facts.symbolic.deciding
         # The step may have emptied a list, so use the places that the trace knew at its start.
         self.places.update(facts.symbolic.places)
@@ -254,15 +254,15 @@ class Entry:
         values = {Question.about(path, needs_value=True): facts.entry_scalars[path] for path in used}
         # Keep questions about numbers that have no stand-in, since this trace could not ask them again.
         known = facts.symbolic.places.keys() | facts.symbolic.drawn.keys()
-        kept = {q: answer for q, answer in way.asked.items() if not (q.needs_value and known >= set(q.paths))}
-        way.asked = {**kept, **asked, **values}
-        way.where = next(chain(map(facts.symbolic.told, used), facts.symbolic.needed.values()), "")
-        way.draws = tuple(facts.symbolic.draws)
-        way.kinds.update({path: type(facts.entry_scalars.get(path)) for path in self.places})
-        way.kinds.update(facts.symbolic.kinds)
-        self.untried += not way.is_known
-        way.is_known = True
-        if self.untried > _WAYS and self.too_many is None:
+        kept = {q: answer for q, answer in code_path.asked.items() if not (q.needs_value and known >= set(q.paths))}
+        code_path.asked = {**kept, **asked, **values}
+        code_path.where = next(chain(map(facts.symbolic.told, used), facts.symbolic.needed.values()), "")
+        code_path.draws = tuple(facts.symbolic.draws)
+        code_path.kinds.update({path: type(facts.entry_scalars.get(path)) for path in self.places})
+        code_path.kinds.update(facts.symbolic.kinds)
+        self.traced_since_capture += not code_path.is_known
+        code_path.is_known = True
+        if self.traced_since_capture > _WAYS and self.too_many is None:
             self.too_many = HostScalarError(
                 f"the step takes another path through its code in each call, depending on {self._decides(paths)}: "
                 f"{_WAYS} paths in a row were taken only once, and a replay repeats one path. Pass the deciding value "
@@ -271,44 +271,45 @@ class Entry:
 
     def need(self, paths: Collection[str], places: Mapping[str, Scalar]) -> None:
         """Let the values of the numbers at ``paths`` decide, since these numbers have no stand-ins any more."""
-        decide = {path for question in self.way.asked for path in question.paths}
+        decide = {path for question in self.code_path.asked for path in question.paths}
         for path in decide.intersection(paths, places):
-            self.way.asked[Question.about(path, needs_value=True)] = value_at(places[path])
+            self.code_path.asked[Question.about(path, needs_value=True)] = value_at(places[path])
 
     def _decides(self, paths: Collection[str]) -> str:
         """Describe what decides between ways: the numbers at ``paths``, or without paths, a number's presence."""
         if paths:
             return f"the values of {' and '.join(sorted(paths))}"
-        kinds = [way.kinds for way in self.ways]
+        kinds = [each.kinds for each in self.code_paths]
         paths = {path for known in kinds for path in known if len({each.get(path) for each in kinds}) > 1}
         path = min(paths, default="a number")
         return f"whether {path} exists, and on its class"
 
-    def _turn(self) -> None:
+    def _select_code_path(self) -> None:
         """Make the way to which the current numbers lead the current one."""
         numbers = {path: value for path, place in self.places.items() if (value := value_at(place)) is not None}
-        known = next((way for way in self.ways if way.is_known and way.is_taken(numbers)), None)
+        known = next((each for each in self.code_paths if each.is_known and each.is_taken(numbers)), None)
         if known is None:
-            alike = [way for way in self.ways if way.needs_values and way.is_taken(numbers, values=False)]
-            like = alike[0] if alike else max(self.ways, key=lambda way: len(way.asked))
+            alike = [each for each in self.code_paths if each.needs_values and each.is_taken(numbers, values=False)]
+            like = alike[0] if alike else max(self.code_paths, key=lambda each: len(each.asked))
             answers = like.answers(numbers) or {}
             frequency = self._frequency(answers)
-            if not self.way.is_known:
+            if not self.code_path.is_known:
                 # The current way was not traced yet, so it can stand for these numbers.
-                self.way.taken = frequency
+                self.code_path.taken = frequency
                 return
-            known = Way(taken=frequency)
+            known = CodePath(taken=frequency)
             if alike and answers:
-                known = Way(answers, like.draws, dict(like.kinds), like.where, is_known=True, taken=frequency)
+                known = CodePath(answers, like.draws, dict(like.kinds), like.where, is_known=True, taken=frequency)
             # A step that is refused for two values is most likely refused for another value, too.
-            refusals = [way.refusal for way in alike if way.refusal is not None]
+            refusals = [each.refusal for each in alike if each.refusal is not None]
             known.refusal = refusals[0] if len(refusals) > 1 else self.too_many
-        elif known is self.way:
+        elif known is self.code_path:
             return
-        if not self.way.lines and self.way.refusal in (None, self.too_many, *(way.refusal for way in self.ways[:-1])):
-            self.ways.pop()
-        self.ways = [*(way for way in self.ways if way is not known), known]
-        if len(self.ways) > _WAYS:
+        of_others = [each.refusal for each in self.code_paths[:-1]]
+        if not self.code_path.lines and self.code_path.refusal in (None, self.too_many, *of_others):
+            self.code_paths.pop()
+        self.code_paths = [*(each for each in self.code_paths if each is not known), known]
+        if len(self.code_paths) > _WAYS:
             self.forget_oldest()
 
     def _frequency(self, answers: Mapping[Question, Any]) -> Frequency:
@@ -335,36 +336,37 @@ class Entry:
         reason, self.pause = self.pause, None
         return reason
 
-    def may_refuse_way(self) -> bool:
+    def may_refuse_path(self) -> bool:
         """Return True if a refusal concerns the current way alone: other ways are replayed, or may be."""
-        others = self.ways[:-1]
-        if any(way.programs for way in others):
+        others = self.code_paths[:-1]
+        if any(each.programs for each in others):
             return True
-        return bool(self.way.asked) and sum(way.refusal is not None for way in others) + 1 < _REFUSED
+        return bool(self.code_path.asked) and sum(each.refusal is not None for each in others) + 1 < _REFUSED
 
     def forget_oldest(self) -> None:
         """Remove the least recently used way and close its programs."""
-        for program in self.ways.pop(0).programs:
-            self.wasted += program.replays < PAYS
+        for program in self.code_paths.pop(0).programs:
+            self.unpaid_programs += program.replays < PAYS
             program.close()
 
     def programs(self) -> list[Program]:
         """Programs that are ready, those of the current way last."""
-        return [program for way in self.ways for program in way.programs]
+        return [program for each in self.code_paths for program in each.programs]
 
     def drop(self) -> None:
         """Close the programs and forget all ways. The number of warm-up steps stays."""
         for program in self.programs():
             program.close()
-        self.ways, self.untried, self.unknown = [Way()], 0, {}
+        self.code_paths, self.traced_since_capture, self.unknown = [CodePath()], 0, {}
         self.pause = None
         self.paused.clear()
 
     def relocate(self, places: Mapping[str, Scalar]) -> bool:
         """Read the numbers at ``places`` from now on. Return True if that leads to another way."""
-        way, self.places = self.way, {path: item_by_attribute(places[path]) for path in self.places if path in places}
-        self._turn()
-        return self.way is not way
+        before = self.code_path
+        self.places = {path: item_by_attribute(places[path]) for path in self.places if path in places}
+        self._select_code_path()
+        return self.code_path is not before
 
 
 def value_at(place: Scalar) -> Any:

@@ -26,9 +26,9 @@ class FoundReads:
         return recorder_of(feed, self._earlier)
 
     @property
-    def waiting(self) -> frozenset[Place]:
+    def deferred_places(self) -> frozenset[Place]:
         """The places where the step reads integers whose values are deferred."""
-        return frozenset(self._earlier.waiting)
+        return frozenset(self._earlier.deferred_places)
 
     def stop_waiting(self) -> bool:
         """Stop deferring integers that the step reads. Return True if any was deferred."""

@@ -216,8 +216,8 @@ class Timing:
     """The timing of a step whose replays have to be faster than eager steps. A training step has one ``gate``, which is
     made for its first calls unless it is given; an inference step has one for each signature.
 
-    ``way``: if set, runs the calls in place of the state machine. ``leave``: transforms the arguments of stock calls,
-    which run the function alone. ``down_because``: why all calls are stock; None if they are not, or are timed.
+    ``handler``: if set, runs the calls in place of the state machine. ``leave``: transforms the arguments of stock
+    calls, which run the function alone. ``down_because``: why all calls are stock; None if they are not, or are timed.
     """
 
     def __init__(
@@ -231,14 +231,14 @@ class Timing:
         if gate is not None:
             self._runner.stats.measured = gate.measured
         self.opens = opens and gate is None
-        self.way: Serve | None = None if gate is None else self._timed
+        self.handler: Serve | None = None if gate is None else self._timed
         self._calls = 0  # Stock calls that the statistics do not contain yet.
         self.down_because: tuple[SkipReason, str] | None = None
 
     @property
     def is_stock(self) -> bool:
         """Whether calls run the step's function alone, and graphplan only counts them."""
-        return self.way == self._call_stock
+        return self.handler == self._call_stock
 
     def take_counts(self) -> Stats:
         """Return the statistics of all calls so far, including stock calls."""
@@ -250,7 +250,7 @@ class Timing:
     def be_stock(self, reason: SkipReason | None, detail: str = "") -> None:
         """Run the step's function alone from now on: for a ``reason``, or without one to time it."""
         self.take_counts()
-        self.way = self._call_stock
+        self.handler = self._call_stock
         self.down_because = None if reason is None else (reason, detail)
 
     def _call_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -272,10 +272,10 @@ class Timing:
             self._gate.cancel()
         self._go_on(None)
 
-    def _go_on(self, way: Serve | None) -> None:
-        """End stock calls. Run the next calls by ``way``, or without one by the state machine."""
+    def _go_on(self, handler: Serve | None) -> None:
+        """End stock calls. Run the next calls by ``handler``, or without one by the state machine."""
         self.take_counts()
-        self.way, self.down_because = way, None
+        self.handler, self.down_because = handler, None
 
     def begins(self, feed: Feed) -> bool:
         """Return True if the next calls are stock and timed, and start that. Only the first call has an effect."""

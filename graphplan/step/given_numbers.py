@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
-from graphplan.owners.views import Given
+from graphplan.owners.views import CallNumbers
 from graphplan.specs.paths import free_name
 from graphplan.step.managed import Managed
 from graphplan.tensors.symbolic import has_stand_ins
@@ -37,7 +37,7 @@ class GivenNumbers:
             self._names = [name for name, kind in parameters if kind.kind <= kind.POSITIONAL_OR_KEYWORD]
         self._held = _Arguments()
         self._seen: dict[_Place, set[Any]] = {}
-        self._literal: set[_Place] = set()  # Arguments whose values code needs.
+        self._literal: set[_Place] = set()  # CallNumbers whose values code needs.
         self.needed: list[str] = []
         """Descriptions of the arguments whose values code needs."""
         self.given: dict[_Place, str] = {}
@@ -80,7 +80,7 @@ class GivenNumbers:
         for place in fresh:
             self.given[place] = self._name(place)
         if fresh:
-            self._managed.owners[self._owner] = Given(self._held, tuple(self.given.values()))
+            self._managed.owners[self._owner] = CallNumbers(self._held, tuple(self.given.values()))
         return bool(fresh)
 
     def give_up(self, paths: Collection[str], told: Callable[[str], str] = str) -> list[str]:

@@ -90,8 +90,8 @@ class GraphedStep(CallLock, Reports):
             RefusalError: if the step cannot be replayed correctly (see ``on_failure``); the call is undone.
             PaddingError: if padding changes the state or the results (``shapes="bucket"``); the call is undone.
         """
-        way = self.machine.timing.way
-        return self._call(args, kwargs) if way is None else way(args, kwargs)
+        handler = self.machine.timing.handler
+        return self._call(args, kwargs) if handler is None else handler(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._take_turn()

@@ -56,7 +56,7 @@ class Lookup:
             program = entry.select(self._managed.grad_presence, self._stats.calls)
             if program is None:
                 is_first = not entry.eager_calls and self._programs.is_further(entry)
-                is_eager = entry.way.refusal is not None or entry.lacks_value
+                is_eager = entry.code_path.refusal is not None or entry.lacks_value
                 is_eager = is_eager or bool(self._programs.waits(entry) or self._programs.limit_reason(entry))
                 if looked or is_first or is_eager:
                     # The call will be eager, so a walk over the owners would be wasted.

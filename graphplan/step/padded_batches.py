@@ -241,7 +241,7 @@ class RehearsalMode(OperatorMode):
         self._copied = copied
         self._made: set[int | None] = set()
         self.record = Trace()  # Changes that no snapshot can undo, and the dtypes of all results.
-        self._states = self.record.unowned_draws
+        self._states = self.record.unowned_generator_states
         self._states += [(generator, generator.get_state()) for generator in default_generators()]
         self._host_states = HostGenerators()
         self._places: dict[str, None] = {}

@@ -19,7 +19,7 @@ from graphplan.observe.host_draws import DRAWN
 from graphplan.observe.subscripts import looked_up_in
 from graphplan.owners.generators import NUMPYS, PYTHONS
 from graphplan.owners.slots import Namespace, Scalar, Walk
-from graphplan.owners.views import Given, Numbers
+from graphplan.owners.views import CallNumbers, ReadOnly
 from graphplan.plan.build import build_plan
 from graphplan.plan.difference import is_reordered
 from graphplan.plan.plan import Plan
@@ -38,7 +38,10 @@ FICKLE_TRACES = 3
 ALWAYS_TWO_TRACES = ContextVar("twice", default=False)
 """Whether steps that are created in this context need two traces: only two traces can name the line that differs."""
 _REORDERED = 5  # Maximum retraces for reordered autograd; back off 4, 8, ... 64 steps.
-_REPLACED = (Given, Numbers)  # Containers whose numbers have stand-ins even before they are known to change.
+_REPLACED = (
+    CallNumbers,
+    ReadOnly,
+)  # Containers whose numbers have stand-ins even before they are known to change.
 _STRADDLING = 3  # Consecutive pairs of traces between which host code changed a value before the step is refused.
 
 
@@ -95,7 +98,7 @@ class Planner:
         is_named |= path in self._changing_numbers or place.is_called(names.attributes)
         # Methods of a package's metrics and averages may read the counters that these objects keep.
         is_named |= place.attribute in names.mentioned and _is_of_package(type(place.owner))
-        is_named |= type(place.container) is Given or isinstance(place.owner, Namespace)
+        is_named |= type(place.container) is CallNumbers or isinstance(place.owner, Namespace)
         return is_named and may_be_symbolic(place) and not is_allowed(path, self._options.allow)
 
     def make_symbolic(self, walk: Walk, device: torch.device | None, *, arguments_alone: bool) -> SymbolicNumbers:
@@ -123,7 +126,9 @@ class Planner:
         """Record the containers in which the step only looks up numbers. Return True if one has no stand-in yet."""
         if not self._looks_up or self._managed.names.computes:
             return False
-        looked_up = {name for code in facts.symbolic.looking.values() for name in looked_up_in(code)} - self._tables
+        looked_up = {
+            name for code in facts.symbolic.indexing_code.values() for name in looked_up_in(code)
+        } - self._tables
         found = walk.tables(looked_up - facts.reads.misused(looked_up))
         changing = {id(walk.scalars[path].container) for path in self._changing_numbers & walk.scalars.keys()}
         self._tables.update(name for space, key, name in found if id(space[key]) not in changing)

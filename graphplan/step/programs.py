@@ -101,8 +101,8 @@ class Programs:
 
     def never_again(self, error: HostSyncError) -> HostSyncError:
         """The error that refuses a further trace for reads of the batch; ``error`` is the one for the first read."""
-        ways = [entry.batch for entry in self._entries.values() if entry.batch is not None and entry.batch.guesses]
-        return error if any(way.has_looked for way in ways) else unlike_in_shape(error, len(ways))
+        guessed = [entry.batch for entry in self._entries.values() if entry.batch is not None and entry.batch.guesses]
+        return error if any(variants.has_looked for variants in guessed) else unlike_in_shape(error, len(guessed))
 
     def knows(self, geometry: Hashable) -> bool:
         """Return True if a program was captured for feeds of this ``geometry``."""
@@ -127,18 +127,20 @@ class Programs:
 
     def take_back(self, entry: Entry, program: Program) -> None:
         """Close one program of an entry without counting it as a capture that did not pay off."""
-        for way in entry.ways:
-            way.lines = {variant: line for variant, line in way.lines.items() if line.program is not program}
+        for code_path in entry.code_paths:
+            code_path.lines = {
+                variant: line for variant, line in code_path.lines.items() if line.program is not program
+            }
         program.close()
         if self._latest.get(entry.key[0]) is program:
             del self._latest[entry.key[0]]
 
     def replays_of(self, base: Entry) -> int:
         """The replays of all open programs for batch variants of ``base``."""
-        ways = (entry for entry in self._entries.values() if entry.base is base)
-        return sum(program.replays for entry in ways for program in entry.programs())
+        variants = (entry for entry in self._entries.values() if entry.base is base)
+        return sum(program.replays for entry in variants for program in entry.programs())
 
-    def close_ways(self, base: Entry) -> None:
+    def close_variants(self, base: Entry) -> None:
         """Close the programs for all batch variants of ``base``."""
         for entry in self._entries.values():
             if entry.base is base:
@@ -180,12 +182,12 @@ class Programs:
         before = self._latest.pop(geometry, None)
         is_further = len(entry.programs()) > 1
         self._stats.recaptured += before is not None and not is_further
-        entry.captured, entry.untried = True, 0
+        entry.captured, entry.traced_since_capture = True, 0
         self._captured_at = self._captured_at or self._stats.calls
         if is_further and isinstance(before, Program) and before.is_open:
             # The other way's program may still pay off. Count only programs that were closed to make room.
-            self._unpaid += entry.wasted
-            entry.wasted = 0
+            self._unpaid += entry.unpaid_programs
+            entry.unpaid_programs = 0
         elif before is not None:
             replays = before.replays if isinstance(before, Program) else before
             self._unpaid = self._unpaid + 1 if replays < PAYS else 0
@@ -196,7 +198,7 @@ class Programs:
             others = [other for other in self._entries.values() if other.programs() and other is not entry]
             if others:
                 min(others, key=lambda other: other.used).drop()
-            elif len(entry.ways) > 1:
+            elif len(entry.code_paths) > 1:
                 entry.forget_oldest()
             else:
                 break
@@ -223,11 +225,11 @@ class Programs:
         to wait until replays have saved the cost of starting, less an allowance. None if it may start now, or has
         waited long enough without a replay: only replays save time.
         """
-        has_ways = len(entry.ways) > 1
+        has_paths = len(entry.code_paths) > 1
         is_behind = any(other.progress > entry.progress for other in self._entries.values())
-        is_further = (has_ways or not entry.captured) and (bool(self.all()) or is_behind)
+        is_further = (has_paths or not entry.captured) and (bool(self.all()) or is_behind)
         # Each call may take a way of its own. If refusals raise, do not wait: the error should come early.
-        is_further |= has_ways and self._options.on_failure == "eager"
+        is_further |= has_paths and self._options.on_failure == "eager"
         # One recapture may be due to a number, which has a stand-in from then on. After two, a third is likely.
         is_again = math.isfinite(entry.lasted) and len(self._reasons) > 1 and not entry.programs()
         is_again &= self._options.on_failure == "eager"
@@ -238,7 +240,7 @@ class Programs:
             self._longest = _LONGEST
             return None
         # If a step takes one of many ways at random, most calls may be on unknown ways: wait longer.
-        longest = self._longest * (_LONGER if has_ways or is_again else 1)
+        longest = self._longest * (_LONGER if has_paths or is_again else 1)
         # Before the first capture, count traces instead: the traced ways may never recur.
         progress = self.progress or self._stats.traced
         if self._waits_at != progress:
@@ -250,13 +252,13 @@ class Programs:
             self._is_tried = True
             return None
         signature = "a new signature" if is_further else "a step that was captured before"
-        what = "a new path through the step's code" if has_ways else signature
+        what = "a new path through the step's code" if has_paths else signature
         return f"{what} is traced once replays have saved the time of earlier traces and captures"
 
-    def pass_by(self, *, is_for_good: bool) -> None:
-        """Count a call that skips the lookup: it has to wait, or (``is_for_good``) ``max_graphs`` is reached."""
-        self._lookups += is_for_good
-        self._waits += 2 * (not is_for_good)
+    def count_skipped(self, *, limit_reached: bool) -> None:
+        """Count a call that skips the lookup: it has to wait, or (``limit_reached``) ``max_graphs`` is reached."""
+        self._lookups += limit_reached
+        self._waits += 2 * (not limit_reached)
 
     def why_unpaid(self) -> str | None:
         """Return, only once, why consecutive captures have not paid off, so that further ones wait; else None."""
@@ -295,8 +297,8 @@ class Programs:
         # A call with reads of its batch takes two lookups.
         lookups = (self._lookups - entry.since) / (1 if entry.base is None else 2)
         rate, met = (entry.met - 1) / max(1.0, lookups), entry.met
-        if len(entry.ways) > 1:
-            rate, met = entry.way.taken.rate, entry.way.taken.met
+        if len(entry.code_paths) > 1:
+            rate, met = entry.code_path.taken.rate, entry.code_path.taken.met
         return min(calls * rate, _OFTEN * met, entry.lasted)
 
     @property

@@ -46,7 +46,7 @@ class Call:
 
 Found = bool | str | RefusalError | None
 """Whether a row applies. A text is the wording for reports; an error's own reason is used."""
-Way = Callable[[Call, SkipReason | None, str], Any]
+Handler = Callable[[Call, SkipReason | None, str], Any]
 
 
 class Reasons:
@@ -58,51 +58,51 @@ class Reasons:
         self._step = step
         options, managed, programs, timing, on = step.options, step.managed, step.programs, step.timing, SkipReason
         may_advance = (lambda is_planned: True) if step.peers is None else step.peers.may_advance
-        self._table: tuple[tuple[SkipReason | None, Callable[[Call], Found], Way | None], ...] = (
+        self._table: tuple[tuple[SkipReason | None, Callable[[Call], Found], Handler | None], ...] = (
             # With `autograd`, gradients may flow through the call. Else run it like the calls before and after it.
-            (on.SURROUNDINGS, lambda call: call.around, step.plainly if options.autograd else step.as_traced),
-            (on.BACKEND_EAGER, lambda call: options.backend == "eager", step.plainly),
+            (on.SURROUNDINGS, lambda call: call.around, step.run_unmanaged if options.autograd else step.run_managed),
+            (on.BACKEND_EAGER, lambda call: options.backend == "eager", step.run_unmanaged),
             # Rows about the fed arguments.
-            (on.GRADIENT, self._asks_for_gradients, step.plainly),
-            (on.EAGER_IF, self._asks_eager, step.as_traced),
-            (None, lambda call: timing.begins(call.feed), step.as_stock),
+            (on.GRADIENT, self._asks_for_gradients, step.run_unmanaged),
+            (on.EAGER_IF, self._asks_eager, step.run_managed),
+            (None, lambda call: timing.begins(call.feed), step.run_stock),
             (None, lambda call: managed.refusal, None),
             # Rows about the call's entry and program. The lookup may set `managed.refusal`, so check that again.
-            (on.SHAPE, self._takes_no_known_way, step.as_traced),
+            (on.SHAPE, self._takes_no_known_way, step.run_managed),
             (None, lambda call: managed.refusal, None),
-            (on.GRADIENT, lambda call: call.entry.outside, step.plainly),
+            (on.GRADIENT, lambda call: call.entry.outside, step.run_unmanaged),
             (None, self._is_refused, step.refused),
-            (on.HOST_SCALAR, self._computes_with, step.as_traced),
+            (on.HOST_SCALAR, self._computes_with, step.run_managed),
             (None, self._is_timed, step.timed),
-            (on.FEED, self._misfit, step.as_traced),
+            (on.FEED, self._misfit, step.run_managed),
             (None, lambda call: call.program is not None, step.replay),
             # Rows for calls without a program.
-            (on.GUARD, lambda call: call.entry.take_pause(), step.as_traced),
-            (on.SHAPE, self._is_overdue, step.plainly),
-            (on.MAX_GRAPHS, lambda call: programs.limit_reason(call.entry), step.plainly),
+            (on.GUARD, lambda call: call.entry.take_pause(), step.run_managed),
+            (on.SHAPE, self._is_overdue, step.run_unmanaged),
+            (on.MAX_GRAPHS, lambda call: programs.limit_reason(call.entry), step.run_unmanaged),
             (on.SHAPE, self._waits, step.wait),
             (None, lambda call: programs.churn() or step.stages.change(call.entry), None),
-            (on.PEERS, lambda call: not may_advance(bool(call.entry.plans)), step.as_traced),
+            (on.PEERS, lambda call: not may_advance(bool(call.entry.plans)), step.run_managed),
             (None, self._is_cold, step.warm_up),
             (None, lambda call: call.line.plan is None, step.advance),
-            (on.SHAPE, self._has_come_once, step.as_traced),
-            (on.FEED, self._is_fed_owners_memory, step.as_traced),
-            (None, self._is_cramped, step.plainly),
+            (on.SHAPE, self._has_come_once, step.run_managed),
+            (on.FEED, self._is_fed_owners_memory, step.run_managed),
+            (None, self._is_cramped, step.run_unmanaged),
             (None, lambda call: True, step.advance),
         )
 
-    def of(self, call: Call) -> tuple[SkipReason | None, str, Way]:
+    def of(self, call: Call) -> tuple[SkipReason | None, str, Handler]:
         """Return reason, detail and way of the first row that applies. Raises RefusalError if the step is refused."""
-        for reason, find, way in self._table:
+        for reason, find, handler in self._table:
             found = find(call)
             if not found:
                 continue
             if isinstance(found, RefusalError):
-                if way is None:
+                if handler is None:
                     raise found
-                return found.reason, str(found), way
-            assert way is not None
-            return reason, "" if found is True else str(found), way
+                return found.reason, str(found), handler
+            assert handler is not None
+            return reason, "" if found is True else str(found), handler
         raise AssertionError("the last row applies to every call")
 
     def _asks_for_gradients(self, call: Call) -> Found:
@@ -130,7 +130,7 @@ class Reasons:
             if base.refusal is not None:
                 self._step.refusals.refuse(base.refusal)
                 # Each search for a batch variant runs operators. Without programs, no call searches any more.
-                programs.close_ways(base)
+                programs.close_variants(base)
                 self._step.fast_path.forget()
                 return False
             if base.batch.is_full or waits:
@@ -153,7 +153,7 @@ class Reasons:
         entry = call.entry
         if entry.refusal is not None:
             self._step.programs.close(entry)
-        return entry.refusal or entry.way.refusal
+        return entry.refusal or entry.code_path.refusal
 
     def _computes_with(self, call: Call) -> Found:
         """Applies if code needs the value of an owner's number, and this value is new or one of too many. Raises
@@ -162,14 +162,14 @@ class Reasons:
         entry, programs = call.entry, self._step.programs
         if not entry.lacks_value:
             return None
-        entry.needing += 1
-        detail = f"the step's code needs the value of {entry.way.where} on the path that these calls take"
+        entry.value_calls += 1
+        detail = f"the step's code needs the value of {entry.code_path.where} on the path that these calls take"
         advice = (
             "Use a tensor instead (your own counter, increased in place), keep the value constant, or pass it as an "
             "argument"
         )
-        if entry.needing > max(_TOO_LONG, _MOSTLY * self._step.stats.replayed):
-            raise HostScalarError(f"{detail}: no program exists for the values of {entry.needing} calls. {advice}")
+        if entry.value_calls > max(_TOO_LONG, _MOSTLY * self._step.stats.replayed):
+            raise HostScalarError(f"{detail}: no program exists for the values of {entry.value_calls} calls. {advice}")
         if len(entry.unknown) >= _NEVER_AGAIN and not programs.all():
             others = "calls that take another path may be replayed"
             self._step.refusals.warn(f"graphplan runs some calls eagerly: {detail}; {others}. {advice}")
@@ -228,7 +228,7 @@ class Reasons:
     def _has_come_once(self, call: Call) -> Found:
         """Applies to one of several ways through the step that was traced once: it is captured when it recurs."""
         line, plan = call.line, call.line.plan
-        is_rare = plan is not None and plan.single and len(call.entry.ways) > 1 and not line.has_come_again
+        is_rare = plan is not None and plan.single and len(call.entry.code_paths) > 1 and not line.has_come_again
         line.has_come_again = True
         return (
             "the step's code has several paths, and each is captured once it has been taken again" if is_rare else None

@@ -231,9 +231,9 @@ class Stages:
         self._planner.require_two_traces()
 
     def _refuse(self, entry: Entry, error: RefusalError) -> None:
-        if self._peers is None and entry.may_refuse_way():
+        if self._peers is None and entry.may_refuse_path():
             self._refusals.refuse(error, "graphplan runs such calls eagerly")
-            entry.way.refusal = error
+            entry.code_path.refusal = error
         else:
             self._refusals.refuse(error)
             entry.refusal = error
@@ -293,8 +293,8 @@ class Stages:
         if facts.expects:
             facts.batch = self._reads.recorder_of(feed)
         symbolic = self._planner.make_symbolic(call.walk, self._runner.device, arguments_alone=rehearses)
-        defers, whole = self._defers and not rehearses, self._reads.waiting
-        facts.deferred = DeferredReads(defers=defers, symbolic=symbolic, whole=whole)
+        defers, integer_places = self._defers and not rehearses, self._reads.deferred_places
+        facts.deferred = DeferredReads(defers=defers, symbolic=symbolic, integer_places=integer_places)
         placeholders = Placeholders(feed, feed.unread)
         fed = CallArguments.of(placeholders.feed).watch()
         undo.callback(fed.restore)
@@ -302,7 +302,7 @@ class Stages:
         with placeholders, self._stats.timed("trace"):
             result, walk = self._run_traced(call, fed, facts, undo, rehearses=rehearses)
             # Keep only these parts: the trace also references batches and copies of tensors without an owner.
-            self._latest = Trace(operators=facts.operators, drawings=facts.drawings)
+            self._latest = Trace(operators=facts.operators, operator_draws=facts.operator_draws)
             result = placeholders.settled(result)
             if feed.unread and facts.reads.detects(tuple({type(feed.leaves[index]) for index in feed.unread})):
                 raise ReadSignal(feed.unread)

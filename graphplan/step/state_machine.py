@@ -138,8 +138,8 @@ class StateMachine:
         if self._lookups_to_skip and not (kwargs or self.fast_path.knows):
             self._lookups_to_skip -= 1
             self.latest = self._idle_for[0]
-            self.programs.pass_by(is_for_good=self.latest is SkipReason.MAX_GRAPHS)
-            return self._within_call(lambda: self.plainly(Call(args, kwargs), *self._idle_for))
+            self.programs.count_skipped(limit_reached=self.latest is SkipReason.MAX_GRAPHS)
+            return self._within_call(lambda: self.run_unmanaged(Call(args, kwargs), *self._idle_for))
         if self._gives and self.given.learn(args, kwargs):
             args, kwargs = self.given.put(args, kwargs)
         around = None if self.options.backend == "eager" else surroundings()
@@ -171,22 +171,22 @@ class StateMachine:
     def _transit(self, call: Call) -> Any:
         """Run the call in the way that the table of reasons selects: eager, traced, captured, replayed or checked."""
         try:
-            reason, detail, way = self.reasons.of(call)
+            reason, detail, handler = self.reasons.of(call)
         except RefusalError as error:
             self.demote(error)
-            reason, detail, way = error.reason, str(error), self.refused
+            reason, detail, handler = error.reason, str(error), self.refused
         self.latest = reason
         self._consecutive_waits = (
-            self._consecutive_waits + 1 if reason in _IDLE and way in (self.wait, self.plainly) else 0
+            self._consecutive_waits + 1 if reason in _IDLE and handler in (self.wait, self.run_unmanaged) else 0
         )
         # Ranks would skip the lookup in different calls, and then wait for each other in those that look up.
         self._lookups_to_skip = _MOST_WAITS if self._consecutive_waits >= _MOST_WAITS and self._is_alone else 0
         self._idle_for = reason, detail
-        result = way(call, reason, detail)
+        result = handler(call, reason, detail)
         self.programs.attempts += call.is_on_way
         return result
 
-    def plainly(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    def run_unmanaged(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """Run the call eagerly where no program will follow, so learning rates stay Python numbers."""
         return self.runner.eager(self._arguments_of(call), reason, detail)
 
@@ -195,17 +195,17 @@ class StateMachine:
         why = self.programs.why_unpaid()
         if why is not None:
             self.refusals.warn(f"graphplan runs most calls eagerly from now on: {why}. {EXPECTED}")
-        return self.plainly(call, reason, detail)
+        return self.run_unmanaged(call, reason, detail)
 
-    def as_traced(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    def run_managed(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """Run the call eagerly under the same conditions as a trace: managed learning rates, the backend's stream."""
         return self.runner.eager(self._arguments_of(call), reason, detail, managed=True)
 
-    def as_stock(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    def run_stock(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """Run the first call that the speed gate times, before optimizers are prepared."""
         self.calls -= 1
-        assert self.timing.way is not None
-        return self.timing.way(call.args, call.kwargs)
+        assert self.timing.handler is not None
+        return self.timing.handler(call.args, call.kwargs)
 
     def timed(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """Run the function alone, timed by the gate of its key."""
@@ -233,7 +233,7 @@ class StateMachine:
 
     def refused(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """Run the call eagerly because of a refusal, and count it."""
-        result = self.plainly(call, reason, detail)
+        result = self.run_unmanaged(call, reason, detail)
         self._count_refused(reason, detail)
         return result
 
@@ -291,7 +291,7 @@ class StateMachine:
             # Close the program before the eager step: there may be no memory for both.
             self._take_back(call.entry, program)
             self.runner.backend.trim()
-            return self.as_traced(call, SkipReason.SHAPE, "")
+            return self.run_managed(call, SkipReason.SHAPE, "")
         self.memory.after_check(self.runner.backend)
         if checked.is_inconclusive:
             self._take_back(call.entry, program, checked.single_trace_error)

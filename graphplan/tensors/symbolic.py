@@ -178,7 +178,7 @@ def _gives_few(number: DeferredNumber) -> bool:
     """Return True if it has few values for many numbers, like ``step // 1000``: each value can have its own program."""
     few: set[int] = set()
     for node in in_order(number):
-        narrows = node._function in _NARROWING or node._source in node._reader.few
+        narrows = node._function in _NARROWING or node._source in node._reader.small_draws
         narrows |= node._function in _ROUNDING and getattr(node._operands[0], "_kind", None) is float
         if narrows or (node._source is None and all(id(o) in few for o in node._operands if is_deferred(o))):
             few.add(id(node))

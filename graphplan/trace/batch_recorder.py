@@ -59,26 +59,26 @@ class EarlierReads:
 
     Attributes:
         expected: places of reads that cannot be made before the step, so that replays compare their values.
-        waiting: places where the step reads an integer that it changes, such as ``int(self.pointer)``. The read is
+        deferred_places: places where the step reads an integer that it changes (``int(self.pointer)``). The read is
             deferred, since its value differs in each step.
-        in_vain: traces in a row in which no deferred integer began a slice, or code needed the value of one.
-        waits_no_more: whether these were too many, or C code, which takes real numbers only, got a deferred integer.
+        useless_deferrals: traces in a row in which no deferred integer began a slice, or code needed the value of one.
+        deferring_stopped: whether these were too many, or C code got a deferred integer, where it needs a real one.
         cached: tensors in caches of functions, by id, on which reads without another explanation depend.
         looks: number of searches for these.
     """
 
     expected: set[Place] = field(default_factory=set)
-    waiting: set[Place] = field(default_factory=set)
+    deferred_places: set[Place] = field(default_factory=set)
     useless_deferrals: int = 0
-    waits_no_more: bool = False
+    deferring_stopped: bool = False
     cached: dict[int, Cached] = field(default_factory=dict)
     looks: int = 0
 
     def stop_waiting(self) -> bool:
         """Stop deferring integers. Return True if any were deferred."""
-        did = bool(self.waiting)
-        self.waiting.clear()
-        self.waits_no_more |= did
+        did = bool(self.deferred_places)
+        self.deferred_places.clear()
+        self.deferring_stopped |= did
         return did
 
 
@@ -218,12 +218,14 @@ class BatchRecorder(CallRecorder):
 
     def defer_integers(self, changed: Collection[int | None]) -> None:
         """Defer, from the next trace on, integer reads that may begin a slice and depend on ``changed`` storages."""
-        earlier, before = self.earlier, len(self.earlier.waiting)
+        earlier, before = self.earlier, len(self.earlier.deferred_places)
         reads = [call.read for call in self._calls if call.read is not None and call.read.place in self._beginning]
         owned = self._owned.intersection(changed)
-        if owned and not earlier.waits_no_more:
-            earlier.waiting.update(read.place for read in reads if not owned.isdisjoint(self._needed_for(read)[1]))
-        self.needs_another_trace |= len(earlier.waiting) > before
+        if owned and not earlier.deferring_stopped:
+            earlier.deferred_places.update(
+                read.place for read in reads if not owned.isdisjoint(self._needed_for(read)[1])
+            )
+        self.needs_another_trace |= len(earlier.deferred_places) > before
 
     def note(self, call: OperatorCall, made: list[Tensor], given: list[Tensor]) -> None:
         """See :class:`CallRecorder`; :meth:`read` records reads."""

@@ -50,7 +50,7 @@ _NO_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
 class DeferredReads:
     """A context that defers the host reads of its thread. If it ``fills`` host copies, they hold the values of their
     sources: a capture cannot do that. ``symbolic`` are the stand-ins for owners' numbers; ``defers=False`` leaves only
-    these. ``int(tensor)`` is deferred only at the places ``whole``: most integers go to C code, which needs real ones.
+    these. ``int(tensor)`` is deferred only at ``integer_places``: most integers go to C code, which needs real ones.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class DeferredReads:
         fills: bool = True,
         defers: bool = True,
         symbolic: SymbolicNumbers | None = None,
-        whole: Collection[Place] = (),
+        integer_places: Collection[Place] = (),
     ) -> None:
         self._thread = self._modes = 0
-        self._fills, self.defers, self.whole = fills, defers, frozenset(whole)
+        self._fills, self.defers, self.integer_places = fills, defers, frozenset(integer_places)
         self._made: list[weakref.ref[Any]] = []
         self._memories: list[StorageWeakRef] = []
         self._is_lost = False
@@ -72,7 +72,7 @@ class DeferredReads:
         """Whether operators have worked with deferred numbers, where eager steps use values."""
         self._begins_slices = self._needs_whole = False
         """Whether code has written to slices that begin at deferred numbers, and whether it has needed the value of a
-        number that was read at the places ``whole``.
+        number that was read at the places ``integer_places``.
         """
         self._whole: set[int] = set()
         """Ids of the tensors that are read there."""
@@ -87,8 +87,8 @@ class DeferredReads:
         self._real_copies: dict[int, Tensor] = {}
         self.symbolic = SymbolicNumbers() if symbolic is None else symbolic
         deferring = Conversions(
-            on_item=self._defer, on_copy=self._copy, on_list=self._stack, on_truth=self._ask,
-            on_whole=self._defer_whole if whole else None,
+            on_item=self._defer, on_copy=self._copy, on_list=self._stack, on_bool=self._ask,
+            on_int=self._defer_whole if integer_places else None,
         )  # fmt: skip
         conversions = deferring if defers else Conversions()
         # Keep torch's own methods for compiled code, which only gets stand-ins for arguments.
@@ -201,7 +201,7 @@ class DeferredReads:
         return number
 
     def _defer_whole(self, tensor: Tensor) -> Any:
-        number = self._defer(tensor) if find_place() in self.whole else None
+        number = self._defer(tensor) if find_place() in self.integer_places else None
         if is_deferred(number):
             self._whole.add(id(number._source))
         return number

@@ -94,7 +94,7 @@ class HostSyncs:
         for tensor in call.host_operands():
             is_constant = any(one is tensor and operand in self._operands.fixed for one, operand in given)
             transfer = Transfer.of(find_place(), tensor, out.device, is_constant=is_constant)
-            if is_constant or self._may_send(transfer, tensor):
+            if is_constant or self._can_repeat_transfer(transfer, tensor):
                 self._trace.transfers.append(transfer)
             elif name in TRANSFERS:
                 self._trace.violate(
@@ -144,7 +144,7 @@ class HostSyncs:
     def _compute_with(self, call: OperatorCall, number: Tensor, out: Tensor, source: Source) -> None:
         """Record a number in host memory with which an operator computes on the device."""
         transfer = Transfer.of(find_place(), number, out.device)
-        if call.host_scalar() is number and self._may_send(transfer, number):
+        if call.host_scalar() is number and self._can_repeat_transfer(transfer, number):
             self._trace.transfers.append(transfer)
             return
         self._trace.violate(
@@ -154,9 +154,9 @@ class HostSyncs:
             component=source.component,
         )
 
-    def _may_send(self, transfer: Transfer, tensor: Tensor) -> bool:
+    def _can_repeat_transfer(self, transfer: Transfer, tensor: Tensor) -> bool:
         """Return True if replays can compute and copy a tensor that is no constant."""
-        return self._host is not None and get_ident() == self._thread and self._host.send(transfer, tensor)
+        return self._host is not None and get_ident() == self._thread and self._host.record_transfer(transfer, tensor)
 
     def _check_value(self, call: OperatorCall, out: Any, source: Source, given: _Given) -> None:
         is_torchs, is_constant = validates(), self._are_fixed(given)

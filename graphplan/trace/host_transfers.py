@@ -77,7 +77,7 @@ class HostRecorder(CallRecorder):
     def _may_repeat(self, call: OperatorCall, made: Sequence[Tensor]) -> bool:
         return call.schema.is_certain or (call.schema.is_native and call.schema.is_random)
 
-    def send(self, transfer: Transfer, tensor: Tensor) -> bool:
+    def record_transfer(self, transfer: Transfer, tensor: Tensor) -> bool:
         """Record a transfer of ``tensor``. Return False if it cannot be made again before a replay."""
         if tensor.requires_grad or not self.has(tensor):
             return False

@@ -253,13 +253,13 @@ class TraceMode(OperatorMode):
             generator = call.kwargs.get("generator")
             if generator is not None:
                 self._watch_generator(generator)
-                self.record.drawings.append((generator, source))
+                self.record.operator_draws.append((generator, source))
 
     def _watch_generator(self, generator: torch.Generator) -> None:
         """Watch a generator that is not torch's default: from now on, only random operators may change its state."""
         state = self.generators.add(generator)
         if state is not None:
-            self.record.unowned_draws.append((generator, state))
+            self.record.unowned_generator_states.append((generator, state))
 
     def takes(self, answer: Answer, call: OperatorCall) -> bool:
         """Record a read that was made before the step. Return False if it gives something else now."""

@@ -173,7 +173,7 @@ class Trace:
     """The generator states that the step saved and restored."""
     prints: list[str] = field(default_factory=list)
     executed: ExecutedCode = field(default_factory=ExecutedCode)
-    drawings: list[tuple[torch.Generator, Source]] = field(default_factory=list)
+    operator_draws: list[tuple[torch.Generator, Source]] = field(default_factory=list)
     """The generator and the source of each random operator that is given a generator."""
     device: torch.device | None = None
     dtypes: set[torch.dtype] = field(default_factory=set)
@@ -191,12 +191,12 @@ class Trace:
     """External tensors with random state that torch keeps for operators, such as the dropout of cuDNN's RNNs."""
     unowned_writes: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     """Written tensors that no snapshot has: the tensor, an alias with its geometry before the step, and a copy."""
-    unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
+    unowned_generator_states: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 
     @property
     def generators(self) -> list[torch.Generator]:
         """The generators that the step draws from, without torch's default ones."""
-        return list({id(generator): generator for generator, _ in self.drawings}.values())
+        return list({id(generator): generator for generator, _ in self.operator_draws}.values())
 
     @property
     def symbolic(self) -> SymbolicNumbers:
@@ -246,7 +246,7 @@ class Trace:
                     before.copy_(value)
                     if place_of(tensor) != place_of(before):
                         tensor.data = before
-        for generator, state in self.unowned_draws:
+        for generator, state in self.unowned_generator_states:
             set_generator(generator, state)
 
     def moved_since(self, before: Trace) -> str | None:

@@ -107,7 +107,7 @@ def _may_read(record: Trace, scalar: Scalar) -> bool:
 def _check_reads(record: Trace, batch: BatchRecorder) -> None:
     """Find reads that cannot be made before the step: have replays compare them from the next trace on, or refuse."""
     changed = {storage for storage, outer in record.externals.items() if outer.mutated}
-    if record.deferred is not None and record.deferred.whole:
+    if record.deferred is not None and record.deferred.integer_places:
         batch.note_waited(for_good=record.deferred.deferring_helps)
     batch.defer_integers(changed)
     record.needs_another_trace |= batch.needs_another_trace

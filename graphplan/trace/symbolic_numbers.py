@@ -24,7 +24,7 @@ from graphplan.feed.signature import is_literal
 from graphplan.observe.host_draws import DRAWN, Draw, HostDraws
 from graphplan.observe.source import Source, find_source, with_users_line
 from graphplan.owners.slots import Item, Namespace, Scalar, Walk, item_by_attribute
-from graphplan.owners.views import Attributes, Cell, Given, Inherited, Members, Numbers, attributes_of, home
+from graphplan.owners.views import Attributes, CallNumbers, Cell, Inherited, Members, ReadOnly, attributes_of, home
 from graphplan.tensors.deferred import NumberForm, form_of, in_order, value_of
 from graphplan.tensors.symbolic import Question, SymbolicNumber, has_stand_ins
 from graphplan.tensors.tables import Table
@@ -87,8 +87,8 @@ class SymbolicNumbers:
         lies: by path, the first path of the same place, which names its stand-in, and whether an object or a subclass
             inherits the number from a class.
         counted: paths at which the step has left the previous integer plus a constant.
-        draws: the draws of the step, in order; ``drawn`` has the numbers, by path; ``few`` has the paths of those among
-            few integers, each of which may be an execution path.
+        draws: the draws of the step, in order; ``drawn`` has the numbers, by path; ``small_draws`` has the paths of
+            draws among few integers, each of which may be an execution path.
         deciding: the paths of numbers that are arguments of draws.
         refusal: the error if replays cannot do what the step does with a draw.
         unlike: the error if the captured step differs from the traced one. Code of the step may have caught it.
@@ -125,7 +125,7 @@ class SymbolicNumbers:
         self._tensors = {(t.form.key, t.tensor.dtype, t.tensor.device): t for t in filled or ()}
         self.draws: list[Draw] = []
         self.drawn: dict[str, Any] = {}
-        self.few: set[str] = set()
+        self.small_draws: set[str] = set()
         self.deciding: set[str] = set()
         self.pending: list[tuple[NumberTensor, Any]] = []
         self.refusal: HostScalarError | None = None
@@ -133,7 +133,7 @@ class SymbolicNumbers:
         self.behind: set[str] = set()
         self._expected, self._follows, self.may_fill, self._is_shared = expected, follows, may_fill, is_shared
         self._questions, self.tables = questions, tables
-        self.looking: dict[int, CodeType] = {}
+        self.indexing_code: dict[int, CodeType] = {}
         self._made: list[weakref.ref[Any]] = []
         self._shown: dict[str, SymbolicNumber] = {}
         """Stand-ins for properties, by path. The classes do not hold them: only the garbage collector frees a class."""
@@ -250,7 +250,7 @@ class SymbolicNumbers:
         self.draws.append(draw)
         self.drawn[path] = value
         if function.__name__ in ("randint", "randrange") and not kwargs and _span(args) <= _FEW:
-            self.few.add(path)
+            self.small_draws.add(path)
         number = SymbolicNumber(self, value, path)
         self._made.append(weakref.ref(number))
         return number
@@ -293,7 +293,7 @@ class SymbolicNumbers:
     def look_up(self, code: CodeType) -> None:
         """Record that ``code`` needs the value of a number as an index."""
         if self._is_in_step():
-            self.looking[id(code)] = code
+            self.indexing_code[id(code)] = code
 
     def touch(self, number: SymbolicNumber) -> None:
         """Record that code computes with the number."""
@@ -439,7 +439,7 @@ def may_be_symbolic(place: Scalar) -> bool:
         return False
     if _container_of(place) is not None:
         return True
-    thing = place.container.thing if type(place.container) in (Numbers, Given) else None
+    thing = place.container.thing if type(place.container) in (ReadOnly, CallNumbers) else None
     return isinstance(getattr(type(thing), str(place.key), None), property)
 
 
@@ -458,7 +458,7 @@ def _identity(place: Scalar) -> tuple[int, Any]:
 def _container_of(place: Scalar) -> Any:
     """Return the object's dictionary for an attribute, or the container of an item; None for a property."""
     container = place.container
-    if type(container) in (Numbers, Given):
+    if type(container) in (ReadOnly, CallNumbers):
         inner = attributes_of(container.thing)
         return inner if inner is not None and place.key in inner else None
     if type(place) is Item:

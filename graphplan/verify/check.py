@@ -87,11 +87,11 @@ class Check:
             if e.path is None and e.tensor is not None and (e.mutated or storage_id(e.tensor) not in rates)
         }
         unowned = {name: tensor for name, tensor in held.items() if id(tensor) not in filled}
-        self._extra: dict[str, Tensor] = {**unowned, **fed}
+        self._unowned_and_fed: dict[str, Tensor] = {**unowned, **fed}
         # Only replays use the values of the batch that are read before the step.
         self._read_before = {f"input {index}" for index, name in enumerate(plan.feed.names()) if BATCH_READS in name}
         # The program's output tensors hold its latest results, which may be arguments of this call.
-        self._lent = [(lease, lease.number) for lease in program.outputs.lent]
+        self._static_outputs = [(lease, lease.number) for lease in program.outputs.lent]
 
     def run(self, eager: Callable[[Callable[[], Walk]], Any]) -> Verdict:
         """Replay the program, undo the replay, run ``eager`` and compare. The eager step's outcome stands. ``eager``
@@ -141,8 +141,8 @@ class Check:
         """Copy all that the step may change, including tensors that only a name leads to; return these by path, too."""
         held = tensors_of(walk)
         untouched = self._program.plan.untouched(walk)
-        lent = {lease.name: lease.tensor for lease, _ in self._lent}
-        tensors = {**{path: t for path, t in held.items() if path not in untouched}, **self._extra, **lent}
+        lent = {lease.name: lease.tensor for lease, _ in self._static_outputs}
+        tensors = {**{path: t for path, t in held.items() if path not in untouched}, **self._unowned_and_fed, **lent}
         # Do not copy tensors that the step does not touch (it may be a whole dataset), except those in modules.
         others = [held[path] for path in untouched & held.keys() if id(held[path]) not in walk.found]
         every = [*tensors.values(), *others]
@@ -153,7 +153,7 @@ class Check:
     def undo(self, snapshot: Snapshot) -> None:
         """Restore everything, and make the outputs of earlier replays valid again."""
         snapshot.restore(self._program.adopted.written | self._program.bindings.grad_memory)
-        for lease, number in self._lent:
+        for lease, number in self._static_outputs:
             lease.number = number
 
     def start(self) -> None:
@@ -259,18 +259,18 @@ class Check:
     def left(self, walk: Walk, result: Any) -> State:
         """Collect the tensors (without copies) and values that can be compared after a step with this ``result``."""
         leaves = named_leaves(result)
-        slots = {path: slot.tensors() for path, slot in walk.slots.items()} if self._lent else {}
+        slots = {path: slot.tensors() for path, slot in walk.slots.items()} if self._static_outputs else {}
         left_out = self._program.plan.untouched(walk) | self._overwritten(slots)
-        gone = self._overwritten({path: [tensor] for path, tensor in self._extra.items()}) | self._read_before
+        gone = self._overwritten({path: [tensor] for path, tensor in self._unowned_and_fed.items()}) | self._read_before
         tensors = collect_tensors(
             walk,
             leaves,
-            {path: tensor for path, tensor in self._extra.items() if path not in gone},
+            {path: tensor for path, tensor in self._unowned_and_fed.items() if path not in gone},
             self._program.plan.traced.generators,
             lambda path: path in left_out or self._is_allowed(path),
         )
         plain = {path: t.plain_memory() if isinstance(t, StaticOutput) else t for path, t in tensors.items()}
-        values = collect_values(walk, leaves, self._is_allowed, self._extra)
+        values = collect_values(walk, leaves, self._is_allowed, self._unowned_and_fed)
         return State(plain | self._take_numbers(values), values)
 
     def _take_numbers(self, values: dict[str, Any]) -> dict[str, Tensor]:
@@ -294,9 +294,9 @@ class Check:
 
     def _overwritten(self, tensors: Mapping[str, list[Tensor]]) -> set[str]:
         """Return the paths of tensors in the program's output memory, which a replay overwrites."""
-        if not self._lent:
+        if not self._static_outputs:
             return set()
-        lent = {storage_id(lease.tensor) for lease, _ in self._lent}
+        lent = {storage_id(lease.tensor) for lease, _ in self._static_outputs}
         with torch._C.DisableTorchFunctionSubclass():
             return {path for path, parts in tensors.items() if any(storage_id(part) in lent for part in parts)}
 

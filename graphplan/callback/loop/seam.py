@@ -37,7 +37,7 @@ from graphplan.errors import OptionError, RecaptureError, RefusalError, SkipReas
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import with_new_containers
 from graphplan.owners.slots import Via
-from graphplan.owners.views import Given
+from graphplan.owners.views import CallNumbers
 from graphplan.program.faults import lost, refusal_of
 from graphplan.report.figures import Figures, describe_program
 from graphplan.report.stats import Stats
@@ -157,7 +157,7 @@ class Seam(ABC):
             owners["scaler"] = scaler
         numbers = trainer_numbers(self._trainer, trains=self._options.mode == "train")
         if self._watches_index:
-            numbers[ARGUMENTS] = Given(self._arguments, ("batch_idx", "epoch"))
+            numbers[ARGUMENTS] = CallNumbers(self._arguments, ("batch_idx", "epoch"))
         return owners | numbers | hooked_callbacks(self._trainer) | trainer_objects(self._trainer)
 
     def _make(self, owners: dict[str, Any], gate: Gate | None = None) -> GraphedStep:
