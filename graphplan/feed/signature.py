@@ -281,8 +281,7 @@ def no_keys(structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], froz
 def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = all_keys) -> Feed:
     """Flatten a call. Raises FeedError for arguments that cannot be flattened or that have no key."""
     try:
-        # Of tensors on several devices, `keys_of` leaves those out that are beside the step's device.
-        if not kwargs and all(isinstance(arg, Tensor) for arg in args) and len({arg.device for arg in args}) < 2:
+        if not kwargs and all(isinstance(arg, Tensor) for arg in args):
             return Feed(list(args), (_of_tensors(len(args)), *map(leaf_key, args)), (args, kwargs))
         leaves, structure = _take_apart(args, kwargs)
         keys, unread = keys_of(structure, leaves)

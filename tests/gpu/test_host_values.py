@@ -47,47 +47,6 @@ def test_objects_with_host_tensors_that_are_not_read() -> None:
     assert step.stats.replayed == CALLS - BEFORE_REPLAY - 1
 
 
-def _rig_of_arguments(is_read: bool) -> Rig:
-    model = nn.Linear(8, 4).to(DEVICE)
-    optimizer = SGD(model.parameters(), lr=0.05, fused=True)
-
-    def train_step(x: Tensor, lengths: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        y = model(x)
-        loss = (y * lengths.to(y)[: len(y), None] if is_read else y).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    batches = enumerate(float_batches(CALLS))
-    calls = [(x.to(DEVICE), torch.arange(len(x) + index % 3) + index) for index, (x, _) in batches]
-    return Rig(train_step, {"model": model, "optimizer": optimizer}, calls)
-
-
-@needs_cuda
-@pytest.mark.twice
-def test_arguments_in_host_memory_that_are_not_read() -> None:
-    """Lengths beside a batch on the device, whatever they are."""
-    make = partial(_rig_of_arguments, False)
-    expected, found = build(make), build(make)
-    step = managed(found, backend=BACKEND)
-    assert_same(drive(expected, expected.step).state, drive(found, step).state)
-    assert step.stats.captured == 1
-    assert step.stats.replayed == CALLS - BEFORE_REPLAY - 1
-
-
-@needs_cuda
-def test_arguments_in_host_memory_that_are_read() -> None:
-    """The step is eager, as it would be without graphplan, and one warning names the argument."""
-    make = partial(_rig_of_arguments, True)
-    expected, found = build(make), build(make)
-    step = managed(found, backend=BACKEND, on_failure="eager")
-    left = drive(expected, expected.step).state
-    with pytest.warns(UserWarning, match=r"args\[1\] is on cpu and the step reads it beside tensors on cuda"):
-        assert_same(left, drive(found, step).state)
-    assert step.stats.replayed == 0
-
-
 CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "a number": lambda x: x * torch.tensor(2.0).to(x.device),
     "a number of another type": lambda x: x * torch.tensor(3).to(x.device, torch.float32),

@@ -201,7 +201,7 @@ def test_a_program_that_is_too_large_is_not_captured() -> None:
     expected = drive(rig, oracle(rig))
     rig = build(make_wide)
     step = managed(rig, backend=BACKEND, memory_budget=MIB)
-    with pytest.warns(UserWarning, match=r"is estimated to take .* MiB, and memory_budget allows 1\.0 MiB"):
+    with pytest.warns(UserWarning, match=r"is estimated to take .* MiB, but memory_budget allows 1\.0 MiB"):
         found = drive(rig, step)
     assert_same_runs(expected, found)
     assert step.stats.skipped == {SkipReason.MEMORY: CALLS - AT}

@@ -449,15 +449,3 @@ def test_tensors_on_the_host_beside_others() -> None:
         FeedError, match=(r"args\[0\]\['lengths'\] is on cpu and the step reads it beside tensors on " r"meta")
     ):
         flatten((batch,), {}, unread.keys)
-
-
-def test_tensors_on_the_host_beside_others_as_arguments_of_their_own() -> None:
-    """The same as in a dictionary."""
-    unread = UnreadValues()
-    x, lengths = torch.empty(2, 3, device="meta"), torch.ones(2)
-    feed = flatten((x, lengths), {}, unread.keys)
-    assert feed.key == flatten((x, torch.ones(5)), {}, unread.keys).key and feed.unread == {1}
-    unread.mark(feed, [1])
-    with pytest.raises(FeedError, match=r"args\[1\] is on cpu and the step reads it beside tensors on meta"):
-        flatten((x, lengths), {}, unread.keys)
-    assert flatten((x, x), {}, unread.keys).unread == flatten((lengths, lengths), {}, unread.keys).unread == set()
