@@ -40,6 +40,7 @@ from graphplan.step.peers import find_peers
 from graphplan.step.runner import Backends
 
 _TRAINING, _EVALUATION = "training", "evaluation"
+_RUN_OF = {_TRAINING: "fit", _EVALUATION: "evaluation"}  # What messages call a run of each part.
 _STEP_ENDS = "on_train_batch_end"
 _RUNS = 16  # Maximum number of earlier runs in a report.
 _LIGHTNINGS_OWN = ("log", "log_dict")  # Lightning sets these methods of the module on every callback.
@@ -244,14 +245,14 @@ class GraphPlanCallback(Callback):
             refusal.is_raised = True
             raise refusal
         self._stand_down(part, refusal.reason, str(refusal))
-        warnings.warn(f"graphplan runs this fit eagerly: {refusal}", UserWarning, stacklevel=2)
+        warnings.warn(f"graphplan runs this {_RUN_OF[part]} eagerly: {refusal}", UserWarning, stacklevel=2)
 
     def _stand_down(self, part: str, reason: SkipReason, detail: str) -> None:
         """Remove graphplan from the running fit and keep the figures. The fit continues in Lightning's own loop."""
         if part in self._seams:
             self._remove_part(part)
+            self._figures[part].notes.append(f"graphplan removed itself: the rest of the {_RUN_OF[part]} ran without it")
             if part == _TRAINING:
-                self._figures[part].notes.append("graphplan removed itself: the rest of the fit ran without it")
                 self._stock.begin(reason, detail)
 
     @override
@@ -299,7 +300,7 @@ class GraphPlanCallback(Callback):
         if self.options.on_failure == "raise":
             raise NotCapturedError(f"{text}, or pass on_failure='eager'")
         self._figures[part].notes.append(text)
-        warnings.warn(f"graphplan runs this fit eagerly: {text}", UserWarning, stacklevel=2)
+        warnings.warn(f"graphplan runs this {_RUN_OF[part]} eagerly: {text}", UserWarning, stacklevel=2)
 
     def _remove(self) -> None:
         """Remove the seams and keep their figures."""
