@@ -251,7 +251,9 @@ class GraphPlanCallback(Callback):
         """Remove graphplan from the running fit and keep the figures. The fit continues in Lightning's own loop."""
         if part in self._seams:
             self._remove_part(part)
-            self._figures[part].notes.append(f"graphplan removed itself: the rest of the {_RUN_OF[part]} ran without it")
+            self._figures[part].notes.append(
+                f"graphplan removed itself: the rest of the {_RUN_OF[part]} ran without it"
+            )
             if part == _TRAINING:
                 self._stock.begin(reason, detail)
 
