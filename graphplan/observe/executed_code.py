@@ -47,6 +47,7 @@ class ExecutedCode:
         """The same, including numbers and strings."""
         self._objects: dict[int, weakref.ref[Any]] = {}
         self._classes: dict[type, None] = {}
+        self._hooks: Callable[[], Sequence[Any]] = tuple
         self.extensions: dict[str, str] = {}
         """Functions of extension modules that user code called, and the source lines."""
         self.writers: dict[str, str] = {}
@@ -122,7 +123,8 @@ class ExecutedCode:
         """Add the names that ``fn`` uses and whose objects an earlier call ``has_met``; return True if any is new.
         ``hooks`` returns the hooks that torch may have called.
         """
-        new = [names.add(label, space, key) for label, space, key in self._places(fn, names, has_met, hooks)]
+        self._hooks = hooks
+        new = [names.add(label, space, key) for label, space, key in self._places(fn, names, has_met)]
         asked = frozenset[str]().union(*(names_of(code).asked for code in self._globals))
         new.append(not names.asked.issuperset(asked))
         names.asked |= asked
@@ -141,11 +143,7 @@ class ExecutedCode:
                 yield thing
 
     def _places(
-        self,
-        fn: Callable[..., Any],
-        names: Namespace,
-        has_met: Callable[[Any], bool],
-        hooks: Callable[[], Sequence[Any]],
+        self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]
     ) -> Iterator[tuple[str, Any, Any]]:
         own = getattr(function_of(fn), "__globals__", None)
         for code, space in self._globals.items():
@@ -168,7 +166,7 @@ class ExecutedCode:
                 yield from self._within(name, module, found)
         held = (function_of(member) for kind in self._kinds(has_met) for member in list(vars(kind).values()))
         methods = [function for function in held if function is not None and function.__code__ in self._globals]
-        for function in self._functions([fn, *methods], names, has_met, hooks):
+        for function in self._functions([fn, *methods], names, has_met):
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
                 if name != "__class__":
                     yield name, Cell(cell), name
@@ -214,11 +212,7 @@ class ExecutedCode:
                     yield f"{kind.__name__}.{name}", values, name
 
     def _functions(
-        self,
-        roots: Iterable[Callable[..., Any]],
-        names: Namespace,
-        has_met: Callable[[Any], bool],
-        hooks: Callable[[], Sequence[Any]],
+        self, roots: Iterable[Callable[..., Any]], names: Namespace, has_met: Callable[[Any], bool]
     ) -> Iterator[FunctionType]:
         """Yield the functions with closures whose code ran: those that ``roots`` reach by name, and any other function
         whose closure variables match a call, unless the step makes a new one in each call.
@@ -232,8 +226,7 @@ class ExecutedCode:
         known = {code: [reference() for reference in names.functions.get(code, ())] for code in left}
         codes = [code for code in left if not self._are_explained(code, filter(None, known[code]))]
         # gc.get_referrers looks at all objects of the process, in 60 ms: try hooks and known objects' attributes first.
-        hooked = chain.from_iterable(_wrapped_by(function_of(hook)) for hook in hooks()) if codes else ()
-        held = [*self._held(), *hooked] if codes else []
+        held = list(self._held()) if codes else []
         unheld = [code for code in codes if not self._are_explained(code, held)]
         found = [function for function in held if function.__code__ in codes and function.__code__ not in unheld]
         found += [thing for thing in (gc.get_referrers(*unheld) if unheld else ()) if isinstance(thing, FunctionType)]
@@ -247,11 +240,11 @@ class ExecutedCode:
                 yield from functions
 
     def _held(self) -> Iterator[FunctionType]:
-        """Yield the functions that are attributes of the objects whose methods ran, and of their classes."""
+        """Yield hooks, and the functions that are attributes of the objects whose methods ran, and of their classes."""
         spaces = [attributes_of(reference()) or {} for reference in self._objects.values()]
-        for space in (*spaces, *map(vars, filter(is_users, self._classes))):
-            for member in list(space.values()):
-                yield from _wrapped_by(function_of(member))
+        members = [list(space.values()) for space in (*spaces, *map(vars, filter(is_users, self._classes)))]
+        for member in chain(self._hooks(), *members):
+            yield from _wrapped_by(function_of(member))
 
     def _are_explained(self, code: CodeType, functions: Iterable[FunctionType]) -> bool:
         """Return True if the closures of ``functions`` account for all closure variables that ``code`` ran with."""
