@@ -59,7 +59,7 @@ NAMES = 8
 """Code objects that nobody had asked about by then."""
 PARTS_OF_A_KEY = 80
 """Other objects that a remembered key consists of, roughly."""
-PARTS_OF_WAYS = {"Way": 16, "Scalar": 128, "Item": 16, "Question": 8, "NumberForm": 8, "_Made": 8, "_Place": 8}
+PARTS_OF_WAYS = {"CodePath": 16, "Scalar": 128, "Item": 16, "Question": 8, "NumberForm": 8, "_Made": 8, "_Place": 8}
 PARTS_OF_WAYS |= {"NumberTensor": 8}
 """Of ways through the step that owners' numbers decide, 16 are kept for each key, with what they ask of which place."""
 PARTS_OF_A_QUESTION = 12
