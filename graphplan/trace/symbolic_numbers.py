@@ -23,6 +23,7 @@ from graphplan.errors import CaptureError, HostScalarError
 from graphplan.feed.signature import is_literal
 from graphplan.observe.host_draws import DRAWN, Draw, HostDraws
 from graphplan.observe.source import Source, find_source, with_users_line
+from graphplan.owners.generators import PYTHONS
 from graphplan.owners.slots import Item, Namespace, Scalar, Walk, item_by_attribute
 from graphplan.owners.views import Attributes, CallNumbers, Cell, Inherited, Members, ReadOnly, attributes_of, home
 from graphplan.tensors.deferred import NumberForm, form_of, in_order, value_of
@@ -249,7 +250,9 @@ class SymbolicNumbers:
             self._differ(f"draws {path} at {find_source()}, which the traced steps did not")
         self.draws.append(draw)
         self.drawn[path] = value
-        if function.__name__ in ("randint", "randrange") and not kwargs and _span(args) <= _FEW:
+        # Only Python's randint draws its upper bound, too.
+        is_closed = function.__name__ == "randint" and generator == PYTHONS
+        if function.__name__ in ("randint", "randrange") and not kwargs and _outcomes(args) + is_closed <= _FEW:
             self.small_draws.add(path)
         number = SymbolicNumber(self, value, path)
         self._made.append(weakref.ref(number))
@@ -399,12 +402,9 @@ class SymbolicNumbers:
 
     def are_over(self) -> bool:
         """Return True if nothing refers to a stand-in any more."""
-        if self._is_anywhere():
+        if any(number() is not None for number in self._made):
             gc.collect(1)
-        return not self._is_anywhere()
-
-    def _is_anywhere(self) -> bool:
-        return any(number() is not None for number in self._made)
+        return all(number() is None for number in self._made)
 
 
 def _are_few(args: tuple[Any, ...]) -> bool:
@@ -412,10 +412,10 @@ def _are_few(args: tuple[Any, ...]) -> bool:
     return len(args) == 1 and type(args[0]) in (list, tuple) and 0 < len(args[0]) <= _FEW
 
 
-def _span(args: tuple[Any, ...]) -> float:
-    """Return the distance of the bounds of ``random.randint`` or ``randrange``; infinity if they are no integers."""
-    bounds = (0, *args) if len(args) == 1 else args
-    return abs(bounds[1] - bounds[0]) if len(bounds) == 2 and all(type(each) is int for each in bounds) else math.inf
+def _outcomes(args: tuple[Any, ...]) -> float:
+    """Return how many integers are from the lower bound to below the upper one; infinity if a bound is no integer."""
+    low, high = (0, *args) if len(args) == 1 else args if len(args) == 2 else (None, None)
+    return high - low if type(low) is type(high) is int else math.inf
 
 
 def _counts(form: NumberForm) -> bool:

@@ -229,6 +229,7 @@ def test_too_many_ways_by_chance() -> None:
 
 REFUSED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "an index": ("needs the value of a random number", lambda x: x * ([1.0] * 50)[random.randrange(50)]),
+    "an index of nine": ("needs the value of a random number", lambda x: x * ([1.0] * 9)[random.randint(0, 8)]),
     "in a library": (
         r"that Python draws .* at test_drawn_numbers\.py:.*`.*np\.full.*` \(by \w+\.py:",
         lambda x: x * np.full(1, np.random.rand())[0],
