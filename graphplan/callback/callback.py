@@ -367,7 +367,7 @@ class GraphPlanCallback(Callback):
         """Return the attributes and figures, without the seams and other references to the Trainer or the module."""
         state = {name: value for name, value in vars(self).items() if name not in (*_LIGHTNINGS_OWN, _STEP_ENDS)}
         figures = {part: replace(self._figures_of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
-        fresh = {"_seams": {}, "_backends": Backends(), "_kept": Patches(), "_gate": None}
+        fresh = {"_seams": {}, "_backends": Backends(), "_fit_patches": Patches(), "_gate": None}
         return {**state, **fresh, "_figures": figures, "_stock": StockBatches()}
 
 

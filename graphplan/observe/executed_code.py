@@ -227,7 +227,8 @@ class ExecutedCode:
         codes = [code for code in left if not self._are_explained(code, filter(None, known[code]))]
         # gc.get_referrers looks at all objects of the process, in 60 ms: try hooks and known objects' attributes first.
         held = list(self._held()) if codes else []
-        unheld = [code for code in codes if not self._are_explained(code, held)]
+        # Functions of one code may have equal numbers, which change independently: these do not tell them apart.
+        unheld = [c for c in codes if self._ways[c] != self._free[c] or not self._are_explained(c, held)]
         found = [function for function in held if function.__code__ in codes and function.__code__ not in unheld]
         found += [thing for thing in (gc.get_referrers(*unheld) if unheld else ()) if isinstance(thing, FunctionType)]
         alike: dict[CodeType, list[FunctionType]] = {}
@@ -302,9 +303,11 @@ def function_of(member: Any) -> FunctionType | None:
 
 def _wrapped_by(function: FunctionType | None) -> Iterator[FunctionType]:
     """Yield ``function`` and those that it wraps: a package's decorator (``torch.no_grad()``) hides the user's own."""
-    while isinstance(function, FunctionType):
-        yield function
+    found: list[FunctionType] = []
+    while isinstance(function, FunctionType) and function not in found:
+        found.append(function)
         function = vars(function).get("__wrapped__")
+    yield from found
 
 
 def _reachable(roots: Iterable[Any]) -> Iterable[FunctionType]:

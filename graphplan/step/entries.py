@@ -174,6 +174,7 @@ class Entry:
     outer_backward: dict[int, str] = field(default_factory=dict)
     pause: str | None = None
     paused: WeakKeyDictionary[Program, int] = field(default_factory=WeakKeyDictionary)
+    pauses_help: bool = True
 
     @classmethod
     def of(cls, feed: Feed, base: Entry | None) -> Entry:
@@ -322,7 +323,10 @@ class Entry:
         """Return True if one eager step may replace a program that does not fit: the ``reason`` may be gone after it
         (metrics were reset, a smaller batch ended an epoch), and enough calls since the last pause were replayed.
         """
-        if program.replays - self.paused.get(program, 0) < _MOSTLY:
+        before = self.paused.get(program)
+        self.pauses_help |= before is not None and program.replays > before
+        is_soon = program.replays - (before or 0) < _MOSTLY
+        if program.replays == before or (is_soon and not self.pauses_help):
             return False
         self.pause, self.paused[program] = reason, program.replays
         return True

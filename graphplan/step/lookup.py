@@ -37,7 +37,6 @@ class Lookup:
         self._runner, self._managed, self._programs = parts.runner, parts.managed, parts.programs
         self._modes, self._stats = parts.managed.modes, parts.runner.stats
         self._warmup_steps, self._feed_device = parts.options.warmup_steps, parts.options.feed_device
-        self._trains = parts.options.mode == "train"
         self._moves = self._feed_device is not None and self._feed_device.type != "cpu"
 
     def find(self, feed: Feed, base: Entry | None = None) -> tuple[Entry, Program | None]:
@@ -117,9 +116,10 @@ class Lookup:
             reason = reason or "the values that the step reads on the host are in other containers"
         if reason is None:
             return True
-        if self._trains and entry.may_pause(program, reason):
+        if program.plan.state and entry.may_pause(program, reason):
             self._stats.note(f"eager for one step: {reason}", "guards")
             return False
+        entry.pauses_help &= not entry.has_paused(program)
         if not entry.has_paused(program):
             # A replaced parameter may have no optimizer state yet, which only an eager step can make.
             entry.warm = min(entry.warm, self._warmup_steps - 1)

@@ -221,6 +221,20 @@ def test_the_callback_is_copied(how: str, tmp_path: Path) -> None:
         assert fresh.stats.replayed == FULL - 6
 
 
+@pytest.mark.parametrize("how", [*COPIES.values(), copy.copy], ids=[*COPIES, "copy"])
+def test_a_copy_has_nothing_to_take_back(how: Callable[[Any], Any], tmp_path: Path) -> None:
+    """What is replaced for the whole fit, here to clip gradients as Lightning alone refuses to, is the original's."""
+    made: list[Any] = []
+    callback = tape()
+    copying = Raising(8, lambda trainer: made.append(how(callback)), at_end=True)
+    options: dict[str, Any] = {"precision": "bf16-mixed", "gradient_clip_val": 1.0}
+    fit_with(tmp_path, [copying, callback], **options)
+    assert callback.stats.replayed == FULL - 6
+    (copied,) = made
+    assert vars(copied).keys() == vars(tape()).keys()
+    assert not copied._fit_patches._exit_callbacks
+
+
 @pytest.mark.parametrize("form", ["whole", "components"])
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
 def test_a_loop_is_copied_in_the_middle_of_a_fit(how: Any, form: str, tmp_path: Path) -> None:
