@@ -125,6 +125,8 @@ class ExecutedCode:
         """
         self._hooks = hooks
         new = [names.add(label, space, key) for label, space, key in self._places(fn, names, has_met)]
+        # They lead to the owners, which this object must not keep alive.
+        self._hooks = tuple
         asked = frozenset[str]().union(*(names_of(code).asked for code in self._globals))
         new.append(not names.asked.issuperset(asked))
         names.asked |= asked

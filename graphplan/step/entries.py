@@ -319,14 +319,14 @@ class Entry:
             self.unknown.clear()
         return self.unknown.setdefault(tuple(answers.values()), Frequency())
 
-    def may_pause(self, program: Program, reason: str) -> bool:
+    def may_pause(self, program: Program, reason: str, *, tries: bool) -> bool:
         """Return True if one eager step may replace a program that does not fit: the ``reason`` may be gone after it
-        (metrics were reset, a smaller batch ended an epoch), and enough calls since the last pause were replayed.
+        (metrics were reset, a smaller batch ended an epoch). Enough calls since the last pause were replayed, or the
+        entry ``tries`` it with fewer, as a short evaluation has, as long as programs are replayed after pauses.
         """
-        before = self.paused.get(program)
-        self.pauses_help |= before is not None and program.replays > before
-        is_soon = program.replays - (before or 0) < _MOSTLY
-        if program.replays == before or (is_soon and not self.pauses_help):
+        since = program.replays - self.paused.get(program, 0)
+        if self.has_paused(program) or since < (0 if tries and self.pauses_help else _MOSTLY):
+            self.pauses_help &= not self.has_paused(program)
             return False
         self.pause, self.paused[program] = reason, program.replays
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import repeat
 from operator import is_not
 from typing import Any
@@ -37,6 +36,7 @@ class Lookup:
         self._runner, self._managed, self._programs = parts.runner, parts.managed, parts.programs
         self._modes, self._stats = parts.managed.modes, parts.runner.stats
         self._warmup_steps, self._feed_device = parts.options.warmup_steps, parts.options.feed_device
+        self._trains = parts.options.mode == "train"
         self._moves = self._feed_device is not None and self._feed_device.type != "cpu"
 
     def find(self, feed: Feed, base: Entry | None = None) -> tuple[Entry, Program | None]:
@@ -116,10 +116,10 @@ class Lookup:
             reason = reason or "the values that the step reads on the host are in other containers"
         if reason is None:
             return True
-        if program.plan.state and entry.may_pause(program, reason):
+        changes = self._trains or bool(program.plan.state)
+        if changes and entry.may_pause(program, reason, tries=not self._trains):
             self._stats.note(f"eager for one step: {reason}", "guards")
             return False
-        entry.pauses_help &= not entry.has_paused(program)
         if not entry.has_paused(program):
             # A replaced parameter may have no optimizer state yet, which only an eager step can make.
             entry.warm = min(entry.warm, self._warmup_steps - 1)
@@ -226,7 +226,10 @@ class FastPath:
     def find(self, args: Sequence[Any]) -> tuple[KnownCall, Sequence[Any]] | None:
         """Find an equal known call whose program may be replayed at once, and the leaves of this call."""
         try:
-            with LookAhead() if self._draws else nullcontext():
+            if self._draws:
+                with LookAhead():
+                    found = self._search(args)
+            else:
                 found = self._search(args)
             self.knows = found is not None
             if found is None:

@@ -57,6 +57,9 @@ class Evaluated(LitDigits):
         return self(batch[0]).argmax(1)
 
 
+SILENT: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+
+
 class Outputs(Callback):
     """Keeps what evaluation steps hand to callbacks."""
 
@@ -170,6 +173,29 @@ def test_two_loaders_have_a_program_each(tmp_path: Path) -> None:
     assert_same(run(None, tmp_path / "eager"), run(callback, tmp_path / "graphed"))
     assert (callback.eval_stats.traced, callback.eval_stats.captured) == (2, 2)
     assert callback.eval_stats.replayed == 2 * (15 - 5), callback.report()
+
+
+class TwoLoaders(Evaluated):
+    """Has one metric for two loaders."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.evaluate(batch, "val")
+
+
+def test_a_metric_of_two_loaders_is_not_captured_in_each_run(tmp_path: Path) -> None:
+    """Lightning computes it for one loader after it was reset for the other: one step of each run finds it computed."""
+
+    def run(callback: GraphPlanCallback | None, folder: Path) -> Any:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"max_epochs": 6, "enable_checkpointing": False, "logger": False, **SILENT}
+        trainer = L.Trainer(callbacks=[callback] if callback else [], default_root_dir=folder, **options)
+        quiet(lambda: trainer.fit(TwoLoaders(), loader(60), [loader(20), loader(60)]))
+        return flatten(metrics=dict(trainer.callback_metrics))
+
+    callback = tape(eval=True)
+    assert_same(run(None, tmp_path / "eager"), run(callback, tmp_path / "graphed"))
+    assert callback.eval_stats.recaptured == 0, callback.report()
+    assert "eager for one step: model.accuracy._computed was None and is a Tensor" in callback.report()
 
 
 class Writer(BasePredictionWriter):
