@@ -227,7 +227,7 @@ class GraphPlanCallback(Callback):
         ThrottledBar(trainer, seam.patches)
         seam.install()
         if self.options.prefetch and not direct:
-            seam.notes.append("prefetch has no effect: the step does not get batches in host memory")
+            seam.notes.append("prefetch has no effect: replays do not copy batches from host memory to a device")
         if reason is not None:
             seam.notes.append(f"Lightning's own loop: {reason}")
         else:

@@ -64,7 +64,7 @@ def test_a_budget_that_no_program_fits_into(tmp_path: Path) -> None:
 def test_prefetching_where_there_is_nothing_to_fetch(tmp_path: Path) -> None:
     """On a CPU batches are where they are needed; the report says so."""
     found = assert_fit_equals_eager(LitDigits, tmp_path, replayed=FULL, callback=tape(prefetch=True))
-    assert "prefetch has no effect: the step does not get batches in host memory" in found.callback.report()
+    assert "prefetch has no effect: replays do not copy batches from host memory to a device" in found.callback.report()
 
 
 def _counting(self: Any, batch: Any, batch_idx: int) -> Tensor:
