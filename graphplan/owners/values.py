@@ -37,7 +37,7 @@ from graphplan.owners.kinds import (
     unwrapped,
     users_bases,
 )
-from graphplan.owners.slots import Items, Namespace, Presence, Scalar, Slot, Walk, tensor_leaves
+from graphplan.owners.slots import HOOK, Items, Namespace, Presence, Scalar, Slot, Walk, tensor_leaves
 from graphplan.owners.views import (
     Attributes,
     ComputedItem,
@@ -329,7 +329,7 @@ class ValueWalker:
             for number, hook in hooks.items() if isinstance(hooks, (dict, Mapping)) else ():
                 # Walk the values of a hook that is no plain function: a partial's arguments, an object's attributes.
                 if isinstance(hook, partial) or is_user_object(hook):
-                    self._value(hook, f"{path}.{kind}[{number}]", hooks, number, depth + 1, (hooks, "hook"))
+                    self._value(hook, f"{path}.{kind}[{number}]", hooks, number, depth + 1, (hooks, HOOK))
         for name, value in list(inner.items()):
             if name not in _MODULE_INTERNALS:
                 self._attribute(value, f"{path}.{name}", inner, name, depth, module)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -265,6 +266,34 @@ def two_alike_rig(hold: Callable[[WithLoss, Any], object]) -> Rig:
 def test_a_function_like_one_that_is_held(hold: Callable[[WithLoss, Any], object]) -> None:
     """It is guarded beside the other one, whose variable has the same value until one of them changes."""
     assert_equals_eager(partial(two_alike_rig, hold), captured=2, replayed=CALLS - 6 - 4)
+
+
+def _scaled_by(held: Any, layer: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out * held[0]
+
+
+@pytest.mark.parametrize("kind", [list, deque, lambda items: dict(enumerate(items))], ids=["list", "deque", "dict"])
+def test_what_a_hook_is_given(kind: Callable[[list[float]], Any]) -> None:
+    """torch hands what a partial function holds to code, which has a name of its own for it."""
+
+    def make() -> Rig:
+        model, held = Mlp(), kind([0.5])
+        model[4].register_forward_hook(partial(_scaled_by, held))
+        optimizer = SGD(model.parameters(), lr=0.05, fused=True)
+
+        def train_step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def after(index: int) -> None:
+            held[0] = 2.0 if index >= CHANGED else 0.5
+
+        return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)), after)
+
+    assert_equals_eager(make, captured=2, replayed=CALLS - 6 - 4)
 
 
 @pytest.mark.twice
