@@ -125,15 +125,8 @@ def _record(
         try:
             if undo is not None:
                 undo.copy()
-            places = {path: walk.scalars[path] for path, kind in plan.symbolic.items() if has_stand_ins(kind)}
-            numbers = SymbolicNumbers(
-                places, plan.device, filled=plan.filled, expected=plan.drawn,
-                follows={draw.generator for draw in plan.drawn}, may_fill=backend.executes,
-                questions=plan.reads.questions.keys() if plan.single else None, tables=walk.tables(plan.tables),
-            )  # fmt: skip
-            deferring = DeferredReads(
-                fills=False, defers=plan.defers, symbolic=numbers, integer_places=plan.integer_places
-            )
+            numbers, places = _stand_ins(plan, walk, backend), plan.integer_places
+            deferring = DeferredReads(fills=False, defers=plan.defers, symbolic=numbers, integer_places=places)
             with own_derivatives() if plan.traced.derives else nullcontext(), deferring as deferred:
                 result = call_step(plan.handles.function(), fed.args, fed.kwargs)
             bindings.numbers.copies, bindings.numbers.are_kept = deferred.copies, deferred.are_kept
@@ -159,6 +152,16 @@ def _record(
     for tensor, value in pending:
         tensor.hold(value)
     return recording, *found[-1]
+
+
+def _stand_ins(plan: Plan, walk: Walk, backend: Backend) -> SymbolicNumbers:
+    """Return the stand-ins for owners' and drawn numbers with which the step is recorded."""
+    places = {path: walk.scalars[path] for path, kind in plan.symbolic.items() if has_stand_ins(kind)}
+    return SymbolicNumbers(
+        places, plan.device, filled=plan.filled, expected=plan.drawn,
+        follows={draw.generator for draw in plan.drawn}, may_fill=backend.executes,
+        questions=plan.reads.questions.keys() if plan.single else None, tables=walk.tables(plan.tables),
+    )  # fmt: skip
 
 
 def outdated(plan: Plan, walk: Walk) -> str | None:

@@ -76,8 +76,7 @@ class TraceMode(OperatorMode):
     def operate(self, unwatched: Unwatched, call: OperatorCall) -> Any:
         """Run an operator and record it."""
         schema, record, fixed = call.schema, self.record, self.operands.fixed
-        name = schema.name
-        self._source = None
+        name, self._source = schema.name, None
         constant = self._lift(call.args[0]) if name in LIFTS else None
         tensors, scalars = call.tensors_and_others()
         operands, offsets = self._take_operands(tensors, name)
