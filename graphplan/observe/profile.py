@@ -37,7 +37,7 @@ from graphplan.observe.type_calls import TypeCalls, handles_errors, type_calls
 from graphplan.observe.watching import Unwatched, Watcher, is_silent, new_watcher
 from graphplan.owners.discovery import CALLS, INITIALIZERS, note_called, note_made
 from graphplan.owners.kinds import holds_values, is_known
-from graphplan.owners.slots import HOOK, Namespace, Presence, Scalar
+from graphplan.owners.slots import Namespace, Presence, Scalar
 
 _IMPORTS = "<frozen importlib."
 _DYNAMO = os.path.join(TORCH, "_dynamo") + os.sep
@@ -129,8 +129,7 @@ class Reads:
         return any(self._covers(scalar, *way) for way in scalar.ways())
 
     def _covers(self, scalar: Scalar, owner: Any, attribute: str) -> bool:
-        is_of_hook = attribute.removesuffix("[:]") == HOOK
-        if is_of_hook or attribute in self.anywhere or self._is_read_within(owner, attribute):
+        if attribute in self.anywhere or self._is_read_within(owner, attribute):
             return True
         if attribute not in self.called:
             return False

@@ -35,6 +35,7 @@ TOO_DEEP = Unseen(
 TOO_MANY = Unseen(f"of which there are more than {MAX_ITEMS}; their content", "Keep numbers in a tensor")
 _FLAT = (Tensor, torch.dtype, torch.device, type, range)
 MAPPINGS = (dict, MutableMapping)
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Dictionaries come first: ``isinstance`` is slow for an abstract class."""
 _LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy", "antlr4")
 _NAMESPACES = {"argparse", "types", "configparser", "__main__"}

@@ -26,8 +26,6 @@ from graphplan.tensors.tables import is_table
 Items = list[Any] | deque[Any]
 _FEW = 3  # Maximum number of further references by which an Item looks up its list or dictionary.
 Container = MutableMapping[Any, Any] | Items | set[Any]
-HOOK = "a hook"
-"""The attribute that leads to the values of hooks: torch passes them to code, which may have any name for them."""
 
 
 @dataclass(slots=True, eq=False)

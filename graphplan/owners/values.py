@@ -23,6 +23,7 @@ from graphplan.owners.kinds import (
     MAPPINGS,
     MAX_DEPTH,
     MAX_ITEMS,
+    MODULE_HOOKS,
     PLAIN,
     SCALARS,
     TOO_DEEP,
@@ -37,7 +38,7 @@ from graphplan.owners.kinds import (
     unwrapped,
     users_bases,
 )
-from graphplan.owners.slots import HOOK, Items, Namespace, Presence, Scalar, Slot, Walk, tensor_leaves
+from graphplan.owners.slots import Items, Namespace, Presence, Scalar, Slot, Walk, tensor_leaves
 from graphplan.owners.views import (
     Attributes,
     ComputedItem,
@@ -56,7 +57,8 @@ from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.records import slots_of
 
 STEP = "the step"  # The path of a step's function.
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_IN_HOOK = (Namespace(), "hook")
+"""The source of values that torch passes to a hook's code, which has names of its own for them."""
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _METHODS = (FunctionType, staticmethod, classmethod)
 _ATOMS = frozenset(SCALARS)
@@ -324,12 +326,12 @@ class ValueWalker:
                 else:
                     self._slot(f"{path}.{name}", parts, name, (module, name))
                     self._walk_tensor_attributes(part, f"{path}.{name}")
-        for kind in filter(inner.get, _HOOKS):
+        for kind in filter(inner.get, MODULE_HOOKS):
             hooks = inner[kind]
             for number, hook in hooks.items() if isinstance(hooks, (dict, Mapping)) else ():
                 # Walk the values of a hook that is no plain function: a partial's arguments, an object's attributes.
                 if isinstance(hook, partial) or is_user_object(hook):
-                    self._value(hook, f"{path}.{kind}[{number}]", hooks, number, depth + 1, (hooks, HOOK))
+                    self._value(hook, f"{path}.{kind}[{number}]", hooks, number, depth + 1, _IN_HOOK)
         for name, value in list(inner.items()):
             if name not in _MODULE_INTERNALS:
                 self._attribute(value, f"{path}.{name}", inner, name, depth, module)

@@ -13,7 +13,7 @@ from graphplan.compare.comparing import Checks, Column, Row, contents_of, facts_
 from graphplan.compare.fast_compare import hooks_registered
 from graphplan.compare.tensors import GEOMETRY, geometry
 from graphplan.owners.contents import has_contents, state_of
-from graphplan.owners.kinds import PLAIN
+from graphplan.owners.kinds import MODULE_HOOKS, PLAIN
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Walk
 from graphplan.specs.paths import Fact, Path, names
@@ -21,7 +21,6 @@ from graphplan.trace.changes import same_value
 
 _PARTS = ("_modules", "_parameters", "_buffers")
 _OF_MODULES, _OF_OPTIMIZERS = ("training", "forward"), ("step", "zero_grad")
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = [
@@ -54,7 +53,7 @@ class Hooks:
     def __init__(self, walk: Walk) -> None:
         self._places: list[tuple[str, Any, str]] = [(name, space, name) for name, space in _GLOBAL_HOOKS]
         for module in walk.modules:
-            self._places += [(f"{type(module).__name__}.{name}", module, name) for name in _MODULE_HOOKS]
+            self._places += [(f"{type(module).__name__}.{name}", module, name) for name in MODULE_HOOKS]
         for path, param in walk.parameters.values():
             self._places += [(path, param, name) for name in _TENSOR_HOOKS]
         for path, optimizer in walk.optimizers.items():

@@ -31,9 +31,14 @@ CHANGE = r"weight(_\d)? was 0\.5 and is 2\.0"
 """Other functions of the same code may be waiting to be collected, with a variable of the same name."""
 
 
-def rig_of(loss_of: Callable[[Box, Any, Tensor, Tensor], Tensor], box: Box, after: Callable[[int], object]) -> Rig:
-    """A training step that computes ``loss_of(box, model, x, y)``; nobody can look into the box."""
-    model = Mlp()
+def rig_of(
+    loss_of: Callable[[Any, Any, Tensor, Tensor], Tensor],
+    box: Any,
+    after: Callable[[int], object],
+    model: nn.Module | None = None,
+) -> Rig:
+    """A training step that computes ``loss_of(box, model, x, y)``; nobody can look into a :class:`Box`."""
+    model = model or Mlp()
     optimizer = SGD(model.parameters(), lr=0.05, fused=True)
 
     def train_step(x: Tensor, y: Tensor) -> Tensor:
@@ -201,17 +206,8 @@ def held_rig(hold: Callable[[WithLoss], Callable[[bool], None]], *, changes: boo
     """A function that a module holds whose method runs, or that torch calls as a hook, and a change of its variable."""
     model = WithLoss()
     put = hold(model)
-    optimizer = SGD(model.parameters(), lr=0.05, fused=True)
-
-    def train_step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    calls = list(float_batches(CALLS))
-    return Rig(train_step, {"model": model}, calls, lambda index: put(changes and index >= CHANGED))
+    after = lambda index: put(changes and index >= CHANGED)  # noqa: E731
+    return rig_of(lambda box, model, x, y: model(x, y), None, after, model)
 
 
 @pytest.mark.parametrize("hold", HOLD)
@@ -240,18 +236,8 @@ def two_alike_rig(hold: Callable[[WithLoss, Any], object]) -> Rig:
     model = WithLoss()
     (found, _), (hidden, put) = scaled(0.5), scaled(0.5)
     hold(model, found)
-    kept = [hidden]
-    optimizer = SGD(model.parameters(), lr=0.05, fused=True)
-
-    def train_step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = kept[0](model(x, y))
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    calls = list(float_batches(CALLS))
-    return Rig(train_step, {"model": model}, calls, lambda index: put(2.0 if index >= CHANGED else 0.5))
+    after = lambda index: put(2.0 if index >= CHANGED else 0.5)  # noqa: E731
+    return rig_of(lambda kept, model, x, y: kept[0](model(x, y)), [hidden], after, model)
 
 
 @pytest.mark.parametrize(
@@ -279,19 +265,8 @@ def test_what_a_hook_is_given(kind: Callable[[list[float]], Any]) -> None:
     def make() -> Rig:
         model, held = Mlp(), kind([0.5])
         model[4].register_forward_hook(partial(_scaled_by, held))
-        optimizer = SGD(model.parameters(), lr=0.05, fused=True)
-
-        def train_step(x: Tensor, y: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        def after(index: int) -> None:
-            held[0] = 2.0 if index >= CHANGED else 0.5
-
-        return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)), after)
+        after = lambda index: held.__setitem__(0, 2.0 if index >= CHANGED else 0.5)  # noqa: E731
+        return rig_of(lambda box, model, x, y: F.cross_entropy(model(x), y), None, after, model)
 
     assert_equals_eager(make, captured=2, replayed=CALLS - 6 - 4)
 
