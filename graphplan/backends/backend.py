@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from graphplan.errors import BackendError, CaptureMemoryError
+from graphplan.errors import BackendError, CaptureMemoryError, GraphPlanError
 from graphplan.specs.roles import Footprint
 from graphplan.trace.batch_reads import BatchAnswers
 from graphplan.trace.host_transfers import HostProgram, Transfer
@@ -112,6 +112,12 @@ class Backend(Protocol):
         """Let later recordings share memory only among themselves. By default do nothing."""
         return
 
+    def compact(self, tensors: Sequence[Tensor]) -> None:
+        """Free unused memory between ``tensors``, which are alone in their storages, by moving them if that frees much.
+        By default do nothing.
+        """
+        return
+
     def trim(self) -> None:
         """Return unused cached memory to the device. By default do nothing."""
         return
@@ -157,7 +163,7 @@ def refusing_memory() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, CaptureMemoryError) or not is_out_of_memory(error):
+        if isinstance(error, GraphPlanError) or not is_out_of_memory(error):
             raise
         # The traceback's frames would keep the tensors of the unfinished step alive.
         traceback.clear_frames(error.__traceback__)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from graphplan.backends.backend import NOTHING_TRACED, Backend, Recording, TracedValues, first_line, is_out_of_memory
-from graphplan.backends.cudapools import PoolAllocation, forget_workspaces
+from graphplan.backends.cudapools import PoolAllocation, forget_workspaces, move
 from graphplan.backends.cudastates import CapturedStates
 from graphplan.backends.idleness import CAPTURE_LOCK
 from graphplan.environment.collector import no_collections
@@ -39,8 +39,14 @@ _MODE = "thread_local"
 
 _ON_ANOTHER_STREAM = ("legacy stream depend on a capturing", "uncaptured work in another stream")
 """CUDA's messages for a dependency between the captured stream and another one."""
-_SHARE = 1.3
-"""With checks and copies of the state, reserved memory may reach this multiple of the memory of eager steps."""
+_SHARE = 1.25
+"""With checks and copies of the state, reserved memory may reach this multiple of the memory of eager steps: 1.3 with
+what torch reserves for a few tensors on another stream.
+"""
+_UNUSED = 0.1
+"""The least share of the memory of eager steps for whose release tensors are moved."""
+_SMALL = 2**20
+"""Bytes up to which torch's allocator keeps tensors in segments of their own, of 2 MiB."""
 _LIVING: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
 
 
@@ -167,7 +173,7 @@ class CUDAGraphBackend(Backend):
         """The stream of captures, and of eager work that will be captured."""
         self._pool: Any = None
         self._living: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
-        self._eager_bytes = 0
+        self._eager_bytes = self._workspaces = 0
         self._has_recorded = self._has_failed = False
         self._lends = PoolAllocation.is_possible()
 
@@ -188,7 +194,7 @@ class CUDAGraphBackend(Backend):
         self, body: Callable[[], Any], recording: Recording, nbytes: int, left: Callable[[Any], Iterable[Tensor]]
     ) -> Any:
         """See :meth:`graphplan.backends.backend.Backend.run_between`."""
-        if not self._lends or self.may_take(nbytes):
+        if not self._lends or self.may_take(nbytes + self._workspaces):
             return self.run(body)
 
         def within() -> Any:
@@ -258,9 +264,11 @@ class CUDAGraphBackend(Backend):
         self._has_failed = False
         torch.cuda.synchronize(self.device)
         # Memory that eager steps left cached would stay reserved beside the pool: a capture cannot free it.
+        allocated = torch.cuda.memory_allocated(self.device)
+        forget_workspaces()
+        self._workspaces = allocated - torch.cuda.memory_allocated(self.device)
         self.trim()
         before = torch.cuda.memory_reserved(self.device)
-        forget_workspaces()
         try:
             # A garbage collection could free another graph's memory, which is illegal during a capture.
             with no_collections():
@@ -283,6 +291,19 @@ class CUDAGraphBackend(Backend):
     def begin_generation(self) -> None:
         """See :meth:`graphplan.backends.backend.Backend.begin_generation`."""
         self._pool = None
+
+    def compact(self, tensors: Sequence[Tensor]) -> None:
+        """See :meth:`graphplan.backends.backend.Backend.compact`. Nothing is moved if graphs may have the addresses, or
+        if little of the reserved memory is unused.
+        """
+        if any(recording.is_open for recording in self._living):
+            return
+        self.trim()
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        if unused > _UNUSED * self._eager_bytes:
+            moved = [t for t in tensors if type(t) in PLAIN_KINDS and t.device == self.device and t.nbytes > _SMALL]
+            self.run(lambda: move(moved, self.trim))
+            self.trim()
 
     def trim(self) -> None:
         """See :meth:`graphplan.backends.backend.Backend.trim`."""

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from graphplan.tensors.attributes import has_memory
+from graphplan.tensors.storages import whole_storage
+
+_ALIGNED, _ROUNDED, _EXACT = 512, 2 * 2**20, 10 * 2**20
+"""Bytes to which torch's allocator aligns tensors, and to which it rounds segments for tensors of at least ``_EXACT``
+bytes, which then fill them.
+"""
 
 
 class PoolAllocation:
@@ -89,6 +96,28 @@ def forget_workspaces() -> None:
     forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if forget is not None:
         forget()
+
+
+@torch.no_grad()
+def move(tensors: Sequence[Tensor], free: Callable[[], object]) -> None:
+    """Reallocate the storages of ``tensors``, in their order, after ``free`` has freed the memory between them. Tensors
+    keep their storage objects, so views stay valid.
+    """
+    wholes = [whole_storage(tensor).view(torch.uint8) for tensor in tensors if tensor.layout is torch.strided]
+    # The copies fill a segment of their own, which can be freed because nothing else fits into it.
+    sizes = [-(-whole.numel() // _ALIGNED) * _ALIGNED for whole in wholes]
+    nbytes = max(_EXACT, -(-sum(sizes) // _ROUNDED) * _ROUNDED)
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=torch.cuda.current_device())
+    starts = accumulate(sizes, initial=0)
+    copies = [memory[start:][: whole.numel()].copy_(whole) for whole, start in zip(wholes, starts, strict=False)]
+    # The storages may belong to other streams, which must not reuse them before they are copied.
+    torch.cuda.synchronize()
+    for whole in wholes:
+        whole.untyped_storage().resize_(0)
+    free()
+    for whole, copy in zip(wholes, copies, strict=True):
+        whole.untyped_storage().resize_(copy.numel())
+        whole.copy_(copy)
 
 
 def _renew(storage: UntypedStorage) -> None:

@@ -10,8 +10,8 @@ from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import CarryError, HostEffectError
 from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.specs.paths import Fact, names
-from graphplan.tensors.storages import span
-from graphplan.trace.changes import Place, Rebinding
+from graphplan.tensors.storages import Place, span
+from graphplan.trace.changes import Rebinding
 from graphplan.trace.records import Trace
 
 

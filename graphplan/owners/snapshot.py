@@ -22,7 +22,7 @@ from graphplan.owners.tensor_metadata import ABSENT
 from graphplan.owners.views import ComputedItem, contents
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory, has_own_operators, is_freed
 from graphplan.tensors.copying import copy_all, copy_into, unequal
-from graphplan.tensors.storages import storage_id
+from graphplan.tensors.storages import put_back, storage_id
 
 _as_memory = torch._C.DisableTorchFunctionSubclass
 """Ignore ``__torch_function__`` of tensor subclasses while copying: it may raise, such as for an outdated result."""
@@ -32,7 +32,8 @@ class Snapshot:
     """Copies of owners' containers, gradients, modes, ``requires_grad`` flags, the values of their tensors and of
     ``extra`` (or of ``tensors`` instead), torch's switches unless ``within`` a step, and the states of torch's default
     generators, Python's, NumPy's and ``generators``. Copies are on the tensors' devices, or on ``device`` except for
-    ``beside`` bytes. ``without`` names attributes that exist now and that ``restore`` removes.
+    ``beside`` bytes. ``uncopied`` are tensors whose values the caller restores, or that keep them: only their memory
+    is restored. ``without`` names attributes that exist now and that ``restore`` removes.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Snapshot:
         generators: Iterable[torch.Generator] = (),
         device: torch.device | None = None,
         beside: float = 0,
+        uncopied: Iterable[Tensor] = (),
         without: Sequence[str] = (),
         within: bool = False,
     ) -> None:
@@ -56,6 +58,7 @@ class Snapshot:
             slots = [t for slot in walk.slots.values() for t in slot.tensors() if not (found and id(t) in found)]
             tensors = [*slots, *extra]
         each = list({id(t): t for t in tensors}.values())
+        kept_alive = {id(tensor): tensor for tensor in uncopied}
         # A scripted module keeps its mode in C++.
         self._modes = [(m, m.training) for m in walk.modules if "training" not in vars(m) and hasattr(m, "training")]
         self._switches = None if within else read_all()
@@ -64,7 +67,8 @@ class Snapshot:
             leaves = [*(param for _, param in walk.parameters.values()), *(tensor for tensor in each if tensor.is_leaf)]
             self._grads = [(leaf, leaf.requires_grad, leaf.grad) for leaf in leaves]
             # Expanded tensors are left out: neither the step nor a restore can write to them.
-            live = list(filter(_is_copied, each))
+            self._aliases = [(tensor, tensor.detach()) for tensor in kept_alive.values()]
+            live = [tensor for tensor in each if id(tensor) not in kept_alive and _is_copied(tensor)]
             _check_copies(walk, live)
             copies = copy_all(live, device, beside)
         self._tensors = {id(t): (t, copy) for t, copy in zip(live, copies, strict=True)}
@@ -106,6 +110,8 @@ class Snapshot:
                     leaf.requires_grad = asks
                 if leaf.grad is not grad:
                     leaf.grad = grad
+            for tensor, before in self._aliases:
+                put_back(tensor, before)
             self._write_values(changed)
         for module, training in self._modes:
             module.training = training

@@ -28,8 +28,9 @@ from graphplan.specs.paths import Fact, Path, names
 from graphplan.specs.roles import External
 from graphplan.tensors.deferred import NumberForm
 from graphplan.tensors.records import has_attributes
+from graphplan.tensors.storages import place_of
 from graphplan.tensors.trees import text_of
-from graphplan.trace.changes import place_of, same_value
+from graphplan.trace.changes import same_value
 from graphplan.trace.collectives import is_collective
 from graphplan.trace.operator_schemas import UNORDERED
 from graphplan.trace.records import OutputTensor, Trace

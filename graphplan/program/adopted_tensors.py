@@ -22,8 +22,8 @@ from graphplan.specs.paths import Path
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.attributes import has_memory
 from graphplan.tensors.dtensors import is_sharded, local
-from graphplan.tensors.storages import lay, memory_uses, places, storage_id, with_leaves
-from graphplan.trace.changes import place_of, same_value
+from graphplan.tensors.storages import lay, memory_uses, place_of, places, storage_id, with_leaves
+from graphplan.trace.changes import same_value
 
 Gradients = tuple[list[Tensor], list[Tensor], list[Tensor], Any]
 """Parameters, the gradients that a recording reads, detached aliases of these, and their geometry."""

@@ -32,8 +32,7 @@ from graphplan.specs.paths import Fact, Path, names
 from graphplan.tensors.copying import copy_into
 from graphplan.tensors.deferred import NumberForm, form_of, is_deferred, value_of
 from graphplan.tensors.dtensors import is_sharded, local
-from graphplan.tensors.storages import copier, memory_uses, places, storage_id, with_leaves
-from graphplan.trace.changes import place_of
+from graphplan.tensors.storages import copier, memory_uses, place_of, places, storage_id, with_leaves
 
 _OTHERWISE = (
     "the step {what} in its capture than in its traces ({path}), because of a value that graphplan cannot see; a "
@@ -207,6 +206,7 @@ class Bindings:
         self._addresses = Addresses(self._memory)
         self.grad_memory = set(map(storage_id, self._memory))
         """Storages of the gradients that the recording writes."""
+        self.gradient_bytes = sum(memory.nbytes for memory in self._memory)
         self._counts = self._count()
 
     def _count(self) -> list[int]:

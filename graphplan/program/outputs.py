@@ -20,9 +20,9 @@ from graphplan.program.static_numbers import StaticNumbers
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.deferred import NumberForm, form_of, is_deferred
 from graphplan.tensors.dtensors import is_sharded
-from graphplan.tensors.storages import copier, has_wide_gaps, overlaps, storage_id
+from graphplan.tensors.storages import copier, has_wide_gaps, overlaps, place_of, storage_id
 from graphplan.tensors.trees import flatten_result, map_result, names_of, rebuilder, text_of
-from graphplan.trace.changes import place_of, same_value
+from graphplan.trace.changes import same_value
 
 
 def check_result(plan: Plan, result: Any) -> None:

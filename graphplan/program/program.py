@@ -265,9 +265,20 @@ class Program:
         return backend.run_between(body, self._recording, self.plan.footprint.peak, left)
 
     def run_recorded(self, leaves: Sequence[Any], *, executed: bool) -> Any:
-        """Finish the recorded call: execute it unless the recording did, and return its results."""
-        if not executed:
-            self._launch(is_recorded=True)
+        """Finish the recorded call: execute it unless the recording did, and return its results. Raises EffectError if
+        that fails once the step has run and cannot be undone (:meth:`MemoryBudget.snapshot`).
+        """
+        if executed:
+            return self._finish_recorded(leaves)
+        self._launch(is_recorded=True)
+        try:
+            return self._finish_recorded(leaves)
+        except Exception as error:
+            if self.plan.defers or isinstance(error, GraphPlanError):
+                raise
+            raise lost(error, self.plan.name) from error
+
+    def _finish_recorded(self, leaves: Sequence[Any]) -> Any:
         self._copied.give_back()
         self.bindings.replace_recorded()
         # Only after a single trace: after two, walks may still refer to tuples whose numbers were replaced in lists.

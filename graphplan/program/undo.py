@@ -19,8 +19,7 @@ from graphplan.plan.plan import Plan
 from graphplan.program.inputs import StaticInputs
 from graphplan.tensors.attributes import has_memory, is_freed
 from graphplan.tensors.copying import copy_all, copy_into
-from graphplan.tensors.dtensors import local
-from graphplan.tensors.storages import storage_id
+from graphplan.tensors.storages import storage_id, whole_storage
 
 
 class Undo:
@@ -56,12 +55,7 @@ class Undo:
 
 def _memories(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return one flat tensor per storage of ``tensors``, which may be partial views or views that forbid writes."""
-    by_storage = {
-        storage_id(tensor): local(tensor) for tensor in tensors if has_memory(tensor) and not is_freed(tensor)
-    }
+    by_storage = {storage_id(tensor): tensor for tensor in tensors if has_memory(tensor) and not is_freed(tensor)}
     by_storage.pop(None, None)
     with torch.inference_mode(False), torch.no_grad():
-        return [
-            torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-            for tensor in by_storage.values()
-        ]
+        return list(map(whole_storage, by_storage.values()))

@@ -151,7 +151,7 @@ class _Traces:
             for snapshot in reversed(self._snapshots):
                 snapshot.restore()
         for record in reversed(self._records):
-            record.undo_unowned_writes()
+            record.undo_uncopied_writes()
 
     def _run(self, device: torch.device | None, on_first_sight: Callable[[Any], None] = lambda thing: None) -> Walk:
         managed, record = self.managed, Trace()

@@ -6,17 +6,22 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from graphplan.backends.backend import Backend
 from graphplan.environment.devices import free_bytes, is_accelerator
 from graphplan.errors import MemoryBudgetError
-from graphplan.owners.slots import Walk
+from graphplan.feed.signature import Feed
+from graphplan.owners.slots import Walk, is_optimizer_state
+from graphplan.owners.snapshot import Snapshot
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.step.entries import Entry
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.programs import Programs
+from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.storages import is_memory_shared
 
 _COPIES = 3  # Copies alive at once: from before the step, after the replay, and after the eager step in a repetition.
 _MARGIN = 1.2  # Factor that leaves memory for fragmentation and temporaries.
@@ -87,10 +92,36 @@ class MemoryBudget:
         if self._budget is not None or not backend.may_take(0):
             backend.trim()
 
-    def for_copies(self, walk: Walk, backend: Backend) -> torch.device | None:
-        """The device for copies of the owners' tensors: their own device (None), or the CPU if they are large."""
-        tensors = {id(t): t.nbytes for slot in walk.slots.values() for t in slot.tensors() if is_accelerator(t.device)}
-        return None if backend.may_take(sum(tensors.values())) else torch.device("cpu")
+    def snapshot(
+        self, walk: Walk, feed: Feed, plan: Plan | None, backend: Backend, *, is_traced: bool = True
+    ) -> Snapshot:
+        """Return a snapshot for undoing a capture of ``plan``, or an eager run if that is None.
+
+        Copies are in host memory if they are large. There are none of gradients if the run ``is_traced``: it copies
+        those that it is about to write, and most steps replace them. Stream capture executes nothing, so tensors on its
+        device need no copies either, unless numbers that exist only after the first replay may refuse the program.
+        Before a capture, tensors that lie scattered over the memory of eager steps are moved.
+        """
+        extra = [*([] if plan is None else plan.changed_tensors(walk)), *(tensor for _, tensor in feed.tensors())]
+        slots = [(slot, tensor) for slot in walk.slots.values() for tensor in slot.tensors()]
+        every = [*(tensor for _, tensor in slots), *extra]
+        gradients = [tensor for slot, tensor in slots if slot.param is not None]
+        if plan is not None and self._peers is None:
+            # Gradients come last: the capture replaces them, which would leave gaps between the others.
+            moved = [*(tensor for slot, tensor in slots if is_optimizer_state(slot.path)), *gradients]
+            backend.compact([tensor for tensor in moved if not is_memory_shared(tensor)])
+        uncopied: list[Tensor] = []
+        if plan is None and is_traced:
+            uncopied = gradients
+        elif plan is not None and not (backend.executes or plan.defers):
+            uncopied = [tensor for tensor in every if tensor.device == plan.device]
+        uncopied = [tensor for tensor in uncopied if type(tensor) in PLAIN_KINDS]
+        # A trace keeps the gradients, too, beside those that it makes.
+        kept = set(map(id, uncopied)) if plan is not None else set()
+        needed = sum({id(t): t.nbytes for t in every if is_accelerator(t.device) and id(t) not in kept}.values())
+        device = None if needed <= backend.room() else torch.device("cpu")
+        generators = () if plan is None else plan.traced.generators
+        return Snapshot(walk, extra=extra, generators=generators, device=device, uncopied=uncopied)
 
 
 def _mib(nbytes: int) -> str:
@@ -104,11 +135,12 @@ def _refusal(plan: Plan, what: str, bound: str) -> MemoryBudgetError:
     )
 
 
-def room_beside(device: torch.device, backend: Backend, rest: int) -> float:
-    """Bytes of copies for which ``device`` has room, if it cannot hold all and has to keep ``rest`` bytes free."""
-    free = free_bytes(device)
-    room = backend.room() if free is None else min(backend.room(), free - rest)
-    return max(0, room) / _MARGIN
+def room_beside(device: torch.device, backend: Backend, taken: int, rest: int) -> float:
+    """Bytes of copies for which ``device`` has room, if it cannot hold all. ``taken`` bytes more are reserved in any
+    case, and ``rest`` have to stay free.
+    """
+    free, room = free_bytes(device), backend.room() - taken
+    return max(0, room if free is None else min(room, free - rest)) / _MARGIN
 
 
 def find_room(

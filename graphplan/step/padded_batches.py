@@ -283,8 +283,7 @@ class RehearsalMode(OperatorMode):
             is_known = storage in self._made or storage in self._copied or storage in self.written
             if storage is not None and not is_known:
                 self.written.add(storage)
-                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-                self.record.note_write(whole)
+                self.record.note_write(tensor)
 
     @property
     def draws(self) -> list[str]:
@@ -395,7 +394,7 @@ class PaddingCheck:
             self._rounding = mode.record.rounding
             return result, self._left(extra, mode.written)
         finally:
-            mode.record.undo_unowned_writes()
+            mode.record.undo_uncopied_writes()
             self._snapshot.restore()
             torch.clear_autocast_cache()
 

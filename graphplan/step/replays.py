@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from graphplan.program.program import Program, Tally
 from graphplan.report.stats import STARTING, Stats
 from graphplan.step.memory_budget import find_room, room_beside
 from graphplan.step.runner import Parts
+from graphplan.tensors.copying import COMPARISON, FEW
 from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.repeated_operators import RepeatedOperators
 from graphplan.verify.check import Check, Verdict, detached
@@ -129,22 +131,20 @@ class Replays:
         number = series.replays + 1
         series.timetable.begin(number)
         fed = CallArguments.of(feed).watch()
+        repeated = None
+        if program.needs_first_check:
+            repeated = RepeatedOperators(program.expected, answers_in(fed.kwargs), program.numbers)
         try:
             with self._stats.timed("verify"):
-                check = Check(
-                    program,
-                    feed.leaves,
-                    allow=self._options.allow,
-                    place=partial(self._place, program, nbytes, room),
-                    on_any=self._on_any if program.plan.communicates else bool,
-                )
-                repeated = None
-                if program.needs_first_check:
-                    repeated = RepeatedOperators(program.expected, answers_in(fed.kwargs), program.numbers)
-                verdict = check.run(partial(self._eager, program, fed, feed.leaves, repeated))
+                place = partial(self._place, program, nbytes, room)
+                verdict = self._compare(program, fed, feed.leaves, place, repeated)
         except (torch.OutOfMemoryError, PeerError) as error:
+            # The traceback's frames hold the check's copies, and gradients, which a replay would take for kept.
+            traceback.clear_frames(error.__traceback__)
+            reason = first_line(error)
+        if reason:
             fed.restore()
-            return self._unchecked(program, feed, first_line(error))
+            return self._unchecked(program, feed, reason)
         unlike = None if repeated is None else _unlike(repeated)
         if program.needs_first_check and (unlike is not None or verdict.open or verdict.differences):
             wrong = _disagreement(program, verdict) if verdict.differences else None
@@ -169,6 +169,18 @@ class Replays:
             self._stats.bytes_verified = nbytes
         self._stats.end_call("verified")
         return Checked(verdict.result)
+
+    def _compare(
+        self,
+        program: Program,
+        fed: CallArguments,
+        leaves: Sequence[Any],
+        place: Callable[[], tuple[torch.device, float]],
+        repeated: RepeatedOperators | None,
+    ) -> Verdict:
+        on_any = self._on_any if program.plan.communicates else bool
+        check = Check(program, leaves, allow=self._options.allow, place=place, on_any=on_any)
+        return check.run(partial(self._eager, program, fed, leaves, repeated))
 
     def begin(self, program: Program) -> None:
         """Add a program to the check schedule of its form. If it communicates, all ranks check in the same steps."""
@@ -246,10 +258,12 @@ class Replays:
         goes to the host: pinned memory is slow to allocate, and not all copies need it.
         """
         backend, device = self._runner.backend, program.plan.device
-        place = find_room(nbytes, device, backend.may_take, copies=1)[0] or room
+        # The eager step makes gradients beside those of the program. Few bytes are compared on the host.
+        taken = program.bindings.gradient_bytes + (COMPARISON if nbytes > FEW else 0)
+        place = find_room(nbytes, device, lambda more: backend.may_take(more + taken), copies=1)[0] or room
         # Leave memory for the eager step, and for comparing the copies, which needs less than the copies take.
         rest = program.plan.footprint.peak + nbytes
-        return place, 0 if place == device else room_beside(device, backend, rest)
+        return place, 0 if place == device else room_beside(device, backend, taken, rest)
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> Checked | None:
         """Replay without the check that is due; None if the program is unproven and must not be replayed unchecked."""

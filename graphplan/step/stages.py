@@ -241,21 +241,19 @@ class Stages:
     @refusing_memory()
     def _attempt(self, call: Call) -> Any:
         """Trace or capture the call, and undo it after an error; see :meth:`_run_traced` for the exception."""
-        walk, feed, plan = call.walk, call.feed, call.line.plan
+        self._drop_outdated(call)
         with ExitStack() as undo:
-            generators = plan.traced.generators if plan is not None else ()
-            changed = plan.changed_tensors(walk) if plan is not None else []
-            extra = [*changed, *(tensor for _, tensor in feed.tensors())]
-            device = self._memory.for_copies(walk, self._runner.backend)
-            snapshot = Snapshot(walk, extra=extra, generators=generators, device=device)
+            snapshot = self._snapshot(call, is_traced=not self._managed.runs_compiled(call.walk))
             undo.callback(snapshot.restore)
             # A later recording must contain its casts of weights, so autocast must not reuse cached ones.
             undo.callback(torch.clear_autocast_cache)
-            self._drop_outdated(call)
             result = self._trace(call, undo, snapshot) if call.line.plan is None else self._capture(call, undo)
             undo.pop_all()
             self._runner.outcome = (result,)
             return result
+
+    def _snapshot(self, call: Call, *, is_traced: bool) -> Snapshot:
+        return self._memory.snapshot(call.walk, call.feed, call.line.plan, self._runner.backend, is_traced=is_traced)
 
     def _drop_outdated(self, call: Call) -> None:
         """Drop a plan if Python values have changed since its traces, or if tensors that are read before the step were
@@ -298,7 +296,7 @@ class Stages:
         placeholders = Placeholders(feed, feed.unread)
         fed = CallArguments.of(placeholders.feed).watch()
         undo.callback(fed.restore)
-        undo.callback(facts.undo_unowned_writes)
+        undo.callback(facts.undo_uncopied_writes)
         with placeholders, self._stats.timed("trace"):
             result, walk = self._run_traced(call, fed, facts, undo, rehearses=rehearses)
             # Keep only these parts: the trace also references batches and copies of tensors without an owner.
@@ -309,10 +307,11 @@ class Stages:
             rehearsal, taken = None, taken_item(call.walk, facts.executed.iterated, self._options.allow)
             if taken is None and (rehearses or facts.executed.compiled):
                 rehearsal = Rehearsal(self._managed.walk, result, self._options.allow)
-                facts.undo_unowned_writes()
+                facts.undo_uncopied_writes()
                 snapshot.restore()
                 torch.clear_autocast_cache()
                 fed.restore()
+                undo.callback(self._snapshot(call, is_traced=False).restore)
                 result = self._runner.run(lambda: self._runner.call(CallArguments.of(feed)))
             try:
                 if taken is not None:

@@ -13,11 +13,17 @@ from graphplan.environment.devices import is_accelerator
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.page_locked import HostMemory, fits_host_memory
 
-_SMALL, _TOGETHER = 2**22, 2**24
-"""Maximum bytes of one tensor in a batched comparison, and of the whole batch, which is copied twice."""
+_TOGETHER = 2**22
+"""Maximum bytes of a batch that is compared, or copied to another device: it is first concatenated on its own."""
+COMPARISON = 40 * 2**20
+"""Bytes that torch reserves to compare such a batch: two segments, for copies of both sides and a mask."""
 _COPIED = 2**28
 """Maximum bytes of copies that share one storage."""
-_FEW = 2**22
+_LARGE, _BLOCK = 10 * 2**20, 2**20
+"""For an allocation of more than 1 and less than 10 MiB, torch reserves 20 MiB, and for a smaller one 2 MiB: copies
+that take less than 10 MiB together are made in parts.
+"""
+FEW = 2**22
 """Up to this many bytes, compare on the host: an H200 takes 30 ms to load the kernels, 1 ms to copy these bytes."""
 _is_on_host = attrgetter("is_cpu")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -106,8 +112,10 @@ class _Part(NamedTuple):
 def _parts(tensors: Sequence[Tensor], device: torch.device | None, beside: float) -> list[_Part]:
     leave = [not (device is None or tensor.is_cpu or tensor.device == device) for tensor in tensors]
     parts = []
-    # A batch for another device is first concatenated on this one, which takes memory here: keep it small.
-    for are_plain, members in groups(tensors, map(_home, tensors), _TOGETHER if any(leave) else _COPIED):
+    homes = list(map(_home, tensors))
+    batched = sum(tensor.nbytes for tensor, home in zip(tensors, homes, strict=True) if home is not None)
+    most = _TOGETHER if any(leave) else _COPIED if batched >= _LARGE else _BLOCK
+    for are_plain, members in groups(tensors, homes, most):
         leaves = leave[members[0]]
         nbytes = sum(tensors[index].nbytes for index in members) if leaves and beside else 0
         if 0 < nbytes <= beside:
@@ -151,12 +159,13 @@ def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
     """
     rows = [(two, one) if _is_on_host(one) else (one, two) for one, two in zip(ones, twos, strict=True)]
     home = comparison_device(tensor for tensor, _ in rows)
-    homes = [_home(one) if one.nbytes <= _SMALL and _is_plain(two) else None for one, two in rows]
+    homes = [_home(one) if one.nbytes <= _TOGETHER and _is_plain(two) else None for one, two in rows]
     keys = [home and (home, two.device) for home, (_, two) in zip(homes, rows, strict=True)]
-    parts = [members for _, members in groups([one for one, _ in rows], keys, _TOGETHER)]
+    most = _TOGETHER if home is None else _BLOCK
+    parts = [members for _, members in groups([one for one, _ in rows], keys, most)]
     marks = (_mark([rows[index] for index in members], home) for members in parts)
     # Keep the marks of few bytes until it is known which parts differ; larger marks are computed again.
-    known = list(marks) if sum(one.nbytes for one in ones) <= _FEW else []
+    known = list(marks) if sum(one.nbytes for one in ones) <= FEW else []
     found: list[int] = []
     for number, differs in enumerate(values_of([mark.any() for mark in known or marks])):
         if differs:
@@ -169,7 +178,7 @@ def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
 
 def comparison_device(tensors: Iterable[Tensor]) -> torch.device | None:
     """Return the CPU device if comparing these tensors with others of equal sizes is faster there, else None."""
-    return torch.device("cpu") if sum(t.nbytes for t in tensors if not _is_on_host(t)) <= _FEW else None
+    return torch.device("cpu") if sum(t.nbytes for t in tensors if not _is_on_host(t)) <= FEW else None
 
 
 def _mark(rows: Sequence[tuple[Tensor, Tensor]], home: torch.device | None) -> Tensor:

@@ -56,6 +56,32 @@ def storage_id(tensor: Tensor) -> int | None:
         return None
 
 
+Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
+"""Storage, offset, shape, strides, dtype, conjugate bit, negative bit: equal places are equal views of one memory."""
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Return the place of ``tensor``."""
+    if type(tensor) not in PLAIN_KINDS:
+        tensor = local(tensor)
+    if tensor.layout is not torch.strided:
+        return (None, id(tensor), tuple(tensor.shape), (), tensor.dtype, False, False)
+    offset, shape, stride = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return (storage_id(tensor), int(offset), shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+
+def put_back(tensor: Tensor, before: Tensor) -> None:
+    """Give ``tensor`` the memory of ``before``, its alias from before a step, if it has another one now."""
+    if place_of(tensor) != place_of(before):
+        tensor.data = before
+
+
+def whole_storage(tensor: Tensor) -> Tensor:
+    """Return a 1-D tensor of ``tensor``'s dtype over its whole storage, of which it may be a view."""
+    tensor = local(tensor)
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Return the number of elements from the first to the last one, both included."""
     if 0 in shape:

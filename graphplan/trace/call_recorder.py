@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from graphplan.feed.signature import is_dense
-from graphplan.tensors.storages import storage_id
+from graphplan.tensors.storages import place_of, storage_id
 from graphplan.trace.batch_reads import Call, Read, TensorSlot
-from graphplan.trace.changes import place_of
 from graphplan.trace.operator_schemas import LIKE_OPERATORS, OperatorCall, tensors_in
 
 RESTORE = "restore"

@@ -12,7 +12,6 @@ from operator import is_
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -22,22 +21,7 @@ from graphplan.owners.kinds import SCALARS
 from graphplan.owners.slots import Items, Slot, Walk, holds_plain, tensor_leaves
 from graphplan.owners.tensor_metadata import ABSENT, EXISTS, difference, is_there, metadata_of
 from graphplan.owners.walk import walk_owners
-from graphplan.tensors.attributes import PLAIN_KINDS
-from graphplan.tensors.dtensors import local
-from graphplan.tensors.storages import storage_id
-
-Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
-"""Storage, offset, shape, strides, dtype, conjugate bit, negative bit: equal places are equal views of one memory."""
-
-
-def place_of(tensor: Tensor) -> Place:
-    """Return the place of ``tensor``."""
-    if type(tensor) not in PLAIN_KINDS:
-        tensor = local(tensor)
-    if tensor.layout is not torch.strided:
-        return (None, id(tensor), tuple(tensor.shape), (), tensor.dtype, False, False)
-    offset, shape, stride = tensor.storage_offset(), tensor.shape, tensor.stride()
-    return (storage_id(tensor), int(offset), shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+from graphplan.tensors.storages import Place, place_of
 
 
 @dataclass(frozen=True, slots=True)

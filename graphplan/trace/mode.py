@@ -227,7 +227,7 @@ class TraceMode(OperatorMode):
             return
         external.communicated |= call.schema.communicates
         if not external.mutated:
-            is_copied = storage in record.entry_slots and storage not in record.found
+            is_copied = storage in record.entry_slots and storage not in record.uncopied
             if not is_copied:
                 record.note_write(external.tensor)
             external.mutated, external.mutated_by, external.mutated_at = True, call.schema.name, source

@@ -19,9 +19,9 @@ from graphplan.observe.source import Source, find_source
 from graphplan.owners.slots import Slot, Walk
 from graphplan.specs.roles import Footprint, TensorSpec
 from graphplan.tensors.attributes import is_freed
-from graphplan.tensors.storages import is_memory_shared, storage_id
+from graphplan.tensors.storages import is_memory_shared, put_back, storage_id, whole_storage
 from graphplan.trace.batch_recorder import BatchRecorder
-from graphplan.trace.changes import Changes, place_of
+from graphplan.trace.changes import Changes
 from graphplan.trace.collectives import is_collective
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.host_reads import HostRead
@@ -146,7 +146,8 @@ class Trace:
     changes: Changes = field(default_factory=Changes)
     violation: RefusalError | None = None
     entry_slots: dict[int, list[Slot]] = field(default_factory=dict)
-    found: set[int | None] = field(default_factory=set)
+    uncopied: set[int | None] = field(default_factory=set)
+    """Storages of the entry slots of which no snapshot has copies, so that they are copied before the first write."""
     gathered: set[int | None] = field(default_factory=set)
     entry_paths: frozenset[str] = frozenset()
     entry_scalars: dict[str, Any] = field(default_factory=dict)
@@ -189,8 +190,10 @@ class Trace:
     """Whether autograd records an operator whose derivative has another formula in traces than in eager steps."""
     own_states: list[Tensor] = field(default_factory=list)
     """External tensors with random state that torch keeps for operators, such as the dropout of cuDNN's RNNs."""
-    unowned_writes: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    """Written tensors that no snapshot has: the tensor, an alias with its geometry before the step, and a copy."""
+    uncopied_writes: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    """Written tensors that no snapshot has: the tensor, an alias with its geometry before the step, its whole storage,
+    and a copy of that.
+    """
     unowned_generator_states: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 
     @property
@@ -234,18 +237,19 @@ class Trace:
             self.refuse(error(message, component=component or find_source().component))
 
     def note_write(self, tensor: Tensor) -> None:
-        """Record that the step is about to write to ``tensor``, of which no snapshot has a copy."""
-        before = tensor.detach()
-        self.unowned_writes.append((tensor, before, before.clone()))
+        """Record that the step is about to write to the memory of ``tensor``, of which no snapshot has a copy."""
+        whole = whole_storage(tensor)
+        self.uncopied_writes.append((tensor, tensor.detach(), whole, whole.clone()))
 
-    def undo_unowned_writes(self) -> None:
-        """Restore the tensors and generators that the step changed and that no snapshot has, as no owner holds them."""
+    def undo_uncopied_writes(self) -> None:
+        """Restore the tensors and generators that the step changed and that no snapshot has: gradients, and what no
+        owner holds.
+        """
         with torch.no_grad():
-            for tensor, before, value in self.unowned_writes:
-                if not is_freed(tensor):
-                    before.copy_(value)
-                    if place_of(tensor) != place_of(before):
-                        tensor.data = before
+            for tensor, before, whole, value in self.uncopied_writes:
+                if not is_freed(before):
+                    whole.copy_(value)
+                    put_back(tensor, before)
         for generator, state in self.unowned_generator_states:
             set_generator(generator, state)
 

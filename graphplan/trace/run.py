@@ -25,11 +25,11 @@ from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory, is_freed
 from graphplan.tensors.deferred import form_of, is_deferred
 from graphplan.tensors.dtensors import is_sharded
-from graphplan.tensors.storages import storage_id
+from graphplan.tensors.storages import place_of, storage_id
 from graphplan.tensors.trees import flatten_result, names_of
 from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.batch_recorder import BatchRecorder
-from graphplan.trace.changes import Changes, Recorder, place_of
+from graphplan.trace.changes import Changes, Recorder
 from graphplan.trace.mode import TraceMode
 from graphplan.trace.operands import NOWHERE, Operands
 from graphplan.trace.rate_reads import RateWatch
@@ -123,9 +123,9 @@ def _check_reads(record: Trace, batch: BatchRecorder) -> None:
 def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Sharding, rates: Collection[int]) -> None:
     storages = ((index, storage_id(leaf)) for index, leaf in feed.tensors())
     record.leaf_storages.update((index, storage) for index, storage in storages if storage is not None)
-    found = recorder.walk.found
-    slots = recorder.walk.slots.values() if found else ()
-    record.found = {storage_id(t) for slot in slots for t in slot.tensors() if id(t) in found}
+    found, slots = recorder.walk.found, recorder.walk.slots.values()
+    uncopied = (t for slot in slots for t in slot.tensors() if slot.param is not None or id(t) in found)
+    record.uncopied = set(map(storage_id, uncopied))
     record.entry_paths = frozenset(recorder.places)
     record.entry_slots = recorder.entry_slots()
     record.entry_scalars = {**recorder.scalars, **recorder.objects}

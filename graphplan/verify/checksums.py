@@ -11,7 +11,7 @@ from torch import Tensor
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.copying import bits, copy_all, flat, groups, unequal
 
-_BYTES = 2**23
+_BYTES = 2**22
 """Bytes that are summed at once, which takes memory for four copies of them."""
 _ROW = 2**12
 """Words per sum. The host makes a factor for each: for more than 2**14, torch would start threads, in 10 ms."""

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 from torch.optim import SGD, AdamW, Optimizer
 
-from graphplan import CaptureMemoryError, SkipReason, graph_step
+from graphplan import CaptureMemoryError, EffectError, SkipReason, graph_step
+from graphplan.program.program import Program
 from tests.devices import (
     BACKEND,
     DEVICE,
@@ -29,8 +29,9 @@ from tests.devices import (
     on_device,
     oracle,
 )
+from tests.facts import assert_same
 from tests.gpu.failing import AT, RIGS, forbidden, operators_of_capture, recorded, run_through, too_much
-from tests.health import CALLS, FailAt
+from tests.health import CALLS, FailAt, Planted
 from tests.twins import Record, Rig, assert_same_runs, build, drive, managed, state_of
 
 
@@ -68,10 +69,10 @@ def test_a_failed_capture_goes_on_eagerly(name: str, what: Callable[[], object])
             is_healthy()
 
 
-def wide_rig(momentum: float = 0.0) -> Rig:
+def wide_rig() -> Rig:
     """A step whose activations are much larger than its state."""
     model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 8))
-    optimizer = SGD(model.parameters(), lr=1e-3, momentum=momentum, fused=True)
+    optimizer = SGD(model.parameters(), lr=1e-3, fused=True)
     return squaring_rig(model, optimizer, (8192, 64))
 
 
@@ -126,8 +127,8 @@ def limited_to(nbytes: int) -> Iterator[None]:
 @needs_cuda
 @pytest.mark.twice
 def test_a_device_on_which_only_eager_steps_fit() -> None:
-    """The copies of the state that a capture needs do not fit: eager steps go on, within the same limit."""
-    make = on_device(partial(wide_rig, momentum=0.9))
+    """The old gradients, which a trace keeps, do not fit beside its own: eager steps go on, within the same limit."""
+    make = on_device(stateful_rig)
     rig = build(make)
     expected = drive(rig, oracle(rig))
     del rig
@@ -136,7 +137,7 @@ def test_a_device_on_which_only_eager_steps_fit() -> None:
     step = managed(rig, backend=BACKEND, on_failure="eager")
     begun = drive(rig, step, AT)
     with (
-        limited_to(memory()[1] + need + 32 * MIB),
+        limited_to(memory()[1] + need + 64 * MIB),
         pytest.warns(UserWarning, match=r"memory ran out .*CUDA out of memory"),
     ):
         rest = drive(replace(rig, calls=rig.calls[AT:]), step)
@@ -302,6 +303,44 @@ def test_checks_take_little_more_than_eager_steps(make: Callable[[], Rig]) -> No
     assert step.stats.captured == 1
     assert step.stats.verified == CALLS - AT - 1, step.report()
     assert checked <= 1.3 * eager, (checked / MIB, eager / MIB)
+
+
+@needs_cuda
+def test_a_capture_copies_nothing_on_its_device() -> None:
+    """Nothing runs in it: what a failure leaves is what was there, and no copy lies beside the program."""
+    rig = build(on_device(stateful_rig))
+    step = managed(rig, backend=BACKEND, verify="off", on_failure="eager")
+    drive(rig, step, AT)
+    expected = state_of(rig)
+    start = memory()[0]
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    seen = []
+
+    def fails() -> None:
+        seen.append(torch.cuda.max_memory_allocated(DEVICE) - start)
+        raise Planted("in the capture")
+
+    with pytest.raises(Planted, match="in the capture"), FailAt(2, fails, recorded):
+        step(*rig.calls[AT])
+    assert seen[0] < sum(parameter.nbytes for parameter in rig.owners["model"].parameters()) // 4
+    assert_same(expected, state_of(rig))
+
+
+@needs_cuda
+def test_what_fails_after_a_capture_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first replay has run, and no copy of the state is left to undo it: the next step goes on from there."""
+    rig = build(on_device(gpt_rig))
+    expected = drive(rig, oracle(rig), AT + 1)
+    rig = build(on_device(gpt_rig))
+    step = managed(rig, backend=BACKEND, verify="off")
+    drive(rig, step, AT)
+    with monkeypatch.context() as patched:
+        patched.setattr(Program, "collect", lambda *args: too_much())
+        with pytest.raises(EffectError, match=r"OutOfMemoryError.*has run: its tensors are those of the next step"):
+            step(*rig.calls[AT])
+    found = state_of(rig)
+    names = [name for name in found if name.startswith(("model", "optimizer")) and "grad" not in name]
+    assert_same({name: expected.state[name] for name in names}, {name: found[name] for name in names})
 
 
 class Hidden:

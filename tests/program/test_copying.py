@@ -16,7 +16,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are handled together, on a host as well: a few hundred bytes, so that there is all of it."""
     monkeypatch.setattr(copying, "_is_on_host", lambda tensor: False)
-    monkeypatch.setattr(copying, "_SMALL", 400)
     monkeypatch.setattr(copying, "_TOGETHER", 500)
 
 

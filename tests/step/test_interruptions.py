@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from graphplan import CaptureError, SkipReason
+from graphplan import CaptureError, HostSyncError, SkipReason, graph_step
 from graphplan.environment.origin import is_library
 from graphplan.observe.source import find_raise, raising_code
 from graphplan.trace.given_values import DeviceConstants
@@ -146,6 +146,45 @@ def test_a_host_read_that_only_the_capture_sees() -> None:
         found = drive(rig, step)
     assert_same_runs(expected, found)
     assert step.stats.skipped == {SkipReason.CAPTURE: 4}
+
+
+def halve_in_place(grad: Tensor) -> None:
+    """Write to a gradient."""
+    grad.mul_(0.5)
+
+
+def give_other_memory(grad: Tensor) -> None:
+    """Replace a gradient's memory, which no operator does."""
+    grad.data = grad.data * 0.5
+
+
+@pytest.mark.parametrize("change", [halve_in_place, give_other_memory])
+@pytest.mark.parametrize("apart", [True, False])
+def test_gradients_that_a_refused_trace_has_changed(change: Callable[[Tensor], None], *, apart: bool) -> None:
+    """A trace copies them before it writes: also where they are parts of one buffer, and the tensors stay the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    parameters = list(model.parameters())
+    for parameter, part in zip(parameters, torch.randn(26).split([12, 4, 8, 2]), strict=True):
+        parameter.grad = part.view_as(parameter).clone() if apart else part.view_as(parameter)
+
+    def train_step(x: Tensor) -> int:
+        model(x).square().sum().backward()
+        for parameter in parameters:
+            assert parameter.grad is not None
+            change(parameter.grad)
+        return int(model(x).sum())
+
+    step = graph_step(train_step, owners={"model": model}, backend="tape")
+    for _ in range(3):
+        step(torch.randn(5, 3))
+    before = [(p.grad, p.grad.data_ptr(), p.grad.clone()) for p in parameters if p.grad is not None]
+    with pytest.raises(HostSyncError, match=r"int\(model\(x\)\.sum\(\)\)"):
+        step(torch.randn(5, 3))
+    for parameter, (grad, address, value) in zip(parameters, before, strict=True):
+        assert parameter.grad is grad
+        assert grad.data_ptr() == address
+        assert torch.equal(grad, value)
 
 
 @pytest.mark.twice

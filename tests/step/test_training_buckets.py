@@ -691,7 +691,7 @@ def test_dropout_in_attention_and_fused_is_left_out_of_rehearsals() -> None:
         random.random()
         torch.rand(3)
     assert mode.draws[0] == "Python's random generator" and "torch.rand(3)" in mode.draws[1]
-    mode.record.undo_unowned_writes()
+    mode.record.undo_uncopied_writes()
     assert torch.equal(torch.get_rng_state(), state)
 
 

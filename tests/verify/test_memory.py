@@ -6,6 +6,7 @@ made here.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
@@ -75,14 +76,15 @@ def test_a_part_of_a_copy_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -
     """As much as may be taken and leaves enough for the eager step, but for a margin."""
     backend = TapeBackend()
     free(monkeypatch, cuda=1500)
-    assert room_beside(DEVICE, backend, 300) == 1000
-    assert room_beside(DEVICE, backend, 1600) == 0
+    assert room_beside(DEVICE, backend, 0, 300) == 1000
+    assert room_beside(DEVICE, backend, 0, 1600) == 0
     monkeypatch.setattr(backend, "room", lambda: 600)
-    assert room_beside(DEVICE, backend, 300) == 500
+    assert room_beside(DEVICE, backend, 0, 300) == 500
+    assert room_beside(DEVICE, backend, 120, 300) == 400
     free(monkeypatch, cuda=None)
-    assert room_beside(DEVICE, backend, 300) == 500
+    assert room_beside(DEVICE, backend, 0, 300) == 500
     monkeypatch.setattr(backend, "room", lambda: -600)
-    assert room_beside(DEVICE, backend, 300) == 0
+    assert room_beside(DEVICE, backend, 0, 300) == 0
 
 
 @pytest.mark.twice
@@ -165,12 +167,27 @@ def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.twice
-def test_no_memory_for_the_eager_half() -> None:
+def test_no_memory_for_the_eager_half(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the eager half has done is undone, and the call is the replay that it would have been without a check."""
     expected = run_eagerly(partial(exhausted_rig, runs_out=False))
     rig = build(partial(exhausted_rig, runs_out=True))
     step = managed(rig, verify=1)
+    made, alive = [], []
+
+    def make(*args: Any, **kwargs: Any) -> check.Check:
+        made.append(weakref.ref(it := check.Check(*args, **kwargs)))
+        return it
+
+    def replay(runner: replays.Replays, *args: Any) -> Any:
+        alive.extend(it() for it in made)
+        return original(runner, *args)
+
+    original = replays.Replays.replay
+    monkeypatch.setattr(replays, "Check", make)
+    monkeypatch.setattr(replays.Replays, "replay", replay)
     assert_same_runs(expected, drive(rig, step))
+    assert alive
+    assert set(alive) == {None}, "the replay would lie beside the copies of the check"
     assert (step.stats.replayed, step.stats.verified) == (CALLS - BEFORE_REPLAY, 0)
     assert list(step.stats.events) == ["not checked against eager: CUDA out of memory. Tried to allocate 2.00 GiB."]
 
