@@ -38,6 +38,7 @@ from graphplan.observe.watching import Unwatched, Watcher, is_silent, new_watche
 from graphplan.owners.discovery import CALLS, INITIALIZERS, note_called, note_made
 from graphplan.owners.kinds import holds_values, is_known
 from graphplan.owners.slots import Namespace, Presence, Scalar
+from graphplan.owners.views import ReadOnly
 
 _IMPORTS = "<frozen importlib."
 _DYNAMO = os.path.join(TORCH, "_dynamo") + os.sep
@@ -122,7 +123,7 @@ class Reads:
             name, is_module = scalar.attribute, isinstance(scalar.owner, Module)
             is_asked = not is_module or name in self.called or self._is_read_within(scalar.owner, name)
             return is_asked and not scalar.get()
-        if isinstance(scalar.owner, Namespace) or scalar.name is not None:
+        if isinstance(scalar.owner, Namespace) or scalar.name is not None or self._is_listed(scalar):
             return True
         if scalar.via is not None and scalar.via not in self.anywhere:
             return False
@@ -135,6 +136,13 @@ class Reads:
             return False
         # The value is called, or is part of a callable: keywords of a partial, the cache of a function.
         return callable(scalar.get()) or callable(getattr_static(owner, attribute, None))
+
+    def _is_listed(self, scalar: Scalar) -> bool:
+        """Return True if an owner lists the value by name, as it does the Trainer's numbers, and the code of an
+        installed package reads that name. Such code may reach it through properties of a library's base class.
+        """
+        is_listed = isinstance(scalar.container, ReadOnly) and bool(scalar.container.names)
+        return is_listed and all(name in self.by_packages for name in (scalar.attribute, scalar.via) if name)
 
     def _is_read_within(self, owner: Any, attribute: str) -> bool:
         """Return True if methods that ran on ``owner``, or its package's code, read the ``attribute``."""
@@ -170,7 +178,7 @@ class Reads:
 
     def uses(self, scalar: Scalar) -> bool:
         """Return True if code reads the attribute or variable that leads to ``scalar`` other than for ``+=``."""
-        if scalar.name is not None and self._uses_name(scalar.name):
+        if (scalar.name is not None and self._uses_name(scalar.name)) or self._is_listed(scalar):
             return True
         if scalar.via is not None and scalar.via not in self.anywhere:
             return False

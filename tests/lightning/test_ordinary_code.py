@@ -400,16 +400,25 @@ def test_a_counter_that_is_first_seen_to_change_between_traces(warmup_steps: int
 _INSTALLED = """
 def note(module, loss):
     module.rows.append((module.global_step, loss.item()))
+
+
+def warmed_up(module, loss):
+    return loss if module.current_epoch else loss * 0.1
 """
+
+
+def installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a module that is installed in ``folder``."""
+    home = folder / "site-packages"
+    home.mkdir()
+    (home / "recordlike.py").write_text(_INSTALLED, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(home))
+    return import_module("recordlike")
 
 
 def test_counts_that_a_package_keeps_for_batches_of_two_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What only a package reads is first seen to change after one trace of each size."""
-    home = tmp_path / "site-packages"
-    home.mkdir()
-    (home / "recordlike.py").write_text(_INSTALLED, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(home))
-    package = import_module("recordlike")
+    package = installed(tmp_path, monkeypatch)
 
     def step(self: Any, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = self.loss_of(batch)
@@ -420,6 +429,20 @@ def test_counts_that_a_package_keeps_for_batches_of_two_sizes(tmp_path: Path, mo
     kind = with_step(step, rows=[])
     found = fit(kind, tmp_path / "run", callback, sizes=(20, 12) * 15, max_epochs=1)
     assert [count for count, _ in found.module.rows] == list(range(30))
+    assert callback.stats.replayed >= 12, callback.report()
+
+
+def test_a_package_that_branches_on_the_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The epoch is the same in both traces, and only a property of Lightning's leads the package to it."""
+    package = installed(tmp_path, monkeypatch)
+
+    def step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = package.warmed_up(self, self.loss_of(batch))
+        return loss
+
+    callback, kind = tape(verify=False), with_step(step)
+    found = fit(kind, tmp_path / "graphed", callback, sizes=(20,) * 20, max_epochs=2)
+    assert_same_fits(fit(kind, tmp_path / "eager", sizes=(20,) * 20, max_epochs=2), found)
     assert callback.stats.replayed >= 12, callback.report()
 
 
