@@ -29,7 +29,7 @@ def find_counters(pair: TracePair) -> dict[str, int | float]:
     """Return the amounts by which every step raises numbers that no code reads, by path. Refuse other changes."""
     counters: dict[str, int | float] = {}
     for path, old, new in pair.changed("scalars"):
-        if is_read_number(old) or is_read_number(new) or pair.remakes(path):
+        if is_read_number(old) or is_read_number(new) or pair.remakes(path) or pair.replaces(path):
             continue
         if any(isinstance(value, OptState) for value in (*(old or ()), *(new or ()))):
             raise HostEffectError(
@@ -106,7 +106,7 @@ def _uses_item(code: CodeType, key: str) -> bool:
 
 def find_assignments(pair: TracePair, changed: Collection[str]) -> dict[str, Any]:
     """Return unchanged values, by path, that methods of an object may have assigned (a metric's ``_computed = None``)
-    or that are in objects that each step makes anew.
+    or that are in objects that each step makes anew, and constants in the place of numbers that no code needs.
 
     The next eager step resets such a value if it was changed between two steps, so a replay resets it too.
     """
@@ -115,7 +115,7 @@ def find_assignments(pair: TracePair, changed: Collection[str]) -> dict[str, Any
         is_read_only = not scalar.is_stored_here or isinstance(scalar.container, (ComputedItem, tuple))
         if path in changed or pair.allows(path) or is_read_only:
             continue
-        if pair.remakes(path) or all(trace.reads.may_store(scalar) for trace in pair.both):
+        if pair.remakes(path) or pair.replaces(path) or all(trace.reads.may_store(scalar) for trace in pair.both):
             found[path] = scalar.get()
     return found
 

@@ -14,6 +14,8 @@ from graphplan.owners.views import CallNumbers
 from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace
 
+_NUMBERS = (bool, int, float)
+
 
 @dataclass(frozen=True, slots=True)
 class TracePair:
@@ -67,8 +69,22 @@ class TracePair:
         """Return True if both steps make the container of ``path`` anew, with one value, and never read the old one."""
         if not all(path in trace.changes.renewed and path not in trace.read_before for trace in self.both):
             return False
-        left = (trace.changes.scalars.get(path, (None, trace.entry_scalars.get(path)))[1] for trace in self.both)
-        return same_value(*left)
+        return same_value(*self._left_at(path))
+
+    def replaces(self, path: str) -> bool:
+        """Return True if both steps leave one constant in the place of the number at ``path``, whose value before the
+        step no code needs: stand-ins have recorded all that the step has done with that.
+        """
+        is_changed = any(path in trace.changes.scalars for trace in self.both)
+        if not is_changed or not self.tracks(path) or any(path in trace.symbolic.counted for trace in self.both):
+            return False
+        one, other = self._left_at(path)
+        return type(one) in _NUMBERS and same_value(one, other)
+
+    def _left_at(self, path: str) -> list[Any]:
+        """Return the Python value that each trace left at ``path``."""
+        entries = ((trace.changes.scalars, trace.entry_scalars.get(path)) for trace in self.both)
+        return [changes.get(path, (None, entry))[1] for changes, entry in entries]
 
     def at_entry(self, path: str) -> tuple[Any, Any]:
         """Return what was at ``path`` when each trace began: a tensor's metadata, or a Python value."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import re
@@ -289,3 +290,45 @@ def test_a_tuple_within_a_tuple_that_each_step_assigns() -> None:
         assert torch.equal(call(torch.ones(2)), torch.full((2,), 3.0))
         assert keyed.found == (2, (2, 3))
     assert call.stats.replayed > 4
+
+
+class _Classes(nn.Linear):
+    """Keeps how many classes a batch has: a value that each batch decides, and that the next step replaces."""
+
+    present: Any = 4
+
+    def mean_over(self, x: Tensor, classes: Tensor) -> Tensor:
+        self.present = len(torch.bincount(classes, minlength=4).nonzero())
+        return self(x).sum() / self.present
+
+
+def _replace(layer: _Classes, x: Tensor, classes: Tensor) -> Tensor:
+    return layer.mean_over(x, classes)
+
+
+def _compute_before(layer: _Classes, x: Tensor, classes: Tensor) -> Tensor:
+    return x.sum() * layer.present + layer.mean_over(x, classes)
+
+
+def _branch_before(layer: _Classes, x: Tensor, classes: Tensor) -> Tensor:
+    return layer.mean_over(x, classes) if layer.present > 2 else -layer.mean_over(x, classes)
+
+
+def _replace_from_outside(layer: _Classes, x: Tensor, classes: Tensor) -> Tensor:
+    layer.present = len(torch.bincount(classes, minlength=4).nonzero())
+    return layer(x).sum() / layer.present
+
+
+@each(step=[_replace, _compute_before, _branch_before, _replace_from_outside], changed=[False, True])
+def test_a_number_that_each_step_replaces(step: Callable[..., Tensor], changed: bool) -> None:
+    """Each program leaves its own constant there, whatever was there before the step, and whoever has set that."""
+    layer = _Classes(4, 2)
+    call = graph_step(partial(step, layer), owners={"layer": layer}, backend="tape", warmup_steps=1, verify="off")
+    twin = copy.deepcopy(layer)
+    for number in range(60):
+        x, classes = torch.randn(4, 4), torch.tensor([0, 1, 2, 1]) % (3 if number % 3 or number % 5 == 4 else 2)
+        if changed and number % 7 == 6:
+            layer.present = twin.present = number
+        assert torch.equal(call(x, classes), step(twin, x, classes))
+        assert layer.present == twin.present
+    assert call.stats.replayed > 25
