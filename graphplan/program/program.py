@@ -332,15 +332,18 @@ class Program:
             raise FeedError(f"{self.plan.name}: {misfit}")
         return self.run(feed.leaves, {Role.PARAM: params or {}, Role.STATE: state or {}})
 
-    def resync(self) -> str | None:
+    def resync(self, walk: Walk | None = None) -> str | None:
         """Copy the values of tensors that moved into the fixed storage, and bind that again.
+
+        Args:
+            walk: the owners as they are now, if the caller has just walked them.
 
         Returns:
             None if the program fits again, else why it cannot.
         """
         if self._is_spoiled:
             return "something that an eager step keeps is in memory that replays overwrite"
-        walk = self.plan.handles.walk()
+        walk = self.plan.handles.walk() if walk is None else walk
         reason = self.bindings.lost_memory() or self.adopted.follow(walk)
         if reason is not None:
             return reason

@@ -13,6 +13,7 @@ from graphplan.compare.comparing import Checks, Row, facts_of, lie
 from graphplan.environment.collector import no_collections
 from graphplan.feed.signature import Feed, alignment_unit, check_feed, is_keyed_by_identity, leaf_key
 from graphplan.observe.host_draws import LookAhead
+from graphplan.owners.slots import Walk
 from graphplan.program.program import Program
 from graphplan.step.batch_variants import reads_of
 from graphplan.step.entries import Entry, Key, Variant
@@ -67,12 +68,14 @@ class Lookup:
                         self._managed.refresh()
             elif program.fits():
                 return entry, program
-            elif entry.places and not looked and entry.relocate(self._managed.walk().scalars):
-                # An object that holds a number which decides between ways was replaced.
-                looked = True
-            # The resync may also have found other hyper-parameters (a loaded checkpoint), which are a part of the key.
-            elif not self._follow(program, entry, base):
-                return self._entry(feed, base), None
+            else:
+                walk = self._managed.walk() if entry.places and not looked else None
+                if walk is not None and entry.relocate(walk.scalars):
+                    # An object that holds a number which decides between ways was replaced.
+                    looked = True
+                # The resync may also have found other hyper-parameters (a loaded checkpoint), a part of the key.
+                elif not self._follow(program, entry, base, walk):
+                    return self._entry(feed, base), None
 
     def _entry(self, feed: Feed, base: Entry | None) -> Entry:
         key = self._key(feed, self._managed.next_fingerprint())
@@ -107,11 +110,13 @@ class Lookup:
             leaves[index] = leaf.to(home, non_blocking=True)
         return feed.replaced(leaves) if any(map(is_not, leaves, feed.leaves)) else feed
 
-    def _follow(self, program: Program, entry: Entry, base: Entry | None) -> bool:
-        """Re-synchronise the program with rebound tensors; drop it if that is impossible."""
-        reason = program.resync()
+    def _follow(self, program: Program, entry: Entry, base: Entry | None, walk: Walk | None) -> bool:
+        """Re-synchronise the program with rebound tensors; drop it if that is impossible. ``walk``, if given, has to be
+        current: each walk over the owners of a large model takes as long as several of its layers.
+        """
+        reason = program.resync(walk)
         self._managed.refresh()
-        if base is not None and base.batch is not None and not base.batch.is_in(self._managed.walk().slots):
+        if base is not None and base.batch is not None and not base.batch.is_in(self._managed.walk_before().slots):
             base.batch = None
             reason = reason or "the values that the step reads on the host are in other containers"
         if reason is None:

@@ -313,7 +313,7 @@ def test_programs_that_take_turns_share_what_they_carry(
     """Two shapes, two programs: nobody has to move the averages from one to the other in each turn."""
     moves: list[Program] = []
     resync = Program.resync
-    monkeypatch.setattr(Program, "resync", lambda self: (moves.append(self), resync(self))[1])
+    monkeypatch.setattr(Program, "resync", lambda self, *args: (moves.append(self), resync(self, *args))[1])
     expected, _ = _alternating(graphed=False, disturb=disturb)
     found, call = _alternating(graphed=True, disturb=disturb)
     assert [tensor.tolist() for tensor in expected] == [tensor.tolist() for tensor in found]

@@ -5,6 +5,7 @@ Checks are off in here: replays have to be right by themselves.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from graphplan import HostEffectError, SkipReason
+import graphplan.plan.plan
+import graphplan.step.managed
+from graphplan import HostEffectError, SkipReason, graph_step
+from graphplan.owners.walk import walk_owners
 from graphplan.program.program import Program
 from tests.crossing import each
 from tests.models import CALLS, float_batches
@@ -408,7 +412,7 @@ def test_two_steps_of_one_state_take_turns_without_moving_it(monkeypatch: pytest
     """What one step's programs write is where the other's look for it."""
     moves: list[Program] = []
     resync = Program.resync
-    monkeypatch.setattr(Program, "resync", lambda self: (moves.append(self), resync(self))[1])
+    monkeypatch.setattr(Program, "resync", lambda self, *args: (moves.append(self), resync(self, *args))[1])
     rig = build(lambda: reset_rig(hidden, 1000, 1000))
     steps = [managed(replace(rig, step=step), verify="off") for step in (rig.step, lambda x: rig.step(x) * 2)]
     for args in rig.calls:
@@ -416,6 +420,61 @@ def test_two_steps_of_one_state_take_turns_without_moving_it(monkeypatch: pytest
             step(*args)
     assert [step.stats.replayed for step in steps] == [CALLS - BEFORE_REPLAY] * 2
     assert len(moves) <= 2
+
+
+class _Holding(nn.Module):
+    """Makes an object anew in each forward, counts its steps, and branches on their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(3, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.prior = torch.distributions.Normal(self.layer.bias, torch.ones(3), validate_args=False)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["batch-alone", "reads-of-the-batch"])
+def test_an_object_that_eager_code_replaces_costs_few_walks(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A validation makes the object anew. One walk finds the new one, one brings the fingerprint up to date."""
+    torch.manual_seed(0)
+    walks: list[int] = []
+    for place in (graphplan.step.managed, graphplan.plan.plan):
+        monkeypatch.setattr(place, "walk_owners", lambda owners: (walks.append(1), walk_owners(owners))[1])
+    model = _Holding()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+
+    def train_step(x: Tensor, label: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        out = model(x)
+        loss = out.square().mean() - model.prior.log_prob(x).mean() * (0.1 if model.calls < 5 else 0.2)
+        if reads:
+            loss = loss + out[label == 1].sum()
+        loss.backward()
+        optimizer.step()
+        model.calls += 1
+        return loss
+
+    def run(step: Callable[..., Tensor]) -> tuple[list[float], list[int]]:
+        torch.manual_seed(1)
+        losses, counts = list[float](), list[int]()
+        for index in range(40):
+            walks.clear()
+            losses.append(step(torch.randn(4, 3), torch.tensor([1, 1, 0, 0])).item())
+            counts.append(len(walks))
+            if index % 4 == 3:
+                with torch.no_grad():
+                    model(torch.ones(4, 3))
+        return losses, counts
+
+    start = copy.deepcopy(model.state_dict())
+    expected, _ = run(train_step)
+    model.load_state_dict(start)
+    model.calls = 0
+    step = graph_step(train_step, owners={"model": model, "optimizer": optimizer}, verify="off")
+    found, counts = run(step)
+    assert found == expected and step.stats.replayed >= 25, step.report()
+    assert max(counts[20:]) == 2 and sum(map(bool, counts[20:])) == 5
 
 
 def test_what_was_put_in_a_place_before_is_not_looked_at_any_more() -> None:

@@ -140,7 +140,7 @@ def test_a_scheduler_that_steps_moves_nothing(named: bool, monkeypatch: pytest.M
     """Its list of rates is another one after each step: no step uses it, so that nothing has to be looked up again."""
     looked: list[Any] = []
     resync = Program.resync
-    monkeypatch.setattr(Program, "resync", lambda program: looked.append(program) or resync(program))
+    monkeypatch.setattr(Program, "resync", lambda program, *args: looked.append(program) or resync(program, *args))
     model = nn.Linear(3, 1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
