@@ -60,6 +60,8 @@ class ExecutedCode:
         """Contexts of ``torch.compile`` by id, each with the name of the code that it compiled."""
         self.mentioned: set[str] = set()
         """Names and strings in all Python code that this thread ran."""
+        self.beyond_libraries: set[str] = set()
+        """Names in that code, except for torch's and Lightning's."""
 
     @property
     def codes(self) -> Collection[CodeType]:
@@ -135,6 +137,7 @@ class ExecutedCode:
             names.computes |= names_of(code).dynamic
         names.iterated |= self.iterated
         names.mentioned |= self.mentioned
+        names.beyond_libraries |= self.beyond_libraries
         return any(new)
 
     def objects(self) -> Iterator[Any]:

@@ -247,6 +247,8 @@ class Profile:
             # One code object may have run on many modules: look at it once.
             for code in {id(code): code for code in self._codes.values()}.values():
                 self.executed.mentioned.update(code.co_names, (each for each in code.co_consts if type(each) is str))
+                if not is_library(code.co_filename):
+                    self.executed.beyond_libraries.update(code.co_names)
             # Break the reference cycle and release the frame, so that nothing outlives this object.
             del self._watcher
             self._importing = None

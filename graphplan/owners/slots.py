@@ -205,15 +205,17 @@ class Namespace:
     """Names that a step's code uses: globals, closure variables, functions of modules and classes.
 
     ``entries`` maps each label to a namespace and a key in it. ``attributes`` are the attributes that code loads from
-    any object, ``mentioned`` the names and strings in all code that ran. ``computes``: the user's code also computes
-    names. ``asked`` are the names that it passes to ``getattr`` and ``hasattr``, ``iterated`` those that it passes to
-    ``next``. ``leaves`` are the paths of tensors that get gradients like parameters but are not parameters.
+    any object, ``mentioned`` the names and strings in all code that ran, ``beyond_libraries`` the names in code other
+    than torch's and Lightning's. ``computes``: the user's code also computes names. ``asked`` are the names that it
+    passes to ``getattr`` and ``hasattr``, ``iterated`` those that it passes to ``next``. ``leaves`` are the paths of
+    tensors that get gradients like parameters but are not parameters.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, tuple[Any, Any]] = {}
         self.attributes: set[str] = set()
         self.mentioned: set[str] = set()
+        self.beyond_libraries: set[str] = set()
         self.asked: set[str] = set()
         self.computes = False
         self.leaves: set[str] = set()
@@ -238,7 +240,7 @@ class Namespace:
         """Return the names that hold a number, a string or None: keeping these keeps no object alive."""
         plain = Namespace()
         plain.attributes, plain.mentioned, plain.computes = self.attributes, self.mentioned, self.computes
-        plain.leaves, plain.asked = self.leaves, self.asked
+        plain.leaves, plain.asked, plain.beyond_libraries = self.leaves, self.asked, self.beyond_libraries
         for label, space, key, value in self.there():
             if isinstance(value, SCALARS):
                 plain.add(label, space, key)

@@ -98,6 +98,8 @@ class Planner:
         is_named |= path in self._changing_numbers or place.is_called(names.attributes)
         # Methods of a package's metrics and averages may read the counters that these objects keep.
         is_named |= place.attribute in names.mentioned and _is_of_package(type(place.owner))
+        # A package's module reads the Trainer's counters through properties of Lightning's base class.
+        is_named |= type(place.container) is ReadOnly and place.attribute in names.beyond_libraries
         is_named |= type(place.container) is CallNumbers or isinstance(place.owner, Namespace)
         return is_named and may_be_symbolic(place) and not is_allowed(path, self._options.allow)
 
