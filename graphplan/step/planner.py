@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -227,7 +227,6 @@ class Planner:
                 return None
             pair = TracePair(first, second, walk, self._options.allow)
             if self._learns(error, pair):
-                self._stats.note(f"traced anew, with stand-ins for numbers that change: {error}", "traces")
                 return None
             if self._may_trace_anew(entry, line, pair) or self._is_newly_followed(line, pair):
                 return None
@@ -245,7 +244,7 @@ class Planner:
                 allow = (*allow, error.path)
 
     def _learns(self, error: RefusalError, pair: TracePair) -> bool:
-        """Return True if numbers changed without stand-ins, which may have caused ``error``; they get stand-ins now."""
+        """Return True if numbers changed without stand-ins, which may have caused ``error``: they get stand-ins now."""
         if not isinstance(error, (HostScalarError, HostEffectError, ControlFlowError)) or not self._replaces:
             return False
         before, now = (trace.entry_scalars for trace in pair.both)
@@ -260,6 +259,7 @@ class Planner:
         named = {path: path in again and (path in shown or pair.reads(place)) for path, place in places.items()}
         new = {path for path, place in places.items() if self._may_replace(path, place, is_named=named[path])}
         self._changing_numbers |= new
+        self._note_followed(new)
         return bool(new)
 
     def _may_trace_anew(self, entry: Entry, line: Line, pair: TracePair) -> bool:
@@ -293,8 +293,13 @@ class Planner:
         if not late:
             return False
         line.traces = [pair.second]
-        self._stats.note(f"traced anew: {min(late)} was seen to change, and has a stand-in from now on", "traces")
+        self._note_followed(late)
         return True
+
+    def _note_followed(self, paths: Collection[str]) -> None:
+        if paths:
+            what = f"{min(paths)} was seen to change, and has a stand-in from now on: replays follow its value"
+            self._stats.note(f"traced anew: {what}", "traces")
 
 
 def _is_of_package(kind: type) -> bool:
