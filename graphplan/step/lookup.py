@@ -69,8 +69,8 @@ class Lookup:
             elif program.fits():
                 return entry, program
             else:
-                walk = self._managed.walk() if entry.places and not looked else None
-                if walk is not None and entry.relocate(walk.scalars):
+                walk = self._managed.walk()
+                if not looked and entry.relocate(walk.scalars):
                     # An object that holds a number which decides between ways was replaced.
                     looked = True
                 # The resync may also have found other hyper-parameters (a loaded checkpoint), a part of the key.
@@ -110,12 +110,12 @@ class Lookup:
             leaves[index] = leaf.to(home, non_blocking=True)
         return feed.replaced(leaves) if any(map(is_not, leaves, feed.leaves)) else feed
 
-    def _follow(self, program: Program, entry: Entry, base: Entry | None, walk: Walk | None) -> bool:
-        """Re-synchronise the program with rebound tensors; drop it if that is impossible. ``walk``, if given, has to be
-        current: each walk over the owners of a large model takes as long as several of its layers.
+    def _follow(self, program: Program, entry: Entry, base: Entry | None, walk: Walk) -> bool:
+        """Re-synchronise the program with rebound tensors, which a current ``walk`` has found; drop it if that is
+        impossible.
         """
         reason = program.resync(walk)
-        self._managed.refresh()
+        self._managed.refresh(walk)
         if base is not None and base.batch is not None and not base.batch.is_in(self._managed.walk_before().slots):
             base.batch = None
             reason = reason or "the values that the step reads on the host are in other containers"
