@@ -100,6 +100,7 @@ def build_plan(
         undone=frozenset(slot.path for storage in second.undone for slot in second.entry_slots.get(storage, ())),
         defers=bool(second.deferred),
         integer_places=frozenset() if second.deferred is None else second.deferred.integer_places,
+        renewed=_renewed(pair, rebindings),
         tables=frozenset(name for _, _, name in second.symbolic.tables),
         symbolic=MappingProxyType(second.symbolic.kinds),
         filled=tuple(second.symbolic.given.values()),
@@ -109,6 +110,11 @@ def build_plan(
         single=first is second,
         handles=handles,
     )
+
+
+def _renewed(pair: TracePair, rebindings: Rebindings) -> frozenset[str]:
+    one, other = ((t.changes.renewed - t.read_before) | t.changes.renewed_slots for t in pair.both)
+    return frozenset() if pair.first is pair.second else frozenset((one & other).difference(rebindings.carries))
 
 
 def _check(pair: TracePair, feed: Feed) -> None:

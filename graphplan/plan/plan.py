@@ -84,6 +84,7 @@ class Plan:
         appends: how many items every step appends to lists and deques, by path.
         assignments: Python values that every step assigns, the same each time, by path.
         left: modes, flags, values in parameter groups and torch switches that the step leaves changed, by path.
+        renewed: paths of values in objects that every step makes anew, without a look at their old values.
         outputs: leaves of the step's result; ``output_structure`` rebuilds it from them.
         entry_grads: per parameter path, what ``.grad`` must be before the step: ``"none"`` or ``"kept"``; a parameter
             that is missing here may have any gradient, since the step drops it unread.
@@ -143,6 +144,7 @@ class Plan:
     undone: frozenset[str]
     defers: bool
     integer_places: frozenset[Place]
+    renewed: frozenset[str]
     tables: frozenset[str]
     symbolic: Mapping[str, type]
     filled: tuple[NumberTensor, ...]

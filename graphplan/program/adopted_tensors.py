@@ -17,7 +17,7 @@ from graphplan.compare.comparing import facts_of
 from graphplan.compare.tensors import geometry
 from graphplan.owners.slots import Item, Slot, Walk, holds_plain, item_by_attribute, tensor_leaves
 from graphplan.plan.plan import Plan
-from graphplan.program.guards import Guards
+from graphplan.program.guards import Guards, Place
 from graphplan.specs.paths import Path
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.attributes import has_memory
@@ -63,6 +63,7 @@ class AdoptedTensors:
         self._moving: set[str] = set()
         self.uses: dict[int, int] = {}
         self._gradients: Gradients | None = None
+        self._put_back: list[Place] = []
         self.guards = self._guard(walk, values)
         self._places = {path: places(aliases) for path, aliases in self._aliases.items()}
         self._unowned_facts = self._facts_of_unowned()
@@ -170,6 +171,28 @@ class AdoptedTensors:
         for one in held.values():
             by_places.setdefault(tuple(places(tensor_leaves(one))), []).append(one)
         return {path: by_places.get(where, []) for path, where in needed.items()}
+
+    def renew(self) -> bool:
+        """Put the program's objects back in the place of others that the step would replace by new ones, unread: the
+        replay that comes next writes to these. Return True if there were any.
+        """
+        places = [(holder, key, holder.get(key), child) for holder, key, child in self.guards.renewed]
+        if any(type(now) is not type(child) for *_, now, child in places):
+            return False
+        self._put_back = [(holder, key, now) for holder, key, now, child in places if now is not child]
+        for holder, key, _, child in places:
+            holder[key] = child
+        return bool(self._put_back)
+
+    def undo_renewal(self) -> None:
+        """Undo :meth:`renew`, since the step runs eagerly instead of the replay."""
+        for holder, key, value in self._put_back:
+            holder[key] = value
+        self._put_back = []
+
+    def end_renewal(self) -> None:
+        """Release the objects that were replaced, since the replay has run."""
+        self._put_back = []
 
     def follow_tensors(self) -> bool:
         """:meth:`follow` without a walk, if only tensors have moved. Return True if that was possible."""

@@ -69,6 +69,8 @@ class Guards:
         used = (*slots, *self._shown.slots, *read.values(), *symbolic.values(), *fixed.values())
         links = _used_links(walk, plan, [place.container for place in used])
         self._structure_places = [*links, *((parts, name, None) for parts, name in walk.empty.values())]
+        self.renewed = _renewed_links(walk, plan)
+        """Links to objects that each step makes anew."""
         self._names = Counter(id(child) for _, _, child in links if not isinstance(child, Tensor | Module))
         """The number of links to each container: its items were found under the name of one of them."""
         # Classes of modules are part of the program's key.
@@ -243,6 +245,23 @@ def _used_links(walk: Walk, plan: Plan, containers: Iterable[Any]) -> list[Place
             used.add(id(home(container)))
             kept.append((container, key, child))
     return kept[::-1]
+
+
+def _renewed_links(walk: Walk, plan: Plan) -> list[Place]:
+    """Return the links in dictionaries to objects that each step makes anew, with nothing else in or below them."""
+    if not plan.renewed:
+        return []
+    renewed, others = set[int](), set[int]()
+    for path, place in (*walk.scalars.items(), *walk.slots.items()):
+        (renewed if path in plan.renewed else others).add(id(home(place.container)))
+    found: list[Place] = []
+    for container, key, child in reversed(walk.links):
+        inner = {id(child), id(attributes_of(child))}
+        if renewed.isdisjoint(inner) or not others.isdisjoint(inner):
+            others.add(id(home(container)))
+        elif type(container) is dict:
+            found.append((container, key, child))
+    return found
 
 
 def _rows_of_places(places: list[Place]) -> list[Row]:

@@ -142,10 +142,14 @@ class Program:
             return False
         if self.adopted.guards.hold() or (self.adopted.take_gradients() and self.adopted.guards.hold()):
             return True
-        if not self.adopted.follow_tensors():
-            return False
-        self.bindings.move_homes(self.adopted.walk)
-        return self.adopted.guards.hold()
+        if self.adopted.renew() and self.adopted.guards.hold():
+            return True
+        if self.adopted.follow_tensors():
+            self.bindings.move_homes(self.adopted.walk)
+            if self.adopted.guards.hold():
+                return True
+        self.adopted.undo_renewal()
+        return False
 
     def row(self) -> Row:
         """Return a comparison that holds while the program is open and has its present guards."""
@@ -219,7 +223,9 @@ class Program:
                 if self._host is not None:
                     self._host.load(is_recorded=is_recorded)
                 _launch(self._recording)
+            self.adopted.end_renewal()
         except OutcomeError as outcome:
+            self.adopted.undo_renewal()
             self.outcomes += 1
             if self.replays != self._replays_before_outcome:
                 self._latest_outcomes.clear()

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphplan.environment.origin import is_librarys
 from graphplan.owners.flags import COMPUTED, Flags
 from graphplan.owners.kinds import SCALARS
-from graphplan.owners.slots import Items, Slot, Walk, holds_plain, tensor_leaves
+from graphplan.owners.slots import Items, Scalar, Slot, Walk, holds_plain, tensor_leaves
 from graphplan.owners.tensor_metadata import ABSENT, EXISTS, difference, is_there, metadata_of
 from graphplan.owners.walk import walk_owners
 from graphplan.tensors.storages import Place, place_of
@@ -58,6 +58,8 @@ class Changes:
     moved: dict[str, tuple[int, int]] = field(default_factory=dict)
     flags: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     renewed: set[str] = field(default_factory=set)
+    renewed_slots: set[str] = field(default_factory=set)
+    """Paths of slots whose container is a new object in the place of another one."""
 
 
 class Recorder:
@@ -90,7 +92,8 @@ class Recorder:
                     self._plain.add(path)
         self.scalars = {path: scalar.get() for path, scalar in self.walk.scalars.items()}
         self.objects = {path: scalar.get() for path, scalar in self.walk.objects.items()}
-        self._containers = {id(scalar.container) for scalar in self.walk.scalars.values()}
+        places = (*self.walk.scalars.values(), *self.walk.slots.values())
+        self._containers = {id(place.container) for place in places}
         self.items = {path: (items, tuple(items)) for path, items in self.walk.lists.items()}
         self._flags = Flags(walk, fed)
         self._found = self._flags.read()
@@ -117,6 +120,8 @@ class Recorder:
         """Return the changes, and the walk that found them. ``used`` are storages that the step read or returned."""
         now = walk_owners(self._owners)
         found = Changes(flags=self._changed_flags())
+        slots = now.slots.keys() & self.walk.slots.keys()
+        found.renewed_slots = {path for path in slots if self._is_new(now.slots[path])}
         for path, items in now.lists.items():
             self._compare_list(found, path, items, used)
         grown = tuple(f"{path}[" for path in found.appended)
@@ -138,8 +143,7 @@ class Recorder:
                 continue
             known = self.walk.scalars.get(path)
             is_hidden = known is not None and not known.is_stored_here
-            is_new = isinstance(scalar.container, (dict, list)) and id(scalar.container) not in self._containers
-            if is_new and known is not None and not is_hidden:
+            if self._is_new(scalar) and known is not None and not is_hidden:
                 found.renewed.add(path)
             value = scalar.get()
             # A new attribute of an object hides the attribute of its class, whose value has not changed.
@@ -150,6 +154,9 @@ class Recorder:
             if not path.startswith(grown):
                 found.scalars[path] = (self.scalars[path], ABSENT)
         return found, now
+
+    def _is_new(self, place: Scalar) -> bool:
+        return isinstance(place.container, (dict, list)) and id(place.container) not in self._containers
 
     def _changed_flags(self) -> dict[str, tuple[Any, Any]]:
         """Return the changed flags, without tensors in parameter groups and numbers that an optimizer counts with."""
