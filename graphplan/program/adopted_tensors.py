@@ -75,9 +75,9 @@ class AdoptedTensors:
             if before is not None and now is not None and before.container is not now.container:
                 # A scheduler makes a new list in each step: guards look it up, instead of a walk for each list.
                 self._moving |= {path} if isinstance(item_by_attribute(now), Item) else set()
-        self.guards = self._guard(walk, self.guards.values)
+        self.guards = self._guard(walk, self.guards.values, self.guards if walk is self.walk else None)
 
-    def _guard(self, walk: Walk, values: Mapping[str, Any]) -> Guards:
+    def _guard(self, walk: Walk, values: Mapping[str, Any], like: Guards | None = None) -> Guards:
         self.walk = walk
         """The owners when their tensors were adopted."""
         self._gradients = None
@@ -102,7 +102,8 @@ class AdoptedTensors:
         self.written = {storage_id(t) for path in self._held.keys() & changed for t in self._aliases[path]}
         self.written |= {storage_id(tensor) for tensor in self._plan.changed_tensors(walk)}
         unowned = [tensor for _, tensor in self._unowned]
-        return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads, moving=self._moving)
+        grads = self._entry_grads
+        return Guards(slots, walk, self._plan, unowned, values, entry_grads=grads, moving=self._moving, like=like)
 
     def _twins(self, walk: Walk, held: Collection[int], named: Collection[str]) -> list[Slot]:
         """Return further slots of the adopted tensors: a plan lists only one of several names."""
@@ -179,10 +180,11 @@ class AdoptedTensors:
         places = [(holder, key, holder.get(key), child) for holder, key, child in self.guards.renewed]
         if any(type(now) is not type(child) for *_, now, child in places):
             return False
-        self._put_back = [(holder, key, now) for holder, key, now, child in places if now is not child]
+        moved = [(holder, key, now) for holder, key, now, child in places if now is not child]
         for holder, key, _, child in places:
             holder[key] = child
-        return bool(self._put_back)
+        self._put_back = moved or self._put_back
+        return bool(moved)
 
     def undo_renewal(self) -> None:
         """Undo :meth:`renew`, since the step runs eagerly instead of the replay."""

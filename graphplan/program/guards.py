@@ -33,7 +33,7 @@ class Guards:
     """The guards of one program: for ``slots`` and ``extra`` tensors that it adopted, the links of ``walk``, and Python
     values by path, compared with ``values`` from the capture or else with the current ones. ``entry_grads`` are the
     gradients that the step accumulates into, by path. ``moving`` are paths of values in lists and dictionaries that
-    were replaced by others with the same items.
+    were replaced by others with the same items. ``like`` are earlier guards for the same walk.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Guards:
         *,
         entry_grads: Mapping[str, Tensor | None],
         moving: Collection[str] = (),
+        like: Guards | None = None,
     ) -> None:
         slots = [slot for slot in slots if slot.param is None]
         read = {path: value for path in plan.reads.values if (value := walk.value(path)) is not None}
@@ -67,10 +68,10 @@ class Guards:
         others = {path for path in told if id(home(read[path].container)) in lists}
         read = {path: place for path, place in read.items() if path not in others and path not in fixed}
         used = (*slots, *self._shown.slots, *read.values(), *symbolic.values(), *fixed.values())
-        links = _used_links(walk, plan, [place.container for place in used])
+        containers = [place.container for place in used]
+        self._links: _Links = _Links(walk, plan, containers) if like is None else like._links
+        links, self.renewed = self._links.used, self._links.renewed
         self._structure_places = [*links, *((parts, name, None) for parts, name in walk.empty.values())]
-        self.renewed = _renewed_links(walk, plan)
-        """Links to objects that each step makes anew."""
         self._names = Counter(id(child) for _, _, child in links if not isinstance(child, Tensor | Module))
         """The number of links to each container: its items were found under the name of one of them."""
         # Classes of modules are part of the program's key.
@@ -146,6 +147,14 @@ class Guards:
         """Return True if the names of a container now lead to different objects."""
         places = [(container, key) for container, key, held in self._structure_places if held is child]
         return len({id(Slot(*place).get()) for place in places}) > 1
+
+
+class _Links:
+    """The links of a walk that a plan uses, and its links to objects that each step makes anew."""
+
+    def __init__(self, walk: Walk, plan: Plan, containers: Iterable[Any]) -> None:
+        self.used = _used_links(walk, plan, containers)
+        self.renewed = _renewed_links(walk, plan)
 
 
 class _Metadata:

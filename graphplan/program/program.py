@@ -189,6 +189,8 @@ class Program:
         if self._copied.externals or given:
             self._copied.load(given or {}, self.adopted.walk)
         self._push_rates()
+        if self.adopted.guards.renewed:
+            self.adopted.renew()
         self.bindings.settle_grads(are_kept=not is_settled)
         drawn_from = HostGenerators(self._draws_from) if self._draws_from else None
         try:

@@ -23,7 +23,7 @@ COUNTS = (
 TEXTS = 64
 OTHERS = "others"
 """A table has at most ``TEXTS`` texts. Later ones, which may differ in a number only, are counted as ``OTHERS``."""
-PHASES = ("warmup", "trace", "capture", "first_replay", "steady", "verify")
+PHASES = ("warmup", "trace", "capture", "first_replay", "lookup", "steady", "verify")
 STARTING = ("warmup", "trace", "capture", "verify")
 """Phases that a fit without graphplan does not have. Each call in them is also a step."""
 LAPS = 255
@@ -210,7 +210,7 @@ class Stats:
             saved, spent = 0.0 if gain is None else gain.saved, self.spent(eager)
         else:
             eager = self.shortest * 1e6 if math.isfinite(self.shortest) else 0.0
-            saved = self.phase_counts["steady"] * eager / 1e6 - self.phases["steady"]
+            saved = self.phase_counts["steady"] * eager / 1e6 - self.phases["steady"] - self.phases["lookup"]
             # Omit the warm-up: loading in the first steps takes as long without graphplan.
             spent = self.spent(eager, STARTING[1:])
         return Gain(*(seconds / eager * 1e6 if eager else 0.0 for seconds in (saved, spent, saved - spent)))

@@ -43,7 +43,7 @@ class Lookup:
     def find(self, feed: Feed, base: Entry | None = None) -> tuple[Entry, Program | None]:
         """Find the feed's entry, and a program that fits. ``base``: the entry without reads of the batch."""
         self._managed.sharding.settle()
-        with LookAhead():
+        with LookAhead(), self._stats.timed("lookup"):
             return self._find(feed, base)
 
     def _find(self, feed: Feed, base: Entry | None) -> tuple[Entry, Program | None]:

@@ -108,6 +108,8 @@ class Check:
         # references to gradients could not be told from those of other code.
         self._program.plan.handles.rates.push()
         self._program.bindings.settle_grads()
+        # The eager step has to find what eager code has left.
+        self._program.adopted.undo_renewal()
         self.start()
         raised = ""
         try:
@@ -179,7 +181,8 @@ class Check:
     def replay(self) -> State:
         """Replay, and collect the state after it."""
         result = self._program.run(self._feed, is_settled=True)
-        return self.left(self._owned if self._program.bindings.keep_places(self._owned) else self._walk(), result)
+        stays = not self._program.adopted.guards.renewed and self._program.bindings.keep_places(self._owned)
+        return self.left(self._owned if stays else self._walk(), result)
 
     def first_replay(self) -> None:
         """Replay, and keep copies of the state after it, or checksums if the device has no memory for copies."""

@@ -478,6 +478,44 @@ def test_an_object_that_eager_code_replaces_costs_no_walk(reads: bool, monkeypat
     assert model.prior.scale.requires_grad is False and torch.equal(model.prior.loc, model.layer.bias)
 
 
+def _around(mean: Tensor) -> torch.distributions.Normal:
+    return torch.distributions.Normal(mean, torch.ones(()), validate_args=False)
+
+
+@pytest.mark.parametrize("verify", ["off", 1])
+def test_an_object_that_eager_code_replaces_is_there_for_another_branch(verify: Any) -> None:
+    """Most steps make it anew unread. A step that branches otherwise is eager, and reads what was there before it."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    kept: Any = model
+
+    def step(x: Tensor) -> Tensor:
+        total = model(x).sum()
+        if total.detach() > 1000:
+            return total + kept.last.loc
+        kept.last = _around(total.detach() * 2)
+        return total
+
+    def run(call: Callable[[Tensor], Tensor]) -> list[float]:
+        torch.manual_seed(1)
+        kept.last, results = _around(torch.zeros(())), []
+        for index in range(24):
+            if index % 4 == 3:
+                kept.last = _around(torch.tensor(float(index)))
+            odd = index in (15, 19)
+            results.append(
+                call(torch.full((2, 3), 1e4) * model.weight.detach().sign() if odd else torch.randn(2, 3)).item()
+            )
+            results.append(kept.last.loc.item())
+        return results
+
+    expected = run(step)
+    graphed = graph_step(step, owners={"model": model}, backend="tape", verify=verify)
+    assert run(graphed) == expected
+    assert graphed.stats.replayed >= 14, graphed.report()
+    assert graphed.stats.skipped[SkipReason.HOST_SYNC] == 2
+
+
 def test_what_was_put_in_a_place_before_is_not_looked_at_any_more() -> None:
     """First a part of something that the host goes on writing to, then what the step carries."""
 
