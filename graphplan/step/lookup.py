@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import repeat
 from operator import is_not
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -43,8 +44,12 @@ class Lookup:
     def find(self, feed: Feed, base: Entry | None = None) -> tuple[Entry, Program | None]:
         """Find the feed's entry, and a program that fits. ``base``: the entry without reads of the batch."""
         self._managed.sharding.settle()
-        with LookAhead(), self._stats.timed("lookup"):
-            return self._find(feed, base)
+        start = perf_counter()
+        with LookAhead():
+            entry, program = self._find(feed, base)
+        if program is not None:
+            self._stats.add_time("lookup", perf_counter() - start)
+        return entry, program
 
     def _find(self, feed: Feed, base: Entry | None) -> tuple[Entry, Program | None]:
         looked = False

@@ -86,7 +86,8 @@ class StateMachine:
         self.stats = self.runner.stats
         self.refusals = Refusals(options.on_failure, self.stats, peers)
         # Ranks measure different times, so they would not agree on when a capture may start.
-        self.programs: Programs = Programs(options, self.stats, may_wait=trains and peers is None)
+        may_wait = trains and peers is None and options.min_speedup != 0
+        self.programs: Programs = Programs(options, self.stats, may_wait=may_wait)
         self.memory = MemoryBudget(options, self.programs, peers)
         self.unread = UnreadValues()
         self.given = GivenNumbers(fn, self.managed)

@@ -42,10 +42,8 @@ from recipes.benchmarks.workloads import Batch, Workload, workloads
 
 Row = dict[str, Any]
 WORKLOADS = ("mlp", "gpt", "resnet")
-_STEPS, _CHECKED, _ENOUGH = 12, 16, 500
-"""Steps of a run without checks (six come before the first replay), of one with them, and in which three programs are
-captured.
-"""
+_STEPS, _CHECKED = 12, 16
+"""Steps of a run without checks (six come before the first replay), and of one with them."""
 _NEAR, _SHARED, _SETS, _MOST = 1.15, 1.3, 1.5, 1.3
 _MANY = 2**23
 """Bytes of gradients from which a second set of them would show beside what else is alive."""
@@ -177,12 +175,9 @@ def shared(work: Workload, device: torch.device) -> Row:
         Count(device)
         training = Training(work, device)
         step = training.graphed(_three_ways(training), verify="off")
-        # The programs of further kinds wait until replays have saved the time of the first capture.
-        for index in range(_ENOUGH):
+        for index in range(_STEPS):
             for kind in kinds:
                 step(*training.batches[index % 4], kind)
-            if index >= _STEPS and step.stats.captured >= len(kinds):
-                break
         assert step.stats.captured >= len(kinds), step.report()
         takes.append(step.machine.programs.nbytes)
         step.close()

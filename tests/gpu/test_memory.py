@@ -20,7 +20,6 @@ from tests.devices import (
     BACKEND,
     DEVICE,
     MIB,
-    assert_frees_cached_memory,
     assert_memory_returned,
     drawing_nothing,
     is_healthy,
@@ -122,28 +121,6 @@ def limited_to(nbytes: int) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
-
-
-@needs_cuda
-@pytest.mark.twice
-def test_a_device_on_which_only_eager_steps_fit() -> None:
-    """The old gradients, which a trace keeps, do not fit beside its own: eager steps go on, within the same limit."""
-    make = on_device(stateful_rig)
-    rig = build(make)
-    expected = drive(rig, oracle(rig))
-    del rig
-    need = eager_need(make)
-    rig = build(make)
-    step = managed(rig, backend=BACKEND, on_failure="eager")
-    begun = drive(rig, step, AT)
-    with (
-        limited_to(memory()[1] + need + 64 * MIB),
-        pytest.warns(UserWarning, match=r"memory ran out .*CUDA out of memory"),
-    ):
-        rest = drive(replace(rig, calls=rig.calls[AT:]), step)
-    assert_same_runs(expected, Record(begun.outputs + rest.outputs, state_of(rig)))
-    assert step.stats.skipped == {SkipReason.CAPTURE: CALLS - AT}
-    assert_frees_cached_memory()
 
 
 @needs_cuda
