@@ -23,7 +23,7 @@ COUNTS = (
 TEXTS = 64
 OTHERS = "others"
 """A table has at most ``TEXTS`` texts. Later ones, which may differ in a number only, are counted as ``OTHERS``."""
-PHASES = ("warmup", "trace", "capture", "first_replay", "lookup", "steady", "verify")
+PHASES = ("warmup", "trace", "capture", "first_replay", "steady", "verify")
 STARTING = ("warmup", "trace", "capture", "verify")
 """Phases that a fit without graphplan does not have. Each call in them is also a step."""
 LAPS = 255
@@ -52,7 +52,8 @@ class Stats:
     replay of a program except its first. ``laps`` are seconds from one replay's end to the next: the full time of a
     training step, even if the device is busy and the host runs ahead of it. ``measured`` are seconds of a step,
     ``"eager"`` (without graphplan) and ``"replayed"``, if the speed gate measured them. ``shortest`` is the host time
-    of the shortest eager step in warm-ups and checks, in seconds.
+    of the shortest eager step in warm-ups and checks, in seconds, ``lookups`` that of searches for the programs of
+    replays outside the fast path.
 
     Examples:
         >>> import torch
@@ -90,6 +91,7 @@ class Stats:
     """For each call that follows one of another kind: its kind, its number, and the end time of the previous call."""
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     phase_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    lookups: float = 0.0
 
     @property
     def calls(self) -> int:
@@ -210,7 +212,7 @@ class Stats:
             saved, spent = 0.0 if gain is None else gain.saved, self.spent(eager)
         else:
             eager = self.shortest * 1e6 if math.isfinite(self.shortest) else 0.0
-            saved = self.phase_counts["steady"] * eager / 1e6 - self.phases["steady"] - self.phases["lookup"]
+            saved = self.phase_counts["steady"] * eager / 1e6 - self.phases["steady"] - self.lookups
             # Omit the warm-up: loading in the first steps takes as long without graphplan.
             spent = self.spent(eager, STARTING[1:])
         return Gain(*(seconds / eager * 1e6 if eager else 0.0 for seconds in (saved, spent, saved - spent)))
@@ -242,6 +244,7 @@ class Stats:
         self.follow &= other.follow
         self.laps += other.laps
         self.shortest = min(self.shortest, other.shortest)
+        self.lookups += other.lookups
         for phase in PHASES:
             self.phases[phase] += other.phases[phase]
             self.phase_counts[phase] += other.phase_counts[phase]

@@ -48,7 +48,7 @@ class Lookup:
         with LookAhead():
             entry, program = self._find(feed, base)
         if program is not None:
-            self._stats.add_time("lookup", perf_counter() - start)
+            self._stats.lookups += perf_counter() - start
         return entry, program
 
     def _find(self, feed: Feed, base: Entry | None) -> tuple[Entry, Program | None]:

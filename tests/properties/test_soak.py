@@ -49,6 +49,7 @@ LIMITS |= {f"Library.{name}": 256 for name in ("entries", "_known", "settled", "
 LIMITS |= {"Stats.laps": LAPS, "Stats.changes": STRETCHES}
 LIMITS |= {
     "Namespace.attributes": 128,
+    "Namespace.beyond_libraries": 256,
     "Namespace.mentioned": 2048,
     "Hooks._places": 256,
     "Hooks._empty": 256,

@@ -133,9 +133,9 @@ def test_what_replays_have_saved_in_eager_steps() -> None:
     stats.shortest = 2.0
     assert stats.balance() == (2.0, 8.0, -6.0)
     # Looking a program up, and following what has moved, is a part of a replay's time.
-    stats.phases["lookup"] = 1.0
+    stats.lookups = 1.0
     assert stats.balance() == (1.5, 8.0, -6.5)
-    stats.phases["lookup"] = 0.0
+    stats.lookups = 0.0
     stats.phases["steady"] = 10.0
     assert stats.balance() == (-1.0, 8.0, -9.0)
     stats.phases["steady"], stats.phase_counts["steady"] = 0.0, 0
