@@ -282,7 +282,7 @@ class Program:
         try:
             return self._finish_recorded(leaves)
         except Exception as error:
-            if self.plan.defers or isinstance(error, GraphPlanError):
+            if self.plan.defers:
                 raise
             raise lost(error, self.plan.name) from error
 
