@@ -92,6 +92,10 @@ class SpelledNames:
             known = self._known[name] = any(name in getattr(names_of(code), self._kind) for code in codes)
         return known
 
+    def is_loaded(self, name: str) -> bool:
+        """Return True if code uses ``name`` as a name, and not only as a text, which an annotation may be."""
+        return any(name in code.co_names for code in self._by_word().get(name, ()))
+
     def __or__(self, other: SpelledNames) -> SpelledNames:
         return SpelledNames(self._kind, (self._codes | other._codes).values())
 

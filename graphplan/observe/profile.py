@@ -142,7 +142,7 @@ class Reads:
         installed package reads that name. Such code may reach it through properties of a library's base class.
         """
         is_listed = isinstance(scalar.container, ReadOnly) and bool(scalar.container.names)
-        return is_listed and all(name in self.by_packages for name in (scalar.attribute, scalar.via) if name)
+        return is_listed and all(map(self.by_packages.is_loaded, filter(None, (scalar.attribute, scalar.via))))
 
     def _is_read_within(self, owner: Any, attribute: str) -> bool:
         """Return True if methods that ran on ``owner``, or its package's code, read the ``attribute``."""

@@ -404,6 +404,13 @@ def note(module, loss):
 
 def warmed_up(module, loss):
     return loss if module.current_epoch else loss * 0.1
+
+
+def masked(loss):
+    def element(batch_idx: int) -> int:
+        return batch_idx
+
+    return loss * element(1)
 """
 
 
@@ -430,6 +437,22 @@ def test_counts_that_a_package_keeps_for_batches_of_two_sizes(tmp_path: Path, mo
     found = fit(kind, tmp_path / "run", callback, sizes=(20, 12) * 15, max_epochs=1)
     assert [count for count, _ in found.module.rows] == list(range(30))
     assert callback.stats.replayed >= 12, callback.report()
+    assert not [event for event in callback.stats.events if event.startswith("traced anew")]
+
+
+def test_a_package_with_an_argument_named_like_a_number_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of annotated arguments are texts in its code. That is no reason to guard the number."""
+    package = installed(tmp_path, monkeypatch)
+
+    def step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = package.masked(self.loss_of(batch))
+        return loss
+
+    callback = tape()
+    fit(with_step(step), tmp_path / "run", callback, sizes=(20,) * 20, max_epochs=1)
+    assert callback.stats.replayed == 15, callback.report()
     assert not [event for event in callback.stats.events if event.startswith("traced anew")]
 
 
