@@ -63,7 +63,8 @@ class AdoptedTensors:
         self._moving: set[str] = set()
         self.uses: dict[int, int] = {}
         self._gradients: Gradients | None = None
-        self._put_back: list[Place] = []
+        self.put_back: list[Place] = []
+        """What :meth:`renew` has replaced, until the replay has run."""
         self.guards = self._guard(walk, values)
         self._places = {path: places(aliases) for path, aliases in self._aliases.items()}
         self._unowned_facts = self._facts_of_unowned()
@@ -183,18 +184,14 @@ class AdoptedTensors:
         moved = [(holder, key, now) for holder, key, now, child in places if now is not child]
         for holder, key, _, child in places:
             holder[key] = child
-        self._put_back = moved or self._put_back
+        self.put_back = moved or self.put_back
         return bool(moved)
 
     def undo_renewal(self) -> None:
         """Undo :meth:`renew`, since the step runs eagerly instead of the replay."""
-        for holder, key, value in self._put_back:
+        for holder, key, value in self.put_back:
             holder[key] = value
-        self._put_back = []
-
-    def end_renewal(self) -> None:
-        """Release the objects that were replaced, since the replay has run."""
-        self._put_back = []
+        self.put_back = []
 
     def follow_tensors(self) -> bool:
         """:meth:`follow` without a walk, if only tensors have moved. Return True if that was possible."""

@@ -70,10 +70,7 @@ class Guards:
         used = (*slots, *self._shown.slots, *read.values(), *symbolic.values(), *fixed.values())
         containers = [place.container for place in used]
         self._links: _Links = _Links(walk, plan, containers) if like is None else like._links
-        links, self.renewed = self._links.used, self._links.renewed
-        self._structure_places = [*links, *((parts, name, None) for parts, name in walk.empty.values())]
-        self._names = Counter(id(child) for _, _, child in links if not isinstance(child, Tensor | Module))
-        """The number of links to each container: its items were found under the name of one of them."""
+        self.renewed, self._structure_places = self._links.renewed, self._links.places
         # Classes of modules are part of the program's key.
         self._types = [(thing, type(thing)) for thing, _ in walk.attributes if not issubclass(type(thing), Module)]
         params = [(path, param) for path, param in walk.parameters.values() if path in plan.entry_grads]
@@ -136,7 +133,7 @@ class Guards:
                 return f"{key!r} was None at capture and is there now"
             if isinstance(child, Module):
                 return f"the {type(child).__name__} {key!r} was replaced or removed"
-            if self._names[id(child)] > 1 and self._are_split(child):
+            if self._links.names[id(child)] > 1 and self._are_split(child):
                 return f"{key!r} was one of several names of a {type(child).__name__}, and is not now"
         for thing, kind in self._types:
             if type(thing) is not kind:
@@ -150,11 +147,14 @@ class Guards:
 
 
 class _Links:
-    """The links of a walk that a plan uses, and its links to objects that each step makes anew."""
+    """The links of a walk that a plan uses, with names without a value, and those to objects that each step renews."""
 
     def __init__(self, walk: Walk, plan: Plan, containers: Iterable[Any]) -> None:
-        self.used = _used_links(walk, plan, containers)
+        used = _used_links(walk, plan, containers)
         self.renewed = _renewed_links(walk, plan)
+        self.places = [*used, *((parts, name, None) for parts, name in walk.empty.values())]
+        self.names = Counter(id(child) for _, _, child in used if not isinstance(child, Tensor | Module))
+        """The number of links to each container: its items were found under the name of one of them."""
 
 
 class _Metadata:

@@ -189,8 +189,6 @@ class Program:
         if self._copied.externals or given:
             self._copied.load(given or {}, self.adopted.walk)
         self._push_rates()
-        if self.adopted.guards.renewed:
-            self.adopted.renew()
         self.bindings.settle_grads(are_kept=not is_settled)
         drawn_from = HostGenerators(self._draws_from) if self._draws_from else None
         try:
@@ -225,7 +223,8 @@ class Program:
                 if self._host is not None:
                     self._host.load(is_recorded=is_recorded)
                 _launch(self._recording)
-            self.adopted.end_renewal()
+            if self.adopted.put_back:
+                self.adopted.put_back = []
         except OutcomeError as outcome:
             self.adopted.undo_renewal()
             self.outcomes += 1

@@ -271,6 +271,8 @@ class Replays:
             self._stats.note(f"traced anew: {_UNPROVEN} ({reason})", "traces")
             return None
         self._stop_checks(program, reason)
+        # A check that began has undone it.
+        program.adopted.renew()
         return Checked(self.replay(program, feed.leaves))
 
     def _stop_checks(self, program: Program, reason: str) -> None:

@@ -180,6 +180,7 @@ class Check:
 
     def replay(self) -> State:
         """Replay, and collect the state after it."""
+        self._program.adopted.renew()
         result = self._program.run(self._feed, is_settled=True)
         stays = not self._program.adopted.guards.renewed and self._program.bindings.keep_places(self._owned)
         return self.left(self._owned if stays else self._walk(), result)

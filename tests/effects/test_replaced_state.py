@@ -21,6 +21,7 @@ import graphplan.step.managed
 from graphplan import HostEffectError, SkipReason, graph_step
 from graphplan.owners.walk import walk_owners
 from graphplan.program.program import Program
+from graphplan.step.replays import Replays
 from tests.crossing import each
 from tests.models import CALLS, float_batches
 from tests.twins import (
@@ -478,12 +479,19 @@ def test_an_object_that_eager_code_replaces_costs_no_walk(reads: bool, monkeypat
     assert model.prior.scale.requires_grad is False and torch.equal(model.prior.loc, model.layer.bias)
 
 
+def exhaust(*args: Any) -> None:
+    """As if memory ran out."""
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def _around(mean: Tensor) -> torch.distributions.Normal:
     return torch.distributions.Normal(mean, torch.ones(()), validate_args=False)
 
 
-@pytest.mark.parametrize("verify", ["off", 1])
-def test_an_object_that_eager_code_replaces_is_there_for_another_branch(verify: Any) -> None:
+@pytest.mark.parametrize(("verify", "fails"), [("off", False), (1, False), (1, True)])
+def test_an_object_that_eager_code_replaces_is_there_for_another_branch(
+    verify: Any, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Most steps make it anew unread. A step that branches otherwise is eager, and reads what was there before it."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
@@ -500,7 +508,7 @@ def test_an_object_that_eager_code_replaces_is_there_for_another_branch(verify: 
         torch.manual_seed(1)
         kept.last, results = _around(torch.zeros(())), []
         for index in range(24):
-            if index % 4 == 3:
+            if fails or index % 4 == 3:
                 kept.last = _around(torch.tensor(float(index)))
             odd = index in (15, 19)
             results.append(
@@ -510,6 +518,9 @@ def test_an_object_that_eager_code_replaces_is_there_for_another_branch(verify: 
         return results
 
     expected = run(step)
+    if fails:
+        # No memory for the eager half of the first check: the call is a replay.
+        monkeypatch.setattr(Replays, "_eager", exhaust)
     graphed = graph_step(step, owners={"model": model}, backend="tape", verify=verify)
     assert run(graphed) == expected
     assert graphed.stats.replayed >= 14, graphed.report()
