@@ -82,8 +82,7 @@ def build_plan(
         appends=MappingProxyType(appends),
         left=MappingProxyType(left),
         assignments=MappingProxyType(find_assignments(pair, changed)),
-        # Before `reads`, so that an error names the result, not a value that was read.
-        outputs=tuple(_outputs(first, second, {*rebindings.paths} - rebindings.moved)),
+        outputs=tuple(_outputs(first, second, {*rebindings.paths} - rebindings.moved)),  # For errors, before `reads`.
         output_structure=second.output_structure,
         entry_grads=MappingProxyType(_entry_grads(second, pair.walk) if _uses_grads(first, second, pair.walk) else {}),
         operators=MappingProxyType(collections.Counter(operator.name for operator in launched)),
