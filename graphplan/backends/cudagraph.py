@@ -39,9 +39,9 @@ _MODE = "thread_local"
 
 _ON_ANOTHER_STREAM = ("legacy stream depend on a capturing", "uncaptured work in another stream")
 """CUDA's messages for a dependency between the captured stream and another one."""
-_SHARE = 1.25
+_SHARE = 1.2
 """With checks and copies of the state, reserved memory may reach this multiple of the memory of eager steps: 1.3 with
-what torch reserves for a few tensors on another stream.
+what torch reserves for tensors on another stream, such as batches.
 """
 _UNUSED = 0.1
 """The least share of the memory of eager steps for whose release tensors are moved."""
@@ -264,9 +264,7 @@ class CUDAGraphBackend(Backend):
         self._has_failed = False
         torch.cuda.synchronize(self.device)
         # Memory that eager steps left cached would stay reserved beside the pool: a capture cannot free it.
-        allocated = torch.cuda.memory_allocated(self.device)
-        forget_workspaces()
-        self._workspaces = allocated - torch.cuda.memory_allocated(self.device)
+        self._forget_workspaces()
         self.trim()
         before = torch.cuda.memory_reserved(self.device)
         try:
@@ -298,12 +296,18 @@ class CUDAGraphBackend(Backend):
         """
         if any(recording.is_open for recording in self._living):
             return
+        self._forget_workspaces()
         self.trim()
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         if unused > _UNUSED * self._eager_bytes:
             moved = [t for t in tensors if type(t) in PLAIN_KINDS and t.device == self.device and t.nbytes > _SMALL]
             self.run(lambda: move(moved, self.trim))
             self.trim()
+
+    def _forget_workspaces(self) -> None:
+        allocated = torch.cuda.memory_allocated(self.device)
+        forget_workspaces()
+        self._workspaces = max(self._workspaces, allocated - torch.cuda.memory_allocated(self.device))
 
     def trim(self) -> None:
         """See :meth:`graphplan.backends.backend.Backend.trim`."""

@@ -36,6 +36,22 @@ class MemoryBudget:
         self._programs = programs
         self._peers = peers
 
+    def begin(self, walk: Walk, backend: Backend) -> None:
+        """Before the first step on the stream of captures, free what steps on the caller's stream have left unused: as
+        much as a step takes, and of no use to another stream.
+        """
+        backend.note_eager()
+        self._compact(walk, backend)
+
+    def _compact(self, walk: Walk, backend: Backend) -> None:
+        """Move gradients and optimizer state that lie scattered over the memory of eager steps."""
+        slots = [slot for slot in walk.slots.values() if slot.param is not None or is_optimizer_state(slot.path)]
+        # Gradients come last: the next step replaces them, which would leave gaps between the others.
+        slots.sort(key=lambda slot: slot.param is not None)
+        moved = [tensor for slot in slots for tensor in slot.tensors() if not is_memory_shared(tensor)]
+        # Several ranks may communicate through the memory of gradients.
+        backend.compact(moved if self._peers is None else [])
+
     def make(self, entry: Entry, plan: Plan, backend: Backend) -> MemoryBudgetError | None:
         """Make room for a program of ``plan``, on every rank or on none. Return the error if that is impossible."""
         error = self._find(entry, plan, backend)
@@ -100,16 +116,13 @@ class MemoryBudget:
         Copies are in host memory if they are large. There are none of gradients if the run ``is_traced``: it copies
         those that it is about to write, and most steps replace them. Stream capture executes nothing, so tensors on its
         device need no copies either, unless numbers that exist only after the first replay may refuse the program.
-        Before a capture, tensors that lie scattered over the memory of eager steps are moved.
         """
         extra = [*([] if plan is None else plan.changed_tensors(walk)), *(tensor for _, tensor in feed.tensors())]
         slots = [(slot, tensor) for slot in walk.slots.values() for tensor in slot.tensors()]
         every = [*(tensor for _, tensor in slots), *extra]
         gradients = [tensor for slot, tensor in slots if slot.param is not None]
-        if plan is not None and self._peers is None:
-            # Gradients come last: the capture replaces them, which would leave gaps between the others.
-            moved = [*(tensor for slot, tensor in slots if is_optimizer_state(slot.path)), *gradients]
-            backend.compact([tensor for tensor in moved if not is_memory_shared(tensor)])
+        if plan is not None:
+            self._compact(walk, backend)
         uncopied: list[Tensor] = []
         if plan is None and is_traced:
             uncopied = gradients

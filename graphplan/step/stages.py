@@ -104,6 +104,7 @@ class Stages:
         if not self._has_begun and not self._runner.backend.executes:
             # Accumulation nodes of earlier steps belong to another stream, for which a capture could not wait.
             renew_accumulators(param for _, param in self._managed.walk_before().parameters.values())
+            self._memory.begin(self._managed.walk_before(), self._runner.backend)
         self._has_begun = True
         if not entry.eager_calls:
             self._managed.take_fed(feed.leaves)

@@ -7,6 +7,7 @@ program     what graph_step has reserved in replays, beside nothing but its one 
 at most     the most that it had reserved on the way there: warm-up, traces, copies for the capture
 checked     reserved after replays that were checked against eager steps; checked_most: at most, from the first step on
 budget      as checked, under a memory_budget: what a check took goes back to the device
+timed       as checked, after eager steps that were timed, on the caller's stream: what happens without options
 shared      what programs that train, accumulate and validate take in one pool, as a multiple of the largest alone
 
 On a CUDA device also: the time of the first replay of a graph as a multiple of later ones;
@@ -42,8 +43,8 @@ from recipes.benchmarks.workloads import Batch, Workload, workloads
 
 Row = dict[str, Any]
 WORKLOADS = ("mlp", "gpt", "resnet")
-_STEPS, _CHECKED = 12, 16
-"""Steps of a run without checks (six come before the first replay), and of one with them."""
+_STEPS, _CHECKED, _TIMED = 12, 16, 40
+"""Steps of a run without checks (six come before the first replay), of one with them, and of one that is timed, too."""
 _NEAR, _SHARED, _SETS, _MOST = 1.15, 1.3, 1.5, 1.3
 _MANY = 2**23
 """Bytes of gradients from which a second set of them would show beside what else is alive."""
@@ -150,14 +151,12 @@ def alone(work: Workload, device: torch.device) -> Row:
     return row
 
 
-def checked(work: Workload, device: torch.device, name: str, budget: int | None) -> Row:
+def checked(work: Workload, device: torch.device, name: str, steps: int = _CHECKED, **options: Any) -> Row:
     """One program, after replays that were checked."""
     count, training = Count(device), Training(work, device)
-    step = training.graphed(
-        make_step(work, training.model, training.optimizers), verify=1, min_speedup=0, memory_budget=budget
-    )
+    step = training.graphed(make_step(work, training.model, training.optimizers), verify=1, **options)
     seconds = []
-    for index in range(_CHECKED):
+    for index in range(steps):
         start = perf_counter()
         step(*training.batches[index % 4])
         seconds.append(perf_counter() - start)
@@ -214,7 +213,8 @@ def measure(name: str, *, cpu: bool) -> Row:
     work = workloads(cpu)[name]
     row: Row = {"workload": name, "torch": torch.__version__, "device": "cpu" if cpu else torch.cuda.get_device_name()}
     row |= eager(work, device) | alone(work, device)
-    row |= checked(work, device, "checked", None) | checked(work, device, "budget", 2**50)
+    row |= checked(work, device, "checked") | checked(work, device, "budget", memory_budget=2**50)
+    row |= checked(work, device, "timed", _TIMED, min_speedup=1e-6)
     row |= shared(work, device)
     if not cpu:
         gc.collect()
@@ -230,6 +230,7 @@ def bars(row: Row) -> list[Row]:
         plain = row["eager"] + row["static"]
         held.append(("program / (eager + static)", row["program"] / plain, _NEAR))
         held.append(("most with checks / (eager + static)", row["checked_most"] / plain, _MOST))
+        held.append(("most after timed steps / (eager + static)", row["timed_most"] / plain, _MOST))
         held.append(("three programs / the largest alone", row["shared"], _SHARED))
         held.append(("gradients that are held", row.get("gradient_sets"), _SETS))
     return [
@@ -239,7 +240,9 @@ def bars(row: Row) -> list[Row]:
     ]
 
 
-_BYTES = ("eager", "program", "at_most", "static", "estimate", "took", "checked", "checked_most", "budget")
+_BYTES = (
+    "eager", "program", "at_most", "static", "estimate", "took", "checked", "checked_most", "budget", "timed_most",
+)  # fmt: skip
 
 
 def show(rows: Sequence[Row]) -> None:
