@@ -16,9 +16,10 @@ from graphplan.program.program import NO_CHECK
 EVERY = 1000  # The geometric schedule doubles up to this number, then continues in steps of this size.
 SHARE = 0.01  # Fraction of the time that checks of the geometric schedule may take, from replay ``EARLY`` on.
 EARLY = 64  # Number of early replays; the last one of them is always checked.
-FREE, STEPS = 0.2, 20.0
+FREE, STEPS = 0.2, 16.0
 """Checks of early replays may take ``FREE`` seconds, for all programs of a step together. On an accelerator, checks,
-traces and captures together may also take no longer than ``STEPS`` eager steps, not counting the steps that they do.
+traces and captures together may also take no longer than ``STEPS`` eager steps, not counting the steps that they do:
+with what is not timed, such as memory that is freed, a start then takes about 20.
 As many checks as fit are spread over the early replays. The first replay of a program is always checked.
 """
 
