@@ -106,7 +106,7 @@ class _Capture:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.branches: list[Branch] = []
         # Host memory cannot be pinned during a capture, so allocate it before.
-        kinds = [torch.tensor(read.value).dtype for read in traced.reads if read.expected]
+        kinds = [torch.tensor(read.outcome).dtype for read in traced.reads if read.expected]
         self._memories = [torch.empty((), dtype=kind, pin_memory=True) for kind in kinds]
 
     def begin(self) -> None:
@@ -128,7 +128,7 @@ class _Capture:
         if not self._memories:
             raise CaptureError(f"the captured step reads more values than the traced steps at {read.place}. {_FIX}")
         memory = self._memories.pop(0)
-        memory.copy_(tensor.detach().reshape(()), non_blocking=True)
+        memory.copy_(read.outcome_of(tensor.detach()).reshape(()), non_blocking=True)
         self.end()
         self.branches.append(Branch(memory, read))
         self.begin()
@@ -291,16 +291,16 @@ class CUDAGraphBackend(Backend):
         self._pool = None
 
     def compact(self, tensors: Sequence[Tensor]) -> None:
-        """See :meth:`graphplan.backends.backend.Backend.compact`. Nothing is moved if graphs may have the addresses, or
-        if little of the reserved memory is unused.
+        """See :meth:`graphplan.backends.backend.Backend.compact`. Nothing is moved if graphs may have the addresses, if
+        little of the reserved memory is unused, or if there is no room for copies.
         """
         if any(recording.is_open for recording in self._living):
             return
         self._forget_workspaces()
         self.trim()
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        if unused > _UNUSED * self._eager_bytes:
-            moved = [t for t in tensors if type(t) in PLAIN_KINDS and t.device == self.device and t.nbytes > _SMALL]
+        moved = [t for t in tensors if type(t) in PLAIN_KINDS and t.device == self.device and t.nbytes > _SMALL]
+        if unused > _UNUSED * self._eager_bytes and self.may_take(sum(tensor.nbytes for tensor in moved)):
             self.run(lambda: move(moved, self.trim))
             self.trim()
 

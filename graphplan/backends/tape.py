@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from graphplan.backends.backend import NOTHING_TRACED, Backend, TracedValues
 from graphplan.environment.collector import no_collections
@@ -36,7 +37,7 @@ from graphplan.trace.collectives import finish, is_collective, wait_for
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_reads import HostRead, KnownReads, find_place
 from graphplan.trace.mode import LIFTS
-from graphplan.trace.operator_schemas import ATOMS, OperatorCall
+from graphplan.trace.operator_schemas import ATOMS, OperatorCall, tensors_in
 from graphplan.trace.rng import saving_states
 
 _CONSTANT = (
@@ -135,11 +136,12 @@ class _TapeMode(OperatorMode):
         read = self._reads.take(place)
         if not read.expected:
             return out, read
-        if self.changed is None and out != read.value:
-            self.changed = read, out
         held = tensor.detach()
-        self.kernels.append(_Kernel(lambda: read.compare(held.item())))
-        return read.value, read
+        outcome = read.outcome_of(held).item()
+        if self.changed is None and outcome != read.outcome:
+            self.changed = read, outcome
+        self.kernels.append(_Kernel(lambda: read.compare(read.outcome_of(held).item())))
+        return tree_map_only(Tensor, Tensor.clone, read.value), read
 
     def check_outcome(self) -> None:
         """Raise OutcomeError if the step has read another value than in the traces."""
@@ -175,8 +177,10 @@ class _TapeMode(OperatorMode):
         is_shape = call.has_dynamic_shape()
         if call.reads_values() or is_shape:
             out, read = self._take_read(schema.name, call.args[0], out)
-            if is_shape and read is not None and read.asserted:
-                # Do not record it: in a replay the result may have another shape, and nothing else uses it.
+            if is_shape and read is not None and (read.asserted or read.expected):
+                # Do not record it: in a replay the result may have another shape. Nothing else uses an asserted one.
+                for made in tensors_in(out) if read.expected else ():
+                    self._record_constant(made)
                 return out
         self._record(call, out, taken)
         return out

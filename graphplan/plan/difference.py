@@ -84,7 +84,7 @@ def _check_reads(first: Trace, second: Trace) -> None:
                 "cannot see that. Keep the value on the device (torch.where, a mask of fixed shape)"
             )
         if old.expected and new.expected:
-            old.compare(new.value)
+            old.compare(new.outcome)
         if new.waits and new.place == ENGINE and (first.graph_elsewhere or second.graph_elsewhere):
             raise HostSyncError(
                 "a derivative of a derivative reads values of a device on the host, in an order that may change from "

@@ -35,13 +35,25 @@ class MemoryBudget:
         self._budget = options.memory_budget
         self._programs = programs
         self._peers = peers
+        self._warmed = 0  # Steps on the stream of captures so far.
+        self._is_eager_known = False
 
-    def begin(self, walk: Walk, backend: Backend) -> None:
+    def begin(self, walk: Walk, backend: Backend, *, is_timed: bool) -> None:
         """Before the first step on the stream of captures, free what steps on the caller's stream have left unused: as
-        much as a step takes, and of no use to another stream.
+        much as a step takes, and of no use to another stream. If these were timed, they are the eager steps to compare
+        with.
         """
+        self._is_eager_known = is_timed
         backend.note_eager()
         self._compact(walk, backend)
+
+    def after_warm_up(self, backend: Backend) -> None:
+        """After an eager step on the stream of captures: note its memory, and free gradients of the steps before it."""
+        self._warmed += 1
+        if not self._is_eager_known:
+            backend.note_eager()
+        elif self._warmed == 1:
+            backend.trim()
 
     def _compact(self, walk: Walk, backend: Backend) -> None:
         """Move gradients and optimizer state that lie scattered over the memory of eager steps."""
@@ -129,12 +141,13 @@ class MemoryBudget:
         elif plan is not None and not (backend.executes or plan.defers):
             uncopied = [tensor for tensor in every if tensor.device == plan.device]
         uncopied = [tensor for tensor in uncopied if type(tensor) in PLAIN_KINDS]
+        left_out, sizes = set(map(id, uncopied)), {id(t): t.nbytes for t in every if is_accelerator(t.device)}
+        needed = sum(nbytes for tensor, nbytes in sizes.items() if tensor not in left_out)
         # A trace keeps the gradients, too, beside those that it makes.
-        kept = set(map(id, uncopied)) if plan is not None else set()
-        needed = sum({id(t): t.nbytes for t in every if is_accelerator(t.device) and id(t) not in kept}.values())
-        device = None if needed <= backend.room() else torch.device("cpu")
+        room = backend.room() - (0 if plan is not None else sum(sizes.get(tensor, 0) for tensor in left_out))
+        device, beside = (None, 0.0) if needed <= room else (torch.device("cpu"), max(0.0, room))
         generators = () if plan is None else plan.traced.generators
-        return Snapshot(walk, extra=extra, generators=generators, device=device, uncopied=uncopied)
+        return Snapshot(walk, extra=extra, generators=generators, device=device, beside=beside, uncopied=uncopied)
 
 
 def _mib(nbytes: int) -> str:

@@ -104,7 +104,7 @@ class Stages:
         if not self._has_begun and not self._runner.backend.executes:
             # Accumulation nodes of earlier steps belong to another stream, for which a capture could not wait.
             renew_accumulators(param for _, param in self._managed.walk_before().parameters.values())
-            self._memory.begin(self._managed.walk_before(), self._runner.backend)
+            self._memory.begin(self._managed.walk_before(), self._runner.backend, is_timed=bool(self._stats.measured))
         self._has_begun = True
         if not entry.eager_calls:
             self._managed.take_fed(feed.leaves)
@@ -124,7 +124,7 @@ class Stages:
         if not entry.eager_calls:
             change = fed.change()
             self._changes = [] if change is None else [*self._changes, change]
-        self._runner.backend.note_eager()
+        self._memory.after_warm_up(self._runner.backend)
         entry.eager_calls += 1
         self._runner.count_eager(None)
         if self._managed.scaled_steps.skipped_without_state:

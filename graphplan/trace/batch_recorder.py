@@ -58,7 +58,7 @@ class EarlierReads:
     """What the traces of a step learn about its reads for later traces.
 
     Attributes:
-        expected: places of reads that cannot be made before the step, so that replays compare their values.
+        expected: places and kinds of reads that cannot be made before the step, so that replays compare their values.
         deferred_places: places where the step reads an integer that it changes (``int(self.pointer)``). The read is
             deferred, since its value differs in each step.
         useless_deferrals: traces in a row in which no deferred integer began a slice, or code needed the value of one.
@@ -67,7 +67,7 @@ class EarlierReads:
         looks: number of searches for these.
     """
 
-    expected: set[Place] = field(default_factory=set)
+    expected: set[tuple[Place, Kind]] = field(default_factory=set)
     deferred_places: set[Place] = field(default_factory=set)
     useless_deferrals: int = 0
     deferring_stopped: bool = False
@@ -184,7 +184,7 @@ class BatchRecorder(CallRecorder):
     def _is_made_before(self, call: Call) -> bool:
         """Return True for a read to make before the step. Replays compare the values at ``expected`` places."""
         read = call.read
-        return read is not None and not (read.kind is Kind.VALUE and read.place in self.earlier.expected)
+        return read is not None and (read.place, read.kind) not in self.earlier.expected
 
     def impossible(self, changed: Collection[int | None]) -> list[Read]:
         """Return the reads that cannot be made before the step. They need too many operators, storages that the step
@@ -197,9 +197,8 @@ class BatchRecorder(CallRecorder):
             leading, needed = self._needed_for(read)
             owned = needed & self._owned
             # Storages written before the read are unknown already; these are written after it.
-            are_others = (read.may_be_expected and not owned.isdisjoint(changed)) or not needed.isdisjoint(
-                self._ambiguous
-            )
+            is_state = read.kind is Kind.VALUE and not owned.isdisjoint(changed)
+            are_others = (read.may_be_expected and is_state) or not needed.isdisjoint(self._ambiguous)
             if len(leading) > limit or are_others or read.place in self._beyond:
                 found.append(read)
         return found
@@ -323,14 +322,15 @@ class BatchRecorder(CallRecorder):
             read = Read(place, Kind.CONTENT, contents[0].detach().cpu().clone(), refusal)
             self._add(Tensor.detach, "content", (contents[0],), {}, [], read=read)
             self._is_packed |= schema.name == PACKING
+        elif (place, Kind.VALUE if call.reads_values() else Kind.SHAPE) in self.earlier.expected:
+            return False
         elif call.reads_values():
-            if place in self.earlier.expected:
-                return False
             read = Read(place, Kind.VALUE, out, refusal, may_be_expected=may_be_expected)
             self._add(schema.call, schema.name, call.args, call.kwargs, [], read=read)
         else:
             made = tensors_in(out)
-            read = Read(place, Kind.SHAPE, [tuple(tensor.shape) for tensor in made], refusal)
+            shapes = [tuple(tensor.shape) for tensor in made]
+            read = Read(place, Kind.SHAPE, shapes, refusal, may_be_expected=may_be_expected)
             self._add(schema.call, schema.name, call.args, call.kwargs, made, read=read)
             if not self._calls[-1].shows:
                 self._find_twins(made)

@@ -19,6 +19,8 @@ from itertools import islice
 from types import FrameType
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from graphplan.environment.origin import TORCH, is_ours
 from graphplan.errors import HostSyncError, OutcomeError
 from graphplan.observe.branches import Use, branches_of
@@ -58,7 +60,8 @@ class HostRead:
 
     It is ``asserted`` by the step's code, ``constant`` (the same in each step), or torch itself checks its range. Or it
     is ``expected`` to be the same in most steps: replays compare it, and ``error`` refuses a step in which it differs.
-    ``waits``: a capture would have to wait for it.
+    ``waits``: a capture would have to wait for it. ``of_all``: the value has the positions of all elements of a mask,
+    and replays compare whether it selects all.
     """
 
     place: Place
@@ -67,21 +70,33 @@ class HostRead:
     constant: bool = False
     waits: bool = False
     error: HostSyncError | None = None
+    of_all: bool = False
+
+    @property
+    def outcome(self) -> Any:
+        """What :meth:`outcome_of` gives in a step like the traced ones."""
+        return self.of_all or self.value
+
+    def outcome_of(self, tensor: Tensor) -> Tensor:
+        """Return, on its device, what replays compare if the step reads ``tensor``: its value, or whether the mask
+        selects all elements.
+        """
+        return tensor.all() if self.of_all else tensor
 
     @property
     def expected(self) -> bool:
         """Whether replays compare the value."""
         return self.error is not None
 
-    def compare(self, value: Any) -> None:
-        """Raise OutcomeError if another step has read a different ``value``."""
-        if value != self.value:
-            assert self.error is not None
-            raise OutcomeError(
-                f"the value that is read on the host at {self.place} is {value}, expected {self.value} as in the "
-                "traced steps",
-                refusal=self.error,
-            )
+    def compare(self, outcome: Any) -> None:
+        """Raise OutcomeError if another step has read a value with a different ``outcome``."""
+        if outcome == self.outcome:
+            return
+        assert self.error is not None
+        what = f"the value that is read on the host at {self.place} is {outcome}, expected {self.outcome} as"
+        if self.of_all:
+            what = f"the mask at {self.place} does not select all elements, as it did"
+        raise OutcomeError(f"{what} in the traced steps", refusal=self.error)
 
 
 def _asking(frame: FrameType | None) -> FrameType | None:

@@ -88,7 +88,11 @@ class HostSyncs:
                 what = "a mask" if name == POSITIONS else name
                 fix = _FIX if name == POSITIONS else _SHAPE_FIX
                 what = f"{what} makes a tensor whose shape depends on values"
-                self._refuse(what, source, (call, out), fix=self._fix_of(given) or fix)
+                fix, selects_all = self._fix_of(given) or fix, call.selects_all(out) and self._may_expect(call)
+                self._refuse(what, source, (call, out), fix=fix, may_be_expected=selects_all)
+                if selects_all:
+                    # From here on its elements are known, to backward as well, whose thread no capture can split.
+                    self._operands.fix(call.args[0])
         if name in TRANSFERS:
             self._check_copy(call, out, source)
         for tensor in call.host_operands():
@@ -166,15 +170,19 @@ class HostSyncs:
             read = HostRead(find_place(), out, is_only_asserted, is_constant and not is_torchs, waits)
             self._trace.host_reads.append(read)
             return
-        name, tensor = call.schema.name, call.args[0]
+        name = call.schema.name
         is_comparison = name.startswith(("aten.equal", "aten.allclose"))
         what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
-        is_of_step = get_ident() == self._thread and tensor.device == self._trace.device
-        # Replays compare truth values only.
-        may_be_expected = type(out) is bool and is_of_step and self._trace.expects and name == _VALUE
+        # Of values, replays compare truth values only.
+        may_be_expected = type(out) is bool and name == _VALUE and self._may_expect(call)
         what = f"{name} {what} (.item(), float(), bool(), if, an index or a size)"
         fix = self._fix_of(given) or _FIX
         self._refuse(what, source, (call, out), fix=fix, may_be_expected=may_be_expected)
+
+    def _may_expect(self, call: OperatorCall) -> bool:
+        """Return True if replays can compare what the operator reads of its first argument."""
+        is_of_step = get_ident() == self._thread and call.args[0].device == self._trace.device
+        return is_of_step and self._trace.expects
 
     def _check_copy(self, call: OperatorCall, out: Tensor, source: Source) -> None:
         name = call.schema.name
@@ -246,7 +254,9 @@ class HostSyncs:
         error = refusal()
         if place is not None:
             assert read is not None
-            trace.host_reads.append(HostRead(place, read[1], waits=True, error=error))
+            call, found = read
+            value = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), found)
+            trace.host_reads.append(HostRead(place, value, waits=True, error=error, of_all=call.has_dynamic_shape()))
             trace.undone = frozenset(storage for storage, external in trace.externals.items() if external.mutated)
         elif trace.violation is None:
             trace.refuse(error)

@@ -79,6 +79,12 @@ class Operands:
         self.add(tensor)
         self.fixed.add(self.internal(tensor))
 
+    def fix(self, tensor: Tensor) -> None:
+        """Note that the contents of ``tensor`` are known from here on, if the step made its memory for it alone."""
+        operand = self.internal(tensor)
+        if operand != NOWHERE and tensor.untyped_storage().nbytes() == tensor.nbytes:
+            self.fixed.add(operand)
+
     def note_draw(self, name: str, out: Tensor) -> None:
         """Record the result of a random operator if it is a uniform draw on the host."""
         if name in _UNIFORM and out.device.type == "cpu" and out.dtype in (torch.float32, torch.float64):

@@ -326,6 +326,12 @@ class OperatorCall:
             dim += masks[-1].dim() if is_mask(index) else 1
         return masks
 
+    def selects_all(self, out: Any) -> bool:
+        """Return True if ``out`` are the positions that a mask selects, and these are all there are."""
+        mask = self.args[0]
+        is_found = self.schema.name in NONZERO and mask.dtype == torch.bool
+        return is_found and 0 < mask.numel() == len(tensors_in(out)[0])
+
     def with_positions(self, positions: Sequence[Sequence[Tensor]]) -> OperatorCall:
         """Return the operator with the ``positions`` that each of its masks selects in place of the masks."""
         if self.schema.name == _SELECT:

@@ -112,8 +112,8 @@ def _check_reads(record: Trace, batch: BatchRecorder) -> None:
     batch.defer_integers(changed)
     record.needs_another_trace |= batch.needs_another_trace
     for read in batch.impossible(changed):
-        if read.may_be_expected and read.place not in batch.earlier.expected:
-            batch.earlier.expected.add(read.place)
+        if read.may_be_expected and (read.place, read.kind) not in batch.earlier.expected:
+            batch.earlier.expected.add((read.place, read.kind))
             record.needs_another_trace = True
         else:
             assert read.error is not None

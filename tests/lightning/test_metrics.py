@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torchmetrics
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
 from torch.nn import functional as F
@@ -51,6 +53,25 @@ def test_another_metric_under_a_name_is_logged_by_lightning(tmp_path: Path) -> N
             return F.cross_entropy(logits, y)
 
     assert_fit_equals_eager(Changing, tmp_path, replayed=8, max_epochs=3)
+
+
+def test_a_metric_that_divides_where_a_mask_selects(tmp_path: Path) -> None:
+    """R2Score divides by the sums of its outputs that are not zero. None is, and replays compare that."""
+
+    class Regressing(LitDigits):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = torchmetrics.R2Score(multioutput="variance_weighted")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            logits = self(x)
+            self.metric(logits[:, :2], torch.stack([y, y % 3], dim=1).float())
+            self.log("metric", self.metric, on_step=True, on_epoch=True)
+            return F.cross_entropy(logits, y)
+
+    found = assert_fit_equals_eager(Regressing, tmp_path, replayed=15, max_epochs=3)
+    assert any("raw_scores[cond]" in place for place in found.callback.plan.branches)
 
 
 class Resetting(LitDigits):

@@ -230,6 +230,117 @@ def test_the_other_branch_is_eager(body: Body, odd: tuple[int, ...], backend: st
         assert any(re.search(detail, text) for text in stats.reasons), stats.reasons
 
 
+def put_scores(losses: Tensor, valid: Tensor) -> Tensor:
+    """As torchmetrics' R2Score divides: only by sums that are not zero."""
+    scores = torch.ones_like(losses)
+    scores[valid] = 1 - 0.1 / losses[valid]
+    return scores.sum()
+
+
+def add_to(losses: Tensor, valid: Tensor) -> Tensor:
+    """Reads the tensor and writes it in one expression."""
+    raised = losses.clamp(max=5)
+    raised[valid] += losses[valid] * 0.5
+    return raised.sum()
+
+
+def change_positions(losses: Tensor, valid: Tensor) -> Tensor:
+    """Code gets the positions themselves, and may change them."""
+    places = torch.nonzero(valid)
+    places += 1
+    places %= len(losses)
+    return (losses.clamp(max=5)[places[:, 0]] * torch.arange(len(places), device=losses.device)).sum()
+
+
+SELECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean of the finite": lambda losses, valid: losses[valid].mean(),
+    "puts": put_scores,
+    "adds": add_to,
+    "masked_select": lambda losses, valid: losses.masked_select(valid).sum(),
+    "nonzero": change_positions,
+    "argwhere": lambda losses, valid: losses.clamp(max=5)[torch.argwhere(valid)].sum(),
+    "where": lambda losses, valid: losses[torch.where(valid)].sum(),
+    "rows": lambda losses, valid: torch.stack([losses, losses * 2], dim=1)[valid].sum(),
+    "columns": lambda losses, valid: torch.stack([losses, losses * 2])[:, valid].sum(),
+    "two dimensions": lambda losses, valid: torch.outer(losses, losses)[torch.outer(valid, valid)].mean(),
+    "again": lambda losses, valid: losses[valid].sum() + losses.square()[valid].mean(),
+    "two masks": lambda losses, valid: torch.outer(losses, valid.float())[valid, valid.flip(0)].mean(),
+}
+
+
+def selects(model: Any, optimizer: Any, x: Tensor, y: Tensor, *, name: str) -> Any:
+    """Leaves out large losses, between two branches."""
+    optimizer.zero_grad(set_to_none=False)
+    losses = F.cross_entropy(model(x), y.long() % 4, reduction="none") * y.clamp(min=1)
+    model.seen += 1
+    if losses.isnan().any():
+        return losses.detach()
+    loss = SELECTIONS[name](losses, losses < 1e3)
+    model.seen += loss.detach().clamp(max=1)
+    loss.backward()
+    optimizer.step()
+    return skips_large(model, optimizer, x, y.long() % 4), loss.detach()
+
+
+def masked(name: str = "mean of the finite", odd: Sequence[int] = (), calls: int = CALLS) -> Callable[[], Rig]:
+    """Makes a training step whose mask selects all losses but those of two rows in ``odd`` calls."""
+
+    def make() -> Rig:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+        batches = [(torch.randn(12, 8), torch.arange(12.0) % 4) for _ in range(calls)]
+        for number in odd:
+            batches[number][1][3:5] = 1e6
+        return Rig(partial(selects, model, optimizer, name=name), {"model": model, "optimizer": optimizer}, batches)
+
+    return make
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_mask_that_selects_all(name: str, backend: str) -> None:
+    """All but the tenth and the thirteenth call: these are undone, and eager."""
+    step = both(masked(name, (9, 12)), backend)
+    assert step.stats.skipped == {SkipReason.HOST_SYNC: 2}
+    assert (step.stats.captured, step.stats.replayed) == (1, CALLS - BEFORE_REPLAY - 2)
+    assert len(step.plan.branches) >= 3
+    assert {"model.seen", "model.norm.running_mean"} <= step.plan.undone
+    detail = r"the mask at test_branches_on_values\.py.* does not select all elements, as it did in the traced steps"
+    assert any(re.search(detail, text) for text in step.stats.reasons), step.stats.reasons
+
+
+@pytest.mark.parametrize("odd", [(6,), (7, 12), (5,), (5, 6)], ids=str)
+def test_a_mask_that_once_leaves_rows_out(odd: tuple[int, ...], backend: str) -> None:
+    """Call 5 is captured, 6 and 7 are checked."""
+    step = both(masked(odd=odd), backend)
+    assert step.stats.skipped == {SkipReason.HOST_SYNC: len(odd)}
+    assert (step.stats.captured, step.stats.replayed) == (1, CALLS - BEFORE_REPLAY - len(odd)), step.report()
+
+
+@pytest.mark.parametrize("odd", [range(8, 40), range(8, 40, 2)], ids=["from then on", "often"])
+def test_a_mask_that_leaves_rows_out_later_is_given_up(odd: Sequence[int], backend: str) -> None:
+    """In the first case, the next trace is refused."""
+    with pytest.warns(UserWarning, match="graphplan runs this step eagerly: a mask makes a tensor whose shape"):
+        step = both(masked(odd=odd, calls=40), backend)
+    assert (step.stats.captured, step.stats.recaptured) == (1, 0)
+    assert step.is_down
+
+
+@pytest.mark.parametrize("first", [3, 4])
+def test_a_mask_that_leaves_rows_out_in_a_trace_is_refused(first: int, backend: str) -> None:
+    refusal = "a mask makes a tensor whose shape depends on values at .*losses"
+    assert_refused(on_device(masked(odd=[first])), HostSyncError, refusal, done=first, backend=backend)
+
+
+def test_a_mask_without_elements_is_refused() -> None:
+    """It selects all, and nothing."""
+
+    def body(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        losses = model(x)[:0]
+        return losses[losses < 1e3]  # culprit
+
+    assert_refused(rig_of(body), HostSyncError, rf"a mask makes a tensor .* at {line_of(body)}")
+
+
 @pytest.mark.parametrize("odd", [(10,), (8, 9, 14)], ids=str)
 def test_what_is_compared_with_a_number_that_changes(odd: tuple[int, ...], backend: str) -> None:
     """Replays compare with the number as it is, on the device."""

@@ -59,6 +59,8 @@ READS: dict[str, Step] = {
 }
 BRANCHES = ("all", "any", "sum", "not", "builtin max", "between", "format", "contains", "is_nonzero", "equal")
 """Those that read nothing but truth values, which replays compare."""
+POSITIONS = ("mask", "masked_select", "nonzero", "argwhere", "where", "combinations")
+"""Those that read nothing but positions that a mask selects: replays compare whether it selects all."""
 FINE: dict[str, Step] = {
     "one_hot": lambda x, m: F.one_hot(m.long(), 5).float(),
     "fill_": lambda x, m: x.clone().fill_(m.sum()),
@@ -125,10 +127,10 @@ def within(step: Step, mode: str, device: torch.device) -> Step:
     return run
 
 
-def calls(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Calls with one mask, then with another."""
+def calls(device: torch.device, *, selects_all: bool = True) -> list[tuple[Tensor, Tensor]]:
+    """Calls with one mask, which ``selects_all`` or a part, then with another."""
     x = torch.randn(4).to(device)
-    masks = [torch.ones(4, dtype=torch.bool)] * 8 + [torch.tensor([True, False, True, True])] * 4
+    masks = [torch.tensor([True, selects_all, True, True])] * 8 + [torch.tensor([True, False, True, selects_all])] * 4
     return [(x, mask.to(device)) for mask in masks]
 
 
@@ -152,11 +154,18 @@ def of_modes(name: str, steps: Any) -> Any:
     return parametrize
 
 
-def refuse(function: Step, around: AbstractContextManager[Any], device: torch.device, backend: str) -> None:
+def refuse(
+    function: Step,
+    around: AbstractContextManager[Any],
+    device: torch.device,
+    backend: str,
+    *,
+    selects_all: bool = True,
+) -> None:
     """Fail unless a function is refused, and its line named."""
     fast = graphed(function, backend=backend, min_speedup=0)
     with pytest.raises(HostSyncError, match=r"test_data_reads\.py:\d+ in"), around:
-        for call in calls(device):
+        for call in calls(device, selects_all=selects_all):
             fast(*call)
     assert fast.stats.replayed == 0
 
@@ -183,8 +192,22 @@ def test_reads_of_random_numbers_are_refused_or_compared(
         return READS[read](x, by_chance(m))
 
     function = within(step, mode, device) if inside else step
-    check = compare if read in BRANCHES else refuse
-    check(function, torch.no_grad() if inside else entered(mode, device), device, backend)
+    around = torch.no_grad() if inside else entered(mode, device)
+    if read in BRANCHES:
+        compare(function, around, device, backend)
+    else:
+        refuse(function, around, device, backend, selects_all=read not in POSITIONS)
+
+
+@of_modes("read", POSITIONS)
+def test_positions_of_all_are_compared(read: str, mode: str, inside: bool, device: torch.device, backend: str) -> None:
+    """Random numbers decide whether a mask selects all."""
+
+    def step(x: Tensor, m: Tensor) -> Tensor:
+        return READS[read](x, by_chance(m))
+
+    function = within(step, mode, device) if inside else step
+    compare(function, torch.no_grad() if inside else entered(mode, device), device, backend)
 
 
 @of_modes("read", BY_MEMORY)

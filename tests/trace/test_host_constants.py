@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan import CaptureError, GraphPlanError, HostSyncError, TemporaryCopyError, compile_plan, graph_step
+from graphplan import (
+    CaptureError,
+    GraphPlanError,
+    HostSyncError,
+    OutcomeError,
+    TemporaryCopyError,
+    compile_plan,
+    graph_step,
+)
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import flatten
 from graphplan.plan.difference import check_difference
@@ -25,7 +33,7 @@ from graphplan.trace.host_reads import ENGINE, HostRead, KnownReads, Place
 from graphplan.trace.host_transfers import Transfer
 from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
-from tests.twins import line_of
+from tests.twins import by_chance, line_of
 
 GIVEN: dict[str, Callable[[], Tensor]] = {
     "number": lambda: torch.tensor(3.0),
@@ -179,6 +187,31 @@ def test_a_capture_is_given_the_positions_that_masks_select(monkeypatch: pytest.
     with GivenValues(reads):
         found = select(torch.zeros_like(mask))
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_capture_is_given_the_positions_of_masks_that_selected_all() -> None:
+    """Replays compare whether a mask does so. What the step does to the positions changes no later capture."""
+
+    def step(x: Tensor) -> Tensor:
+        places = (by_chance(x) < 5).nonzero()
+        places += 1
+        return places
+
+    plan = compile_plan(step, torch.arange(4.0), owners={})
+    reads, odd = plan.traced.reads, torch.tensor([0.0, 9.0, 2.0, 3.0])
+    split: list[tuple[Tensor, HostRead]] = []
+    for _ in range(2):
+        split.clear()
+        with GivenValues(reads, on_expected=lambda tensor, read: split.append((tensor, read))):
+            places = step(odd)
+        assert places.flatten().tolist() == [1, 2, 3, 4]
+        ((mask, read),) = split
+        outcome = read.outcome_of(mask)
+        assert (outcome.dtype, outcome.shape, bool(outcome)) == (torch.bool, (), False)
+        assert [read] == list(reads)
+        assert read.outcome is True
+    with pytest.raises(OutcomeError, match=r"the mask at test_host_constants\.py:\d+ in step.* does not select all"):
+        reads[0].compare(False)
 
 
 def test_only_what_a_traced_step_read_is_answered() -> None:
