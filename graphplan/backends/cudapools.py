@@ -101,13 +101,16 @@ def forget_workspaces() -> None:
 @torch.no_grad()
 def move(tensors: Sequence[Tensor], free: Callable[[], object]) -> None:
     """Reallocate the storages of ``tensors``, in their order, after ``free`` has freed the memory between them. Tensors
-    keep their storage objects, so views stay valid.
+    keep their storage objects, so views stay valid. Without memory for copies, nothing is moved.
     """
     wholes = [whole_storage(tensor).view(torch.uint8) for tensor in tensors if tensor.layout is torch.strided]
     # The copies fill a segment of their own, which can be freed because nothing else fits into it.
     sizes = [-(-whole.numel() // _ALIGNED) * _ALIGNED for whole in wholes]
     nbytes = max(_EXACT, -(-sum(sizes) // _ROUNDED) * _ROUNDED)
-    memory = torch.empty(nbytes, dtype=torch.uint8, device=torch.cuda.current_device())
+    try:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=torch.cuda.current_device())
+    except torch.OutOfMemoryError:
+        return
     starts = accumulate(sizes, initial=0)
     copies = [memory[start:][: whole.numel()].copy_(whole) for whole, start in zip(wholes, starts, strict=False)]
     # The storages may belong to other streams, which must not reuse them before they are copied.

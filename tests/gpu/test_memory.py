@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._pytree import tree_map_only
 
 from graphplan import CaptureMemoryError, EffectError, SkipReason, graph_step
+from graphplan.backends.cudapools import move
 from graphplan.program.program import Program
 from tests.devices import (
     BACKEND,
@@ -306,6 +307,23 @@ def test_steps_that_were_timed_leave_no_second_set_of_memory(make: Callable[[], 
     assert step.stats.measured["eager"] > 0
     assert step.stats.verified == step.stats.replayed > 0, step.report()
     assert timed <= 1.3 * eager, (timed / MIB, eager / MIB)
+
+
+@needs_cuda
+def test_without_memory_for_copies_nothing_is_moved() -> None:
+    """The gaps between gradients stay then, and the step goes on."""
+    one = torch.arange(16 * MIB, dtype=torch.float32, device=DEVICE)
+    address, total = one.data_ptr(), torch.cuda.get_device_properties(DEVICE).total_memory
+    freed: list[None] = []
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(DEVICE) + 16 * MIB) / total, DEVICE)
+    try:
+        move([one], lambda: freed.append(None))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+    assert (one.data_ptr(), freed) == (address, [])
+    move([one], lambda: freed.append(None))
+    assert len(freed) == 1
+    assert torch.equal(one, torch.arange(16 * MIB, dtype=torch.float32, device=DEVICE))
 
 
 @needs_cuda
