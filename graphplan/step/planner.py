@@ -65,11 +65,7 @@ class Planner:
         # A single trace needs a check of the first replay, and ranks have to trace in the same steps.
         is_checked = next_check(self._options.check_every, 0) == 1
         self.single_trace_allowed = is_checked and self._peers is None and not ALWAYS_TWO_TRACES.get()
-        """Whether a plan may be made from a single trace."""
-
-    def require_two_traces(self) -> None:
-        """Require two traces for each plan from now on."""
-        self.single_trace_allowed = False
+        """Whether a plan may be made from a single trace: not once such a plan or its capture has missed something."""
 
     def forget(self) -> None:
         """Drop the latest trace."""

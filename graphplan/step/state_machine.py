@@ -310,7 +310,7 @@ class StateMachine:
         self.latest = SkipReason.SHAPE
         self.programs.take_back(entry, program)
         entry.single_trace_error = single_trace_error
-        self.stages.require_two_traces()
+        self.stages.planner.single_trace_allowed = False
 
     def _instead(self, call: Call, entry: Entry, program: Program, outcome: OutcomeError) -> Any:
         """Run the step eagerly in place of a replay whose branch changed. Recapture, or refuse, if that is frequent."""
