@@ -32,7 +32,7 @@ from graphplan.specs.paths import Fact, Path, names
 from graphplan.tensors.copying import copy_into
 from graphplan.tensors.deferred import NumberForm, form_of, is_deferred, value_of
 from graphplan.tensors.dtensors import is_sharded, local
-from graphplan.tensors.storages import copier, memory_uses, place_of, places, storage_id, with_leaves
+from graphplan.tensors.storages import copier, lay, memory_uses, places, put_back, storage_id, with_leaves
 
 _OTHERWISE = (
     "the step {what} in its capture than in its traces ({path}), because of a value that graphplan cannot see; a "
@@ -179,8 +179,7 @@ class Bindings:
         for path, old in self._old.items():
             after.slots[path].set(old)
             for tensor, memory in zip(self._into[path], self._memory_of[path], strict=True):
-                if place_of(tensor) != place_of(memory):
-                    tensor.data = memory
+                put_back(tensor, memory)
         for path, other in self._plan.rebindings.followers.items():
             after.slots[path].set(after.slots[other].get().detach())
         # Drop these references: `memory_uses` counts the users of this memory.
@@ -228,8 +227,7 @@ class Bindings:
             lost = self.lost_memory()
             if lost is not None:
                 raise GuardError(lost)
-            for memory, alias in zip(self._memory, self._aliases, strict=True):
-                memory.data = local(alias)
+            lay(self._memory, map(local, self._aliases))
         if are_kept and self._count() != self._counts:
             self._release_kept()
 
