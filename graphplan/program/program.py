@@ -118,6 +118,8 @@ class Program:
         self.generation = recording.generation
         bindings.share_memory(recording.generation)
         self.replays = 0
+        self.paused_at: int | None = None
+        """The number of replays before the latest eager step that replaced one of them."""
         self.tally = Tally()
         self.expected: Sequence[Operator] = ()
         """Operators of the single trace behind the plan, until a replay has been compared with an eager step."""
@@ -135,6 +137,11 @@ class Program:
     def needs_first_check(self) -> bool:
         """Whether no replay has yet been compared with an eager step, which should run the ``expected`` operators."""
         return bool(self.expected)
+
+    @property
+    def has_paused(self) -> bool:
+        """Whether it was not replayed since it was last replaced by an eager step."""
+        return self.replays == self.paused_at
 
     def fits(self) -> bool:
         """Return True if guards hold, if necessary after moved tensors were copied back into the recorded memory."""

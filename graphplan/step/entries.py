@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from graphplan.errors import HostScalarError, RefusalError
 from graphplan.feed.signature import Feed
@@ -144,7 +143,7 @@ class Entry:
     error if it exceeds a limit. ``unknown``: frequencies of untraced paths, by the answers to questions.
     ``unpaid_programs``: programs closed before they had paid off. ``value_calls``: calls eager for a needed value.
     ``outer_backward``: names of results that an outer backward pass reached, by the number of the call.
-    ``pause``: why this call is eager despite a program; ``paused``: a program's replays before its latest pause.
+    ``pause``: why this call is eager despite a program; ``pauses_help``: programs were replayed after their pauses.
     """
 
     key: Key = ()
@@ -173,7 +172,6 @@ class Entry:
     is_decided: bool = False
     outer_backward: dict[int, str] = field(default_factory=dict)
     pause: str | None = None
-    paused: WeakKeyDictionary[Program, int] = field(default_factory=WeakKeyDictionary)
     pauses_help: bool = True
 
     @classmethod
@@ -324,16 +322,12 @@ class Entry:
         (metrics were reset, a smaller batch ended an epoch). Enough calls since the last pause were replayed, or the
         entry ``tries`` it with fewer, as a short evaluation has, as long as programs are replayed after pauses.
         """
-        since = program.replays - self.paused.get(program, 0)
-        if self.has_paused(program) or since < (0 if tries and self.pauses_help else _MOSTLY):
-            self.pauses_help &= not self.has_paused(program)
+        since = program.replays - (program.paused_at or 0)
+        if program.has_paused or since < (0 if tries and self.pauses_help else _MOSTLY):
+            self.pauses_help &= not program.has_paused
             return False
-        self.pause, self.paused[program] = reason, program.replays
+        self.pause, program.paused_at = reason, program.replays
         return True
-
-    def has_paused(self, program: Program) -> bool:
-        """Return True if the program was not replayed since its latest pause."""
-        return program.replays == self.paused.get(program)
 
     def take_pause(self) -> str | None:
         """Return why this call is eager despite a program, and clear the reason."""
@@ -363,7 +357,6 @@ class Entry:
             program.close()
         self.code_paths, self.traced_since_capture, self.unknown = [CodePath()], 0, {}
         self.pause = None
-        self.paused.clear()
 
     def relocate(self, places: Mapping[str, Scalar]) -> bool:
         """Read the numbers at ``places`` from now on. Return True if that leads to another way."""
