@@ -242,8 +242,4 @@ class Reasons:
     def _is_cramped(self, call: Call) -> Found:
         step, plan = self._step, call.line.plan
         assert plan is not None
-        cramped = step.memory.make(call.entry, plan, step.runner.backend)
-        if cramped is not None:
-            # The step is correct, so a lack of memory only warns.
-            step.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
-        return cramped
+        return step.memory.make(call.entry, plan, step.runner.backend)
