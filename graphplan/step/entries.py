@@ -100,11 +100,6 @@ class CodePath:
         """Whether code needs the value of a number, not only the outcome of a comparison."""
         return any(question.needs_value for question in self.asked)
 
-    @property
-    def is_met(self) -> bool:
-        """Whether an earlier call had the values that code needs."""
-        return bool(self.lines) or self.taken.met > 1 or not self.needs_values
-
     def answers(self, numbers: Mapping[str, Any]) -> dict[Question, Any] | None:
         """The questions of this way with the answers for ``numbers`` by path; None if one has no answer."""
         try:
@@ -197,8 +192,8 @@ class Entry:
         """Whether code needs a value that has no program and will not get one: it is new, or one of more than there are
         ways to keep.
         """
-        code_path = self.code_path
-        return not code_path.is_met or (code_path.needs_values and not code_path.lines and len(self.unknown) >= _WAYS)
+        is_new, is_one_of_many = self.code_path.taken.met <= 1, len(self.unknown) >= _WAYS
+        return self.code_path.needs_values and not self.lines and (is_new or is_one_of_many)
 
     @property
     def is_new(self) -> bool:
@@ -291,7 +286,9 @@ class Entry:
             alike = [each for each in self.code_paths if each.needs_values and each.is_taken(numbers, values=False)]
             like = alike[0] if alike else max(self.code_paths, key=lambda each: len(each.asked))
             answers = like.answers(numbers) or {}
-            frequency = self._frequency(answers)
+            if len(self.unknown) > _UNKNOWN:
+                self.unknown.clear()
+            frequency = self.unknown.setdefault(tuple(answers.values()), Frequency())
             if not self.code_path.is_known:
                 # The current way was not traced yet, so it can stand for these numbers.
                 self.code_path.taken = frequency
@@ -310,12 +307,6 @@ class Entry:
         self.code_paths = [*(each for each in self.code_paths if each is not known), known]
         if len(self.code_paths) > _WAYS:
             self.forget_oldest()
-
-    def _frequency(self, answers: Mapping[Question, Any]) -> Frequency:
-        """The frequency of the untraced way that has these ``answers``."""
-        if len(self.unknown) > _UNKNOWN:
-            self.unknown.clear()
-        return self.unknown.setdefault(tuple(answers.values()), Frequency())
 
     def may_pause(self, program: Program, reason: str, *, tries: bool) -> bool:
         """Return True if one eager step may replace a program that does not fit: the ``reason`` may be gone after it
