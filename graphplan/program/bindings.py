@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from operator import add, attrgetter, is_, is_not, setitem, sub
@@ -242,13 +242,10 @@ class Bindings:
             return
         self._turn.latest = self._own
         latest, written = None if before is None else before(), set(map(id, self._written_params))
-        for param, grad, memory in latest._grads_in_memory() if latest is not None else ():
-            if param.grad is grad and id(param) not in written:
-                memory.data = memory.detach().clone()
-
-    def _grads_in_memory(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield parameters, the gradients that the recording writes, and their memory."""
-        return zip(self._written_params, self._written, self._memory, strict=True)
+        if latest is not None:
+            for param, grad, memory in zip(latest._written_params, latest._written, latest._memory, strict=True):
+                if param.grad is grad and id(param) not in written:
+                    memory.data = memory.detach().clone()
 
     def grads_in_place(self) -> list[Tensor]:
         """Return the memory of gradients that lie where the recording makes new ones."""
