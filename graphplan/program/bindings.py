@@ -34,10 +34,6 @@ from graphplan.tensors.deferred import NumberForm, form_of, is_deferred, value_o
 from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.tensors.storages import copier, lay, memory_uses, places, put_back, storage_id, with_leaves
 
-_OTHERWISE = (
-    "the step {what} in its capture than in its traces ({path}), because of a value that graphplan cannot see; a "
-    "replay repeats one of the two. Pass the deciding value as an argument, or keep it on an owner"
-)
 _get_grad = attrgetter("grad")
 _ACCUMULATED = WeakIdKeyDictionary()
 """Gradients that some program accumulates into; several programs may refer to one."""
@@ -137,7 +133,7 @@ class Bindings:
             items = list(after.lists[path])[-count:]
             most = getattr(after.lists[path], "maxlen", None) or sys.maxsize
             if len(after.lists[path]) != min(self._lengths[path] + count, most):
-                raise HostEffectError(_OTHERWISE.format(path=path, what="appends another number of items"))
+                raise _otherwise(path, "appends another number of items")
             self._appended[path] = [_renewing(_own(self.numbers.take(item), outside), path) for item in items]
         for path, own in self._before.items():
             scalar = after.scalars[path]
@@ -145,17 +141,13 @@ class Bindings:
             raised = own if path in self._raised else None
             value = scalar.get()
             if not is_deferred(value) or form_of(value, raised)[0] != self._plan.numbers[path]:
-                raise HostEffectError(
-                    _OTHERWISE.format(path=path, what="keeps a number that is computed in another way")
-                )
+                raise _otherwise(path, "keeps a number that is computed in another way")
             self._numbers[path] = self.numbers.take(value, raised)
             scalar.container[scalar.key] = own
         forms = {path: form for path, form in self._plan.left.items() if isinstance(form, NumberForm)}
         for path, value in Flags(after).read().items() if forms else ():
             if path in forms and (not is_deferred(value) or form_of(value)[0] != forms[path]):
-                raise HostEffectError(
-                    _OTHERWISE.format(path=path, what="leaves a number that is computed in another way")
-                )
+                raise _otherwise(path, "leaves a number that is computed in another way")
             if path in forms:
                 self._left[path] = self.numbers.take(value)
         for path in self._plan.counters:
@@ -380,6 +372,13 @@ class Bindings:
                 param.grad = grad
         for repeat in self._repeats:
             repeat()
+
+
+def _otherwise(path: str, what: str) -> HostEffectError:
+    return HostEffectError(
+        f"the step {what} in its capture than in its traces ({path}), because of a value that graphplan cannot see; a "
+        "replay repeats one of the two. Pass the deciding value as an argument, or keep it on an owner"
+    )
 
 
 def _count(container: Any, key: Any, delta: float) -> None:
