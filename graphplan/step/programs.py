@@ -141,16 +141,9 @@ class Programs:
         if self._latest.get(entry.key[0]) is program:
             del self._latest[entry.key[0]]
 
-    def replays_of(self, base: Entry) -> int:
-        """The replays of all open programs for batch variants of ``base``."""
-        variants = (entry for entry in self._entries.values() if entry.base is base)
-        return sum(program.replays for entry in variants for program in entry.programs())
-
-    def close_variants(self, base: Entry) -> None:
-        """Close the programs for all batch variants of ``base``."""
-        for entry in self._entries.values():
-            if entry.base is base:
-                self.close(entry)
+    def variants_of(self, base: Entry) -> list[Entry]:
+        """The entries of the batch variants of ``base``."""
+        return [entry for entry in self._entries.values() if entry.base is base]
 
     def _let_go(self) -> None:
         """Replace references to closed programs by their numbers of replays."""
