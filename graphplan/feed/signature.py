@@ -116,9 +116,7 @@ class Feed:
 
     def tensors(self) -> list[tuple[int, Tensor]]:
         """The tensor leaves that the step may read, with their indices."""
-        if not self.unread:
-            return [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
-        return [(i, leaf) for i, leaf in enumerate(self.leaves) if i not in self.unread and isinstance(leaf, Tensor)]
+        return [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and i not in self.unread]
 
     def alignments(self) -> tuple[int, ...]:
         """The alignment of each tensor leaf, which decides the order of summation of kernels; not part of ``key``."""

@@ -48,7 +48,6 @@ class _Shape:
         devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
         self.home = next((d for d in devices if d.type != "cpu"), None) if len(set(devices)) > 1 else None
         """The step's device, if tensors on several devices are fed. Those on the CPU are host values."""
-        self.is_plain = self.home is None and all(isinstance(leaf, Tensor) for leaf in leaves)
 
 
 class UnreadValues:
@@ -62,7 +61,7 @@ class UnreadValues:
     def keys(self, structure: Any, leaves: Sequence[Any]) -> tuple[list[Hashable], frozenset[int]]:
         """Return the leaves' keys and the indices left out. Raises FeedError for a leaf that is read and has no key."""
         known = self._shape(structure, leaves)
-        if known.is_plain and all(isinstance(leaf, Tensor) for leaf in leaves):
+        if known.home is None and all(isinstance(leaf, Tensor) for leaf in leaves):
             return list(map(leaf_key, leaves)), frozenset()
         keys: list[Hashable] = [None] * len(leaves)
         groups: dict[_Group, list[int]] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from operator import add, attrgetter, is_, is_not, setitem, sub
@@ -32,12 +32,8 @@ from graphplan.specs.paths import Fact, Path, names
 from graphplan.tensors.copying import copy_into
 from graphplan.tensors.deferred import NumberForm, form_of, is_deferred, value_of
 from graphplan.tensors.dtensors import is_sharded, local
-from graphplan.tensors.storages import copier, memory_uses, place_of, places, storage_id, with_leaves
+from graphplan.tensors.storages import copier, lay, memory_uses, places, put_back, storage_id, with_leaves
 
-_OTHERWISE = (
-    "the step {what} in its capture than in its traces ({path}), because of a value that graphplan cannot see; a "
-    "replay repeats one of the two. Pass the deciding value as an argument, or keep it on an owner"
-)
 _get_grad = attrgetter("grad")
 _ACCUMULATED = WeakIdKeyDictionary()
 """Gradients that some program accumulates into; several programs may refer to one."""
@@ -137,7 +133,7 @@ class Bindings:
             items = list(after.lists[path])[-count:]
             most = getattr(after.lists[path], "maxlen", None) or sys.maxsize
             if len(after.lists[path]) != min(self._lengths[path] + count, most):
-                raise HostEffectError(_OTHERWISE.format(path=path, what="appends another number of items"))
+                raise _otherwise(path, "appends another number of items")
             self._appended[path] = [_renewing(_own(self.numbers.take(item), outside), path) for item in items]
         for path, own in self._before.items():
             scalar = after.scalars[path]
@@ -145,17 +141,13 @@ class Bindings:
             raised = own if path in self._raised else None
             value = scalar.get()
             if not is_deferred(value) or form_of(value, raised)[0] != self._plan.numbers[path]:
-                raise HostEffectError(
-                    _OTHERWISE.format(path=path, what="keeps a number that is computed in another way")
-                )
+                raise _otherwise(path, "keeps a number that is computed in another way")
             self._numbers[path] = self.numbers.take(value, raised)
             scalar.container[scalar.key] = own
         forms = {path: form for path, form in self._plan.left.items() if isinstance(form, NumberForm)}
         for path, value in Flags(after).read().items() if forms else ():
             if path in forms and (not is_deferred(value) or form_of(value)[0] != forms[path]):
-                raise HostEffectError(
-                    _OTHERWISE.format(path=path, what="leaves a number that is computed in another way")
-                )
+                raise _otherwise(path, "leaves a number that is computed in another way")
             if path in forms:
                 self._left[path] = self.numbers.take(value)
         for path in self._plan.counters:
@@ -179,8 +171,7 @@ class Bindings:
         for path, old in self._old.items():
             after.slots[path].set(old)
             for tensor, memory in zip(self._into[path], self._memory_of[path], strict=True):
-                if place_of(tensor) != place_of(memory):
-                    tensor.data = memory
+                put_back(tensor, memory)
         for path, other in self._plan.rebindings.followers.items():
             after.slots[path].set(after.slots[other].get().detach())
         # Drop these references: `memory_uses` counts the users of this memory.
@@ -228,8 +219,7 @@ class Bindings:
             lost = self.lost_memory()
             if lost is not None:
                 raise GuardError(lost)
-            for memory, alias in zip(self._memory, self._aliases, strict=True):
-                memory.data = local(alias)
+            lay(self._memory, map(local, self._aliases))
         if are_kept and self._count() != self._counts:
             self._release_kept()
 
@@ -244,13 +234,10 @@ class Bindings:
             return
         self._turn.latest = self._own
         latest, written = None if before is None else before(), set(map(id, self._written_params))
-        for param, grad, memory in latest._grads_in_memory() if latest is not None else ():
-            if param.grad is grad and id(param) not in written:
-                memory.data = memory.detach().clone()
-
-    def _grads_in_memory(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield parameters, the gradients that the recording writes, and their memory."""
-        return zip(self._written_params, self._written, self._memory, strict=True)
+        if latest is not None:
+            for param, grad, memory in zip(latest._written_params, latest._written, latest._memory, strict=True):
+                if param.grad is grad and id(param) not in written:
+                    memory.data = memory.detach().clone()
 
     def grads_in_place(self) -> list[Tensor]:
         """Return the memory of gradients that lie where the recording makes new ones."""
@@ -385,6 +372,13 @@ class Bindings:
                 param.grad = grad
         for repeat in self._repeats:
             repeat()
+
+
+def _otherwise(path: str, what: str) -> HostEffectError:
+    return HostEffectError(
+        f"the step {what} in its capture than in its traces ({path}), because of a value that graphplan cannot see; a "
+        "replay repeats one of the two. Pass the deciding value as an argument, or keep it on an owner"
+    )
 
 
 def _count(container: Any, key: Any, delta: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -115,12 +115,10 @@ def _record(
     fed = CallArguments(*feed.rebuild(leaves)).watch()
     outside = {storage_id(inputs.by_leaf.get(index, leaf)) for index, leaf in feed.tensors()} | set(walk.by_storage())
     lent = lease_outputs(plan) if lends else {}
-    found: list[tuple[Walk, Outputs]] = []
-    pending: list[tuple[NumberTensor, Any]] = []
 
     @presenting_capture()
     @runs_step
-    def body() -> None:
+    def body() -> tuple[Walk, Outputs, Iterable[tuple[NumberTensor, Any]]]:
         token = _IS_RECORDED.set(True)
         try:
             if undo is not None:
@@ -142,16 +140,17 @@ def _record(
         with torch.no_grad():
             outputs = Outputs(plan, result, bindings.numbers, overwritten=bindings.targets, lent=lent)
             bindings.close_step(after, outside)
-            found.append((after, outputs))
-            pending.extend(numbers.pending)
+        return after, outputs, numbers.pending
 
     torch.clear_autocast_cache()  # Weight casts in the caller's cache would be missing from the recording.
     copied.load({}, walk)
     with copied.swapped_in(walk):
-        recording = backend.record(body, replace(plan.traced, answers=answers_in(fed.kwargs)))[0]
+        recording, (after, outputs, pending) = backend.record(
+            body, replace(plan.traced, answers=answers_in(fed.kwargs))
+        )
     for tensor, value in pending:
         tensor.hold(value)
-    return recording, *found[-1]
+    return recording, after, outputs
 
 
 def _stand_ins(plan: Plan, walk: Walk, backend: Backend) -> SymbolicNumbers:

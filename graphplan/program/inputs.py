@@ -70,13 +70,12 @@ class StaticInputs:
         self.changed_in_place = [tensor for index, tensor in in_place.items() if index in mutated]
         """Inputs that replays change in the caller's memory."""
         self._indices = list(self.by_leaf)
-        self._statics = list(self.by_leaf.values())
-        self._targets = [without_overlap(static.detach()) for static in self._statics]
+        self._targets = [without_overlap(static.detach()) for static in self.by_leaf.values()]
         self._device = plan.device
         self._staging: _Staging | None = None
         self._shared = {index for index, static in self.by_leaf.items() if without_overlap(static) is not static}
         self.mutated = [(index, static) for index, static in self.by_leaf.items() if index in mutated]
-        self.nbytes = sum(s.numel() * s.element_size() for s in self._statics)
+        self.nbytes = sum(static.nbytes for static in self.by_leaf.values())
 
     @cached_property
     def _grads(self) -> list[tuple[int, Tensor]]:

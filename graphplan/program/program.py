@@ -118,6 +118,8 @@ class Program:
         self.generation = recording.generation
         bindings.share_memory(recording.generation)
         self.replays = 0
+        self.paused_at: int | None = None
+        """The number of replays before the latest eager step that replaced one of them."""
         self.tally = Tally()
         self.expected: Sequence[Operator] = ()
         """Operators of the single trace behind the plan, until a replay has been compared with an eager step."""
@@ -135,6 +137,11 @@ class Program:
     def needs_first_check(self) -> bool:
         """Whether no replay has yet been compared with an eager step, which should run the ``expected`` operators."""
         return bool(self.expected)
+
+    @property
+    def has_paused(self) -> bool:
+        """Whether it was not replayed since it was last replaced by an eager step."""
+        return self.replays == self.paused_at
 
     def fits(self) -> bool:
         """Return True if guards hold, if necessary after moved tensors were copied back into the recorded memory."""
@@ -275,28 +282,24 @@ class Program:
         """Finish the recorded call: execute it unless the recording did, and return its results. Raises EffectError if
         that fails once the step has run and cannot be undone (:meth:`MemoryBudget.snapshot`).
         """
-        if executed:
-            return self._finish_recorded(leaves)
-        self._launch(is_recorded=True)
+        if not executed:
+            self._launch(is_recorded=True)
         try:
-            return self._finish_recorded(leaves)
+            self._copied.give_back()
+            self.bindings.replace_recorded()
+            # Not after two traces: walks may still refer to tuples whose numbers were replaced in lists.
+            if self.plan.single and self.bindings.numbers.are_kept():
+                raise HostEffectError(
+                    "the step keeps a number that it reads from the device in a place where it kept none in its "
+                    "traces; a replay would not update it. Keep it in the same place in each step, return it, or read "
+                    "it after the step"
+                )
+            self.bindings.numbers.are_kept = bool
+            return self.collect(leaves)
         except Exception as error:
-            if self.plan.defers:
+            if executed or self.plan.defers:
                 raise
             raise lost(error, self.plan.name) from error
-
-    def _finish_recorded(self, leaves: Sequence[Any]) -> Any:
-        self._copied.give_back()
-        self.bindings.replace_recorded()
-        # Only after a single trace: after two, walks may still refer to tuples whose numbers were replaced in lists.
-        if self.plan.single and self.bindings.numbers.are_kept():
-            raise HostEffectError(
-                "the step keeps a number that it reads from the device in a place where it kept none in its traces; a "
-                "replay would not update it. Keep it in the same place in each step, return it, or read it after the "
-                "step"
-            )
-        self.bindings.numbers.are_kept = bool
-        return self.collect(leaves)
 
     def collect(self, leaves: Sequence[Any]) -> Any:
         """Return results of the last run, after copying changed inputs and input gradients to the caller's tensors."""

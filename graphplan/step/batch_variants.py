@@ -26,7 +26,9 @@ class BatchVariants:
     def __init__(self, error: HostSyncError) -> None:
         self._error = error
         self._known: list[BatchReads] = []
-        self._misses = self._taken = self._replayed_before = self._looks = self._found = self._progress = 0
+        self._misses = self._taken = self._replayed_before = self._found = self._progress = 0
+        self.looks = 0
+        """How many of the latest batches were searched for."""
         self._is_over = False
 
     def add(self, reads: BatchReads) -> None:
@@ -67,24 +69,19 @@ class BatchVariants:
         """Whether none of the latest batches matched a variant: the values that are read may have changed for good."""
         return self._misses >= _MISSES // 2
 
-    @property
-    def has_looked(self) -> bool:
-        """Whether a further batch was searched for."""
-        return bool(self._looks)
-
     def extend(self, feed: Feed, replayed: int) -> Feed | None:
         """Return ``feed`` extended by its reads; None if these match no variant. ``replayed``: replays so far."""
         taken, search = sum(reads.taken for reads in self._known), Search(feed.leaves)
         if taken != self._taken:
             # The fast path counts matches too, without calling this method.
             self._misses, self._taken = 0, taken
-        if self._looks == _LOOKS:
+        if self.looks == _LOOKS:
             # Count replays, since a matched variant may still wait for a program, or have no room for one.
             now = max(0, replayed - self._replayed_before)
-            self._is_over = 3 * now < self._looks - self._found + now
-            self._looks = self._found = 0
+            self._is_over = 3 * now < self.looks - self._found + now
+            self.looks = self._found = 0
             self._replayed_before = replayed
-        self._looks += 1
+        self.looks += 1
         for reads in self._known:
             tensors = None if reads.is_outdated else reads.find(search)
             if tensors is not None:
@@ -113,16 +110,6 @@ class BatchVariants:
         reads.taken = 0
         self.add(reads)
         return extended(feed, reads, tensors)
-
-
-def unlike_in_shape(error: HostSyncError, number: int) -> HostSyncError:
-    """The error for a step that reads batches of ever new shapes. ``error`` is the refusal of one of the reads."""
-    return HostSyncError(
-        f"the step reads values of its batches on the host, first at {error.where}: {number} batch signatures were "
-        "traced for these reads, and none was repeated. Pad the batches to a few shapes (shapes='bucket', or in "
-        "collate_fn), or do not read their values on the host",
-        component=error.component,
-    )
 
 
 def extended(feed: Feed, reads: BatchReads, tensors: Sequence[Tensor]) -> Feed:

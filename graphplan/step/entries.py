@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from graphplan.errors import HostScalarError, RefusalError
 from graphplan.feed.signature import Feed
@@ -101,11 +100,6 @@ class CodePath:
         """Whether code needs the value of a number, not only the outcome of a comparison."""
         return any(question.needs_value for question in self.asked)
 
-    @property
-    def is_met(self) -> bool:
-        """Whether an earlier call had the values that code needs."""
-        return bool(self.lines) or self.taken.met > 1 or not self.needs_values
-
     def answers(self, numbers: Mapping[str, Any]) -> dict[Question, Any] | None:
         """The questions of this way with the answers for ``numbers`` by path; None if one has no answer."""
         try:
@@ -144,7 +138,7 @@ class Entry:
     error if it exceeds a limit. ``unknown``: frequencies of untraced paths, by the answers to questions.
     ``unpaid_programs``: programs closed before they had paid off. ``value_calls``: calls eager for a needed value.
     ``outer_backward``: names of results that an outer backward pass reached, by the number of the call.
-    ``pause``: why this call is eager despite a program; ``paused``: a program's replays before its latest pause.
+    ``pause``: why this call is eager despite a program; ``pauses_help``: programs were replayed after their pauses.
     """
 
     key: Key = ()
@@ -173,7 +167,6 @@ class Entry:
     is_decided: bool = False
     outer_backward: dict[int, str] = field(default_factory=dict)
     pause: str | None = None
-    paused: WeakKeyDictionary[Program, int] = field(default_factory=WeakKeyDictionary)
     pauses_help: bool = True
 
     @classmethod
@@ -199,8 +192,8 @@ class Entry:
         """Whether code needs a value that has no program and will not get one: it is new, or one of more than there are
         ways to keep.
         """
-        code_path = self.code_path
-        return not code_path.is_met or (code_path.needs_values and not code_path.lines and len(self.unknown) >= _WAYS)
+        is_new, is_one_of_many = self.code_path.taken.met <= 1, len(self.unknown) >= _WAYS
+        return self.code_path.needs_values and not self.lines and (is_new or is_one_of_many)
 
     @property
     def is_new(self) -> bool:
@@ -293,7 +286,9 @@ class Entry:
             alike = [each for each in self.code_paths if each.needs_values and each.is_taken(numbers, values=False)]
             like = alike[0] if alike else max(self.code_paths, key=lambda each: len(each.asked))
             answers = like.answers(numbers) or {}
-            frequency = self._frequency(answers)
+            if len(self.unknown) > _UNKNOWN:
+                self.unknown.clear()
+            frequency = self.unknown.setdefault(tuple(answers.values()), Frequency())
             if not self.code_path.is_known:
                 # The current way was not traced yet, so it can stand for these numbers.
                 self.code_path.taken = frequency
@@ -313,27 +308,17 @@ class Entry:
         if len(self.code_paths) > _WAYS:
             self.forget_oldest()
 
-    def _frequency(self, answers: Mapping[Question, Any]) -> Frequency:
-        """The frequency of the untraced way that has these ``answers``."""
-        if len(self.unknown) > _UNKNOWN:
-            self.unknown.clear()
-        return self.unknown.setdefault(tuple(answers.values()), Frequency())
-
     def may_pause(self, program: Program, reason: str, *, tries: bool) -> bool:
         """Return True if one eager step may replace a program that does not fit: the ``reason`` may be gone after it
         (metrics were reset, a smaller batch ended an epoch). Enough calls since the last pause were replayed, or the
         entry ``tries`` it with fewer, as a short evaluation has, as long as programs are replayed after pauses.
         """
-        since = program.replays - self.paused.get(program, 0)
-        if self.has_paused(program) or since < (0 if tries and self.pauses_help else _MOSTLY):
-            self.pauses_help &= not self.has_paused(program)
+        since = program.replays - (program.paused_at or 0)
+        if program.has_paused or since < (0 if tries and self.pauses_help else _MOSTLY):
+            self.pauses_help &= not program.has_paused
             return False
-        self.pause, self.paused[program] = reason, program.replays
+        self.pause, program.paused_at = reason, program.replays
         return True
-
-    def has_paused(self, program: Program) -> bool:
-        """Return True if the program was not replayed since its latest pause."""
-        return program.replays == self.paused.get(program)
 
     def take_pause(self) -> str | None:
         """Return why this call is eager despite a program, and clear the reason."""
@@ -363,7 +348,6 @@ class Entry:
             program.close()
         self.code_paths, self.traced_since_capture, self.unknown = [CodePath()], 0, {}
         self.pause = None
-        self.paused.clear()
 
     def relocate(self, places: Mapping[str, Scalar]) -> bool:
         """Read the numbers at ``places`` from now on. Return True if that leads to another way."""

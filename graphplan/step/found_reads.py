@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from graphplan.feed.signature import Feed
 from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants, extended, reads_of
 from graphplan.step.lookup import Lookup
 from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import BatchReads
-from graphplan.trace.batch_recorder import BatchRecorder, EarlierReads, recorder_of
-from graphplan.trace.host_reads import Place
+from graphplan.trace.batch_recorder import BatchRecorder, EarlierReads
 from graphplan.trace.records import Trace
 
 
@@ -19,20 +17,8 @@ class FoundReads:
 
     def __init__(self, parts: Parts, lookup: Lookup) -> None:
         self._programs, self._stats, self._lookup = parts.programs, parts.runner.stats, lookup
-        self._earlier = EarlierReads()
-
-    def recorder_of(self, feed: Feed) -> BatchRecorder:
-        """The recorder of batch reads for the next trace."""
-        return recorder_of(feed, self._earlier)
-
-    @property
-    def deferred_places(self) -> frozenset[Place]:
-        """The places where the step reads integers whose values are deferred."""
-        return frozenset(self._earlier.deferred_places)
-
-    def stop_waiting(self) -> bool:
-        """Stop deferring integers that the step reads. Return True if any was deferred."""
-        return self._earlier.stop_waiting()
+        self.earlier = EarlierReads()
+        """What the traces so far have learnt for the next one."""
 
     def take(self, call: Call, batch: BatchRecorder, facts: Trace, *, may_turn: bool) -> bool:
         """Record the reads of the batch in a trace. Return False if further traces have to follow, which make the reads

@@ -130,7 +130,7 @@ class Lookup:
         if changes and entry.may_pause(program, reason, tries=not self._trains):
             self._stats.note(f"eager for one step: {reason}", "guards")
             return False
-        if not entry.has_paused(program):
+        if not program.has_paused:
             # A replaced parameter may have no optimizer state yet, which only an eager step can make.
             entry.warm = min(entry.warm, self._warmup_steps - 1)
         self._programs.drop(entry, reason)

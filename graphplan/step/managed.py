@@ -426,7 +426,16 @@ class Managed:
             self.churn += bool(changed)
             if self.churn >= _CHURN:
                 self.churn = 0
-                raise _churn_error(changed)
+                raise OptimizerError(
+                    f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured, and each "
+                    "value needs its own capture, because the kernel takes a Python number. Expected a constant, or an "
+                    "lr that the optimizer reads on the device (AdamW, Adam, SGD, Adagrad with fused=True; on CUDA any "
+                    "with capturable=True). OneCycleLR and CyclicLR also cycle betas or momentum: cycle_momentum=False "
+                    "prevents that. Use one of those, change the value once per epoch, or move optimizer.step() out of "
+                    "the step (in a Trainer, graphplan does this). Keep your own counts in a tensor or outside the "
+                    "groups",
+                    component="optimizer",
+                )
         return number
 
     def why_changed(self) -> str:
@@ -457,18 +466,6 @@ class Managed:
         """Restore the optimizers' flags."""
         self.rates.release()
         self._managed = set()
-
-
-def _churn_error(changed: Sequence[str]) -> OptimizerError:
-    return OptimizerError(
-        f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured, and each value needs "
-        "its own capture, because the kernel takes a Python number. Expected a constant, or an lr that the optimizer "
-        "reads on the device (AdamW, Adam, SGD, Adagrad with fused=True; on CUDA any with capturable=True). "
-        "OneCycleLR and CyclicLR also cycle betas or momentum: cycle_momentum=False prevents that. Use one of those, "
-        "change the value once per epoch, or move optimizer.step() out of the step (in a Trainer, graphplan does "
-        "this). Keep your own counts in a tensor or outside the groups",
-        component="optimizer",
-    )
 
 
 def _are_misused(record: Trace) -> bool:

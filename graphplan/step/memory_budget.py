@@ -17,9 +17,7 @@ from graphplan.owners.snapshot import Snapshot
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.step.entries import Entry
-from graphplan.step.options import Options
-from graphplan.step.peers import Peers
-from graphplan.step.programs import Programs
+from graphplan.step.runner import Parts
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.storages import is_memory_shared
 
@@ -31,10 +29,9 @@ _GROUPS = 4  # A group of programs that share memory ends at 1/4 of the budget, 
 class MemoryBudget:
     """The memory of one step's programs, estimated from the traces before a capture."""
 
-    def __init__(self, options: Options, programs: Programs, peers: Peers | None) -> None:
-        self._budget = options.memory_budget
-        self._programs = programs
-        self._peers = peers
+    def __init__(self, parts: Parts) -> None:
+        self._budget = parts.options.memory_budget
+        self._programs, self._peers, self._refusals = parts.programs, parts.peers, parts.refusals
         self._warmed = 0  # Steps on the stream of captures so far.
         self._is_eager_known = False
 
@@ -98,22 +95,22 @@ class MemoryBudget:
     def _give_up(self, entry: Entry, error: MemoryBudgetError) -> MemoryBudgetError:
         self._programs.close(entry)
         entry.refusal = error
+        # The step is correct, so a lack of memory only warns.
+        self._refusals.warn(f"graphplan runs this step eagerly: {error}")
         return error
 
-    def settle(self, entry: Entry, latest: Program, backend: Backend) -> MemoryBudgetError | None:
+    def settle(self, entry: Entry, latest: Program, backend: Backend) -> None:
         """After the ``latest`` capture, drop programs that exceed the budget in fact, and release unused memory."""
-        error = None
         if self._budget is not None:
             while self._programs.nbytes > self._budget and self._programs.evict_for_memory(entry):
                 pass
             group = sum(program.nbytes for program in self._programs.all() if program.generation == latest.generation)
             if group > self._budget:
                 what = f"takes {_mib(latest.nbytes)} in fact"
-                error = self._give_up(entry, _refusal(latest.plan, what, self._bound()))
+                self._give_up(entry, _refusal(latest.plan, what, self._bound()))
             if group > self._budget // _GROUPS:
                 backend.begin_generation()
         backend.trim()
-        return error
 
     def after_check(self, backend: Backend) -> None:
         """Release memory that the eager step of a check took, if there is a budget or if it took much."""

@@ -18,14 +18,12 @@ from graphplan.step.buckets import Buckets, Dims, Ladders, PadValue, check_shape
 from graphplan.verify.schedule import parse_verify
 
 EagerIf = Callable[..., bool] | int | None
-_FLAGS = ("prepare_optimizers", "fuse_optimizer", "debug", "prefetch")
-
 
 _CHECKS: Checks = (
     ("warmup_steps", is_count, "an int >= 1: an optimizer makes its state in that step"),
     ("max_graphs", is_count, "an int >= 1"),
     ("max_recaptures", lambda value: is_count(value, 0), "an int >= 0"),
-    *((name, is_bool, "True or False") for name in _FLAGS),
+    *((name, is_bool, "True or False") for name in ("prepare_optimizers", "fuse_optimizer", "debug", "prefetch")),
     ("outputs", lambda value: value in ("clone", "static"), "'clone' or 'static'"),
     ("memory_budget", lambda value: value is None or is_count(value), "bytes, an int >= 1, or None"),
     ("on_failure", lambda value: value in ("raise", "eager"), "'raise' or 'eager'"),

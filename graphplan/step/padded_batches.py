@@ -238,8 +238,7 @@ class RehearsalMode(OperatorMode):
 
     def __init__(self, copied: set[int | None]) -> None:
         super().__init__()
-        self._copied = copied
-        self._made: set[int | None] = set()
+        self._known = set(copied)  # Storages that have a copy, or that the step has made.
         self.record = Trace()  # Changes that no snapshot can undo, and the dtypes of all results.
         self._states = self.record.unowned_generator_states
         self._states += [(generator, generator.get_state()) for generator in default_generators()]
@@ -253,7 +252,7 @@ class RehearsalMode(OperatorMode):
             self._save(call)
         out = self._run(aside, call)
         for tensor in tensors_in(out):
-            self._made.add(storage_id(tensor))
+            self._known.add(storage_id(tensor))
             self.record.dtypes.add(tensor.dtype)
         return out
 
@@ -280,8 +279,8 @@ class RehearsalMode(OperatorMode):
         """Copy storages that are about to be written, unless they have a copy or were made by the step."""
         for tensor in call.written():
             storage = storage_id(tensor)
-            is_known = storage in self._made or storage in self._copied or storage in self.written
-            if storage is not None and not is_known:
+            if storage is not None and storage not in self._known:
+                self._known.add(storage)
                 self.written.add(storage)
                 self.record.note_write(tensor)
 

@@ -15,6 +15,7 @@ from graphplan.effects.host_changes import host_changes
 from graphplan.effects.trace_pair import TracePair
 from graphplan.environment.origin import is_librarys, is_users
 from graphplan.errors import ControlFlowError, HostEffectError, HostScalarError, OutcomeError, RefusalError
+from graphplan.feed.signature import Feed
 from graphplan.observe.host_draws import DRAWN
 from graphplan.observe.subscripts import looked_up_in
 from graphplan.owners.generators import NUMPYS, PYTHONS
@@ -65,11 +66,7 @@ class Planner:
         # A single trace needs a check of the first replay, and ranks have to trace in the same steps.
         is_checked = next_check(self._options.check_every, 0) == 1
         self.single_trace_allowed = is_checked and self._peers is None and not ALWAYS_TWO_TRACES.get()
-        """Whether a plan may be made from a single trace."""
-
-    def require_two_traces(self) -> None:
-        """Require two traces for each plan from now on."""
-        self.single_trace_allowed = False
+        """Whether a plan may be made from a single trace: not once such a plan or its capture has missed something."""
 
     def forget(self) -> None:
         """Drop the latest trace."""
@@ -209,13 +206,11 @@ class Planner:
 
     def _plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
         entry, line, feed = call.entry, call.line, call.feed
-        handles = self._managed.handles
-        planning: dict[str, Any] = {"allow": self._options.allow, "walk": at_end}
         first, second = line.traces
         loose = max(line.straddling, self._changing[1] - 1) >= _STRADDLING - 1
         try:
             with self._managed.rates:
-                return self._build(first, second, feed, handles, loose=loose, **planning)
+                return self._build(first, second, feed, loose=loose, walk=at_end)
         except RefusalError as error:
             line.traces, entry.single_trace_error = [], None
             if isinstance(error, OutcomeError):
@@ -233,11 +228,12 @@ class Planner:
             self._latest = None
             raise
 
-    def _build(self, *parts: Any, allow: Sequence[str], **planning: Any) -> Plan:
+    def _build(self, first: Trace, second: Trace, feed: Feed, *, loose: bool, walk: Walk | None) -> Plan:
         """Make the plan of two traces. While refusals are collected, allow each refused path, to find the next one."""
+        allow, handles = self._options.allow, self._managed.handles
         while True:
             try:
-                return build_plan(*parts, allow=allow, **planning)
+                return build_plan(first, second, feed, handles, allow=allow, walk=walk, loose=loose)
             except RefusalError as error:
                 if error.path is None or error.path in allow or not collect(error):
                     raise

@@ -9,7 +9,6 @@ from graphplan.errors import HostSyncError, NotCapturedError, RecaptureError
 from graphplan.feed.signature import Feed, first_difference, without_geometry
 from graphplan.program.program import Program
 from graphplan.report.stats import Stats
-from graphplan.step.batch_variants import unlike_in_shape
 from graphplan.step.entries import PAYS, Entry, Key
 from graphplan.step.options import Options
 
@@ -102,7 +101,14 @@ class Programs:
     def never_again(self, error: HostSyncError) -> HostSyncError:
         """The error that refuses a further trace for reads of the batch; ``error`` is the one for the first read."""
         guessed = [entry.batch for entry in self._entries.values() if entry.batch is not None and entry.batch.guesses]
-        return error if any(variants.has_looked for variants in guessed) else unlike_in_shape(error, len(guessed))
+        if any(variants.looks for variants in guessed):
+            return error
+        return HostSyncError(
+            f"the step reads values of its batches on the host, first at {error.where}: {len(guessed)} batch "
+            "signatures were traced for these reads, and none was repeated. Pad the batches to a few shapes "
+            "(shapes='bucket', or in collate_fn), or do not read their values on the host",
+            component=error.component,
+        )
 
     def knows(self, geometry: Hashable) -> bool:
         """Return True if a program was captured for feeds of this ``geometry``."""
@@ -135,16 +141,9 @@ class Programs:
         if self._latest.get(entry.key[0]) is program:
             del self._latest[entry.key[0]]
 
-    def replays_of(self, base: Entry) -> int:
-        """The replays of all open programs for batch variants of ``base``."""
-        variants = (entry for entry in self._entries.values() if entry.base is base)
-        return sum(program.replays for entry in variants for program in entry.programs())
-
-    def close_variants(self, base: Entry) -> None:
-        """Close the programs for all batch variants of ``base``."""
-        for entry in self._entries.values():
-            if entry.base is base:
-                self.close(entry)
+    def variants_of(self, base: Entry) -> list[Entry]:
+        """The entries of the batch variants of ``base``."""
+        return [entry for entry in self._entries.values() if entry.base is base]
 
     def _let_go(self) -> None:
         """Replace references to closed programs by their numbers of replays."""

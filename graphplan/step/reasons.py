@@ -122,7 +122,8 @@ class Reasons:
         if base.batch is None or base.refusal is not None:
             return None
         programs, moved = self._step.programs, lookup.moved(call.feed)
-        feed = base.batch.extend(moved, programs.replays_of(base))
+        variants = programs.variants_of(base)
+        feed = base.batch.extend(moved, sum(program.replays for each in variants for program in each.programs()))
         if feed is None:
             waits = bool(programs.all()) and programs.has_spent() and not base.batch.has_turned
             base.batch.miss(programs.progress if waits else None)
@@ -130,7 +131,8 @@ class Reasons:
             if base.refusal is not None:
                 self._step.refusals.refuse(base.refusal)
                 # Each search for a batch variant runs operators. Without programs, no call searches any more.
-                programs.close_variants(base)
+                for entry in variants:
+                    programs.close(entry)
                 self._step.fast_path.forget()
                 return False
             if base.batch.is_full or waits:
@@ -242,8 +244,4 @@ class Reasons:
     def _is_cramped(self, call: Call) -> Found:
         step, plan = self._step, call.line.plan
         assert plan is not None
-        cramped = step.memory.make(call.entry, plan, step.runner.backend)
-        if cramped is not None:
-            # The step is correct, so a lack of memory only warns.
-            step.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
-        return cramped
+        return step.memory.make(call.entry, plan, step.runner.backend)

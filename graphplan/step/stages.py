@@ -51,6 +51,7 @@ from graphplan.step.reasons import Call
 from graphplan.step.runner import Parts
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result, named_leaves
+from graphplan.trace.batch_recorder import recorder_of
 from graphplan.trace.deferred_reads import DeferredReads
 from graphplan.trace.records import Trace
 
@@ -76,12 +77,12 @@ class Stages:
         self._has_begun = False
         self._defers = True  # Traces defer reads of numbers until code needs the values.
         self._latest: Trace | None = None  # The latest trace until a capture, even if it was discarded.
-        self._planner = Planner(parts)
+        self.planner = Planner(parts)
 
     def forget(self) -> None:
         """Drop everything that traces have left here."""
         self._changes, self._latest = [], None
-        self._planner.forget()
+        self.planner.forget()
 
     def is_ready(self, entry: Entry) -> bool:
         """Return True if the next call of ``entry`` is traced or captured. All shapes of a training step warm up
@@ -114,7 +115,7 @@ class Stages:
             if self._programs.is_further(entry):
                 result = self._runner.run(call)
             else:
-                self._planner.note_numbers(self._managed.walk_before())
+                self.planner.note_numbers(self._managed.walk_before())
                 # Watch the warm-up calls of a further key until one of them discovers nothing new.
                 is_first_known = not entry.eager_calls and self._learnt_nothing >= _WELL_KNOWN
                 is_well_known = is_first_known or (entry.warm > 1 and not self._managed.has_learnt)
@@ -192,12 +193,12 @@ class Stages:
                 entry.warm = min(entry.warm, self._options.warmup_steps - 1)
             # The trace was undone, so this is the call's only run. It raises the step's own error, too.
             result = self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
-            if signal.indices or self._planner.drop_tables() or self._reads.stop_waiting():
+            if signal.indices or self.planner.drop_tables() or self._reads.earlier.stop_waiting():
                 return result
             if signal.symbolic is None:
                 self._defers = False
             elif not self._give_up(signal.symbolic or self._given.paths):
-                self._planner.replace_less(signal.symbolic, call.walk)
+                self.planner.replace_less(signal.symbolic, call.walk)
                 entry.need(signal.symbolic, call.walk.scalars)
             return result
         except Exception as error:
@@ -215,7 +216,7 @@ class Stages:
         if is_single and not isinstance(refusal, (CaptureMemoryError, UncoveredRoleError)):
             self._stats.note(f"traced anew: {refusal}", "traces")
             call.line.plan = None
-            self.require_two_traces()
+            self.planner.single_trace_allowed = False
             return self._runner.eager(CallArguments.of(feed), SkipReason.SHAPE, managed=True)
         if isinstance(refusal, OutcomeError):
             # The traceback would keep the frames of the recorded step alive.
@@ -226,10 +227,6 @@ class Stages:
             refusal = refusal.refusal
         self._refuse(entry, refusal)
         return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal))
-
-    def require_two_traces(self) -> None:
-        """Trace all calls twice from now on, since a single trace missed something."""
-        self._planner.require_two_traces()
 
     def _refuse(self, entry: Entry, error: RefusalError) -> None:
         if self._peers is None and entry.may_refuse_path():
@@ -272,7 +269,7 @@ class Stages:
         if changed is not None:
             # A single trace does not count: it becomes the first of two.
             line.outdated += not line.plan.single
-            self._planner.take_numbers(line.plan)
+            self.planner.take_numbers(line.plan)
             line.plan = None
             most = self._options.max_recaptures
             if line.outdated >= most:
@@ -290,9 +287,9 @@ class Stages:
         rehearses = self._managed.runs_compiled(call.walk)
         facts.expects = not rehearses and self._peers is None
         if facts.expects:
-            facts.batch = self._reads.recorder_of(feed)
-        symbolic = self._planner.make_symbolic(call.walk, self._runner.device, arguments_alone=rehearses)
-        defers, integer_places = self._defers and not rehearses, self._reads.deferred_places
+            facts.batch = recorder_of(feed, self._reads.earlier)
+        symbolic = self.planner.make_symbolic(call.walk, self._runner.device, arguments_alone=rehearses)
+        defers, integer_places = self._defers and not rehearses, frozenset(self._reads.earlier.deferred_places)
         facts.deferred = DeferredReads(defers=defers, symbolic=symbolic, integer_places=integer_places)
         placeholders = Placeholders(feed, feed.unread)
         fed = CallArguments.of(placeholders.feed).watch()
@@ -397,21 +394,21 @@ class Stages:
             walk = self._managed.walk()
             at_end = at_end and walk
             facts.find_owned(facts.own_states, walk)
-        may_turn, batch = self._planner.single_trace_allowed, facts.batch
+        may_turn, batch = self.planner.single_trace_allowed, facts.batch
         learns = batch is not None and not self._reads.take(call, batch, facts, may_turn=may_turn)
-        learns = learns or self._planner.take_tables(facts, walk)
+        learns = learns or self.planner.take_tables(facts, walk)
         if learns or self._give_up(facts.symbolic.used, facts.symbolic.told):
             line.traces = []
             return
         has_turned, line = line is not call.line, call.line
-        self._planner.note(facts, walk)
-        self._planner.take_truths(facts, walk)
+        self.planner.note(facts, walk)
+        self.planner.take_truths(facts, walk)
         call.entry.learn(facts, walk.scalars)
         if call.entry.too_many is not None:
             raise call.entry.too_many
         line.traces.append(facts)
         line.state = [path for path in facts.entry_paths if is_optimizer_state(path)]
-        plan = line.plan = self._planner.plan(call, walk, at_end)
+        plan = line.plan = self.planner.plan(call, walk, at_end)
         if plan is None:
             if has_turned:
                 # The next traces make these reads before the step, and this one did not.
@@ -456,7 +453,7 @@ class Stages:
             fed = {storage_id(leaf) for _, leaf in call.feed.tensors()}
             kept = tuple(tensor for tensor in plan.kept if storage_id(tensor) in fed)
             plan = call.line.plan = self._runner.plan = replace(plan, kept=kept)
-        self._planner.settle(call, plan)
+        self.planner.settle(call, plan)
         self._latest = None
         compiled = self._managed.runs_compiled(call.walk)
         if compiled and not backend.executes:

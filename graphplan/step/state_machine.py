@@ -88,13 +88,13 @@ class StateMachine:
         # Ranks measure different times, so they would not agree on when a capture may start.
         may_wait = trains and peers is None and options.min_speedup != 0
         self.programs: Programs = Programs(options, self.stats, may_wait=may_wait)
-        self.memory = MemoryBudget(options, self.programs, peers)
         self.unread = UnreadValues()
         self.given = GivenNumbers(fn, self.managed)
         self._is_alone = peers is None
         # If not `is_alone`, the caller has already made varying numbers a part of its owners.
         self._gives = is_alone and peers is None and not is_eager
         parts = Parts(options, self.managed, self.runner, self.refusals, self.programs, peers, self.given)
+        self.memory = MemoryBudget(parts)
         self.lookup = Lookup(parts)
         self.stages = Stages(parts, self.lookup, self.buffers, self.memory, self.unread)
         self.replays = Replays(parts)
@@ -310,7 +310,7 @@ class StateMachine:
         self.latest = SkipReason.SHAPE
         self.programs.take_back(entry, program)
         entry.single_trace_error = single_trace_error
-        self.stages.require_two_traces()
+        self.stages.planner.single_trace_allowed = False
 
     def _instead(self, call: Call, entry: Entry, program: Program, outcome: OutcomeError) -> Any:
         """Run the step eagerly in place of a replay whose branch changed. Recapture, or refuse, if that is frequent."""
@@ -343,9 +343,7 @@ class StateMachine:
             assert program is not None
             self.replays.begin(program)
             self.programs.count_capture(entry, program)
-            cramped = self.memory.settle(entry, program, self.runner.backend)
-            if cramped is not None:
-                self.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
+            self.memory.settle(entry, program, self.runner.backend)
             self.fast_path.forget()
             staged = sum(program.inputs.staged_bytes for program in self.programs.all())
             self.stats.bytes_static = self.buffers.nbytes + self.programs.nbytes + staged

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -252,10 +253,16 @@ def test_ranks_that_communicate_agree(other: bool | None, budget: int, text: str
     drive(rig, step, BEFORE_REPLAY)
     plan = dataclasses.replace(step.plan, communicates=True)
     options = Options(memory_budget=budget)
-    room = MemoryBudget(options, Programs(options, Stats()), cast("Any", Votes(other)))
-    entry = Entry()
-    error = room.make(entry, plan, TapeBackend())
+    entry, warned = Entry(), list[str]()
+    parts = SimpleNamespace(
+        options=options,
+        programs=Programs(options, Stats()),
+        peers=Votes(other),
+        refusals=SimpleNamespace(warn=warned.append),
+    )
+    error = MemoryBudget(cast("Any", parts)).make(entry, plan, TapeBackend())
     assert entry.refusal is error
+    assert warned == ([] if error is None else [f"graphplan runs this step eagerly: {error}"])
     assert (error is None) == (text == "")
     if error is not None:
         assert isinstance(error, MemoryBudgetError | CaptureError)
