@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -220,16 +221,14 @@ def _has_python_kernel(func: Any) -> bool:
     return registered is None or any(f"{place}/{key}" in registered for key in _KERNELS)
 
 
+@dataclass(slots=True, eq=False)
 class OperatorCall:
     """One call of an operator, as a dispatch mode receives it, or one that replaces the call ``asked``."""
 
-    __slots__ = ("args", "asked", "kwargs", "schema")
-
-    def __init__(
-        self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], asked: OperatorCall | None = None
-    ) -> None:
-        # Not a dataclass: a trace would record each call of its code, which is in no file.
-        self.schema, self.args, self.kwargs, self.asked = schema, args, kwargs, asked
+    schema: Schema
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    asked: OperatorCall | None = None
 
     def given(self, position: int) -> Any:
         """Return the argument at ``position``; None if it has its default."""

@@ -56,6 +56,7 @@ def collect(error: RefusalError) -> bool:
     return True
 
 
+@dataclass(slots=True, eq=False)
 class Operator:
     """One dispatched operator. ``operands`` are ``("external" | "internal", number)`` in argument order, numbered by
     first appearance; ``offsets`` are the storage offsets of the external ones; ``scalars`` are the other arguments by
@@ -63,28 +64,16 @@ class Operator:
     own; ``replaces_read``: in its place, an eager step reads a number, or makes a tensor of that number.
     """
 
-    __slots__ = (
-        "constant", "launches", "name", "offsets", "operands", "random", "replaces_read", "scalars", "source",
-        "threaded",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        name: str,
-        operands: tuple[tuple[str, int], ...],
-        offsets: tuple[int, ...],
-        scalars: tuple[tuple[str, Any], ...],
-        source: Source,
-        launches: bool,
-        constant: Tensor | None,
-        random: bool,
-        threaded: bool,
-        replaces_read: bool = False,
-    ) -> None:
-        # Not a NamedTuple or dataclass: a trace would record calls of their code, which is in no file.
-        self.name, self.operands, self.offsets, self.scalars, self.source = name, operands, offsets, scalars, source
-        self.launches, self.constant, self.random, self.threaded = launches, constant, random, threaded
-        self.replaces_read = replaces_read
+    name: str
+    operands: tuple[Operand, ...]
+    offsets: tuple[int, ...]
+    scalars: tuple[tuple[str, Any], ...]
+    source: Source
+    launches: bool
+    constant: Tensor | None
+    random: bool
+    threaded: bool
+    replaces_read: bool = False
 
 
 @dataclass(slots=True)
