@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ class Trace:
     batch: BatchRecorder | None = None
     needs_another_trace: bool = False
     """Whether the next trace handles reads in another way, so that the facts of this one do not count."""
-    deferred: DeferredReads | None = None
+    deferred: DeferredReads = field(default_factory=partial(DeferredReads, defers=False))
     draws: list[str] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
     """Paths of tensors with a gradient that the step made and left or returned."""
@@ -193,7 +194,7 @@ class Trace:
     @property
     def symbolic(self) -> SymbolicNumbers:
         """The owners' numbers that stand-ins replaced in this step."""
-        return SymbolicNumbers() if self.deferred is None else self.deferred.symbolic
+        return self.deferred.symbolic
 
     def repeated(self) -> tuple[Sequence[Operator], Mapping[Operand, NumberTensor]]:
         """Return the operators, which an eager step should run again, and their operands that stand for numbers."""
