@@ -30,7 +30,7 @@ from graphplan.observe.watching import Unwatched
 from graphplan.specs.roles import Footprint
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import same_bits
-from graphplan.tensors.storages import storage_id
+from graphplan.tensors.storages import place_of, storage_id
 from graphplan.trace.batch_reads import BatchAnswers
 from graphplan.trace.collectives import finish, wait_for
 from graphplan.trace.composites import OperatorMode
@@ -243,9 +243,8 @@ def _form(call: OperatorCall, outs: list[Tensor | None]) -> Any:
 
     def form(value: Any) -> Any:
         if isinstance(value, Tensor):
-            number = numbers.setdefault(storage_id(value), len(numbers))
-            stride = value.stride() if value.layout is torch.strided else value.layout
-            return number, value.shape, stride, value.dtype, value.device, value.is_conj(), value.is_neg()
+            storage, _, *geometry = place_of(value)
+            return numbers.setdefault(storage, len(numbers)), value.layout, value.device, *geometry
         return tuple(map(form, value)) if isinstance(value, list | tuple) else (type(value), value)
 
     given = (call.args, tuple(call.kwargs), tuple(call.kwargs.values()), outs)

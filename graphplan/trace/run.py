@@ -125,7 +125,7 @@ def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Shardin
     uncopied = (t for slot in slots for t in slot.tensors() if slot.param is not None or id(t) in found)
     record.uncopied = set(map(storage_id, uncopied))
     record.entry_paths = frozenset(recorder.places)
-    record.entry_slots = recorder.entry_slots()
+    record.entry_slots = recorder.walk.by_storage()
     record.entry_scalars = {**recorder.scalars, **recorder.objects}
     # Code must not see the tensor that replaces a learning rate during the step: before a replay it is a number.
     lent = {slot.path for storage in rates for slot in record.entry_slots.get(storage, ())}
