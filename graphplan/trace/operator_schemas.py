@@ -125,10 +125,15 @@ LIKE_OPERATORS = frozenset(
 _ALIKE = frozenset(f"aten.{name}.Tensor" for name in ("mul", "mul_", "add", "add_", "sub", "sub_"))
 """Operators that round alike for a Python number and for a scalar tensor."""
 _index: Any = torch.ops.aten.index.Tensor
-_BY_ARGUMENTS = (
-    *INDEXING, POSITIONS, "aten.repeat_interleave.Tensor", "aten.one_hot.default", "aten._ctc_loss.default",
-)  # fmt: skip
-"""Operators whose arguments decide whether the shape of the result depends on values."""
+_BY_ARGUMENTS: dict[str, Callable[[OperatorCall], bool]] = {
+    **dict.fromkeys(INDEXING, lambda call: _has_mask(call.args[1]) and not call.fills()),
+    POSITIONS: lambda call: True,
+    "aten.repeat_interleave.Tensor": lambda call: call.kwargs.get("output_size") is None,
+    "aten.one_hot.default": lambda call: call.given(1) in (None, -1),
+    # The lengths are Python numbers, which the operator copies to the device.
+    "aten._ctc_loss.default": lambda call: call.args[0].device.type != "cpu",
+}
+"""Operators whose arguments decide whether the shape of the result depends on values, and how."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -290,22 +295,13 @@ class OperatorCall:
 
     def has_dynamic_shape(self) -> bool:
         """Return True if the shape of the operator's result depends on values."""
-        name, args = self.schema.name, self.args
         if not self.schema.may_synchronize:
             # Most operators.
             return False
-        if name in INDEXING:
-            return _has_mask(args[1]) and not self._fills()
-        if name == "aten.repeat_interleave.Tensor":
-            return self.kwargs.get("output_size") is None
-        if name == "aten.one_hot.default":
-            return self.given(1) in (None, -1)
-        if name == "aten._ctc_loss.default":
-            # The lengths are Python numbers, which the operator copies to the device.
-            return bool(args[0].device.type != "cpu")
-        return self.schema.has_dynamic_shape or name == POSITIONS
+        decide = _BY_ARGUMENTS.get(self.schema.name)
+        return self.schema.has_dynamic_shape if decide is None else decide(self)
 
-    def _fills(self) -> bool:
+    def fills(self) -> bool:
         """Return True if torch turns a mask with a one-element host value into masked_fill, which has a fixed shape."""
         return len(self.args) > 2 and self.args[2].numel() == 1 and self.args[2].device.type == "cpu"
 
@@ -314,7 +310,7 @@ class OperatorCall:
         name, args = self.schema.name, self.args
         if name == _SELECT:
             return [args[1]] if args[0].shape == args[1].shape and args[1].dim() else []
-        if name not in INDEXING or not _has_mask(args[1]) or self._fills():
+        if name not in INDEXING or not _has_mask(args[1]) or self.fills():
             return []
         masks, dim = list[Tensor](), 0
         for index in args[1]:
