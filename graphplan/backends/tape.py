@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -31,13 +31,13 @@ from graphplan.observe.watching import Unwatched
 from graphplan.specs.roles import Footprint
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import same_bits
-from graphplan.tensors.storages import storage_id
+from graphplan.tensors.storages import place_of, storage_id
 from graphplan.trace.batch_reads import BatchAnswers
-from graphplan.trace.collectives import finish, is_collective, wait_for
+from graphplan.trace.collectives import finish, wait_for
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.host_reads import HostRead, KnownReads, find_place
 from graphplan.trace.mode import LIFTS
-from graphplan.trace.operator_schemas import ATOMS, OperatorCall, tensors_in
+from graphplan.trace.operator_schemas import ATOMS, OperatorCall, schema_of, tensors_in
 from graphplan.trace.rng import saving_states
 
 _CONSTANT = (
@@ -56,29 +56,26 @@ _GETTERS = [switch.get for switch in _SWITCHES]
 
 _COPIES = ("aten.clone.default", "aten._to_copy.default")
 """Operators that a copy into the recorded result reproduces bit by bit."""
+_COPY = schema_of(torch.ops.aten.copy_.default)
+
+
+def _modes() -> tuple[bool, bool]:
+    return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
 
 @dataclass(slots=True, eq=False)
 class _Kernel:
-    """One recorded operator, before it is compiled to a closure. ``outs`` has for each result the tensor that a replay
-    fills, or None. ``constant``: the result depends on no tensor's values.
-    """
+    """One recorded operator, which ``run`` runs again. ``constant``: the result depends on no tensor's values."""
 
-    func: Any
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    outs: list[Tensor | None] = field(default_factory=list)
+    run: Callable[[], Any]
     writes: list[int | None] = field(default_factory=list)
     """The storages that it writes to."""
     tensors: list[Tensor] = field(default_factory=list)
     """The tensors that it reads and writes."""
     constant: bool = False
-    overload: tuple[Any, tuple[str, ...]] | None = None
     # Some kernels depend on the grad mode (an LSTM keeps a workspace for its backward pass), and inference tensors can
     # be written to in inference mode only.
-    modes: tuple[bool, bool] = field(
-        default_factory=lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
-    )
+    modes: tuple[bool, bool] = field(default_factory=_modes)
     switches: dict[str, Any] = field(default_factory=dict)
     """torch's global switches that the step had changed, and their values."""
 
@@ -111,7 +108,8 @@ class _TapeMode(OperatorMode):
         self.sizes: dict[int, int] = {}
         self._saved: dict[int, tuple[torch.Generator, list[Tensor]]] = {}
         """The generator and the state for each time that the step saves one, by identity of the first saved state."""
-        self._overloads: dict[Any, tuple[Any, tuple[str, ...]] | None] = {}
+        self._overloads: dict[Any, bool] = {}
+        """Whether the ``out=`` overload of an operator works, by the operator's form."""
         self._found = answers(_GETTERS)
 
     def fail(self, why: str) -> None:
@@ -203,19 +201,28 @@ class _TapeMode(OperatorMode):
         aliases: list[tuple[Tensor, Tensor]] = []
         given, named = _alias(call.args, aliases), {name: _alias(value, aliases) for name, value in call.kwargs.items()}
         tensors = [alias for _, alias in aliases] + [made for made in outs if made is not None]
-        kernel = _Kernel(schema.operator, given, named, outs, writes, tensors, constant=schema.name in _CONSTANT)
-        kernel.switches = self._switched()
-        kernel.overload = self._overload(kernel) if is_pure else None
-        self._keep(kernel)
+        run = self._compile(OperatorCall(schema, given, named), outs, is_pure=is_pure)
+        self._keep(_Kernel(run, writes, tensors, schema.name in _CONSTANT, switches=self._switched()))
 
-    def _overload(self, kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
-        """Return :func:`_working_overload` of the kernel, which is evaluated once per form."""
-        if _out_overload(kernel.func) is None:
-            return None
-        form = _form(kernel)
-        if form not in self._overloads:
-            self._overloads[form] = _working_overload(kernel)
-        return self._overloads[form]
+    def _compile(self, call: OperatorCall, outs: list[Tensor | None], *, is_pure: bool) -> Callable[[], Any]:
+        """Return a function that runs an operator again. ``outs`` has for each result the tensor to fill, or None."""
+        schema, args = call.schema, call.args
+        run: Callable[[], Any] = partial(schema.call, *args, **call.kwargs)
+        if schema.communicates:
+            run = partial(_waiting, schema.name, run)
+        if all(out is None for out in outs):
+            return run
+        if schema.name in _COPIES and isinstance(args[0], Tensor):
+            return partial(_COPY.call, outs[0], args[0])
+        overload, names = _out_overload(schema.operator) if is_pure else (None, ())
+        if overload is not None and len(names) == len(outs) and all(out is not None for out in outs):
+            fill = partial(overload, *args, **call.kwargs)
+            form = _form(call, outs)
+            if form not in self._overloads:
+                self._overloads[form] = _works(fill, names, outs)
+            if self._overloads[form]:
+                return partial(fill, **dict(zip(names, outs, strict=True)))
+        return _copying(run, outs)
 
     def _keep(self, kernel: _Kernel) -> None:
         self.kernels.append(kernel)
@@ -231,28 +238,26 @@ class _TapeMode(OperatorMode):
 
     def _record_constant(self, value: Tensor) -> None:
         args = (value.detach(), value.detach().clone())
-        copy = torch.ops.aten.copy_.default
-        self._keep(_Kernel(copy, args, writes=[storage_id(value)], tensors=list(args), constant=True))
+        self._keep(_Kernel(partial(_COPY.call, *args), [storage_id(value)], list(args), constant=True))
 
 
-def _form(kernel: _Kernel) -> Any:
-    """Return a key of the kernel without the values and addresses of its tensors."""
+def _form(call: OperatorCall, outs: list[Tensor | None]) -> Any:
+    """Return a key of an operator and its results without the values and addresses of its tensors."""
     numbers: dict[int | None, int] = {}
 
     def form(value: Any) -> Any:
         if isinstance(value, Tensor):
-            number = numbers.setdefault(storage_id(value), len(numbers))
-            stride = value.stride() if value.layout is torch.strided else value.layout
-            return number, value.shape, stride, value.dtype, value.device, value.is_conj(), value.is_neg()
+            storage, _, *geometry = place_of(value)
+            return numbers.setdefault(storage, len(numbers)), value.layout, value.device, *geometry
         return tuple(map(form, value)) if isinstance(value, list | tuple) else (type(value), value)
 
-    given = (kernel.args, tuple(kernel.kwargs), tuple(kernel.kwargs.values()), kernel.outs)
-    return id(kernel.func), kernel.modes, form(given)
+    given = (call.args, tuple(call.kwargs), tuple(call.kwargs.values()), outs)
+    return id(call.schema), _modes(), form(given)
 
 
 @cache
-def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]] | None:
-    """Return the ``out=`` overload of ``func`` with the same arguments, and the names of its results."""
+def _out_overload(func: Any) -> tuple[Callable[..., Any] | None, tuple[str, ...]]:
+    """Return the ``out=`` overload of ``func`` with the same arguments, or None, and the names of its results."""
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
     for overload in func.overloadpacket.overloads():
         candidate = getattr(func.overloadpacket, overload)
@@ -261,29 +266,8 @@ def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]] | None:
         generated = torch.Tag.generated in candidate.tags
         # A generated out= overload calls the functional one and copies, with too few checks: we copy ourselves.
         if given and not generated and plain == wanted and all(str(a.type) == "Tensor" for a in given):
-            return candidate, tuple(a.name for a in given)
-    return None
-
-
-def _callable(func: Any) -> Callable[..., Any]:
-    """Return the C++ entry of an operator overload, if torch exposes it: that saves one Python frame per operator."""
-    return getattr(func, "_op", func)
-
-
-def _compile(kernel: _Kernel) -> Callable[[], Any]:
-    """Return a closure that runs the kernel again into its recorded results."""
-    outs = kernel.outs
-    run = partial(_callable(kernel.func), *kernel.args, **kernel.kwargs)
-    if is_collective(str(kernel.func)):
-        run = partial(_waiting, str(kernel.func), run)
-    if all(out is None for out in outs):
-        return run
-    if str(kernel.func) in _COPIES and isinstance(kernel.args[0], Tensor):
-        return partial(_callable(torch.ops.aten.copy_.default), outs[0], kernel.args[0])
-    if kernel.overload is not None:
-        given = dict(zip(kernel.overload[1], outs, strict=True))
-        return partial(_callable(kernel.overload[0]), *kernel.args, **kernel.kwargs, **given)
-    return _copying(run, outs)
+            return schema_of(candidate).call, tuple(a.name for a in given)
+    return None, ()
 
 
 def _waiting(name: str, run: Callable[[], Any]) -> Any:
@@ -292,24 +276,18 @@ def _waiting(name: str, run: Callable[[], Any]) -> Any:
     return out
 
 
-def _working_overload(kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
-    """Return the kernel's ``out=`` overload if it fills given results in place with the same bits, else None.
+def _works(fill: Callable[..., Any], names: Sequence[str], outs: Sequence[Any]) -> bool:
+    """Return True if ``fill``, an ``out=`` overload, fills given results in place with the bits of ``outs``.
 
     Some do not: torch's ``binary_cross_entropy.out`` does not write a scalar result, ``mse_loss.out`` reallocates it.
     """
-    found = _out_overload(kernel.func)
-    outs = [out for out in kernel.outs if out is not None]
-    if found is None or len(found[1]) != len(kernel.outs) or len(outs) != len(kernel.outs):
-        return None
     probes = [torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device) for o in outs]
     places = [probe.data_ptr() for probe in probes]
-    given = dict(zip(found[1], probes, strict=True))
     # torch warns when it resizes a result on the way. For a single element the address does not show it.
-    if _warns(partial(found[0], *kernel.args, **kernel.kwargs, **given)):
-        return None
+    if _warns(partial(fill, **dict(zip(names, probes, strict=True)))):
+        return False
     stayed = [probe.data_ptr() for probe in probes] == places
-    same = all(same_bits(p, o) and p.stride() == o.stride() for p, o in zip(probes, outs, strict=True))
-    return found if stayed and same else None
+    return stayed and all(same_bits(p, o) and p.stride() == o.stride() for p, o in zip(probes, outs, strict=True))
 
 
 class _Caught(torch.autograd.Function):
@@ -360,8 +338,8 @@ class TapeRecording:
             if not (kernel.constant and all(writers[s] == 1 and s not in lent for s in kernel.writes))
         ]
         self._runs: list[_Run] | None = [
-            (state, [_compile(kernel) for kernel in run])
-            for state, run in groupby(live, lambda kernel: (*kernel.modes, kernel.switches))
+            (state, [kernel.run for kernel in kernels])
+            for state, kernels in groupby(live, lambda kernel: (*kernel.modes, kernel.switches))
         ]
         self.launches = len(live)
         self.nbytes = sum(mode.storages.values())

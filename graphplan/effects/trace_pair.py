@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from graphplan.effects.allowed import is_allowed
@@ -17,7 +18,7 @@ from graphplan.trace.records import Trace
 _NUMBERS = (bool, int, float)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TracePair:
     """Two traces, a walk over the owners after the second one, and the paths that ``allow`` names."""
 
@@ -25,12 +26,11 @@ class TracePair:
     second: Trace
     walk: Walk
     allow: Iterable[str]
-    either: Reads = field(init=False)
-    """What code may have read in either trace."""
 
-    def __post_init__(self) -> None:
-        first, second = self.both
-        object.__setattr__(self, "either", first.reads if first is second else first.reads | second.reads)
+    @cached_property
+    def either(self) -> Reads:
+        """What code may have read in either trace."""
+        return self.first.reads if self.first is self.second else self.first.reads | self.second.reads
 
     @property
     def both(self) -> tuple[Trace, Trace]:

@@ -98,7 +98,7 @@ def build_plan(
         may_reorder=first.graph_elsewhere or second.graph_elsewhere or _adds_in_any_order(second),
         undone=frozenset(slot.path for storage in second.undone for slot in second.entry_slots.get(storage, ())),
         defers=bool(second.deferred),
-        integer_places=frozenset() if second.deferred is None else second.deferred.integer_places,
+        integer_places=second.deferred.integer_places,
         renewed=_renewed(pair, rebindings),
         tables=frozenset(name for _, _, name in second.symbolic.tables),
         symbolic=MappingProxyType(second.symbolic.kinds),

@@ -46,10 +46,9 @@ def classify(
             number = second.symbolic.given.get(id(external.tensor))
             unchanged = number is not None or (position < len(earlier) and earlier[position] == storage)
             unchanged |= _is_only_like(second, position)
-            found.append(_unowned(external, unowned, second, unchanged=unchanged))
+            name = f"unowned[{unowned}]" if number is None else " and ".join(number.paths)
+            found.append(_unowned(external, name, second, unchanged=unchanged))
             unowned += 1
-            if number is not None:
-                found[-1] = replace(found[-1], name=" and ".join(number.paths))
     named = {external.path for external in found}
     found += [_passed_on(walk.slots[path]) for path in rebindings.carries if path not in named]
     covered = frozenset[str]() if second.host_program is None else second.host_program.covers
@@ -104,7 +103,7 @@ def _earlier_graph(trace: Trace) -> str | None:
     return next((slot.path for storage in used for slot in trace.entry_slots.get(storage, ())), None)
 
 
-def _unowned(traced: TracedExternal, number: int, trace: Trace, *, unchanged: bool) -> External:
+def _unowned(traced: TracedExternal, name: str, trace: Trace, *, unchanged: bool) -> External:
     spec = TensorSpec.of(traced.tensor)
     if is_freed(traced.tensor):
         raise UnownedTensorError(
@@ -142,7 +141,7 @@ def _unowned(traced: TracedExternal, number: int, trace: Trace, *, unchanged: bo
         )
     where = str(traced.source)
     role = Role.STATE if traced.mutated else Role.PARAM
-    return External(f"unowned[{number}]", role, spec, traced.mutated, tensor=traced.tensor, where=where)
+    return External(name, role, spec, traced.mutated, tensor=traced.tensor, where=where)
 
 
 def _check_devices(externals: Sequence[External], device: torch.device | None) -> None:

@@ -33,8 +33,13 @@ def check_difference(first: Trace, second: Trace) -> None:
     _check_reads(first, second)
     kept = _kept(first, second)
     for number, (a, b) in enumerate(check_operators(first.operators, second.operators)):
-        if a.operands != b.operands or a.offsets != b.offsets:
-            _check_operands(a, b, number, kept)
+        if a.operands != b.operands or (a.offsets != b.offsets and _offsets(a, kept) != _offsets(b, kept)):
+            raise ControlFlowError(
+                f"operator {number}, {b.name} at {b.source}, uses other tensors than in the step before "
+                f"({' then '.join(told_apart(a, b, _operand_text))}): the step chooses between tensors, and a replay "
+                "repeats one choice. Use torch.where or index with a tensor",
+                component=b.source.component,
+            )
     _check_externals(first, second)
     _check_generators(first, second)
     if first.states != second.states:
@@ -170,16 +175,6 @@ def _kept(first: Trace, second: Trace) -> set[int]:
 def _offsets(operator: Operator, kept: set[int]) -> list[int]:
     numbers = [number for kind, number in operator.operands if kind == "external"]
     return [offset for number, offset in zip(numbers, operator.offsets, strict=True) if number in kept]
-
-
-def _check_operands(a: Operator, b: Operator, number: int, kept: set[int]) -> None:
-    if a.operands != b.operands or _offsets(a, kept) != _offsets(b, kept):
-        raise ControlFlowError(
-            f"operator {number}, {b.name} at {b.source}, uses other tensors than in the step before "
-            f"({' then '.join(told_apart(a, b, _operand_text))}): the step chooses between tensors, and a replay "
-            "repeats one choice. Use torch.where or index with a tensor",
-            component=b.source.component,
-        )
 
 
 def _check_externals(first: Trace, second: Trace) -> None:

@@ -105,7 +105,7 @@ class Plan:
         undone: paths of tensors that the step changes before the last value that it branches on: a replay that ends
             there restores them.
         defers: whether numbers or copies that the step reads from the device were deferred in its traces.
-        whole: the places where ``int(tensor)`` was deferred.
+        integer_places: the places where ``int(tensor)`` was deferred.
         tables: names of containers that had stand-ins in the traces.
         symbolic: the classes, by path, of owners' numbers that had stand-ins in the traces, and of truth values that
             the step branches on.

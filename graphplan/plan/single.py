@@ -47,7 +47,7 @@ def _works_on_host(trace: Trace) -> bool:
     torch's draws on the host do not count, since a replay repeats them.
     """
     reads = any(read.expected for read in trace.host_reads)
-    if reads or trace.prints or (trace.deferred is not None and trace.deferred.shows_more):
+    if reads or trace.prints or trace.deferred.shows_more:
         return True
     return bool(trace.draws or trace.operator_draws) or _follows(trace.symbolic, trace.changes.scalars.keys())
 

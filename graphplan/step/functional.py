@@ -155,7 +155,7 @@ class _Traces:
 
     def _run(self, device: torch.device | None, on_first_sight: Callable[[Any], None] = lambda thing: None) -> Walk:
         managed, record = self.managed, Trace()
-        record.deferred = DeferredReads() if self._defers else None
+        record.deferred = DeferredReads(defers=self._defers)
         # Each trace starts with the initial flags, as a program does. Counters of optimizers continue.
         counted = managed.walk().counted
         self._flags.assign({path: value for path, value in self._found.items() if path not in counted})

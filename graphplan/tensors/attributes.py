@@ -16,6 +16,13 @@ PLAIN_KINDS = frozenset({Tensor, Parameter})
 _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Return True if the memory of ``tensor`` holds its values: it is no wrapper, sparse, quantized or conjugated."""
+    is_strided = type(tensor) in PLAIN_KINDS and tensor.layout is torch.strided
+    # The host resolves a conjugated or negated copy, for which it would have to wait.
+    return is_strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Return True if ``tensor`` has values: it is not meta, fake, lazy, nested or wrapped by a torch.func transform."""
     if type(tensor) not in PLAIN_KINDS:

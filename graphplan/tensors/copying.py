@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphplan.environment.devices import is_accelerator
-from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.attributes import is_plain
 from graphplan.tensors.page_locked import HostMemory, fits_host_memory
 
 _TOGETHER = 2**22
@@ -55,16 +55,14 @@ flat: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors
 _unflat = torch._C._nn.unflatten_dense_tensors
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _may_be_flat(tensor: Tensor) -> bool:
     """Return True if ``tensor`` can be a part of a flat tensor."""
-    if type(tensor) not in PLAIN_KINDS or tensor.layout is not torch.strided:
-        return False
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return is_plain(tensor) and tensor.is_contiguous()
 
 
 def _home(tensor: Tensor) -> Hashable | None:
     # Batching saves launches, and host tensors have none.
-    return (tensor.device, tensor.dtype) if not _is_on_host(tensor) and _is_plain(tensor) else None
+    return (tensor.device, tensor.dtype) if not _is_on_host(tensor) and _may_be_flat(tensor) else None
 
 
 def groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: int) -> Iterator[tuple[bool, list[int]]]:
@@ -162,7 +160,7 @@ def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
     """
     rows = [(two, one) if _is_on_host(one) else (one, two) for one, two in zip(ones, twos, strict=True)]
     home = comparison_device(tensor for tensor, _ in rows)
-    homes = [_home(one) if one.nbytes <= _TOGETHER and _is_plain(two) else None for one, two in rows]
+    homes = [_home(one) if one.nbytes <= _TOGETHER and _may_be_flat(two) else None for one, two in rows]
     keys = [home and (home, two.device) for home, (_, two) in zip(homes, rows, strict=True)]
     most = _TOGETHER if home is None else _BLOCK
     parts = [members for _, members in groups([one for one, _ in rows], keys, most)]

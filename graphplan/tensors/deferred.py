@@ -201,12 +201,10 @@ class HostCopy(Tensor):
         copy.source, copy._reader = source, reader
         return copy
 
-    def settle(self) -> Tensor:
+    def settle(self) -> None:
         """Become an ordinary tensor."""
-        for name in ("source", "_reader"):
-            del vars(self)[name]
+        del self.source, self._reader
         self.__class__ = Tensor  # type: ignore[assignment]
-        return self
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return a deferred array. ``force`` makes no difference, since the copy is on the host."""

@@ -33,8 +33,6 @@ def local(tensor: Tensor) -> Tensor:
 
 def is_wrapped(types: Sequence[type]) -> bool:
     """Return True if ``types`` has tensor wrappers, whose dispatch calls the operators that a mode should see."""
-    if not types:
-        return False
     wrappers = (
         loaded("torch.distributed.tensor", "DTensor"),
         loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from graphplan.environment.devices import module_of, synchronize
-from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.attributes import is_plain
 
 _PAGE = 2**21
 """Bytes of a huge page."""
@@ -120,13 +120,8 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 def fits_host_memory(tensor: Tensor) -> bool:
     """Return True if a copy of ``tensor`` may use :class:`HostMemory`: the tensor is plain and without gaps."""
-    if type(tensor) not in PLAIN_KINDS or tensor.layout is not torch.strided or tensor.is_quantized:
-        return False
-    # The host resolves a conjugated or negated copy, for which it would have to wait.
-    if tensor.is_conj() or tensor.is_neg():
-        return False
-    order = _FORMATS.get(tensor.dim())
-    return tensor.is_contiguous() or (order is not None and tensor.is_contiguous(memory_format=order))
+    order = _FORMATS.get(tensor.dim(), torch.contiguous_format)
+    return is_plain(tensor) and (tensor.is_contiguous() or tensor.is_contiguous(memory_format=order))
 
 
 _TURNS = Lock()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.attributes import PLAIN_KINDS, is_plain
 from graphplan.tensors.dtensors import local
 
 _SPARSENESS = 4
@@ -118,12 +118,12 @@ def copier(tensor: Tensor) -> Callable[[], Tensor]:
     """Return a function that copies ``tensor`` with its strides, gaps included: kernels choose their order of summation
     by strides. If the gaps are wide, the copies are dense.
     """
-    if type(tensor) not in PLAIN_KINDS or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+    # Kernels work on a dense copy of a conjugated or negated tensor.
+    if tensor.is_nested or not is_plain(tensor):
         return tensor.clone
     shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     is_alike = torch.empty_like(tensor, device="meta").stride() == stride
-    if is_alike or has_wide_gaps(tensor) or tensor.is_conj() or tensor.is_neg():
-        # Kernels work on a dense copy of a conjugated or negated tensor.
+    if is_alike or has_wide_gaps(tensor):
         return tensor.clone
     source = without_overlap(tensor)
 

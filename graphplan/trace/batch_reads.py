@@ -12,8 +12,9 @@ answered with the values found.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import count, takewhile
 from typing import Any, NamedTuple
@@ -45,6 +46,8 @@ class Owned(NamedTuple):
         return tensors[self.position] if self.position < len(tensors) else None
 
 
+RESTORE, TRANSFER = "restore", "transfer"
+"""The names of calls that restore a generator's state, and that copy to a device."""
 BatchSource = Owned | Cached | int
 """A tensor from which reads are computed: an owner's, one in a cache, or the leaf of the batch with that index."""
 _numbers = count()
@@ -88,7 +91,7 @@ class Read(NamedTuple):
             return out is self.found or leaf_key(out) == leaf_key(self.found)
         if self.kind is Kind.CONTENT:
             return same_bits(made[0].cpu(), self.found)
-        return [tuple(tensor.shape) for tensor in made] == self.found
+        return bool(self.content(out, made) == self.found)
 
     def content(self, out: Any, made: Sequence[Tensor]) -> Any:
         """Return the value for ``found`` if the operator returns ``out``, with the tensors ``made`` in it."""
@@ -110,9 +113,12 @@ class Call:
     changed: frozenset[int | None]
     writes: bool
     read: Read | None
-    has_effect: bool = False
-    """Whether it runs again even if nothing depends on it: it draws, restores a generator, or copies to a device."""
     draws: bool = False
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether it runs again even if nothing depends on it: it draws, restores a state, or copies to a device."""
+        return self.draws or self.name in (RESTORE, TRANSFER)
 
     @property
     def form(self) -> str:
@@ -145,18 +151,15 @@ _Ran = tuple[str, Any, Sequence[Tensor], Tensor | None]
 """An operator's form, its result, the tensors in that, and the generator's state afterwards if it has an effect."""
 
 
+@dataclass(slots=True)
 class Search:
     """A search for the reads of one batch, given as the ``leaves`` of a call. It keeps results: execution paths that
-    begin with the same operators on the same tensors, and write to none, run these operators once.
+    begin with the same operators on the same tensors, and write to none, run these operators once. ``ran`` has the
+    operators of the latest execution path, by the numbers and ids of the tensors from which it starts.
     """
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
-        self.leaves = leaves
-        self._ran: dict[tuple[tuple[int, int], ...], list[_Ran]] = {}
-
-    def ran(self, tensors: Mapping[int, Any]) -> list[_Ran]:
-        """Return the operators that ran for the latest execution path from these ``tensors``, given by number."""
-        return self._ran.setdefault(tuple((number, id(tensor)) for number, tensor in tensors.items()), [])
+    leaves: Sequence[Any]
+    ran: defaultdict[tuple[tuple[int, int], ...], list[_Ran]] = field(default_factory=lambda: defaultdict(list))
 
 
 class BatchReads:
@@ -242,7 +245,7 @@ class BatchReads:
             if not isinstance(known[number], Tensor):
                 return None
         found: list[Tensor] = []
-        ran = search.ran(known) if self._is_pure else []
+        ran = search.ran[tuple((number, id(tensor)) for number, tensor in known.items())] if self._is_pure else []
         del ran[sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], zip(ran, self._forms, strict=False))) :]
         drawn = [state for _, _, _, state in ran if state is not None]
         if drawn:

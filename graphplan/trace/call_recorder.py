@@ -11,11 +11,8 @@ from torch import Tensor
 
 from graphplan.feed.signature import is_dense
 from graphplan.tensors.storages import place_of, storage_id
-from graphplan.trace.batch_reads import Call, Read, TensorSlot
+from graphplan.trace.batch_reads import RESTORE, Call, Read, TensorSlot
 from graphplan.trace.operator_schemas import LIKE_OPERATORS, OperatorCall, tensors_in
-
-RESTORE = "restore"
-"""The name of a recorded call that restores a generator's state."""
 
 
 class CallRecorder:
@@ -65,10 +62,7 @@ class CallRecorder:
         if not (follows and is_kept and all(map(is_dense, made))):
             self._let_go(written)
         elif made or written:
-            is_random = schema.is_random
-            self._add(
-                schema.call, schema.name, call.args, call.kwargs, made, written, has_effect=is_random, draws=is_random
-            )
+            self._add(schema.call, schema.name, call.args, call.kwargs, made, written, draws=schema.is_random)
 
     def _let_go(self, written: Collection[int | None]) -> None:
         """Forget the ``written`` storages: their contents are no longer known."""
@@ -80,7 +74,7 @@ class CallRecorder:
 
     def note_restored(self, state: Tensor) -> None:
         """Record that the step restores a state that it saved itself, as activation checkpointing does."""
-        self._add(torch.default_generator.set_state, RESTORE, (state,), {}, [], has_effect=True)
+        self._add(torch.default_generator.set_state, RESTORE, (state,), {}, [])
 
     def _note_filled(self, call: OperatorCall, made: Tensor) -> None:
         """Record ``zeros_like(p)`` and the like. A meta tensor takes the place of ``p``: only its geometry matters."""
@@ -122,7 +116,6 @@ class CallRecorder:
         written: Collection[int | None] = (),
         read: Read | None = None,
         *,
-        has_effect: bool = False,
         draws: bool = False,
     ) -> None:
         given = frozenset(map(storage_id, tensors_in([*args, *kwargs.values()])))
@@ -131,4 +124,4 @@ class CallRecorder:
         self._known |= changed
         numbers = tuple(map(self._number, made))
         slotted, writes = self._slotted(args), bool(written)
-        self._calls.append(Call(run, name, slotted, named, numbers, given, changed, writes, read, has_effect, draws))
+        self._calls.append(Call(run, name, slotted, named, numbers, given, changed, writes, read, draws))

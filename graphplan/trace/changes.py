@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphplan.environment.origin import is_librarys
 from graphplan.owners.flags import COMPUTED, Flags
 from graphplan.owners.kinds import SCALARS
-from graphplan.owners.slots import Items, Scalar, Slot, Walk, holds_plain, tensor_leaves
+from graphplan.owners.slots import Items, Scalar, Walk, holds_plain, tensor_leaves
 from graphplan.owners.tensor_metadata import ABSENT, EXISTS, difference, is_there, metadata_of
 from graphplan.owners.walk import walk_owners
 from graphplan.tensors.storages import Place, place_of
@@ -106,15 +106,6 @@ class Recorder:
             yield from ((item, f"{path}[{number}]") for number, item in items if isinstance(item, Tensor))
             if isinstance(value, Tensor):
                 yield value, path
-
-    def entry_slots(self) -> dict[int, list[Slot]]:
-        """Return the slots by the storage that they held when this recorder was made."""
-        groups: dict[int, list[Slot]] = {}
-        for path, places in self.places.items():
-            for place in places:
-                if place[0] is not None:
-                    groups.setdefault(place[0], []).append(self.walk.slots[path])
-        return groups
 
     def changes(self, used: Collection[int | None]) -> tuple[Changes, Walk]:
         """Return the changes, and the walk that found them. ``used`` are storages that the step read or returned."""

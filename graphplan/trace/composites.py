@@ -80,8 +80,8 @@ class OperatorMode(TorchDispatchMode):
         if types and is_wrapped(types):
             return NotImplemented
         schema = schema_of(func)
-        call = OperatorCall(schema, args, kwargs or {})
         with Unwatched() as unwatched:
+            call = OperatorCall(schema, args, kwargs or {})
             if schema.is_ignored or is_imagined():
                 return unwatched.run(func, args, call.kwargs)
             if schema.is_composite and _comes_whole(call):

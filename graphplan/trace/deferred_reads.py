@@ -76,9 +76,8 @@ class DeferredReads:
         """
         self._whole: set[int] = set()
         """Ids of the tensors that are read there."""
-        self._has_copied = False
         self._has_replaced = False
-        """Whether code has needed a host copy, or got a stacked tensor or a truth value in place of other reads."""
+        """Whether code got a host copy, or a stacked tensor or a truth value in place of other reads."""
         self.copies: dict[int, tuple[HostCopy, Tensor]] = {}
         """Host copies whose values were not needed, and their sources, by the id of the copy."""
         self._moved: set[int] = set()
@@ -110,12 +109,12 @@ class DeferredReads:
                 copy.settle()
 
     def __bool__(self) -> bool:
-        return bool(self._made or self.copies or self._is_lost or self._has_replaced)
+        return bool(self._made or self._is_lost or self._has_replaced)
 
     @property
     def shows_more(self) -> bool:
         """Whether code got more than deferred numbers with which no operator has worked."""
-        return self.computes or self._has_copied or self._is_lost or self._has_replaced
+        return self.computes or self._is_lost or self._has_replaced
 
     @property
     def has_stand_ins(self) -> bool:
@@ -155,7 +154,7 @@ class DeferredReads:
             memory = _to(source, "cpu", copy=True) if self._fills else torch.empty_like(source, device="cpu")
             copy = HostCopy.of(source, memory, self)
         self.copies[id(copy)] = copy, source
-        self._has_copied = True
+        self._has_replaced = True
         return copy
 
     def move(self, copy: HostCopy, function: Callable[[Tensor], Tensor], *, detaches: bool) -> Tensor:
@@ -176,7 +175,6 @@ class DeferredReads:
         # Inside the dispatch mode, C code has already passed the memory to an operator: the trace records no read.
         self._is_lost |= torch._C._len_torch_dispatch_stack() < self._modes
         _, source = self.copies.pop(id(copy))
-        self._has_replaced = True
         copy.settle()
         self._reads = True
         try:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
-from threading import get_ident, local
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -33,25 +34,8 @@ def own_derivatives() -> Iterator[None]:
         _FUNCTIONS.leave(get_ident())
 
 
-class _Here(local):
-    is_deriving = False
-
-
-_HERE = _Here()
-
-
-def is_derived_here() -> bool:
-    """Return True if the operator that this thread runs has one of these derivatives."""
-    return _HERE.is_deriving
-
-
-@contextmanager
-def _deriving() -> Iterator[None]:
-    _HERE.is_deriving = True
-    try:
-        yield
-    finally:
-        _HERE.is_deriving = False
+IS_DERIVED_HERE = ContextVar("is_derived_here", default=False)
+"""Whether the operator that runs has one of these derivatives."""
 
 
 class _Derived(torch.autograd.Function):
@@ -59,8 +43,11 @@ class _Derived(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plain: Callable[[Tensor], Tensor], backward: Callable[..., Tensor]) -> Tensor:
-        with _deriving():
+        token = IS_DERIVED_HERE.set(True)
+        try:
             out = plain(x)
+        finally:
+            IS_DERIVED_HERE.reset(token)
         ctx.save_for_backward(x, out)
         ctx.plain, ctx.derive = plain, backward
         return out

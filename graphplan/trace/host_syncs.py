@@ -64,7 +64,9 @@ class HostSyncs:
     def read(self, name: str, tensor: Tensor | None) -> None:
         """Record a read of a tensor's memory that bypasses the dispatcher."""
         given = [(tensor, self._operands.internal(tensor))] if tensor is not None and name == "Tensor.tolist" else []
-        if given and self._is_constant_read(given):
+        if given and self._are_constants(given):
+            # A capture may make this read as well.
+            self._note(None, constant=True)
             return
         self._trace.violate(
             HostSyncError,
@@ -80,19 +82,8 @@ class HostSyncs:
         name, self._is_answered = call.schema.name, False
         if call.reads_values():
             self._check_value(call, out, source, given)
-        elif call.has_dynamic_shape() and not self._has_constant_shape(call, out, given):
-            if is_asserted():
-                made = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), out)
-                self._trace.host_reads.append(HostRead(find_place(), made, asserted=True, waits=_waits(given)))
-            else:
-                what = "a mask" if name == POSITIONS else name
-                fix = _FIX if name == POSITIONS else _SHAPE_FIX
-                what = f"{what} makes a tensor whose shape depends on values"
-                fix, selects_all = self._fix_of(given) or fix, call.selects_all(out) and self._may_expect(call)
-                self._refuse(what, source, (call, out), fix=fix, may_be_expected=selects_all)
-                if selects_all:
-                    # From here on its elements are known, to backward as well, whose thread no capture can split.
-                    self._operands.fix(call.args[0])
+        elif call.has_dynamic_shape():
+            self._check_shape(call, out, source, given)
         if name in TRANSFERS:
             self._check_copy(call, out, source)
         for tensor in call.host_operands():
@@ -167,8 +158,7 @@ class HostSyncs:
         is_only_asserted = not (is_torchs or is_constant) and is_asserted()
         if is_torchs or is_constant or is_only_asserted:
             waits = is_only_asserted or _waits(given)
-            read = HostRead(find_place(), out, is_only_asserted, is_constant and not is_torchs, waits)
-            self._trace.host_reads.append(read)
+            self._note(out, asserted=is_only_asserted, constant=is_constant and not is_torchs, waits=waits)
             return
         name = call.schema.name
         is_comparison = name.startswith(("aten.equal", "aten.allclose"))
@@ -183,6 +173,23 @@ class HostSyncs:
         """Return True if replays can compare what the operator reads of its first argument."""
         is_of_step = get_ident() == self._thread and call.args[0].device == self._trace.device
         return is_of_step and self._trace.expects
+
+    def _check_shape(self, call: OperatorCall, out: Any, source: Source, given: _Given) -> None:
+        name = call.schema.name
+        # A capture gets the positions of a mask that is computed from Python numbers alone.
+        is_known = name in NONZERO and self._are_fixed(given)
+        if is_known or self._are_constants(given):
+            self._note(out if is_known else None, constant=True, waits=_waits(given))
+        elif is_asserted():
+            self._note(out, asserted=True, waits=_waits(given))
+        else:
+            what, fix = ("a mask", _FIX) if name == POSITIONS else (name, _SHAPE_FIX)
+            what = f"{what} makes a tensor whose shape depends on values"
+            fix, selects_all = self._fix_of(given) or fix, call.selects_all(out) and self._may_expect(call)
+            self._refuse(what, source, (call, out), fix=fix, may_be_expected=selects_all)
+            if selects_all:
+                # From here on its elements are known, to backward as well, whose thread no capture can split.
+                self._operands.fix(call.args[0])
 
     def _check_copy(self, call: OperatorCall, out: Tensor, source: Source) -> None:
         name = call.schema.name
@@ -213,22 +220,10 @@ class HostSyncs:
         """Return True if all values are computed on the host from Python numbers alone."""
         return self._are_fixed(given) and not _waits(given)
 
-    def _is_constant_read(self, given: _Given) -> bool:
-        """Record a read of constants on the host, which a capture may make as well. Return False if they are none."""
-        if not self._are_constants(given):
-            return False
-        self._trace.host_reads.append(HostRead(find_place(), None))
-        return True
-
-    def _has_constant_shape(self, call: OperatorCall, out: Any, given: _Given) -> bool:
-        """Return True if the shape of ``out`` depends on Python numbers alone. A capture gets the positions."""
-        if call.schema.name not in NONZERO:
-            return self._is_constant_read(given)
-        if not self._are_fixed(given):
-            return False
-        positions = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), out)
-        self._trace.host_reads.append(HostRead(find_place(), positions, constant=True, waits=_waits(given)))
-        return True
+    def _note(self, out: Any, *, asserted: bool = False, constant: bool = False, waits: bool = False) -> None:
+        """Record a read that does not refuse the step."""
+        value = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), out)
+        self._trace.host_reads.append(HostRead(find_place(), value, asserted, constant, waits))
 
     def _refuse(
         self,

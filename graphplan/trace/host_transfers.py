@@ -18,8 +18,8 @@ from graphplan.owners.slots import Slot
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.copying import same_bits
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.batch_reads import Call
-from graphplan.trace.call_recorder import RESTORE, CallRecorder
+from graphplan.trace.batch_reads import RESTORE, TRANSFER, Call
+from graphplan.trace.call_recorder import CallRecorder
 from graphplan.trace.host_reads import Place
 from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 
@@ -81,7 +81,7 @@ class HostRecorder(CallRecorder):
         """Record a transfer of ``tensor``. Return False if it cannot be made again before a replay."""
         if tensor.requires_grad or not self.has(tensor):
             return False
-        self._add(transfer.load, "transfer", (tensor,), {}, [], has_effect=True)
+        self._add(transfer.load, TRANSFER, (tensor,), {}, [])
         return True
 
     def program(self) -> HostProgram | None:

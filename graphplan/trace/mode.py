@@ -20,7 +20,7 @@ from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import Answer, BatchAnswers, is_read
 from graphplan.trace.collectives import finish
 from graphplan.trace.composites import OperatorMode
-from graphplan.trace.derivatives import is_derived_here
+from graphplan.trace.derivatives import IS_DERIVED_HERE
 from graphplan.trace.host_syncs import HostSyncs
 from graphplan.trace.host_transfers import HostRecorder
 from graphplan.trace.operands import NOWHERE, Operand, Operands
@@ -140,7 +140,7 @@ class TraceMode(OperatorMode):
         if call.schema.derives_otherwise:
             asks = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
             record.derives_otherwise |= asks
-            record.derives_here |= is_derived_here()
+            record.derives_here |= IS_DERIVED_HERE.get()
         if is_threaded and not record.graph_elsewhere:
             record.graph_elsewhere = torch.is_grad_enabled() and not is_run_by(CHECKPOINT)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -124,10 +125,15 @@ LIKE_OPERATORS = frozenset(
 _ALIKE = frozenset(f"aten.{name}.Tensor" for name in ("mul", "mul_", "add", "add_", "sub", "sub_"))
 """Operators that round alike for a Python number and for a scalar tensor."""
 _index: Any = torch.ops.aten.index.Tensor
-_BY_ARGUMENTS = (
-    *INDEXING, POSITIONS, "aten.repeat_interleave.Tensor", "aten.one_hot.default", "aten._ctc_loss.default",
-)  # fmt: skip
-"""Operators whose arguments decide whether the shape of the result depends on values."""
+_BY_ARGUMENTS: dict[str, Callable[[OperatorCall], bool]] = {
+    **dict.fromkeys(INDEXING, lambda call: _has_mask(call.args[1]) and not call.fills()),
+    POSITIONS: lambda call: True,
+    "aten.repeat_interleave.Tensor": lambda call: call.kwargs.get("output_size") is None,
+    "aten.one_hot.default": lambda call: call.given(1) in (None, -1),
+    # The lengths are Python numbers, which the operator copies to the device.
+    "aten._ctc_loss.default": lambda call: call.args[0].device.type != "cpu",
+}
+"""Operators whose arguments decide whether the shape of the result depends on values, and how."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -220,16 +226,14 @@ def _has_python_kernel(func: Any) -> bool:
     return registered is None or any(f"{place}/{key}" in registered for key in _KERNELS)
 
 
+@dataclass(slots=True, eq=False)
 class OperatorCall:
     """One call of an operator, as a dispatch mode receives it, or one that replaces the call ``asked``."""
 
-    __slots__ = ("args", "asked", "kwargs", "schema")
-
-    def __init__(
-        self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], asked: OperatorCall | None = None
-    ) -> None:
-        # Not a dataclass: a trace would record each call of its code, which is in no file.
-        self.schema, self.args, self.kwargs, self.asked = schema, args, kwargs, asked
+    schema: Schema
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    asked: OperatorCall | None = None
 
     def given(self, position: int) -> Any:
         """Return the argument at ``position``; None if it has its default."""
@@ -291,22 +295,13 @@ class OperatorCall:
 
     def has_dynamic_shape(self) -> bool:
         """Return True if the shape of the operator's result depends on values."""
-        name, args = self.schema.name, self.args
         if not self.schema.may_synchronize:
             # Most operators.
             return False
-        if name in INDEXING:
-            return _has_mask(args[1]) and not self._fills()
-        if name == "aten.repeat_interleave.Tensor":
-            return self.kwargs.get("output_size") is None
-        if name == "aten.one_hot.default":
-            return self.given(1) in (None, -1)
-        if name == "aten._ctc_loss.default":
-            # The lengths are Python numbers, which the operator copies to the device.
-            return bool(args[0].device.type != "cpu")
-        return self.schema.has_dynamic_shape or name == POSITIONS
+        decide = _BY_ARGUMENTS.get(self.schema.name)
+        return self.schema.has_dynamic_shape if decide is None else decide(self)
 
-    def _fills(self) -> bool:
+    def fills(self) -> bool:
         """Return True if torch turns a mask with a one-element host value into masked_fill, which has a fixed shape."""
         return len(self.args) > 2 and self.args[2].numel() == 1 and self.args[2].device.type == "cpu"
 
@@ -315,7 +310,7 @@ class OperatorCall:
         name, args = self.schema.name, self.args
         if name == _SELECT:
             return [args[1]] if args[0].shape == args[1].shape and args[1].dim() else []
-        if name not in INDEXING or not _has_mask(args[1]) or self._fills():
+        if name not in INDEXING or not _has_mask(args[1]) or self.fills():
             return []
         masks, dim = list[Tensor](), 0
         for index in args[1]:

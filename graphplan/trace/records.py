@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ def collect(error: RefusalError) -> bool:
     return True
 
 
+@dataclass(slots=True, eq=False)
 class Operator:
     """One dispatched operator. ``operands`` are ``("external" | "internal", number)`` in argument order, numbered by
     first appearance; ``offsets`` are the storage offsets of the external ones; ``scalars`` are the other arguments by
@@ -63,28 +65,16 @@ class Operator:
     own; ``replaces_read``: in its place, an eager step reads a number, or makes a tensor of that number.
     """
 
-    __slots__ = (
-        "constant", "launches", "name", "offsets", "operands", "random", "replaces_read", "scalars", "source",
-        "threaded",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        name: str,
-        operands: tuple[tuple[str, int], ...],
-        offsets: tuple[int, ...],
-        scalars: tuple[tuple[str, Any], ...],
-        source: Source,
-        launches: bool,
-        constant: Tensor | None,
-        random: bool,
-        threaded: bool,
-        replaces_read: bool = False,
-    ) -> None:
-        # Not a NamedTuple or dataclass: a trace would record calls of their code, which is in no file.
-        self.name, self.operands, self.offsets, self.scalars, self.source = name, operands, offsets, scalars, source
-        self.launches, self.constant, self.random, self.threaded = launches, constant, random, threaded
-        self.replaces_read = replaces_read
+    name: str
+    operands: tuple[Operand, ...]
+    offsets: tuple[int, ...]
+    scalars: tuple[tuple[str, Any], ...]
+    source: Source
+    launches: bool
+    constant: Tensor | None
+    random: bool
+    threaded: bool
+    replaces_read: bool = False
 
 
 @dataclass(slots=True)
@@ -166,7 +156,7 @@ class Trace:
     batch: BatchRecorder | None = None
     needs_another_trace: bool = False
     """Whether the next trace handles reads in another way, so that the facts of this one do not count."""
-    deferred: DeferredReads | None = None
+    deferred: DeferredReads = field(default_factory=partial(DeferredReads, defers=False))
     draws: list[str] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
     """Paths of tensors with a gradient that the step made and left or returned."""
@@ -204,7 +194,7 @@ class Trace:
     @property
     def symbolic(self) -> SymbolicNumbers:
         """The owners' numbers that stand-ins replaced in this step."""
-        return SymbolicNumbers() if self.deferred is None else self.deferred.symbolic
+        return self.deferred.symbolic
 
     def repeated(self) -> tuple[Sequence[Operator], Mapping[Operand, NumberTensor]]:
         """Return the operators, which an eager step should run again, and their operands that stand for numbers."""

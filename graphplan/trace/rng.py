@@ -10,7 +10,7 @@ The functions of ``torch`` that save and restore are replaced while a step is tr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -27,7 +27,6 @@ from graphplan.trace.call_recorder import CallRecorder
 
 Save = Callable[[torch.Generator], Tensor]
 Put = Callable[[torch.Generator, Tensor], object]
-_FUNCTIONS = ("get_rng_state", "set_rng_state")
 _ACCELERATORS = [kind for kind in ("cuda", "xpu") if hasattr(torch, kind)]
 
 
@@ -48,35 +47,33 @@ def saving_states(save: Save, put: Put) -> Iterator[None]:
     modules = [("cpu", torch), ("cpu", torch.random)]
     for kind in _ACCELERATORS:
         modules += [(kind, module) for module in (getattr(torch, kind), getattr(torch, kind).random)]
-    before = [(kind, vars(module), name, vars(module)[name]) for kind, module in modules for name in _FUNCTIONS]
-    try:
-        for kind, space, name, function in before:
-            space[name] = _saving(function, kind, save) if name == "get_rng_state" else _putting(function, kind, put)
+    with ExitStack() as undo:
+        for kind, module in modules:
+            for function in _functions_of(kind, save, put):
+                plain = getattr(module, function.__name__)
+                undo.callback(setattr, module, function.__name__, plain)
+                setattr(module, function.__name__, _within_step(function, plain))
         yield
-    finally:
-        for _, space, name, function in before:
-            space[name] = function
 
 
-def _saving(function: Callable[..., Tensor], kind: str, save: Save) -> Callable[..., Tensor]:
-    @wraps(function)
+def _functions_of(kind: str, save: Save, put: Put) -> Sequence[Callable[..., Any]]:
     def get_rng_state(*device: Any, **options: Any) -> Tensor:
-        if presents_capture():
-            return save(_generator_of(kind, *device, **options))
-        return function(*device, **options)
+        return save(_generator_of(kind, *device, **options))
 
-    return get_rng_state
-
-
-def _putting(function: Callable[..., None], kind: str, put: Put) -> Callable[..., None]:
-    @wraps(function)
     def set_rng_state(new_state: Tensor, *device: Any, **options: Any) -> None:
-        if presents_capture():
-            put(_generator_of(kind, *device, **options), new_state)
-        else:
-            function(new_state, *device, **options)
+        put(_generator_of(kind, *device, **options), new_state)
 
-    return set_rng_state
+    return get_rng_state, set_rng_state
+
+
+def _within_step(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` for the threads of the step, and ``plain`` for others."""
+
+    @wraps(plain)
+    def within_step(*args: Any, **kwargs: Any) -> Any:
+        return (function if presents_capture() else plain)(*args, **kwargs)
+
+    return within_step
 
 
 def _generator_of(kind: str, device: Any = None) -> torch.Generator:

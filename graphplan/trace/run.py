@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -90,10 +89,9 @@ def trace(
     for path, items in changes.appended.items():
         changes.appended[path] = pytree.tree_map_only(Tensor, lambda tensor: OutputTensor(), items)
     watch.finish(after, leaves)
-    copies = record.deferred.copies if record.deferred is not None else {}
-    record.output_leaves = [_describe_output(leaf, feed, paths, copies) for leaf in leaves]
+    record.output_leaves = [_describe_output(leaf, feed, paths, record.deferred.copies) for leaf in leaves]
     record.output_names = [name for name, _ in named]
-    if record.deferred is not None and record.deferred.has_stand_ins:
+    if record.deferred.has_stand_ins:
         result, has_put = record.deferred.settle(result, changes, after, record.reads.assigned)
         # This walk may have found containers with deferred numbers, which have been replaced by others.
         after = walk_owners(owners) if has_put else after
@@ -107,7 +105,7 @@ def _may_read(record: Trace, scalar: Scalar) -> bool:
 def _check_reads(record: Trace, batch: BatchRecorder) -> None:
     """Find reads that cannot be made before the step: have replays compare them from the next trace on, or refuse."""
     changed = {storage for storage, outer in record.externals.items() if outer.mutated}
-    if record.deferred is not None and record.deferred.integer_places:
+    if record.deferred.integer_places:
         batch.note_waited(for_good=record.deferred.deferring_helps)
     batch.defer_integers(changed)
     record.needs_another_trace |= batch.needs_another_trace
@@ -127,7 +125,7 @@ def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Shardin
     uncopied = (t for slot in slots for t in slot.tensors() if slot.param is not None or id(t) in found)
     record.uncopied = set(map(storage_id, uncopied))
     record.entry_paths = frozenset(recorder.places)
-    record.entry_slots = recorder.entry_slots()
+    record.entry_slots = recorder.walk.by_storage()
     record.entry_scalars = {**recorder.scalars, **recorder.objects}
     # Code must not see the tensor that replaces a learning rate during the step: before a replay it is a number.
     lent = {slot.path for storage in rates for slot in record.entry_slots.get(storage, ())}
@@ -146,8 +144,7 @@ def _run(
     )
     geometry = {index: place_of(leaf)[1:4] for index, leaf in feed.tensors()}
     generators, held = HostGenerators(), sharding.holds_gradients()
-    deferring = nullcontext() if record.deferred is None else record.deferred
-    with presenting_capture(), saving_states(mode.generators.save, mode.generators.put), mode, profile, deferring:
+    with presenting_capture(), saving_states(mode.generators.save, mode.generators.put), mode, profile, record.deferred:
         result = call_step(fn, fed.args, fed.kwargs)
         sharding.settle()
     mode.faults.check()
@@ -186,8 +183,8 @@ def _refuse_to_write(record: Trace, values: Iterable[Any]) -> None:
     """
     leaves = pytree.tree_leaves(list(values))
     numbers = [leaf for leaf in leaves if is_deferred(leaf)]
-    defers = record.deferred is not None and record.deferred.defers
-    if (defers and any(isinstance(leaf, Tensor) for leaf in leaves)) or not all(each.is_symbolic for each in numbers):
+    may_make = record.deferred.defers and any(isinstance(leaf, Tensor) for leaf in leaves)
+    if may_make or not all(each.is_symbolic for each in numbers):
         raise ReadSignal
     if numbers:
         raise ReadSignal(symbolic={path for number in numbers for path in form_of(number)[1]})

@@ -93,7 +93,7 @@ class SymbolicNumbers:
         deciding: the paths of numbers that are arguments of draws.
         refusal: the error if replays cannot do what the step does with a draw.
         unlike: the error if the captured step differs from the traced one. Code of the step may have caught it.
-        looking: code objects that have needed the value of a number as an index, by id.
+        indexing_code: code objects that have needed the value of a number as an index, by id.
         behind: the paths of properties with new values, since the step has changed the values they are computed from.
     """
 

@@ -294,10 +294,8 @@ class Check:
             and (path in paths or path.startswith(("result", *within)))
         ]
         dtypes = {float: torch.float64}
-        return {
-            path: torch.as_tensor(value, dtype=dtypes.get(type(value)), device="cpu")
-            for path, value in ((path, values.pop(path)) for path in found)
-        }
+        taken = {path: values.pop(path) for path in found}
+        return {path: torch.as_tensor(v, dtype=dtypes.get(type(v)), device="cpu") for path, v in taken.items()}
 
     def _overwritten(self, tensors: Mapping[str, list[Tensor]]) -> set[str]:
         """Return the paths of tensors in the program's output memory, which a replay overwrites."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.attributes import is_plain
 from graphplan.tensors.copying import bits, copy_all, flat, groups, unequal
 
 _BYTES = 2**22
@@ -31,7 +31,7 @@ class Checksums:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._forms = {path: (tensor.shape, tensor.dtype, tensor.device) for path, tensor in tensors.items()}
-        self._paths = sorted(path for path, tensor in tensors.items() if not _has_words(tensor))
+        self._paths = sorted(path for path, tensor in tensors.items() if not is_plain(tensor))
         self._copies = copy_all([tensors[path] for path in self._paths])
         self._sums = _sums([tensors[path] for path in sorted(self._forms.keys() - set(self._paths))])
 
@@ -40,11 +40,6 @@ class Checksums:
         if (self._forms, self._paths) != (other._forms, other._paths) or unequal(self._copies, other._copies):
             return True
         return not all(torch.equal(*map(Tensor.cpu, pair)) for pair in zip(self._sums, other._sums, strict=True))
-
-
-def _has_words(tensor: Tensor) -> bool:
-    is_plain = type(tensor) in PLAIN_KINDS and tensor.layout is torch.strided and not tensor.is_quantized
-    return is_plain and not (tensor.is_conj() or tensor.is_neg())
 
 
 @torch.no_grad()

@@ -55,11 +55,7 @@ def collect_values(
     for path, scalar in walk.scalars.items():
         if not scalar.is_stored_here or allowed(path):
             continue
-        value = scalar.get()
-        if type(value) in PLAIN:
-            values[path] = value
-        else:
-            values.update((name, part) for name, part in _parts(path, value) if not issubclass(type(part), Tensor))
+        values.update((name, part) for name, part in _parts(path, scalar.get()) if not issubclass(type(part), Tensor))
     flags = Flags(walk, fed).read().items()
     values.update((path, flag) for path, flag in flags if not (isinstance(flag, Tensor) or allowed(path)))
     values.update({Path.length(path): len(items) for path, items in walk.lists.items() if not allowed(path)})
