@@ -6,9 +6,9 @@ import dis
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from operator import or_
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphplan.environment.origin import is_library
 from graphplan.observe.bytecode import Instruction, loaded_path, loads_callee, plain_instructions
@@ -28,9 +28,8 @@ _ENDS = tuple(name for name in dis.opmap if name.startswith("RETURN"))
 _TELLING = _JUMPS | {dis.opmap.get(name) for name in (*_LOADS, *_STORES, *_SUBSCRIPTS, *_OTHERS, *_ENDS)}
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Names in one code object.
+class Names(NamedTuple):
+    """Names in one code object, or in several.
 
     Attributes:
         dynamic: whether it accesses attributes by computed names (``vars(self)``, ``getattr(self, x)``).
@@ -56,6 +55,9 @@ class Names:
     read: frozenset[str]
     iterated: frozenset[str]
 
+    def __or__(self, other: Names) -> Names:
+        return Names(*map(or_, self, other))
+
 
 _NAMES: dict[int, tuple[CodeType, Names]] = {}
 """By id: hashing a code object takes time in proportion to its length. The code is kept, so its id stays unique."""
@@ -70,6 +72,12 @@ def names_of(code: CodeType) -> Names:
             _NAMES.clear()
         known = _NAMES[id(code)] = code, _find_names(code)
     return known[1]
+
+
+def names_in(codes: Iterable[CodeType]) -> Names:
+    """Return the names of all ``codes`` together."""
+    dynamic, *groups = zip(Names(False, *[frozenset[Any]()] * 10), *map(names_of, codes), strict=True)
+    return Names(any(dynamic), *(frozenset[Any]().union(*group) for group in groups))
 
 
 class SpelledNames:
