@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterable, Sequence
+from dis import Instruction
 from functools import lru_cache
 from inspect import getattr_static
 from itertools import pairwise
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from graphplan.environment.origin import is_users_file
 from graphplan.feed.placeholders import is_stand_in
-from graphplan.observe.bytecode import Instruction, instructions_of, loaded_path, plain_instructions
+from graphplan.observe.bytecode import loaded_path, plain_instructions
 
 _RAISE = "RAISE_VARARGS"
 
@@ -81,7 +82,7 @@ def type_calls(code: CodeType) -> TypeCalls:
 def _end_of_call(code: CodeType, start: int) -> int:
     """Return the offset of the one-argument call of the callable loaded at ``start``; -1 if none, or after a jump."""
     depth = 0
-    for step in instructions_of(code):
+    for step in dis.get_instructions(code):
         if step.offset < start:
             continue
         if "JUMP" in step.opname:
@@ -112,7 +113,7 @@ def calls_type(code: CodeType) -> bool:
 @lru_cache(4096)
 def handles_errors(code: CodeType) -> bool:
     """Return True if ``code`` may catch an exception that it, or a function that it calls, has raised."""
-    names = [step.opname for step in instructions_of(code)]
+    names = [step.opname for step in dis.get_instructions(code)]
     handlers = (pair for pair in pairwise(names) if pair[0] == "PUSH_EXC_INFO" and pair[1] != "WITH_EXCEPT_START")
     return "SETUP_FINALLY" in names or "suppress" in code.co_names or any(handlers)
 
