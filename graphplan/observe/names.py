@@ -24,9 +24,6 @@ _WHOLE = ("vars", "attrgetter", "asdict", "astuple", "__dict__", "__getattribute
 _CALLS = ("CALL", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_KW", "CALL_FUNCTION_EX")
 _GROWTH = ("append", "extend")
 _SUMS = ("BINARY_OP", "INPLACE_ADD", "INPLACE_SUBTRACT")
-_OTHERS = ("LOAD_METHOD", "LOAD_ATTR", "STORE_ATTR", "IMPORT_FROM", "IMPORT_NAME", "MATCH_CLASS")
-_ENDS = tuple(name for name in dis.opmap if name.startswith("RETURN"))
-_TELLING = _JUMPS | {dis.opmap.get(name) for name in (*_LOADS, *_STORES, *_SUBSCRIPTS, *_OTHERS, *_ENDS)}
 
 
 class Names(NamedTuple):
@@ -118,9 +115,8 @@ class SpelledNames:
 
 def _find_names(code: CodeType) -> Names:
     steps = plain_instructions(code)
-    # Skip the many instructions that only load and store unnamed values.
-    telling = [(at, step) for at, step in enumerate(steps) if step.opcode in _TELLING]
-    counted, raised = _counted(steps, telling)
+    numbered = list(enumerate(steps))
+    counted, raised = _counted(steps)
     loads: Counter[str] = Counter()
     grown: Counter[str] = Counter()
     methods: set[str] = set()
@@ -128,9 +124,8 @@ def _find_names(code: CodeType) -> Names:
     variables: set[str] = set()
     reads: Counter[str] = Counter()
     certain: set[str] = set()
-    opnames = {step.opname for _, step in telling}
     joins = 0
-    for at, step in telling:
+    for at, step in numbered:
         opname, name = step.opname, step.argval
         if step.opcode in _JUMPS or opname.startswith("RETURN"):
             # Code before this place may be skipped.
@@ -156,19 +151,19 @@ def _find_names(code: CodeType) -> Names:
     assigned = {name for name, count in stores.items() if count > raised[name]}
     # getattr(self, "temperature")
     strings = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
-    asked = [_second_argument(steps[at + 1 :]) for at, step in telling if _loads(step, _BY_NAME)]
+    asked = [_second_argument(steps[at + 1 :]) for at, step in numbered if _loads(step, _BY_NAME)]
     spelt: set[str] = set()
     if not is_library(code.co_filename):
         spelt.update(filter(None, asked))
         attributes |= strings
     read = {name for name, count in reads.items() if count > counted[name]}
     # The two instructions before IMPORT_NAME load the level and the names to import.
-    imports = {(step.argval, int(steps[at - 2].argval or 0)) for at, step in telling if step.opname == "IMPORT_NAME"}
+    imports = {(step.argval, int(steps[at - 2].argval or 0)) for at, step in numbered if step.opname == "IMPORT_NAME"}
     # The named arguments of ``next``.
-    given = (loaded_path(steps[at + 1 :], (*_LOADS, "LOAD_FAST")) for at, step in telling if _loads(step, ("next",)))
+    given = (loaded_path(steps[at + 1 :], (*_LOADS, "LOAD_FAST")) for at, step in numbered if _loads(step, ("next",)))
     iterated = {name for path in given for name in path[-1:]}
     groups = (spelt, attributes, methods, set(stores), assigned, assigned & certain, variables, read, iterated)
-    is_dynamic = None in asked or "MATCH_CLASS" in opnames or _takes_all(code, steps)
+    is_dynamic = None in asked or any(step.opname == "MATCH_CLASS" for step in steps) or _takes_all(code, steps)
     return Names(is_dynamic, frozenset(imports), *map(frozenset, groups))
 
 
@@ -195,11 +190,11 @@ def _second_argument(steps: list[Instruction]) -> str | None:
     return found if isinstance(found, str) and found.isidentifier() else None
 
 
-def _counted(steps: list[Instruction], telling: list[tuple[int, Instruction]]) -> tuple[Counter[str], Counter[str]]:
+def _counted(steps: list[Instruction]) -> tuple[Counter[str], Counter[str]]:
     """Count how often ``+=`` changes each variable (``n``) or item of an attribute (``.n``); and each attribute."""
     counted: Counter[str] = Counter()
     raised: Counter[str] = Counter()
-    for index, step in telling:
+    for index, step in enumerate(steps):
         opname, name, before = step.opname, step.argval, steps[max(index - 1, 0)]
         if opname == "LOAD_ATTR" and before.opname in _DUPLICATES:
             # self.n += 1 loads and stores through one duplicated reference.
