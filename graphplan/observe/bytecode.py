@@ -29,6 +29,20 @@ def loads_callee(step: Instruction) -> bool:
     return is_marked and bool((step.arg or 0) & 1)
 
 
+def end_of_call(code: CodeType, start: int) -> Instruction | None:
+    """Return the instruction that calls the callable loaded at ``start``; None if there is none, or after a jump."""
+    depth = 0
+    for step in dis.get_instructions(code):
+        if step.offset < start:
+            continue
+        if "JUMP" in step.opname:
+            break
+        depth += dis.stack_effect(step.opcode, step.arg)
+        if step.offset > start and depth <= 1:
+            return step if depth == 1 and step.opname.startswith("CALL") else None
+    return None
+
+
 def _plain_variables(step: Instruction) -> list[Instruction]:
     """Split an instruction on local variables into plain ``LOAD_FAST`` and ``STORE_FAST`` instructions."""
     if type(step.argval) is tuple:

@@ -12,7 +12,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from graphplan.environment.origin import is_library
-from graphplan.observe.bytecode import loaded_path, loads_callee, plain_instructions
+from graphplan.observe.bytecode import end_of_call, loaded_path, loads_callee, plain_instructions
 
 _DUPLICATES = ("COPY", "DUP_TOP")
 _SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_OP")
@@ -21,7 +21,6 @@ _STORES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _BY_NAME = ("getattr", "hasattr")
 _WHOLE = ("vars", "attrgetter", "asdict", "astuple", "__dict__", "__getattribute__")
-_CALLS = ("CALL", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_KW", "CALL_FUNCTION_EX")
 _GROWTH = ("append", "extend")
 _SUMS = ("BINARY_OP", "INPLACE_ADD", "INPLACE_SUBTRACT")
 
@@ -151,7 +150,7 @@ def _find_names(code: CodeType) -> Names:
     assigned = {name for name, count in stores.items() if count > raised[name]}
     # getattr(self, "temperature")
     strings = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
-    asked = [_second_argument(steps[at + 1 :]) for at, step in numbered if _loads(step, _BY_NAME)]
+    asked = [_second_argument(code, steps, at) for at, step in numbered if _loads(step, _BY_NAME)]
     spelt: set[str] = set()
     if not is_library(code.co_filename):
         spelt.update(filter(None, asked))
@@ -180,13 +179,16 @@ def _takes_all(code: CodeType, steps: list[Instruction]) -> bool:
     return is_spelt and any(step.opname.startswith("LOAD") and step.argval in _WHOLE for step in steps)
 
 
-def _second_argument(steps: list[Instruction]) -> str | None:
-    """Return the literal second argument of a call with two or three simple arguments; else None."""
-    end = next((index for index, step in enumerate(steps) if step.opname in _CALLS), None)
-    if end is None:
+def _second_argument(code: CodeType, steps: list[Instruction], at: int) -> str | None:
+    """Return the literal second argument of the call of what is loaded at ``at``; None for any other, and if there is a
+    third argument that is no constant or variable.
+    """
+    call = end_of_call(code, steps[at].offset)
+    if call is None or call.arg not in (2, 3):
         return None
-    last = steps[end - (steps[end].arg or 0) + 1 : end][:1]
-    found = last[0].argval if last and last[0].opname == "LOAD_CONST" else None
+    given = [step for step in steps[at + 1 :] if step.offset < call.offset]
+    is_last_simple = given[-1].opname in ("LOAD_CONST", "LOAD_FAST", *_LOADS)
+    found = given[1 - call.arg].argval if is_last_simple and given[1 - call.arg].opname == "LOAD_CONST" else None
     return found if isinstance(found, str) and found.isidentifier() else None
 
 

@@ -103,6 +103,10 @@ class Named(Record):
     which = "scale"
 
 
+def _first(thing: Any, label: str) -> Any:
+    return thing
+
+
 class Asking(nn.Module):
     """Asks for an attribute of its own."""
 
@@ -317,6 +321,7 @@ CASES: dict[str, Case] = {
     ),
     "all fields at once": (Record, _matched, _set("scale")),
     "a computed name": (Named, lambda thing: getattr(thing, thing.which), _set("scale")),
+    "a computed name after a call": (Named, lambda thing: getattr(_first(thing, "which"), thing.which), _set("scale")),
     "a computed name in a namespace": (
         lambda: types.SimpleNamespace(which="scale", scale=0.5),
         lambda thing: getattr(thing, thing.which),
