@@ -20,7 +20,7 @@ _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FRO
 _STORES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _BY_NAME = ("getattr", "hasattr")
-_WHOLE = ("vars", "attrgetter", "asdict", "astuple", "__dict__", "__getattribute__")
+_WHOLE = ("vars", "attrgetter", "asdict", "astuple", "getmembers", "getattr_static", "__dict__", "__getattribute__")
 _GROWTH = ("append", "extend")
 _SUMS = ("BINARY_OP", "INPLACE_ADD", "INPLACE_SUBTRACT")
 
