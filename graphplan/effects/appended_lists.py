@@ -94,7 +94,7 @@ class _Name:
 def _only_to_append(pair: TracePair) -> Iterator[str]:
     """Yield the paths of lists that code has names for and, as far as these tell, only appends to."""
     variables = cache(lambda: _variables(pair))
-    reads = [trace.reads for trace in pair.both if not trace.reads.dynamic]
+    reads = [trace.reads for trace in pair.both if not trace.reads.by_users.dynamic]
     for path, items in pair.walk.lists.items():
         length = pair.walk.objects.get(Path.length(path))
         if length is not None and any(read.covers(length) for read in reads):
@@ -112,8 +112,7 @@ def _variables(pair: TracePair) -> dict[int, bool]:
     """Return for lists and dictionaries, by identity, whether a single variable is the only reference that leads to
     them: code may use any name for a list that is in defaults, tuples, partials or caches.
     """
-    codes = (code for trace in pair.both for code, _ in trace.reads.codes)
-    if any(trace.reads.dynamic for trace in pair.both) or not all(_BY_TEXT.isdisjoint(code.co_names) for code in codes):
+    if pair.either.by_users.dynamic or not all(_BY_TEXT.isdisjoint(code.co_names) for code, _ in pair.either.codes):
         return {}
     found: dict[int, bool] = {}
     for container, key, value in pair.walk.links:
@@ -152,8 +151,8 @@ class AppendedLists:
         """The path of each list that was appended to, by the path of its length."""
         paths = dict.fromkeys([*appended, *_only_to_append(pair)])
         self._lists = {path: walk.lists[path] for path in paths if path in walk.lists}
-        self._codes = dict.fromkeys(code for trace in pair.both for code in trace.reads.codes) if paths else {}
-        self._dynamic = any(trace.reads.dynamic for trace in pair.both)
+        self._codes = dict.fromkeys(pair.either.codes) if paths else {}
+        self._dynamic = pair.either.by_users.dynamic
         self._holders: dict[int, list[tuple[Any, Any]]] = {}
         self._owners: dict[int, Any] = {}
         if paths:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from threading import get_ident, local
 from typing import Any
@@ -43,6 +44,7 @@ _OF_NUMBERS = (
 _OF_LIST = "torch.tensor, as_tensor, new_tensor or a similar call with a list of tensors (torch.stack does not)"
 
 
+@dataclass(eq=False)
 class Conversions:
     """A context manager that calls these functions for reads in the thread that entered it. If several are nested, the
     innermost one with the function is used. ``on_read(what, tensor)`` is called for each unseen read, with None if the
@@ -51,18 +53,13 @@ class Conversions:
     that it is computed from, ``on_int`` of ``int(tensor)``. Where the type allows None, that means torch's result.
     """
 
-    def __init__(
-        self,
-        on_read: Callable[[str, Tensor | None], None] | None = None,
-        on_item: Callable[[Tensor], Any] | None = None,
-        on_copy: Callable[[Tensor], Tensor | None] | None = None,
-        on_list: Callable[[Sequence[Tensor]], Tensor | None] | None = None,
-        on_bool: Callable[[Tensor], bool] | None = None,
-        on_int: Callable[[Tensor], Any] | None = None,
-    ) -> None:
-        self._on_read, self._on_item, self._on_copy, self._on_list = on_read, on_item, on_copy, on_list
-        self._on_truth, self._on_whole = on_bool, on_int
-        self._thread = 0
+    on_read: Callable[[str, Tensor | None], None] | None = None
+    on_item: Callable[[Tensor], Any] | None = None
+    on_copy: Callable[[Tensor], Tensor | None] | None = None
+    on_list: Callable[[Sequence[Tensor]], Tensor | None] | None = None
+    on_bool: Callable[[Tensor], bool] | None = None
+    on_int: Callable[[Tensor], Any] | None = None
+    _thread = 0
 
     def __enter__(self) -> Conversions:
         self._thread = get_ident()
@@ -81,27 +78,27 @@ class Conversions:
     @classmethod
     def report_read(cls, what: str, tensor: Tensor | None = None) -> None:
         """Report a read to the watcher of this thread."""
-        on_read = cls._innermost("_on_read")
+        on_read = cls._innermost("on_read")
         if on_read is not None:
             on_read(what, tensor)
 
     @classmethod
     def copy_of(cls, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
         """Return this thread's deferred copy for ``tensor.to(*args, **kwargs)``; None if torch is to copy it."""
-        on_copy = cls._innermost("_on_copy")
+        on_copy = cls._innermost("on_copy")
         return on_copy(tensor) if on_copy is not None and _is_to_host(tensor, args, kwargs) else None
 
     @classmethod
     def truth_of(cls, tensor: Tensor) -> bool | None:
         """Return this thread's answer to ``bool(tensor)`` of a number; None if torch is to answer."""
         is_number = type(tensor) in PLAIN_KINDS and tensor.numel() == 1 and tensor.dtype is not torch.bool
-        on_bool = cls._innermost("_on_truth") if is_number else None
+        on_bool = cls._innermost("on_bool") if is_number else None
         return None if on_bool is None else on_bool(tensor.detach() != 0)
 
     @classmethod
     def equality_of(cls, first: Any, second: Any) -> bool | None:
         """Return this thread's answer to ``torch.equal(first, second)``; None if torch is to answer."""
-        on_bool = cls._innermost("_on_truth")
+        on_bool = cls._innermost("on_bool")
         if on_bool is None or not all(type(each) in PLAIN_KINDS for each in (first, second)):
             return None
         facts = [(each.shape, each.dtype, each.device, each.layout) for each in (first, second)]
@@ -114,7 +111,7 @@ class Conversions:
     def stack_of(cls, numbers: Sequence[Any]) -> Tensor | None:
         """Return this thread's tensor for ``torch.tensor(numbers)``; None if torch is to read the values."""
         are_scalars = bool(numbers) and all(type(each) is Tensor and not each.dim() for each in numbers)
-        on_list = cls._innermost("_on_list") if are_scalars else None
+        on_list = cls._innermost("on_list") if are_scalars else None
         return None if on_list is None else on_list(numbers)
 
 
@@ -175,7 +172,7 @@ def _comparing(home: Any) -> Callable[..., bool]:
 
 @wraps(torch._C.TensorBase.item)
 def _item(self: Tensor) -> Any:
-    return (Conversions._innermost("_on_item") or torch._C.TensorBase.item)(self)
+    return (Conversions._innermost("on_item") or torch._C.TensorBase.item)(self)
 
 
 @wraps(torch._C.TensorBase.__setitem__)
@@ -272,9 +269,9 @@ def _converted(kind: type, value: Any) -> Any:
     if type(value) not in PLAIN_KINDS or value.numel() != 1 or value.is_complex():
         return None
     if kind is int:
-        on_int = None if value.is_floating_point() else Conversions._innermost("_on_whole")
+        on_int = None if value.is_floating_point() else Conversions._innermost("on_int")
         return None if on_int is None else on_int(value)
-    on_item = Conversions._innermost("_on_item")
+    on_item = Conversions._innermost("on_item")
     number = None if on_item is None else on_item(value)
     return _converted(kind, number) if is_deferred(number) else number
 

@@ -21,7 +21,7 @@ from weakref import ProxyTypes
 from torch import nn
 
 from graphplan.environment.origin import is_users, is_users_file, is_users_module
-from graphplan.observe.names import Names, names_of
+from graphplan.observe.names import Names, names_in, names_of
 from graphplan.observe.source import Source, find_source
 from graphplan.owners.kinds import SCALARS, is_user_object
 from graphplan.owners.slots import Namespace
@@ -67,11 +67,6 @@ class ExecutedCode:
     def codes(self) -> Collection[CodeType]:
         """The code that ran."""
         return self._globals.keys()
-
-    @property
-    def iterated(self) -> set[str]:
-        """The names of the iterators that the code passes to ``next``."""
-        return {name for code in self._globals for name in names_of(code).iterated}
 
     def note_compiled(self, context: Any, function: Any) -> None:
         """Note a call of ``function``, if ``context`` compiles it; other contexts leave it uncompiled."""
@@ -129,13 +124,12 @@ class ExecutedCode:
         new = [names.add(label, space, key) for label, space, key in self._places(fn, names, has_met)]
         # They lead to the owners, which this object must not keep alive.
         self._hooks = tuple
-        asked = frozenset[str]().union(*(names_of(code).asked for code in self._globals))
-        new.append(not names.asked.issuperset(asked))
-        names.asked |= asked
-        for code in self._globals:
-            names.attributes |= names_of(code).attributes
-            names.computes |= names_of(code).dynamic
-        names.iterated |= self.iterated
+        found = names_in(self._globals)
+        new.append(not names.asked.issuperset(found.asked))
+        names.asked |= found.asked
+        names.attributes |= found.attributes
+        names.computes |= found.dynamic
+        names.iterated |= found.iterated
         names.mentioned |= self.mentioned
         names.beyond_libraries |= self.beyond_libraries
         return any(new)
@@ -204,9 +198,9 @@ class ExecutedCode:
 
     def _members(self, has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
         """Yield the methods of the user's classes that ran, and the values of these classes that the code names."""
-        found = [names_of(code) for code in self._globals]
-        used = frozenset[str]().union(*(names.attributes | names.stored for names in found))
-        called = used.union(*(names.methods for names in found))
+        found = names_in(self._globals)
+        used = found.attributes | found.stored
+        called = used | found.methods
         for kind in self._kinds(has_met):
             methods, values = _SPACES.setdefault(kind, vars(kind)), Members(kind)
             for name, member in list(methods.items()):

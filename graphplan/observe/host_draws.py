@@ -126,74 +126,48 @@ def _drawing(generator: str, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _find_functions() -> Iterator[tuple[Any, str, Any]]:
-    found = _all_holders()
-    _search([each for each in found if not each.are_all and _EXHAUSTED.get(each.key) != each.search])
-    for each in found:
-        drawing = _drawing(each.generator, each.function)
-        yield from ((module, each.name, drawing) for module in each.modules)
+    functions = list(_functions())
+    if _other_references(functions) != _searched:
+        _search(functions)
+    for generator, name, function in functions:
+        drawing = _drawing(generator, function)
+        yield from ((module, name, drawing) for module in _holders(name, function))
 
 
-def _all_holders() -> list[_Holders]:
+def _functions() -> Iterator[tuple[str, str, Any]]:
+    """Yield generator, name and function of each draw. Note the modules that define them."""
     # NumPy's legacy functions are in both modules.
     numpy = [sys.modules[name] for name in ("numpy.random", "numpy.random.mtrand") if name in sys.modules]
-    found = []
     for generator, homes, names in ((PYTHONS, [random], _OF_PYTHON), (NUMPYS, numpy, _OF_NUMPY)):
+        _HOLDERS.update(dict.fromkeys(homes))
         for name in names if homes else ():
             function = vars(homes[0]).get(name)
             # A function that is no bound method may be the user's replacement.
             if callable(function) and getattr(function, "__self__", None) is not None:
-                found.append(_Holders(generator, name, function, homes))
-    return found
+                yield generator, name, function
 
 
-class _Holders:
-    """The modules that hold a ``function`` under its ``name``, since code may have imported it: its ``homes``, and the
-    modules where it was found before.
-    """
-
-    def __init__(self, generator: str, name: str, function: Any, homes: Sequence[ModuleType]) -> None:
-        self.generator, self.name, self.function = generator, name, function
-        self.key = homes[0].__name__, name
-        known = (reference() for reference in _IMPORTED.get(self.key, ()))
-        likely = (*homes, *(module for module in known if module is not None))
-        self.modules = dict.fromkeys(module for module in likely if vars(module).get(name) is function)
-
-    @property
-    def are_all(self) -> bool:
-        """Whether nothing else refers to the function, apart from this object and the call of ``getrefcount``."""
-        alone = _Alone()
-        return getrefcount(self.function) - getrefcount(alone.function) <= len(self.modules)
-
-    @property
-    def search(self) -> tuple[int, int]:
-        """The state on which the result of a search in all modules depends."""
-        return len(sys.modules), id(self.function)
+def _holders(name: str, function: Any) -> list[ModuleType]:
+    return [module for module in _HOLDERS if vars(module).get(name) is function]
 
 
-class _Alone:
-    def __init__(self) -> None:
-        self.function = object()
+def _other_references(functions: Sequence[tuple[str, str, Any]]) -> list[int]:
+    """Return for each function the number of references to it that are in none of the known modules."""
+    return [getrefcount(function) - len(_holders(name, function)) for _, name, function in functions]
 
 
-def _search(wanted: Sequence[_Holders]) -> None:
-    """Find more modules that hold the ``wanted`` functions, until all references to these are found."""
-    left = list(wanted)
-    for module in list(sys.modules.values()) if left else ():
+def _search(functions: Sequence[tuple[str, str, Any]]) -> None:
+    """Find all modules that hold one of the ``functions`` under its name, since code may have imported it."""
+    names, wanted = {name for _, name, _ in functions}, {(name, id(function)) for _, name, function in functions}
+    for module in list(sys.modules.values()):
         space = vars(module) if type(module) is ModuleType else {}
-        for each in [each for each in left if space.get(each.name) is each.function]:
-            each.modules[module] = None
-            if each.are_all:
-                left.remove(each)
-        if not left:
-            break
-    for each in wanted:
-        _IMPORTED[each.key] = [weakref.ref(module) for module in each.modules]
-    # The other references to these functions are not in modules.
-    _EXHAUSTED.update((each.key, each.search) for each in left)
+        if any((name, id(space[name])) in wanted for name in names & space.keys()):
+            _HOLDERS[module] = None
+    _searched[:] = _other_references(functions)
 
 
-_IMPORTED: dict[tuple[str, str], list[weakref.ref[ModuleType]]] = {}
-"""Modules where the functions were found, by home and name: a search in all modules takes 10 ms on an H200 host."""
-_EXHAUSTED: dict[tuple[str, str], tuple[int, int]] = {}
-"""Searches that have gone through all modules."""
+_HOLDERS: weakref.WeakKeyDictionary[ModuleType, None] = weakref.WeakKeyDictionary()
+"""Modules that held such functions."""
+_searched: list[int] = []
+"""The other references after the last search in all modules, which takes 10 ms on an H200 host."""
 _FUNCTIONS = Replacements(_find_functions)

@@ -6,12 +6,13 @@ import dis
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dis import Instruction
+from operator import or_
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphplan.environment.origin import is_library
-from graphplan.observe.bytecode import Instruction, loaded_path, loads_callee, plain_instructions
+from graphplan.observe.bytecode import end_of_call, loaded_path, loads_callee, plain_instructions
 
 _DUPLICATES = ("COPY", "DUP_TOP")
 _SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_OP")
@@ -19,18 +20,13 @@ _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FRO
 _STORES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _BY_NAME = ("getattr", "hasattr")
-_WHOLE = ("vars", "attrgetter", "asdict", "astuple", "__dict__", "__getattribute__")
-_CALLS = ("CALL", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_KW", "CALL_FUNCTION_EX")
+_WHOLE = ("vars", "attrgetter", "asdict", "astuple", "getmembers", "getattr_static", "__dict__", "__getattribute__")
 _GROWTH = ("append", "extend")
 _SUMS = ("BINARY_OP", "INPLACE_ADD", "INPLACE_SUBTRACT")
-_OTHERS = ("LOAD_METHOD", "LOAD_ATTR", "STORE_ATTR", "IMPORT_FROM", "IMPORT_NAME", "MATCH_CLASS")
-_ENDS = tuple(name for name in dis.opmap if name.startswith("RETURN"))
-_TELLING = _JUMPS | {dis.opmap.get(name) for name in (*_LOADS, *_STORES, *_SUBSCRIPTS, *_OTHERS, *_ENDS)}
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Names in one code object.
+class Names(NamedTuple):
+    """Names in one code object, or in several.
 
     Attributes:
         dynamic: whether it accesses attributes by computed names (``vars(self)``, ``getattr(self, x)``).
@@ -56,6 +52,9 @@ class Names:
     read: frozenset[str]
     iterated: frozenset[str]
 
+    def __or__(self, other: Names) -> Names:
+        return Names(*map(or_, self, other))
+
 
 _NAMES: dict[int, tuple[CodeType, Names]] = {}
 """By id: hashing a code object takes time in proportion to its length. The code is kept, so its id stays unique."""
@@ -70,6 +69,12 @@ def names_of(code: CodeType) -> Names:
             _NAMES.clear()
         known = _NAMES[id(code)] = code, _find_names(code)
     return known[1]
+
+
+def names_in(codes: Iterable[CodeType]) -> Names:
+    """Return the names of all ``codes`` together."""
+    dynamic, *groups = zip(Names(False, *[frozenset[Any]()] * 10), *map(names_of, codes), strict=True)
+    return Names(any(dynamic), *(frozenset[Any]().union(*group) for group in groups))
 
 
 class SpelledNames:
@@ -109,9 +114,8 @@ class SpelledNames:
 
 def _find_names(code: CodeType) -> Names:
     steps = plain_instructions(code)
-    # Skip the many instructions that only load and store unnamed values.
-    telling = [(at, step) for at, step in enumerate(steps) if step.opcode in _TELLING]
-    counted, raised = _counted(steps, telling)
+    numbered = list(enumerate(steps))
+    counted, raised = _counted(steps)
     loads: Counter[str] = Counter()
     grown: Counter[str] = Counter()
     methods: set[str] = set()
@@ -119,9 +123,8 @@ def _find_names(code: CodeType) -> Names:
     variables: set[str] = set()
     reads: Counter[str] = Counter()
     certain: set[str] = set()
-    opnames = {step.opname for _, step in telling}
     joins = 0
-    for at, step in telling:
+    for at, step in numbered:
         opname, name = step.opname, step.argval
         if step.opcode in _JUMPS or opname.startswith("RETURN"):
             # Code before this place may be skipped.
@@ -147,19 +150,19 @@ def _find_names(code: CodeType) -> Names:
     assigned = {name for name, count in stores.items() if count > raised[name]}
     # getattr(self, "temperature")
     strings = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
-    asked = [_second_argument(steps[at + 1 :]) for at, step in telling if _loads(step, _BY_NAME)]
+    asked = [_second_argument(code, steps, at) for at, step in numbered if _loads(step, _BY_NAME)]
     spelt: set[str] = set()
     if not is_library(code.co_filename):
         spelt.update(filter(None, asked))
         attributes |= strings
     read = {name for name, count in reads.items() if count > counted[name]}
     # The two instructions before IMPORT_NAME load the level and the names to import.
-    imports = {(step.argval, int(steps[at - 2].argval or 0)) for at, step in telling if step.opname == "IMPORT_NAME"}
+    imports = {(step.argval, int(steps[at - 2].argval or 0)) for at, step in numbered if step.opname == "IMPORT_NAME"}
     # The named arguments of ``next``.
-    given = (loaded_path(steps[at + 1 :], (*_LOADS, "LOAD_FAST")) for at, step in telling if _loads(step, ("next",)))
+    given = (loaded_path(steps[at + 1 :], (*_LOADS, "LOAD_FAST")) for at, step in numbered if _loads(step, ("next",)))
     iterated = {name for path in given for name in path[-1:]}
     groups = (spelt, attributes, methods, set(stores), assigned, assigned & certain, variables, read, iterated)
-    is_dynamic = None in asked or "MATCH_CLASS" in opnames or _takes_all(code, steps)
+    is_dynamic = None in asked or any(step.opname == "MATCH_CLASS" for step in steps) or _takes_all(code, steps)
     return Names(is_dynamic, frozenset(imports), *map(frozenset, groups))
 
 
@@ -176,21 +179,24 @@ def _takes_all(code: CodeType, steps: list[Instruction]) -> bool:
     return is_spelt and any(step.opname.startswith("LOAD") and step.argval in _WHOLE for step in steps)
 
 
-def _second_argument(steps: list[Instruction]) -> str | None:
-    """Return the literal second argument of a call with two or three simple arguments; else None."""
-    end = next((index for index, step in enumerate(steps) if step.opname in _CALLS), None)
-    if end is None:
+def _second_argument(code: CodeType, steps: list[Instruction], at: int) -> str | None:
+    """Return the literal second argument of the call of what is loaded at ``at``; None for any other, and if there is a
+    third argument that is no constant or variable.
+    """
+    call = end_of_call(code, steps[at].offset)
+    if call is None or call.arg not in (2, 3):
         return None
-    last = steps[end - (steps[end].arg or 0) + 1 : end][:1]
-    found = last[0].argval if last and last[0].opname == "LOAD_CONST" else None
+    given = [step for step in steps[at + 1 :] if step.offset < call.offset]
+    is_last_simple = given[-1].opname in ("LOAD_CONST", "LOAD_FAST", *_LOADS)
+    found = given[1 - call.arg].argval if is_last_simple and given[1 - call.arg].opname == "LOAD_CONST" else None
     return found if isinstance(found, str) and found.isidentifier() else None
 
 
-def _counted(steps: list[Instruction], telling: list[tuple[int, Instruction]]) -> tuple[Counter[str], Counter[str]]:
+def _counted(steps: list[Instruction]) -> tuple[Counter[str], Counter[str]]:
     """Count how often ``+=`` changes each variable (``n``) or item of an attribute (``.n``); and each attribute."""
     counted: Counter[str] = Counter()
     raised: Counter[str] = Counter()
-    for index, step in telling:
+    for index, step in enumerate(steps):
         opname, name, before = step.opname, step.argval, steps[max(index - 1, 0)]
         if opname == "LOAD_ATTR" and before.opname in _DUPLICATES:
             # self.n += 1 loads and stores through one duplicated reference.

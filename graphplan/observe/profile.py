@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from inspect import getattr_static, isfunction
 from types import CodeType, FrameType
 from typing import Any
@@ -29,7 +30,7 @@ from graphplan.errors import Faults
 from graphplan.observe.conversions import READERS, Conversions
 from graphplan.observe.executed_code import ExecutedCode, function_of
 from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_of_saving, name_of_start, name_of_write
-from graphplan.observe.names import Names, SpelledNames, names_of
+from graphplan.observe.names import Names, SpelledNames, names_in, names_of
 from graphplan.observe.number_calls import note_code
 from graphplan.observe.source import find_source
 from graphplan.observe.subscripts import used_otherwise_by
@@ -54,47 +55,47 @@ and modules; the module of ``_call_impl`` is known by then; tensors hold no guar
 """
 
 
-@dataclass(slots=True)
+@dataclass
 class Reads:
     """Names that code may have read.
 
     Attributes:
-        anywhere: attributes that the user's code loads, of any object.
+        ran: code that ran, by its id and that of the object whose method it is, or 0.
+        by_users: names in the user's code.
         by_packages: attributes that code of installed packages other than torch and Lightning loads.
-        called: attributes that the user's code calls.
-        methods_on: code of the methods that ran, by the id of their object.
-        variables: globals and closure variables.
-        assigned: attributes that are assigned other than by ``+=``.
         stored: attributes of modules that were assigned, each with the module's id.
-        codes: code of the user and of installed packages, each with the id of the object whose method it is, or 0.
-        dynamic: whether the user's code accesses attributes by computed names.
         ask_classes: whether the user's code may have called ``type`` on a stand-in, for any use of the result.
         compared: classes that the user's code compared with the type of a value, which may have been a stand-in.
     """
 
-    anywhere: set[str] = field(default_factory=set)
+    ran: dict[tuple[int, int], CodeType] = field(default_factory=dict)
+    by_users: Names = field(default_factory=lambda: names_in(()))
     by_packages: SpelledNames = field(default_factory=lambda: SpelledNames("attributes"))
-    called: set[str] = field(default_factory=set)
-    methods_on: dict[int, list[CodeType]] = field(default_factory=dict)
-    variables: set[str] = field(default_factory=set)
-    assigned: SpelledNames = field(default_factory=lambda: SpelledNames("assigned"))
     stored: set[tuple[int, str]] = field(default_factory=set)
-    codes: list[tuple[CodeType, int]] = field(default_factory=list)
-    dynamic: bool = False
     ask_classes: bool = False
     compared: set[type] = field(default_factory=set)
 
     def __or__(self, other: Reads) -> Reads:
         """Return the names that code may have read in either of two steps."""
-        joined: dict[str, Any] = {}
-        for name in (each.name for each in fields(self)):
-            one, two = getattr(self, name), getattr(other, name)
-            joined[name] = one + two if isinstance(one, list) else one | two
-        for owner, codes in self.methods_on.items():
-            known = set(map(id, codes))
-            more = [code for code in other.methods_on.get(owner, ()) if id(code) not in known]
-            joined["methods_on"][owner] = codes + more
-        return Reads(**joined)
+        return Reads(*(getattr(self, each.name) | getattr(other, each.name) for each in fields(self)))
+
+    @cached_property
+    def codes(self) -> list[tuple[CodeType, int]]:
+        """The code of the user and of installed packages, each with the id of the object whose method it is, or 0."""
+        return [(code, owner) for (_, owner), code in self.ran.items() if not is_library(code.co_filename)]
+
+    @cached_property
+    def assigned(self) -> SpelledNames:
+        """Attributes that this code assigns other than by ``+=``."""
+        return SpelledNames("assigned", (code for code, _ in self.codes))
+
+    @cached_property
+    def methods_on(self) -> dict[int, list[CodeType]]:
+        """The code of the methods that ran, by the id of their object."""
+        found: dict[int, list[CodeType]] = {}
+        for (_, owner), code in self.ran.items():
+            found.setdefault(owner, []).append(code)
+        return found
 
     def detects(self, kinds: tuple[type, ...]) -> bool:
         """Return True if code may have told a stand-in from a real value of one of ``kinds``."""
@@ -103,11 +104,11 @@ class Reads:
     def may_cover(self, scalar: Scalar) -> bool:
         """Return True if user code may have read ``scalar`` by a computed attribute name."""
         is_value = scalar.via is None and not isinstance(scalar, Presence)
-        return self.dynamic and is_value and any(holds_values(owner) for owner, _ in scalar.ways())
+        return self.by_users.dynamic and is_value and any(holds_values(owner) for owner, _ in scalar.ways())
 
     def reads_mark(self, name: str) -> bool:
         """Return True if code may have read the attribute ``name`` of a fed tensor."""
-        return self.dynamic or name in self.anywhere or name in self.called
+        return self.by_users.dynamic or name in self.by_users.attributes or name in self.by_users.methods
 
     def misused(self, names: Collection[str]) -> set[str]:
         """Return the ``names`` that code uses for anything other than reads by an index and ``len``."""
@@ -121,18 +122,18 @@ class Reads:
         if isinstance(scalar, Presence):
             # An existing attribute is compared by its value. Of the many modules, most are never asked for others.
             name, is_module = scalar.attribute, isinstance(scalar.owner, Module)
-            is_asked = not is_module or name in self.called or self._is_read_within(scalar.owner, name)
+            is_asked = not is_module or name in self.by_users.methods or self._is_read_within(scalar.owner, name)
             return is_asked and not scalar.get()
         if isinstance(scalar.owner, Namespace) or scalar.name is not None or self._is_listed(scalar):
             return True
-        if scalar.via is not None and scalar.via not in self.anywhere:
+        if scalar.via is not None and scalar.via not in self.by_users.attributes:
             return False
         return any(self._covers(scalar, *way) for way in scalar.ways())
 
     def _covers(self, scalar: Scalar, owner: Any, attribute: str) -> bool:
-        if attribute in self.anywhere or self._is_read_within(owner, attribute):
+        if attribute in self.by_users.attributes or self._is_read_within(owner, attribute):
             return True
-        if attribute not in self.called:
+        if attribute not in self.by_users.methods:
             return False
         # The value is called, or is part of a callable: keywords of a partial, the cache of a function.
         return callable(scalar.get()) or callable(getattr_static(owner, attribute, None))
@@ -180,18 +181,18 @@ class Reads:
         """Return True if code reads the attribute or variable that leads to ``scalar`` other than for ``+=``."""
         if (scalar.name is not None and self._uses_name(scalar.name)) or self._is_listed(scalar):
             return True
-        if scalar.via is not None and scalar.via not in self.anywhere:
+        if scalar.via is not None and scalar.via not in self.by_users.attributes:
             return False
         return any(self._uses(*way) for way in scalar.ways())
 
     def _uses(self, owner: Any, attribute: str) -> bool:
         if isinstance(owner, Namespace):
             return self._uses_name(attribute)
-        return attribute.removeprefix(".") in self.anywhere or self._is_read_within(owner, attribute)
+        return attribute.removeprefix(".") in self.by_users.attributes or self._is_read_within(owner, attribute)
 
     def _uses_name(self, name: str) -> bool:
         # A leading dot marks a value of a module or class, which code uses as an attribute.
-        return name.removeprefix(".") in (self.anywhere if name.startswith(".") else self.variables)
+        return name.removeprefix(".") in (self.by_users.attributes if name.startswith(".") else self.by_users.read)
 
 
 class Profile:
@@ -371,21 +372,10 @@ class Profile:
         """Return the names that the code that ran may have read."""
         # The step raised no error: a call of `type` for an error's text has run only if code catches errors.
         may_ask = self._ask_classes or (self._ask_in_errors and self._handle_errors)
-        found = Reads(stored=self._stored, ask_classes=may_ask, compared=self._compared)
-        for (_, owner), code in self._codes.items():
-            if owner:
-                found.methods_on.setdefault(owner, []).append(code)
-            if not is_library(code.co_filename):
-                found.codes.append((code, owner))
-        codes = [code for code, _ in found.codes]
-        found.assigned = SpelledNames("assigned", codes)
-        found.by_packages = SpelledNames("attributes", (code for code in codes if id(code) not in self._users))
-        for names in map(names_of, self.executed.codes):
-            found.anywhere.update(names.attributes)
-            found.called.update(names.methods)
-            found.variables.update(names.read)
-            found.dynamic |= names.dynamic
-        return found
+        ran = ((number, code) for (number, _), code in self._codes.items() if not is_library(code.co_filename))
+        by_packages = SpelledNames("attributes", (code for number, code in ran if number not in self._users))
+        by_users = names_in(self.executed.codes)
+        return Reads(self._codes, by_users, by_packages, self._stored, may_ask, self._compared)
 
 
 def _owner_name(frame: FrameType, code: CodeType) -> str | None:

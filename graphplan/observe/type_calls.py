@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterable, Sequence
+from dis import Instruction
 from functools import lru_cache
 from inspect import getattr_static
 from itertools import pairwise
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from graphplan.environment.origin import is_users_file
 from graphplan.feed.placeholders import is_stand_in
-from graphplan.observe.bytecode import Instruction, instructions_of, loaded_path, plain_instructions
+from graphplan.observe.bytecode import end_of_call, loaded_path, plain_instructions
 
 _RAISE = "RAISE_VARARGS"
 
@@ -65,7 +66,8 @@ def type_calls(code: CodeType) -> TypeCalls:
     for at, step in enumerate(steps):
         if step.opname != "LOAD_GLOBAL" or step.argval != "type":
             continue
-        end = _end_of_call(code, step.offset)
+        call = end_of_call(code, step.offset)
+        end = call.offset if call is not None and call.arg == 1 else -1
         given = [inner for inner in steps[at + 1 :] if inner.offset < end]
         path = loaded_path(given, ("LOAD_FAST",))
         if path and path[0] in own and stored.isdisjoint(path[1:]) and len(path) == len(given):
@@ -76,20 +78,6 @@ def type_calls(code: CodeType) -> TypeCalls:
             if not compared:
                 elsewhere.add(_ends_in_raise(steps[at:]))
     return TypeCalls(frozenset(paths), frozenset(names), False in elsewhere, True in elsewhere)
-
-
-def _end_of_call(code: CodeType, start: int) -> int:
-    """Return the offset of the one-argument call of the callable loaded at ``start``; -1 if none, or after a jump."""
-    depth = 0
-    for step in instructions_of(code):
-        if step.offset < start:
-            continue
-        if "JUMP" in step.opname:
-            break
-        depth += dis.stack_effect(step.opcode, step.arg)
-        if step.offset > start and depth <= 1:
-            return step.offset if depth == 1 and step.opname.startswith("CALL") and step.arg == 1 else -1
-    return -1
 
 
 def _compared(steps: Sequence[Instruction]) -> list[tuple[str, ...]]:
@@ -112,7 +100,7 @@ def calls_type(code: CodeType) -> bool:
 @lru_cache(4096)
 def handles_errors(code: CodeType) -> bool:
     """Return True if ``code`` may catch an exception that it, or a function that it calls, has raised."""
-    names = [step.opname for step in instructions_of(code)]
+    names = [step.opname for step in dis.get_instructions(code)]
     handlers = (pair for pair in pairwise(names) if pair[0] == "PUSH_EXC_INFO" and pair[1] != "WITH_EXCEPT_START")
     return "SETUP_FINALLY" in names or "suppress" in code.co_names or any(handlers)
 

@@ -61,8 +61,7 @@ class _Bytes(bytes):
 
 def has_contents(value: Any) -> bool:
     """Return True for a writable buffer or a random generator of the host whose state can be compared."""
-    is_generator = isinstance(value, random.Random) or _bits_of(value) is not None
-    return is_generator or (0 <= size_of(value) <= WIDEST and not _holds_objects(value))
+    return _access_to(value) is not None or (0 <= size_of(value) <= WIDEST and not _holds_objects(value))
 
 
 def _holds_objects(value: Any) -> bool:
@@ -85,34 +84,42 @@ def _is_array(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "flags") and hasattr(value, "tobytes")
 
 
-def _bits_of(value: Any) -> Any:
-    """Return the bit generator of a NumPy random generator; None for anything else."""
+def _access_to(value: Any) -> tuple[Callable[[Any], object], Callable[[], Any]] | None:
+    """Return functions that set and get the state of a random generator; None for anything else."""
+    if isinstance(value, random.Random):
+        return value.setstate, value.getstate
     if type(value).__module__.partition(".")[0] != "numpy":
         return None
-    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
-    return bits if hasattr(bits, "state") else None
+    if hasattr(value, "set_state") and hasattr(value, "get_state"):
+        # A legacy generator also holds a number of ``randn`` for the next call, which its bit generator does not know.
+        return value.set_state, partial(value.get_state, legacy=False)
+    bits = getattr(value, "bit_generator", None)
+    return (partial(setattr, bits, "state"), partial(getattr, bits, "state")) if hasattr(bits, "state") else None
+
+
+def spelt(state: Any) -> str:
+    """Return the state of a random generator as a text to compare."""
+    if isinstance(state, dict):
+        # The texts of large arrays leave numbers out.
+        state = {**state, "state": {k: getattr(v, "tolist", lambda v=v: v)() for k, v in state["state"].items()}}
+    return repr(state)
 
 
 def state_of(value: Any) -> Any:
     """Return what a buffer or random generator holds, as one value."""
-    if isinstance(value, random.Random):
-        return repr(value.getstate())
-    bits = _bits_of(value)
-    if bits is None and _is_array(value):
+    access = _access_to(value)
+    if access is not None:
+        return spelt(access[1]())
+    if _is_array(value):
         return _Bytes(f"{value.shape}{value.dtype.str}".encode() + value.tobytes())
-    if bits is None:
-        return _Bytes(memoryview(value))
-    state = bits.state
-    return repr({**state, "state": {k: getattr(v, "tolist", lambda v=v: v)() for k, v in state["state"].items()}})
+    return _Bytes(memoryview(value))
 
 
 def kept(value: Any) -> tuple[Callable[[Any], object], Any]:
     """Return a function that restores a buffer or random generator, and a copy of its contents to call it with."""
-    if isinstance(value, random.Random):
-        return value.setstate, value.getstate()
-    bits = _bits_of(value)
-    if bits is not None:
-        return partial(setattr, bits, "state"), bits.state
+    access = _access_to(value)
+    if access is not None:
+        return access[0], access[1]()
     if _is_array(value):
         return partial(value.__setitem__, ...), value.copy()
     return lambda held: memoryview(value).cast("B").__setitem__(slice(None), held), bytes(memoryview(value))

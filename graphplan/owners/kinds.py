@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import ProxyTypes, WeakKeyDictionary
 
@@ -24,8 +24,6 @@ from graphplan.tensors.records import slots_of
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), DeferredNumber)
 PLAIN = frozenset((*SCALARS, DeferredArray))
-CODE = frozenset({FunctionType, BuiltinFunctionType})
-"""Types of the values that most names in code refer to."""
 MAX_DEPTH = 24
 MAX_ITEMS = 4096
 TOO_DEEP = Unseen(

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
@@ -238,9 +239,8 @@ class Namespace:
 
     def plain(self) -> Namespace:
         """Return the names that hold a number, a string or None: keeping these keeps no object alive."""
-        plain = Namespace()
-        plain.attributes, plain.mentioned, plain.computes = self.attributes, self.mentioned, self.computes
-        plain.leaves, plain.asked, plain.beyond_libraries = self.leaves, self.asked, self.beyond_libraries
+        plain = copy(self)
+        plain.entries, plain.functions, plain._known = {}, {}, set()
         for label, space, key, value in self.there():
             if isinstance(value, SCALARS):
                 plain.add(label, space, key)

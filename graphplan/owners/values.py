@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 from graphplan.environment.origin import file_of, is_users, is_users_file, is_users_module
 from graphplan.owners.contents import has_contents, is_proxy
 from graphplan.owners.kinds import (
-    CODE,
     MAPPINGS,
     MAX_DEPTH,
     MAX_ITEMS,
@@ -61,7 +60,6 @@ _IN_HOOK = (Namespace(), "hook")
 """The source of values that torch passes to a hook's code, which has names of its own for them."""
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _METHODS = (FunctionType, staticmethod, classmethod)
-_ATOMS = frozenset(SCALARS)
 _CONTAINERS = (list, dict, deque, tuple, set)
 _FEW = 64  # Maximum number of items of a container that is always walked.
 _LEVELS = 4  # Maximum nesting of containers that count as data.
@@ -98,33 +96,18 @@ class ValueWalker:
 
     def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
         kind = type(value)
-        if kind in PLAIN:
+        if kind in PLAIN and depth <= MAX_DEPTH:
             # Most values are plain, and no condition below holds for them.
-            if depth <= MAX_DEPTH:
-                self.walk.scalars[path] = Scalar(container, key, *source)
-        elif kind is Tensor:
-            if path in self._leaves and has_own_gradient(value):
-                self._parameter(value, path, container, key, source)
-            else:
-                self._slot(path, container, key, source)
-                self._walk_tensor_attributes(value, path)
-        elif kind is tuple and _ATOMS.issuperset(map(type, value)):
-            # Sizes, strides and paddings of layers are compared as one value.
             self.walk.scalars[path] = Scalar(container, key, *source)
-        elif kind in CODE and depth <= MAX_DEPTH:
-            self.walk.scalars[path] = Scalar(container, key, *source)
-            self._walk_referents(value, path, depth, source)
         elif not is_gone(value):
             self._other_value(value, path, container, key, depth, source)
 
     def _other_value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
         """Walk a less common value, without ``isinstance``: it reads ``__class__``, which may run the user's code."""
         kind = value.__class__ if is_proxy(value) else type(value)
-        if issubclass(kind, Tensor) and isinstance(value, nn.Parameter):
-            self._parameter(value, path, container, key, source)
-        elif issubclass(kind, Tensor):
-            self._slot(path, container, key, source)
-            self._walk_tensor_attributes(value, path)
+        if issubclass(kind, Tensor):
+            is_leaf = kind is Tensor and path in self._leaves and has_own_gradient(value)
+            self._tensor(value, path, container, key, source, is_parameter=is_leaf or isinstance(value, nn.Parameter))
         elif issubclass(kind, tuple):
             self._tuple(value, path, container, key, depth, source)
         elif depth > MAX_DEPTH:
@@ -145,6 +128,15 @@ class ValueWalker:
             self.walk.scalars[path] = Scalar(container, key, *source)
             if not issubclass(kind, SCALARS):
                 self._walk_referents(value, path, depth, source)
+
+    def _tensor(
+        self, value: Tensor, path: str, container: Any, key: Any, source: Source, *, is_parameter: bool
+    ) -> None:
+        if is_parameter:
+            self._parameter(value, path, container, key, source)
+        else:
+            self._slot(path, container, key, source)
+            self._walk_tensor_attributes(value, path)
 
     def _slot(self, path: str, container: Any, key: Any, source: Source) -> None:
         self.walk.slots[path] = Slot(container, key, *source, path=path)
@@ -321,11 +313,9 @@ class ValueWalker:
             for name, part in parts.items():
                 if part is None:
                     self.walk.empty[f"{path}.{name}"] = parts, name
-                elif parts is tables[0] or has_own_gradient(part):
-                    self._parameter(part, f"{path}.{name}", parts, name, (module, name))
                 else:
-                    self._slot(f"{path}.{name}", parts, name, (module, name))
-                    self._walk_tensor_attributes(part, f"{path}.{name}")
+                    is_parameter = parts is tables[0] or has_own_gradient(part)
+                    self._tensor(part, f"{path}.{name}", parts, name, (module, name), is_parameter=is_parameter)
         for kind in filter(inner.get, MODULE_HOOKS):
             hooks = inner[kind]
             for number, hook in hooks.items() if isinstance(hooks, (dict, Mapping)) else ():

@@ -234,7 +234,7 @@ def _uses_grads(first: Trace, second: Trace, walk: Walk) -> bool:
     if torch.is_grad_enabled() or walk.optimizers or "torch.is_grad_enabled()" in second.changes.flags:
         return True
     for facts in (first, second):
-        names_grad = "grad" in facts.reads.anywhere or "grad" in facts.reads.by_packages
+        names_grad = "grad" in facts.reads.by_users.attributes or "grad" in facts.reads.by_packages
         if names_grad or any(names(path, Fact.GRADIENT) for path in facts.changes.rebindings):
             return True
         if any(slot.param is not None for storage in facts.externals for slot in facts.entry_slots.get(storage, ())):

@@ -302,7 +302,7 @@ class Stages:
             result = placeholders.settled(result)
             if feed.unread and facts.reads.detects(tuple({type(feed.leaves[index]) for index in feed.unread})):
                 raise ReadSignal(feed.unread)
-            rehearsal, taken = None, taken_item(call.walk, facts.executed.iterated, self._options.allow)
+            rehearsal, taken = None, taken_item(call.walk, facts.reads.by_users.iterated, self._options.allow)
             if taken is None and (rehearses or facts.executed.compiled):
                 rehearsal = Rehearsal(self._managed.walk, result, self._options.allow)
                 facts.undo_uncopied_writes()

@@ -216,7 +216,7 @@ def _note_unowned(
     ]
     found = [each for each in found if id(each.tensor) not in with_slots and id(each.tensor) not in fed]
     kept = {id(tensor): path for tensor, path in recorder.kept(after)} if found else {}
-    names_gradients = "grad" in record.reads.anywhere or "grad" in record.reads.by_packages
+    names_gradients = "grad" in record.reads.by_users.attributes or "grad" in record.reads.by_packages
     for external in found:
         tensor = external.tensor
         number, gradient = id(tensor), _gradient_of(tensor)

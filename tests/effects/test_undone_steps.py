@@ -27,6 +27,13 @@ def drawing(model: Any, x: Tensor, loss: Tensor) -> Tensor:
     return loss * float(drawn)
 
 
+def drawing_in_pairs(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    """An older generator makes two numbers at once, and keeps one."""
+    drawn = model.source.randn()
+    json.dumps({"loss": loss.item()})
+    return loss * float(drawn)
+
+
 def writing(model: Any, x: Tensor, loss: Tensor) -> Tensor:
     model.source[0] += 1
     json.dumps({"loss": loss.item()})
@@ -36,6 +43,7 @@ def writing(model: Any, x: Tensor, loss: Tensor) -> Tensor:
 SOURCES: dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]] = {
     "a generator of NumPy's": (drawing, partial(np.random.default_rng, 0)),
     "an older one": (drawing, partial(np.random.RandomState, 0)),
+    "an older one, in pairs": (drawing_in_pairs, partial(np.random.RandomState, 0)),
     "one of Python's": (drawing, partial(random.Random, 0)),
     "an array": (writing, partial(np.zeros, 2)),
     "a buffer": (writing, partial(bytearray, 2)),

@@ -193,12 +193,13 @@ def _refused(name: str) -> Callable[[], float]:
     if name == "objects in a list":
         things = [SimpleNamespace(factor=1.0) for _ in range(5000)]
         return lambda: things[4500].factor
-    if name == "an object far away":
+    if name in ("an object far away", "a number that is too far away"):
         first = last = SimpleNamespace(after=None, factor=1.0)
-        for _ in range(40):
+        count, times = (40, 35) if name == "an object far away" else (24, 24)
+        for _ in range(count):
             last.after = SimpleNamespace(after=None, factor=1.0)
             last = last.after
-        return lambda: _follow(first, 35).factor
+        return lambda: _follow(first, times).factor
     if name == "a view of a dictionary":
         values = {"scale": 1.0}.values()
         return lambda: sum(values)
@@ -239,6 +240,7 @@ def _follow(thing: Any, times: int) -> Any:
             "an object far away",
             r"reads first(\.after)+, which is more than 24 attributes deep; a value at that depth is not.*owners=",
         ),
+        ("a number that is too far away", r"reads first(\.after){24}\.\w+, which is more than 24 attributes deep"),
         ("a view of a dictionary", r"reads values, a dict_values, whose object is not.*Use the object itself"),
         ("a context variable", r"reads _VARIABLE, a ContextVar, whose object is not.*Use the object itself"),
         ("objects in an array", r"reads array, an array of Python objects, whose content is not.*Keep them in a list"),

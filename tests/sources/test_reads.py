@@ -6,6 +6,7 @@ import argparse
 import array
 import collections
 import functools
+import inspect
 import os
 import threading
 import types
@@ -101,6 +102,10 @@ class Named(Record):
     """Takes attributes by names that the code does not spell."""
 
     which = "scale"
+
+
+def _first(thing: Any, label: str) -> Any:
+    return thing
 
 
 class Asking(nn.Module):
@@ -317,6 +322,17 @@ CASES: dict[str, Case] = {
     ),
     "all fields at once": (Record, _matched, _set("scale")),
     "a computed name": (Named, lambda thing: getattr(thing, thing.which), _set("scale")),
+    "a name that another function looks up": (
+        Named,
+        lambda thing: inspect.getattr_static(thing, thing.which),
+        _set("scale"),
+    ),
+    "all members of an object": (
+        Named,
+        lambda thing: sum(value for _, value in inspect.getmembers(thing) if type(value) is float),
+        _set("scale"),
+    ),
+    "a computed name after a call": (Named, lambda thing: getattr(_first(thing, "which"), thing.which), _set("scale")),
     "a computed name in a namespace": (
         lambda: types.SimpleNamespace(which="scale", scale=0.5),
         lambda thing: getattr(thing, thing.which),

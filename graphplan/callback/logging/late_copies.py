@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
-from torch.nn import Module
 
 from graphplan.callback.lightning_code import is_known
 from graphplan.callback.patches import Patches
@@ -58,7 +57,9 @@ class LateCopies:
             # This is not part of the step, and a trace would be slow if it watched each call.
             with Unwatched():
                 # A change of a parameter or buffer does not increase the version of a tensor from its ``.data``.
-                owned.update(_memory_of(self._module))
+                for part in self._module.modules():
+                    held = (*part._parameters.values(), *part._buffers.values())
+                    owned.update(storage_id(tensor) for tensor in held if tensor is not None)
         for key, tensor, version in self._watched:
             is_left_alone = tensor._version == version and storage_id(tensor) not in owned
             is_small = 0 < tensor.untyped_storage().nbytes() <= _MOST_BYTES
@@ -122,15 +123,3 @@ class LateCopies:
         if isinstance(loss, Tensor) and result.closure_loss is not None:
             self.watch(LOSS, loss, result.closure_loss)
         return result
-
-
-def _memory_of(module: Module) -> set[int | None]:
-    """Return the storages of parameters and buffers. A trace would watch each generator step of ``parameters()``."""
-    found, modules = set[int | None](), {id(module): module}
-    for each in (todo := [module]):
-        held = (*each._parameters.values(), *each._buffers.values())
-        found.update([storage_id(tensor) for tensor in held if tensor is not None])
-        parts = {id(part): part for part in each._modules.values() if part is not None and id(part) not in modules}
-        modules |= parts
-        todo += parts.values()
-    return found
