@@ -1,8 +1,14 @@
-"""Derivatives of ``prod`` and ``cumprod`` that do not read on the host whether there are zeros.
+"""Functions that torch computes in another way within a dispatch mode, computed as in an eager step.
 
-In an eager step, torch reads whether there are any, and uses another formula then. A capture cannot read it. Within a
-dispatch mode, torch uses a formula for all values, which runs an operator for each factor. Here both formulas are
-computed by torch's operators in torch's order, so that each element has the bits of an eager step.
+``matmul`` of two batches of matrices, one of which has a single matrix: torch multiplies by that matrix as a matrix,
+in other rounding, if it requires a gradient or a dispatch mode is active, and else repeats it.
+
+``svdvals`` and ``eigvalsh``: likewise, torch computes vectors with the values, by another algorithm.
+
+``prod`` and ``cumprod``: in an eager step, torch reads on the host whether there are zeros, and uses another formula
+then. A capture cannot read it. Within a dispatch mode, torch uses a formula for all values, which runs an operator for
+each factor. Here both formulas are computed by torch's operators in torch's order, so that each element has the bits of
+an eager step.
 
 The formulas are ``prod_backward`` and ``cumprod_backward`` of torch's ``FunctionsManual.cpp``.
 """
@@ -23,10 +29,12 @@ from torch.autograd import forward_ad
 from graphplan.observe.replacements import Replacements
 from graphplan.tensors.attributes import PLAIN_KINDS
 
+_FULL = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
 
 @contextmanager
 def own_derivatives() -> Iterator[None]:
-    """Use these derivatives for the code that runs in this thread."""
+    """Use these functions for the code that runs in this thread."""
     _FUNCTIONS.enter(get_ident())
     try:
         yield
@@ -99,8 +107,33 @@ def _is_derived(x: Any) -> bool:
     if get_ident() not in _FUNCTIONS.entered or type(x) not in PLAIN_KINDS or not torch.is_grad_enabled():
         return False
     is_plain = x.requires_grad and x.layout is torch.strided and x.dim() > 0 and x.numel() > 1
-    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-    return is_plain and not is_transformed
+    return is_plain and not _is_transformed() and forward_ad._current_level < 0
+
+
+def _is_transformed() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _repeats(x: Any, y: Any) -> bool:
+    """Return True if an eager ``x @ y`` repeats one matrix, where torch would fold the others within a mode."""
+    if get_ident() not in _FUNCTIONS.entered or type(x) not in PLAIN_KINDS or type(y) not in PLAIN_KINDS:
+        return False
+    if not x.dim() == y.dim() == 3 or x.shape[0] == y.shape[0] or _is_transformed():
+        return False
+    are_plain = all(each.layout is torch.strided and not each.is_meta for each in (x, y))
+    return are_plain and any(each.shape[0] == 1 and not each.requires_grad for each in (x, y))
+
+
+def _matmul(plain: Any) -> Callable[..., Tensor]:
+    @wraps(plain)
+    def matmul(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) != 1 or kwargs or not _repeats(x, *args):
+            return plain(x, *args, **kwargs)
+        # With a further dimension, torch never folds. Like an eager product, the result is no view.
+        out = plain(x.unsqueeze(0), args[0].unsqueeze(0))
+        return torch.ops.aten._unsafe_view.default(out, out.shape[1:])
+
+    return matmul
 
 
 def _cumprod(plain: Any) -> Callable[..., Tensor]:
@@ -131,8 +164,37 @@ def _prod(plain: Any) -> Callable[..., Tensor]:
     return prod
 
 
+def _values(plain: Any, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``plain``, or ``compute`` where an eager step computes no vectors."""
+
+    @wraps(plain)
+    def values(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        is_here = get_ident() in _FUNCTIONS.entered and type(x) in PLAIN_KINDS and not _is_transformed()
+        # Autocast casts what is in half precision.
+        if not is_here or "out" in kwargs or x.dtype not in _FULL or forward_ad._current_level >= 0:
+            return plain(x, *args, **kwargs)
+        has_derivative = x.requires_grad and torch.is_grad_enabled()
+        return plain(x, *args, **kwargs) if has_derivative else compute(x, *args, **kwargs)
+
+    return values
+
+
+def _svdvals(x: Tensor, *, driver: str | None = None) -> Tensor:
+    found: Tensor = torch.ops.aten._linalg_svd.default(x, False, False, driver=driver)[1]
+    return found
+
+
+def _eigvalsh(x: Tensor, UPLO: str = "L") -> Tensor:
+    found: Tensor = torch.ops.aten._linalg_eigh.default(x, UPLO, False)[0]
+    return found
+
+
 def _find_functions() -> Iterator[tuple[Any, str, Any]]:
     base = torch._C.TensorBase
+    yield from ((holder, "matmul", _matmul(vars(holder)["matmul"])) for holder in (torch, torch.linalg))
+    yield from ((Tensor, name, _matmul(getattr(base, name))) for name in ("matmul", "__matmul__"))
+    yield torch.linalg, "svdvals", _values(torch.linalg.svdvals, _svdvals)
+    yield torch.linalg, "eigvalsh", _values(torch.linalg.eigvalsh, _eigvalsh)
     yield from ((torch, "cumprod", _cumprod(torch.cumprod)), (torch, "prod", _prod(torch.prod)))
     yield from ((Tensor, "cumprod", _cumprod(base.cumprod)), (Tensor, "prod", _prod(base.prod)))
 
