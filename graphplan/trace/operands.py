@@ -20,6 +20,8 @@ _STRIDE = 1.1
 _UNIFORM = ("aten.rand.default", "aten.rand.generator")
 _SPLITTING = ("aten.lt.Scalar", "aten.ge.Scalar")
 """Comparisons whose result is certain if all numbers in [0, 1) lie on one side of the bound."""
+_FILLING = ("aten.uniform_.default", "aten.normal_.default", "aten.random_.default", "aten.random_.from")
+"""Draws that write their first argument without reading it."""
 
 
 class Operands:
@@ -92,7 +94,8 @@ class Operands:
 
     def follow_draws(self, call: OperatorCall, operands: Sequence[Operand], made: Sequence[Tensor]) -> None:
         """Record the results of an operator that depend on draws and Python numbers alone."""
-        if call.schema.is_random and "_like." in call.schema.name:
+        name = call.schema.name
+        if call.schema.is_random and ("_like." in name or (name in _FILLING and _fills(call.args[0]))):
             # It uses only the shape of its argument.
             operands = ()
         draws = call.schema.is_random or not self.random.isdisjoint(operands)
@@ -110,3 +113,8 @@ class Operands:
         # A view may interpret the same memory differently.
         is_number = tensor.dtype is dtype and not tensor.is_neg() and isinstance(bound, int | float)
         return is_number and (bound <= 0 or bound >= 1)
+
+
+def _fills(tensor: Tensor) -> bool:
+    """Return True if no element of the tensor's memory lies outside it."""
+    return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()

@@ -179,11 +179,22 @@ def test_other_numbers_are_looked_at(condition: Any) -> None:
     assert "read before the step: a draw on the host, first at test_host_draws.py" in fast.report()
 
 
-def test_a_number_that_was_drawn_is_refused() -> None:
-    fast = graph_step(lambda x: x * (2 if complex(torch.rand([])).real < 0 else 3), backend="tape")
-    text = r"reads a tensor's value on the host .* The step draws this value at random: draw it in the data loader"
-    with pytest.raises(HostSyncError, match=text):
-        for _ in range(6):
+DRAWN = r"The step draws this value at random: draw it in the data loader"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (lambda x: torch.rand([]), DRAWN),
+        (lambda x: torch.empty([]).uniform_(0, 3), DRAWN),
+        (lambda x: (x * 2)[0].uniform_(), "Keep the value on the device"),
+    ],
+    ids=["a draw", "into memory of its own", "into a part of other memory"],
+)
+def test_a_number_that_was_drawn_is_refused(number: Any, text: str) -> None:
+    fast = graph_step(lambda x: x * complex(number(x)).real, backend="tape")
+    with pytest.raises(HostSyncError, match=rf"reads a tensor's value on the host .* {text}"):
+        for _ in range(8):
             fast(torch.ones(2))
 
 
