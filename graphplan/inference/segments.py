@@ -94,6 +94,9 @@ class Pieces(Reports):
         """Capture less from now on, or raise ``error`` if the user's scope is not ``"auto"``."""
         if not self._downgrades:
             raise error
+        self._fall_back(error, scope)
+
+    def _fall_back(self, error: Exception, scope: str) -> None:
         self.reasons |= {name_of(self._whole): str(error), **self._eager}
         self.close()
         self._full = None

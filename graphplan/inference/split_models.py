@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.fx.passes.split_module import split_module
 
+from graphplan.compare.comparing import Checks, rows_of
 from graphplan.errors import OptionError, RefusalError, SplitError, VerifyError
 from graphplan.feed.signature import asks_for_gradients, flatten, no_keys
 from graphplan.inference.graphed_functions import ServeOptions
 from graphplan.inference.segments import Pieces, Segment, Segments, name_of
+from graphplan.owners.walk import walk_owners
+from graphplan.program.guards import holds
 from graphplan.program.leases import plain
 from graphplan.step.capture_sizes import tolerance
 from graphplan.tensors.trees import flatten_result, named_leaves
+from graphplan.trace.changes import same_value
 from graphplan.verify.compare import Run, distances, fits
 from graphplan.verify.schedule import next_check
 
@@ -74,17 +79,18 @@ class SplitModel(Pieces):
         super().__init__(model, scope, options, self._names)
         self._model = model
         self._facts: list[Any] = []
+        self._values_hold: Callable[[], bool] = bool
         self._splits: dict[Hashable, fx.GraphModule] = {}
         self._calls = 0
         self._next_check = next_check(options.step.check_every, 0)
 
     def _call_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = _facts_of(self._model)
-        if facts != self._facts:
+        if facts != self._facts or not self._values_hold():
             # Modules, tensors, numbers or flags that the pieces were made from have changed.
             self.close()
             self._splits.clear()
-            self._facts = facts
+            self._facts, self._values_hold = facts, _values_of(self._model)
         given = inspect.signature(self._model.forward).bind(*args, **kwargs)
         given.apply_defaults()
         bound = dict(given.arguments)
@@ -115,17 +121,21 @@ class SplitModel(Pieces):
         return self._splits[key]
 
     def _check(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the result with the model's own: its code may do something that torch.fx does not see."""
+        """Compare the result with the model's own: its code may do something that torch.fx does not see. After a
+        difference, only the model itself is called.
+        """
         self._next_check = next_check(self._options.step.check_every, self._calls)
         found = flatten_result(result)[0]
         for (name, wanted), leaf in zip(named_leaves(self._model(*args, **kwargs)), found, strict=True):
             if not _is_alike(wanted, plain(leaf)):
-                raise VerifyError(
+                error = VerifyError(
                     f"the pieces of {name_of(self._model)} do not give the result of the model itself: {name} "
                     "differs. The model's code does something that torch.fx does not trace. List the pieces yourself: "
                     "piecewise([…])",
                     result=wanted,
                 )
+                self._fall_back(error, "none")
+                raise error
 
 
 def _is_alike(wanted: Any, found: Any) -> bool:
@@ -192,14 +202,20 @@ def _split(
     return pieces, {name: part for name, part in children if name.startswith("submod_") and name not in cuts}
 
 
+def _values_of(model: nn.Module) -> Callable[[], bool]:
+    """Return a function that is True while the Python values in the model's objects and containers are unchanged."""
+    scalars = walk_owners({"model": model}).scalars.values()
+    rows = rows_of([row for scalar in scalars for row in scalar.rows(scalar.get())])
+    return partial(holds, Checks([(*row, same_value) if row[0].startswith("equal") else row for row in rows]))
+
+
 def _facts_of(model: nn.Module) -> list[Any]:
-    """List the facts that the pieces depend on: modules, their tensors, numbers and flags, and hook counts."""
+    """List the facts that the pieces depend on: modules, their tensors, attributes and hook counts."""
     facts: list[Any] = []
     for module in model.modules():
         facts.append(id(module))
         facts += map(id, module._parameters.values())
         facts += map(id, module._buffers.values())
-        facts += [value for value in vars(module).values() if isinstance(value, _LITERALS)]
-        facts += [id(value) for value in vars(module).values() if isinstance(value, Tensor)]
+        facts += [value if isinstance(value, _LITERALS) else id(value) for value in vars(module).values()]
         facts += map(len, (module._forward_hooks, module._forward_pre_hooks))
     return facts

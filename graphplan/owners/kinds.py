@@ -122,6 +122,18 @@ def unwrapped(owner: Any) -> Any:
     return owner
 
 
+def check_names(owners: Mapping[str, Any] | Sequence[Any] | None) -> None:
+    """Raise OwnersError if a name begins with another one and a dot: two values could then have the same path."""
+    names = list(owners) if isinstance(owners, Mapping) else []
+    for name in names:
+        outer = next((other for other in names if str(name).startswith(f"{other}.")), None)
+        if outer is not None:
+            raise OwnersError(
+                f"the owners {outer!r} and {name!r} may hold values of the same path; expected names of which none "
+                "begins with another one and a dot: rename one of them"
+            )
+
+
 def name_owners(owners: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Any]:
     """Return owners by name: the keys of a mapping, or the type names of a sequence. None gives an empty dictionary."""
     if owners is None:

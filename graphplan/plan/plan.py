@@ -114,6 +114,7 @@ class Plan:
         kept: fed tensors whose memory the step may also read under another name.
         single: whether it was made from one trace, so that the check of the first replay takes the place of a second.
         handles: the step itself.
+        conditions: the modes and flags under which it was made, if it belongs to no graphed step.
     """
 
     name: str
@@ -152,6 +153,7 @@ class Plan:
     kept: tuple[Tensor, ...]
     single: bool
     handles: Handles
+    conditions: tuple[Any, ...] = ()
 
     def by_role(self, role: Role) -> tuple[External, ...]:
         """Externals of one role."""

@@ -10,12 +10,14 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 from graphplan.compare.comparing import Checks, Column, Row, contents_of, facts_of, row_of, rows_of
-from graphplan.compare.fast_compare import hooks_registered
+from graphplan.compare.fast_compare import Modes, hooks_registered
 from graphplan.compare.tensors import GEOMETRY, geometry
+from graphplan.environment.switches import NAMES
 from graphplan.owners.contents import has_contents, state_of
 from graphplan.owners.kinds import MODULE_HOOKS, PLAIN
-from graphplan.owners.sharding import Sharding
+from graphplan.owners.sharding import Sharding, reshard_and_walk
 from graphplan.owners.slots import Walk
+from graphplan.plan.plan import Handles
 from graphplan.specs.paths import Fact, Path, names
 from graphplan.trace.changes import same_value
 
@@ -194,6 +196,37 @@ class Fingerprint:
             return gone + [f"{label} is new" for before, now in pairs for label in sorted(now - before)]
         # The parameters' flags are one nested tuple, so that no call has to copy them.
         return _differences(self._all_labels(), (*old[:-1], *old[-1]), (*new[:-1], *new[-1]))
+
+
+class Conditions:
+    """The modes and the fingerprint of a plan's owners, for plans and programs without a state machine."""
+
+    def __init__(self, handles: Handles) -> None:
+        rates, self._modes = handles.rates, Modes()
+        counted = {(id(optimizer.param_groups[index]), key) for optimizer, index, key in rates.counted}
+        self._sharding, walk = reshard_and_walk(handles.owners())
+        self._fingerprint = Fingerprint(walk, rates.shadowed | counted)
+
+    def read(self) -> tuple[Any, ...]:
+        """Reshard, and return the present modes, layout and values, without references to objects."""
+        self._sharding.settle()
+        return self._modes.now(), self._fingerprint.layout, _identified(self._fingerprint.values())
+
+    def change(self, before: tuple[Any, ...]) -> str | None:
+        """Describe what differs from ``before``, the result of :meth:`read` under other conditions; None if nothing."""
+        now = self.read()
+        if now == before and self._fingerprint.matches_groups():
+            return None
+        modes, layout, values = before
+        changed = [*_differences(list(NAMES), modes, now[0]), *self._fingerprint.changed(layout, values, now[2])]
+        return "; ".join(changed[:3]) or "parameter groups are other ones"
+
+
+def _identified(value: Any) -> Any:
+    """Return ``value`` with the identities of objects instead of references, which would keep them alive."""
+    if type(value) is tuple:
+        return tuple(map(_identified, value))
+    return (type(value.value).__name__, id(value.value)) if type(value) is Odd else value
 
 
 def _own(things: Iterable[tuple[str, Any]], keys: Iterable[str]) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -118,11 +118,11 @@ class Guards:
 
     def hold(self) -> bool:
         """Return True if nothing has changed."""
-        return _hold(self._checks)
+        return holds(self._checks)
 
     def structure_holds(self) -> bool:
         """Return True if containers and Python values are unchanged, so that slots need no new walk."""
-        return _hold(self._structure)
+        return holds(self._structure)
 
     def changed_structure(self) -> str | None:
         """Describe the first layer, parameter or buffer that was added, removed or replaced."""
@@ -231,7 +231,8 @@ def _asking(
     return ask
 
 
-def _hold(checks: Any) -> bool:
+def holds(checks: Any) -> bool:
+    """Return True if the comparisons hold; False also if a container or a key is gone."""
     try:
         return bool(checks.hold())
     except _MISSED:

@@ -32,6 +32,7 @@ from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import AdoptedTensors
 from graphplan.program.bindings import Bindings
 from graphplan.program.faults import lost
+from graphplan.program.fingerprint import Conditions
 from graphplan.program.inputs import MEMORY_IS_FED, HostInputs, StaticInputs
 from graphplan.program.outputs import Outputs
 from graphplan.program.statics import CopiedOwned
@@ -120,6 +121,8 @@ class Program:
         self.replays = 0
         self.paused_at: int | None = None
         """The number of replays before the latest eager step that replaced one of them."""
+        self.conditions: Conditions | None = None
+        """What a replay compares with the plan's conditions, if no state machine has done that."""
         self.tally = Tally()
         self.expected: Sequence[Operator] = ()
         """Operators of the single trace behind the plan, until a replay has been compared with an eager step."""
@@ -326,17 +329,19 @@ class Program:
         Raises:
             FeedError: if an input does not fit, or shares memory with a tensor that the step changes.
             SurroundingsError: if a mode, a transform or forward-mode AD is active.
-            GuardError: if an adopted tensor, or a gradient that the program writes, is no longer at its address.
+            GuardError: if an adopted tensor, or a gradient that the program writes, is no longer at its address, or if
+                modes, flags, hooks or hyper-parameters have changed.
             OutcomeError: if the step branches on a value that differs from that of the traces; all changes are undone.
             ClosedError: after :meth:`close`.
         """
         check_surroundings("a program is replayed")
         feed = flatten(args, {})
         check_match(feed, self.plan.feed)
-        if not self.fits():
+        reason = None if self.conditions is None else self.conditions.change(self.plan.conditions)
+        if reason is None and not self.fits():
             reason = self.resync()
-            if reason is not None:
-                raise GuardError(f"the program of {self.plan.name} no longer fits: {reason}; capture it again")
+        if reason is not None:
+            raise GuardError(f"the program of {self.plan.name} no longer fits: {reason}; capture it again")
         misfit = self.misfit(feed)
         if misfit is not None:
             raise FeedError(f"{self.plan.name}: {misfit}")

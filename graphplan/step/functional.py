@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -21,6 +22,7 @@ from graphplan.feed.signature import Feed, check_feed, check_match, flatten
 from graphplan.observe.capture_state import presenting_capture
 from graphplan.optimizers.scaling import LENT
 from graphplan.owners.flags import Flags
+from graphplan.owners.kinds import check_names
 from graphplan.owners.sharding import reshard_and_walk
 from graphplan.owners.slots import Namespace, Walk
 from graphplan.owners.snapshot import Snapshot
@@ -28,6 +30,7 @@ from graphplan.plan.build import build_plan, find_device
 from graphplan.plan.plan import Handles, Plan
 from graphplan.program.capture import capture_program
 from graphplan.program.faults import refusing
+from graphplan.program.fingerprint import Conditions
 from graphplan.program.program import Program
 from graphplan.specs.policy import Policy
 from graphplan.step.compiled import refuse_graphs_within
@@ -93,6 +96,7 @@ class _Traces:
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], owners: Owners, *, prepare: bool) -> None:
         check_surroundings("a plan is compiled")
         check_form(fn)
+        check_names(owners)
         self.managed = Managed(fn, owners, prepare=prepare)
         self.feed = flatten(args, {})
         check_feed(self.feed, None)
@@ -113,10 +117,11 @@ class _Traces:
             if function is not None:
                 handles = Handles(function, _weak_owners(managed.owners), managed.rates)
             with managed.rates:
-                return build_plan(first, second, self.feed, handles, allow=allow)
+                plan = build_plan(first, second, self.feed, handles, allow=allow)
         finally:
             if restore:
                 self.undo()
+        return replace(plan, conditions=Conditions(handles).read())
 
     def two(self) -> tuple[Trace, Trace]:
         """Trace two consecutive steps. Reads of numbers are deferred until values are needed, if that works."""
@@ -187,7 +192,8 @@ def _weak(owner: Any) -> Callable[[], Any]:
     return lambda: kept
 
 
-_PLANS = WeakIdKeyDictionary()  # Plans by function (or a bound method's ``self``), then by method and feed key.
+_PLANS = WeakIdKeyDictionary()  # Plans by function (or a bound method's ``self``), then by method, feed key and owners.
+_PLANS_OF_KEY = 8  # Plans that are kept of one key, for different modes and flags.
 
 
 @refusing()
@@ -201,9 +207,10 @@ def compile_cached(
 ) -> Plan:
     """Compile a plan once per function and feed signature; see :func:`compile_plan`, also for its errors.
 
-    The cache key is the identity of the function object, or of a bound method's ``self`` and function. References are
-    weak: two instances of a class never share a plan, a reused ``id`` finds nothing, and a cached plan keeps neither
-    function nor model alive. Each call returns the same plan object.
+    The cache key is the identity of the function object, or of a bound method's ``self`` and function, and of the
+    owners. References are weak: two instances of a class never share a plan, a reused ``id`` finds nothing, and a
+    cached plan keeps neither function nor model alive. Calls under the same modes, flags, hooks and hyper-parameters
+    return the same plan object.
 
     Examples:
         >>> import torch
@@ -227,22 +234,23 @@ def compile_cached(
         owner, label, function = fn.__self__, fn.__func__, weakref.WeakMethod(fn)
     else:
         owner, label, function = fn, None, weakref.ref(fn)
-    plans: dict[Any, Plan] = _PLANS.setdefault(owner, {})
-    key = (label, flatten(args, {}).key)
-    if key not in plans:
-        name = getattr(fn, "__qualname__", repr(fn))
+    named = owners.items() if isinstance(owners, Mapping) else enumerate(owners or ())
+    key = (label, flatten(args, {}).key, tuple((name, id(each)) for name, each in named))
+    plans: list[Plan] = _PLANS.setdefault(owner, {}).setdefault(key, [])
+    for plan in plans:
+        if Conditions(plan.handles).change(plan.conditions) is None:
+            return plan
+    name = getattr(fn, "__qualname__", repr(fn))
 
-        def alive() -> Callable[..., Any]:
-            found: Callable[..., Any] | None = function()
-            if found is None:
-                raise ClosedError(
-                    f"the function {name} of this plan no longer exists; keep it, or compile the plan again"
-                )
-            return found
+    def alive() -> Callable[..., Any]:
+        found: Callable[..., Any] | None = function()
+        if found is None:
+            raise ClosedError(f"the function {name} of this plan no longer exists; keep it, or compile the plan again")
+        return found
 
-        traces = _Traces(fn, args, owners, prepare=prepare_optimizers)
-        plans[key] = traces.plan(restore=restore, allow=allow, function=alive)
-    return plans[key]
+    traces = _Traces(fn, args, owners, prepare=prepare_optimizers)
+    plans[:] = [*plans[1 - _PLANS_OF_KEY :], traces.plan(restore=restore, allow=allow, function=alive)]
+    return plans[-1]
 
 
 @refusing()
@@ -276,7 +284,8 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
     Raises:
         BackendError: if the backend does not exist, or cannot record on the plan's device.
         FeedError: if the feed does not match the plan.
-        CaptureError: if the step creates state that does not exist yet, as an optimizer does in its first step.
+        CaptureError: if the step creates state that does not exist yet, as an optimizer does in its first step, or if
+            modes, flags, hooks or hyper-parameters have changed since the plan was made.
         UncoveredRoleError: if the policy leaves an external without storage.
         RefusalError: if the backend cannot record the step, or memory runs out.
     """
@@ -284,6 +293,10 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
     flat = flatten(feed, {})
     check_match(flat, plan.feed)
     check_feed(flat, plan.device)
+    conditions = Conditions(plan.handles)
+    change = conditions.change(plan.conditions)
+    if change is not None:
+        raise CaptureError(f"the plan of {plan.name} does not describe this step any more: {change}; compile it again")
     walk = plan.handles.walk()
     refuse_graphs_within(walk, plan.handles.function(), plan.device)
     name = resolve_backend(backend, plan.device)
@@ -296,7 +309,9 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
         _warm_up(plan, flat, recorder, walk)
         snapshot.restore()
         with plan.handles.rates:
-            return capture_program(plan, flat, policy=policy or Policy.train(), backend=recorder, buffers=Buffers())
+            program = capture_program(plan, flat, policy=policy or Policy.train(), backend=recorder, buffers=Buffers())
+        program.conditions = conditions
+        return program
     finally:
         snapshot.restore()
 

@@ -115,6 +115,7 @@ class Managed:
         self.names = Namespace()
         self._root = {"step": fn}
         self._fed: dict[int, dict[str, Any]] = {}  # Fed optimizers, by identity.
+        self._states: dict[str, Tensor] = {}
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         for owner in self.owners.values():
             if has_groups(owner):
@@ -274,7 +275,7 @@ class Managed:
         grown |= self._count_reached() > reached
         # The step function itself leads to its defaults and to arguments that a partial holds.
         is_new = self.names.add(STEP, self._root, "step")
-        self.owners.setdefault(_NAMES, self.names)
+        self._own(_NAMES, self.names)
         grown |= self._take_wrappers(walk)
         things = list(executed.objects())
         walk = self.walk() if things and (grown or is_new or seen is not None) else walk
@@ -299,7 +300,7 @@ class Managed:
                 self.owners[free_name(name, self.owners)] = leaf
             else:
                 self.names.add(name, self._fed.setdefault(id(leaf), {name: leaf}), name)
-                self.owners.setdefault(_NAMES, self.names)
+                self._own(_NAMES, self.names)
             self._walked = None
 
     def take_leaves(self, paths: Collection[str]) -> bool:
@@ -307,7 +308,7 @@ class Managed:
         if self.names.leaves.issuperset(paths):
             return False
         self.names.leaves.update(paths)
-        self.owners.setdefault(_NAMES, self.names)
+        self._own(_NAMES, self.names)
         return True
 
     def _take_wrappers(self, walk: Walk) -> bool:
@@ -325,11 +326,16 @@ class Managed:
     def take_states(self, own_states: Iterable[Tensor]) -> bool:
         """Own the random states that torch keeps for operators, by device. Return True if any is new."""
         new = {str(state.device): state for state in own_states}
-        known = self.owners.get(_STATES, {})
-        if all(known.get(device) is state for device, state in new.items()):
+        if all(self._states.get(device) is state for device, state in new.items()):
             return False
-        self.owners.setdefault(_STATES, {}).update(new)
+        self._states.update(new)
+        self._own(_STATES, self._states)
         return True
+
+    def _own(self, name: str, thing: Any) -> None:
+        """Make ``thing`` an owner, unless it is one. The user's own owner may have the ``name``."""
+        if not any(owner is thing for owner in self.owners.values()):
+            self.owners[free_name(name, self.owners)] = thing
 
     def _count_reached(self) -> int:
         """The number of owners that are reached through libraries' objects by names that the step's code uses."""

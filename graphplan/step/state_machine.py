@@ -30,6 +30,7 @@ from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed, flatten
 from graphplan.feed.unread import UnreadValues
 from graphplan.observe.source import find_source, with_users_line
+from graphplan.owners.kinds import check_names
 from graphplan.program.faults import refusal_of
 from graphplan.program.outputs import copy_overwritten
 from graphplan.program.program import LATEST_OUTCOMES, Program
@@ -73,6 +74,8 @@ class StateMachine:
         serve: Serve,
     ) -> None:
         is_eager = options.backend == "eager"
+        if is_alone:
+            check_names(owners)
         prepare, trains = options.prepare_optimizers and not is_eager, options.mode == "train"
         self.options, self.peers = options, peers
         self.managed = Managed(fn, owners, prepare=prepare, fuse=options.fuse_optimizer, trains=trains)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,27 +268,64 @@ def test_a_model_that_cannot_be_taken_apart_is_eager_with_the_reason() -> None:
         piecewise(model, at=["blocks.0.attention"], scope="piecewise", backend="tape")(x)
 
 
+class Scaled(nn.Module):
+    """A model that computes with numbers in an object and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.settings = SimpleNamespace(scale=1.0)
+        self.scales = [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.settings.scale * self.scales[0]
+
+
+def test_values_that_torch_fx_makes_constants_are_guarded() -> None:
+    """Pieces are made anew when one changes, also if the list becomes empty and full again."""
+    model = Scaled()
+    run, x = piecewise(model, at=["layer"], scope="piecewise", backend="tape", verify="off"), torch.randn(4, 8)
+    for change in (
+        lambda: None,
+        lambda: setattr(model.settings, "scale", 3.0),
+        lambda: model.scales.__setitem__(0, 5.0),
+        lambda: setattr(model, "scales", [7.0]),
+    ):
+        change()
+        for _ in range(6):
+            assert torch.equal(run(x), model(x))
+    assert run.num_graphs == 1
+    model.scales.clear()
+    with pytest.raises(SplitError, match="list index out of range"):
+        run(x)
+
+
+FACTOR = 1.0
+
+
 class Sneaky(nn.Module):
     """A model that does something else in each call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
-        self.scales = [1.0]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scales[0]
+        return self.layer(x) * FACTOR
 
 
-def test_what_torch_fx_does_not_see_is_found_by_a_check() -> None:
-    model = Sneaky()
+def test_what_torch_fx_does_not_see_is_found_by_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After that, the model itself is called."""
+    model, x = Sneaky(), torch.randn(4, 8)
     run = piecewise(model, at=["layer"], scope="piecewise", backend="tape")
-    run(torch.randn(4, 8))
-    model.scales[0] = 3.0
-    with pytest.raises(
-        VerifyError, match="the pieces of Sneaky do not give the result of the model itself: result differs"
-    ):
-        run(torch.randn(4, 8))
+    run(x)
+    monkeypatch.setattr(f"{__name__}.FACTOR", 3.0)
+    text = "the pieces of Sneaky do not give the result of the model itself: result differs"
+    with pytest.raises(VerifyError, match=text):
+        run(x)
+    assert all(torch.equal(run(x), model(x)) for _ in range(8))
+    assert run.scope == "none"
+    assert text in run.reasons["Sneaky"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from graphplan import (
     CaptureError,
     ClosedError,
     FeedError,
+    GuardError,
     HostSyncError,
     Policy,
     PolicyError,
@@ -304,3 +305,56 @@ def test_tensors_that_a_step_turns_where_they_lie(turn: Callable[[Tensor], Tenso
         found = [part.clone() for part in fast(x)]
         assert all(map(torch.equal, found, step(x)))
     assert fast.stats.replayed == 6
+
+
+def normed() -> nn.Sequential:
+    """A model in evaluation mode whose results depend on the mode."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5)).eval()
+
+
+CONDITIONS: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
+    "mode": (nn.Module.train, r"BatchNorm1d\.training: False then True"),
+    "hook": (lambda model: model[0].register_forward_hook(lambda *args: args[2] * 2), "hooks: "),
+    "flag": (lambda model: model[0].weight.requires_grad_(False), r"model\.0\.weight\.requires_grad: True then False"),
+    "switch": (lambda model: torch.use_deterministic_algorithms(True), "deterministic"),
+}
+
+
+@pytest.fixture
+def _stock_switches() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_stock_switches")
+@pytest.mark.parametrize("name", CONDITIONS)
+@torch.no_grad()
+def test_programs_and_plans_know_their_conditions(name: str) -> None:
+    """A replay, or a capture, under other modes, flags or hooks would not be what the step does."""
+    change, text = CONDITIONS[name]
+    model, x = normed(), torch.randn(8, 2)
+    plan = compile_plan(model, x, owners={"model": model})
+    program = capture(plan, feed=(x,), policy=Policy.inference(), backend="tape")
+    assert torch.equal(program.replay((x,)), model(x))
+    before = state_of(Rig(model, {"model": model}, []))
+    change(model)
+    with pytest.raises(GuardError, match=f"the program of Sequential no longer fits: .*{text}"):
+        program.replay((x,))
+    with pytest.raises(CaptureError, match=f"the plan of Sequential does not describe this step any more: .*{text}"):
+        capture(plan, feed=(x,), policy=Policy.inference(), backend="tape")
+    assert torch.equal(before["model.1.running_mean"], model[1].running_mean)
+
+
+@torch.no_grad()
+def test_cached_plans_belong_to_modes_and_owners() -> None:
+    """Going back to earlier ones finds the earlier plan."""
+    model, other, x = normed(), nn.Linear(1, 1), torch.randn(8, 2)
+    plan = compile_cached(model, x)
+    assert compile_cached(model, x) is plan
+    trained = compile_cached(model.train(), x)
+    assert trained is not plan
+    assert trained.state
+    assert compile_cached(model.eval(), x) is plan
+    assert compile_cached(model.train(), x) is trained
+    assert compile_cached(model, x, owners={"other": other}) is not trained

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphplan import HostEffectError, graph_step
@@ -332,3 +332,14 @@ def test_an_import_in_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "late_module" in sys.modules and graphed.stats.replayed == 12 - BEFORE_REPLAY
     assert not {"LIMIT", "tripled"} & set(graphed.plan.reads.values)
     monkeypatch.delitem(sys.modules, "late_module")
+
+
+@pytest.mark.parametrize("name", ["model", "names", "dropout_states"])
+def test_an_owner_may_have_any_name(name: str) -> None:
+    """graphplan's own owners, such as that of the names in code, get others."""
+    step = graph_step(lambda x: x * RATE, owners={name: nn.Linear(1, 1)}, backend="tape", verify="off")
+    outputs = [step(torch.ones(2)) for _ in range(8)]
+    globals()["RATE"] = 2.0
+    outputs.append(step(torch.ones(2)))
+    assert [output.tolist() for output in outputs] == [[1.0, 1.0]] * 8 + [[2.0, 2.0]]
+    assert step.stats.replayed > 0

@@ -62,6 +62,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "eager_if=0": ({"eager_if": 0}, ValueError, "eager_if is 0; expected a predicate, or n >= 1"),
     "policy": ({"policy": "train"}, PolicyError, r"policy is 'train'; expected a Policy, such as Policy\.train\(\)"),
     "owners": ({"owners": 3}, OwnersError, r"owners.*int.*mapping.*sequence"),
+    "owners with dots": (
+        {"owners": {"a": nn.Linear(1, 1), "a.b": nn.Linear(1, 1)}},
+        OwnersError,
+        r"the owners 'a' and 'a\.b' may hold values of the same path",
+    ),
     "warmup_steps='3'": (
         {"warmup_steps": "3"},
         ValueError,
