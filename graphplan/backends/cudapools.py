@@ -103,7 +103,7 @@ def move(tensors: Sequence[Tensor], free: Callable[[], object]) -> None:
     """Reallocate the storages of ``tensors``, in their order, after ``free`` has freed the memory between them. Tensors
     keep their storage objects, so views stay valid. Without memory for copies, nothing is moved.
     """
-    wholes = [whole_storage(tensor).view(torch.uint8) for tensor in tensors if tensor.layout is torch.strided]
+    wholes = [whole_storage(tensor) for tensor in tensors if tensor.layout is torch.strided]
     # The copies fill a segment of their own, which can be freed because nothing else fits into it.
     sizes = [-(-whole.numel() // _ALIGNED) * _ALIGNED for whole in wholes]
     nbytes = max(_EXACT, -(-sum(sizes) // _ROUNDED) * _ROUNDED)

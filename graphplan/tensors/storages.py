@@ -77,9 +77,9 @@ def put_back(tensor: Tensor, before: Tensor) -> None:
 
 
 def whole_storage(tensor: Tensor) -> Tensor:
-    """Return a 1-D tensor of ``tensor``'s dtype over its whole storage, of which it may be a view."""
+    """Return a 1-D tensor of the bytes of ``tensor``'s whole storage, of which it may be a view."""
     tensor = local(tensor)
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
