@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shlex
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -354,8 +355,14 @@ def results(name: str) -> list[dict[str, Any]]:
     return rows
 
 
+def training_times(name: str) -> dict[tuple[str, str], float]:
+    """The time of each workload and contender."""
+    return {(row["workload"], row["contender"]): row["us"] for row in results(name) if "us" in row}
+
+
 def test_times_of_training_are_those_of_the_results() -> None:
-    times = {(row["workload"], row["contender"]): f"{row['us']:.0f}" for row in results("h200.json") if "us" in row}
+    newest = training_times("h200.json") | training_times("h200_bars.json")
+    times = {key: f"{us:.0f}" for key, us in newest.items()}
     shown = {cells[-2].split()[0]: cells for cells in tables("performance.md") if len(cells) == 7}
     for workload in chart.NAMES:
         cells = shown[times[workload, "typical_callback"]]
@@ -368,46 +375,121 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def test_times_with_the_speed_gate_are_those_of_the_results() -> None:
-    times = {(row["workload"], row["contender"]): row["us"] for row in results("h200_bars.json")}
-    rows = [cells for cells in tables("performance.md") if len(cells) == 8 and cells[6].endswith(TIMES)]
+    times = training_times("h200_bars.json")
+    rows = [cells for cells in tables("performance.md") if len(cells) == 7 and cells[6].endswith(TIMES)]
     contenders = ("eager", "floor", "graph_step", "typical", "typical_callback")
-    for cells, workload in zip(rows, ("mlp", "gpt", "resnet"), strict=True):
+    for cells, workload in zip(rows[:3], ("mlp", "gpt", "resnet"), strict=True):
         found = [times[workload, contender] for contender in contenders]
         assert [cell.split()[0] for cell in cells[1:6]] == [f"{us:.0f}" for us in found]
+        assert cells[3].split()[1] == f"({found[2] / found[1]:.2f})"
         assert cells[5].split()[1] == f"({found[4] / found[1]:.2f})"
         assert cells[6].removesuffix(TIMES) in (f"{found[3] / found[4]:.0f}", f"{found[3] / found[4]:.1f}")
 
 
+def test_times_with_options_are_those_of_the_results() -> None:
+    newest, earlier = training_times("h200_bars.json"), training_times("h200.json")
+    names = {"MLP": "mlp", "GPT": "gpt", "ResNet-18": "resnet"}
+    rows = [cells for cells in tables("performance.md") if len(cells) == 4 and cells[3].endswith(TIMES)]
+    assert rows
+    for cells in rows:
+        times = earlier if "2026-11-23" in cells[0] else newest
+        workload, options = names[cells[0].split(",")[0]], "+compile+fuse" if "`compile`" in cells[0] else "+fuse"
+        floor, callback = times[workload, f"floor{options}"], times[workload, f"typical_callback{options}"]
+        assert cells[1:3] == [f"{floor:.0f}", f"{callback:.0f} ({callback / floor:.2f})"], cells
+        speedup = times[workload, "typical"] / callback
+        assert cells[3].removesuffix(TIMES) in (f"{speedup:.0f}", f"{speedup:.1f}"), cells
+
+
 LATEST = (
     "zoo_branches_h200.json", "zoo_texts_h200.json", "zoo_recurrent_h200.json", "zoo_numbers_h200.json",
-    "zoo_host_h200.json",
+    "zoo_host_h200.json", "zoo_queues_h200.json",
 )  # fmt: skip
-"""The whole zoo of one day, where an entry is in several the last one."""
+"""The whole zoo, and entries that came later; where an entry is in several, the last one counts."""
+
+FLOORS = (
+    "zoo_h200.json", "zoo_fits_h200.json", "zoo_floors_h200.json", "zoo_floors_language_h200.json",
+    "zoo_floors_mixed_h200.json", "zoo_floors_short_h200.json",
+)  # fmt: skip
+"""Fits and steps by hand; where an entry is in several, the last one counts."""
+
+
+def floors() -> dict[str, tuple[float, float, float]]:
+    """The time of a step without and with the callback, and by hand, of each entry with a floor."""
+    found = {}
+    for row in (row for name in FLOORS for row in results(name)):
+        fit, floor = row.get("fit", row), row.get("floor", {}).get("us", row.get("floor_us"))
+        if floor is not None and "us" in fit:
+            found[row["name"]] = (fit["eager_us"], fit["us"], floor)
+    return found
+
+
+def page() -> str:
+    return " ".join((ROOT / "docs/performance.md").read_text(encoding="utf-8").split())
 
 
 def test_times_of_real_models_are_those_of_the_results() -> None:
-    times: dict[str, tuple[Any, ...]] = {}
-    for row in results("zoo_h200.json"):
-        if "fit" in row:
-            floor = row.get("floor", {}).get("us")
-            times[row["name"]] = (row["fit"]["eager_us"], row["fit"]["us"], floor)
-    alone = {row["name"]: (row["eager_us"], row["us"], row["floor_us"]) for row in results("zoo_fits_h200.json")}
-    for row in results("zoo_floors_h200.json"):
-        alone[row["name"]] = (row["fit"]["eager_us"], row["fit"]["us"], row["floor"]["us"])
-    h100 = {row["name"]: row for row in results("zoo_fits_h100.json")}
+    by_hand = floors()
     latest = {row["name"]: row["fit"] for name in LATEST for row in results(name)}
     entries = [cells for cells in tables("performance.md") if "/" in cells[0]]
+    assert {len(cells) for cells in entries} == {5, 6}
     for name, before, after, speedup, _ in (cells for cells in entries if len(cells) == 5):
         expected = latest[name]["eager_us"], latest[name]["us"]
         assert [before, after] == [f"{us:.0f}" for us in expected], name
         assert speedup == f"{expected[0] / expected[1]:.2f}", name
-    for name, before, after, speedup, floor, last in (cells for cells in entries if len(cells) != 5):
-        expected = alone.get(name) or times.get(name, ())
-        if last.isdigit():
-            row = h100[name.split(",")[0]]
-            expected = (row["eager_us"], row["us"], row.get("floor_us"))
-            start = sum(row["phases_ms"][phase] for phase in ("trace", "capture", "verify"))
-            assert last == f"{1e3 * start / row['eager_us']:.0f}", name
-        assert [before, after] == [f"{us:.0f}" for us in expected[:2]], name
-        assert speedup == f"{expected[0] / expected[1]:.2f}"
-        assert floor in (NO_OPTION, f"{expected[2] or 0:.0f}"), name
+    for name, before, after, speedup, floor, multiple in (cells for cells in entries if len(cells) == 6):
+        times = by_hand[name]
+        assert [before, after, floor] == [f"{us:.0f}" for us in times], name
+        assert speedup == f"{times[0] / times[1]:.2f}", name
+        assert multiple == f"{times[1] / times[2]:.3f}", name
+    multiples = re.findall(r"`(\w+/\w+)` (\d\.\d{3})\b", page())
+    assert len(multiples) == 16
+    for name, multiple in multiples:
+        assert multiple == f"{by_hand[name][1] / by_hand[name][2]:.3f}", name
+
+
+def test_entries_that_are_not_faster_are_those_of_the_results() -> None:
+    once = {row["name"]: row["fit"] for part in ("", "_rest") for row in results(f"zoo_once{part}_h200.json")}
+    whole = {row["name"]: row["fit"] for name in LATEST[:3] for row in results(name)}
+    runs = [
+        (whole, "an adaptive solver", "All 37 core"),
+        (once, "The others get new shapes", "Steps that draw"),
+    ]
+    for fits, start, end in runs:
+        text = page().partition(start)[2].partition(end)[0]
+        shown = dict(re.findall(r"`(\w+/\w+)` (\d\.\d\d)\b", text))
+        assert shown == {name: f"{fits[name]['eager_us'] / fits[name]['us']:.2f}" for name in shown}
+        assert {name for name, fit in fits.items() if fit["us"] > fit["eager_us"] and name not in shown} == set()
+
+
+def test_starts_are_those_of_the_results() -> None:
+    last = {row["entry"].partition("/")[2]: row["start"] for row in results("zoo_start_models_h200.json")}
+    rows = [cells for cells in tables("performance.md") if len(cells) == 2 and cells[0][0].isdigit()]
+    shown = [(cells[0].split(" to "), name) for cells in rows for name in re.findall(r"`(\w+)`", cells[1])]
+    assert len(shown) > 30
+    for bounds, name in shown:
+        assert int(bounds[0]) <= round(last[name]) <= int(bounds[-1]), name
+    assert f"{sum(round(start) <= 20 for start in last.values())} of the {len(last)} entries" in page()
+    shapes = {row["name"]: row for row in results("zoo_fits_h100.json")}
+    several = re.findall(r"(\d+)(?: eager steps)? \(`(graphs/\w+)`, \w+ shapes\)", page())
+    assert len(several) == 2
+    for start, name in several:
+        phases = [shapes[name]["phases_ms"][phase] for phase in ("trace", "capture", "verify")]
+        assert start == f"{1e3 * sum(phases) / shapes[name]['eager_us']:.0f}", name
+
+
+def test_fits_on_a_cpu_are_those_of_the_results() -> None:
+    rows = [cells for cells in tables("performance.md") if len(cells) == 6 and cells[5].startswith("`zoo_")]
+    rows = [cells for cells in rows if cells[5].endswith("_cpu.json`")]
+    assert len(rows) == 4
+    for _, count, median, least, largest, file in rows:
+        fits = [row.get("fit", row) for row in results(file.strip("`"))]
+        ratios = [fit["us_mean"] / fit["eager_us_mean"] for fit in fits if "us_mean" in fit and "eager_us_mean" in fit]
+        assert re.split(r"\D", count)[0] == str(len(ratios)), file
+        assert [median, largest] == [f"{statistics.median(ratios):.2f}", f"{max(ratios):.2f}"], file
+        assert least == str(sum(ratio <= 1.1 for ratio in ratios)), file
+
+
+def test_every_result_is_cited() -> None:
+    citing = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "recipes").rglob("*.py")]
+    words = {word for path in citing for word in re.findall(r"\w+\.(?:json|md)", path.read_text(encoding="utf-8"))}
+    assert {path.name for path in (ROOT / "recipes/results").iterdir()} - words == set()
