@@ -49,6 +49,10 @@ _METRIC_FIX = (
     "with the loss, and update the metric in on_train_batch_end)"
 )
 _VALUE = "aten._local_scalar_dense.default"
+_LIKELY = 0.85
+"""The least probability of the most likely branches. Otherwise it takes many traces to find two that are alike, and too
+many replays are undone: some models leave out layers at random.
+"""
 _Given = Sequence[tuple[Tensor, Operand]]
 """The tensors that an operator gets, with their operands."""
 
@@ -60,6 +64,7 @@ class HostSyncs:
         self._trace, self._operands, self._host = trace, operands, host
         self._thread = get_ident()
         self._is_answered = False
+        self._chance = 1.0  # The probability of the most likely branches so far, as far as it is known.
 
     def read(self, name: str, tensor: Tensor | None) -> None:
         """Record a read of a tensor's memory that bypasses the dispatcher."""
@@ -164,10 +169,19 @@ class HostSyncs:
         is_comparison = name.startswith(("aten.equal", "aten.allclose"))
         what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
         # Of values, replays compare truth values only.
-        may_be_expected = type(out) is bool and name == _VALUE and self._may_expect(call)
+        may_be_expected = type(out) is bool and name == _VALUE and self._may_expect(call) and self._is_likely(call, out)
         what = f"{name} {what} (.item(), float(), bool(), if, an index or a size)"
         fix = self._fix_of(given) or _FIX
         self._refuse(what, source, (call, out), fix=fix, may_be_expected=may_be_expected)
+
+    def _is_likely(self, call: OperatorCall, out: bool) -> bool:
+        """Return True if most steps take the same branches, as far as these depend on draws. Note if this trace does
+        not.
+        """
+        chance = self._operands.chances.get(self._operands.internal(call.args[0]), float(out))
+        self._trace.is_unlikely |= out != (chance > 0.5)
+        self._chance *= max(chance, 1 - chance)
+        return self._chance >= _LIKELY
 
     def _may_expect(self, call: OperatorCall) -> bool:
         """Return True if replays can compare what the operator reads of its first argument."""
@@ -185,8 +199,9 @@ class HostSyncs:
         else:
             what, fix = ("a mask", _FIX) if name == POSITIONS else (name, _SHAPE_FIX)
             what = f"{what} makes a tensor whose shape depends on values"
-            fix, selects_all = self._fix_of(given) or fix, call.selects_all(out) and self._may_expect(call)
-            self._refuse(what, source, (call, out), fix=fix, may_be_expected=selects_all)
+            selects_all = call.selects_all(out)
+            is_expected = selects_all and self._may_expect(call)
+            self._refuse(what, source, (call, out), fix=self._fix_of(given) or fix, may_be_expected=is_expected)
             if selects_all:
                 # From here on its elements are known, to backward as well, whose thread no capture can split.
                 self._operands.fix(call.args[0])

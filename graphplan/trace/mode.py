@@ -109,7 +109,7 @@ class TraceMode(OperatorMode):
                 self._refuse_nested("gets" if any(tensor is given for given in tensors) else "makes", name, source)
         if stay_fixed:
             fixed.update(operands)
-        is_certain = bool(self.operands.drawn) and self.operands.is_certain(call, operands)
+        is_certain = bool(self.operands.drawn) and self.operands.is_certain(call, operands, made)
         computes = not (written or schema.is_random or schema.allocates)
         if constant is not None or is_certain or (computes and (stay_fixed or name in LIKE_OPERATORS)):
             fixed.update(map(self.operands.internal, made))
@@ -253,6 +253,8 @@ class TraceMode(OperatorMode):
             return False
         if answer.is_content:
             self.operands.add_constant(answer.found[0])
+        elif call.selects_all(answer.found):
+            self.operands.fix(call.args[0])
         return True
 
     def _refuse_nested(self, verb: str, name: str, source: Source) -> None:

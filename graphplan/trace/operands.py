@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -38,6 +39,9 @@ class Operands:
         """Memory computed from Python numbers alone, or certain whatever is drawn: it is the same in each step."""
         self.drawn: dict[Operand, torch.dtype] = {}
         """Uniform draws on the host from [0, 1) that were not written since, with their dtype."""
+
+        self.chances: dict[Operand, float] = {}
+        """Comparisons of such draws with numbers, and the probability that an element is True."""
 
         self.random: set[Operand] = set()
         """Memory drawn in the step, or computed from draws and Python numbers alone."""
@@ -102,17 +106,20 @@ class Operands:
         if draws and (self.random | self.fixed).issuperset(operands):
             self.random.update(map(self.internal, made))
 
-    def is_certain(self, call: OperatorCall, operands: Sequence[Operand]) -> bool:
+    def is_certain(self, call: OperatorCall, operands: Sequence[Operand], made: Sequence[Tensor]) -> bool:
         """Return True if an operator compares a draw with a certain result: code that drops a layer at random also
-        draws if the probability is 0 (``torch.rand([]) < share``).
+        draws if the probability is 0 (``torch.rand([]) < share``). Otherwise record the probability.
         """
         dtype = self.drawn.get(operands[0]) if call.schema.name in _SPLITTING else None
         if dtype is None:
             return False
         tensor, bound = call.args
         # A view may interpret the same memory differently.
-        is_number = tensor.dtype is dtype and not tensor.is_neg() and isinstance(bound, int | float)
-        return is_number and (bound <= 0 or bound >= 1)
+        if tensor.dtype is not dtype or tensor.is_neg() or not isinstance(bound, int | float) or isnan(bound):
+            return False
+        below = min(1.0, max(0.0, bound))
+        self.chances[self.internal(made[0])] = below if call.schema.name == _SPLITTING[0] else 1 - below
+        return below in (0, 1)
 
 
 def _fills(tensor: Tensor) -> bool:

@@ -154,6 +154,8 @@ class Trace:
     undone: frozenset[int] = frozenset()
     """Storages of externals that the step has changed before the last of these reads."""
     batch: BatchRecorder | None = None
+    is_unlikely: bool = False
+    """Whether a draw has led the step to a branch that most steps do not take."""
     needs_another_trace: bool = False
     """Whether the next trace handles reads in another way, so that the facts of this one do not count."""
     deferred: DeferredReads = field(default_factory=partial(DeferredReads, defers=False))

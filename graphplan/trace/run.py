@@ -116,6 +116,7 @@ def _check_reads(record: Trace, batch: BatchRecorder) -> None:
         else:
             assert read.error is not None
             record.refuse(read.error)
+    record.needs_another_trace |= record.is_unlikely and record.violation is None
 
 
 def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Sharding, rates: Collection[int]) -> None:
